@@ -1,4 +1,4 @@
-"""Make untrusted text safe to show in terminals and logs: paths, names, and the output of models and tools.
+"""Make untrusted text safe: paths, names, and the output of models and tools, in terminals, logs and JSON.
 
 Control characters in such text can move the cursor, change the window title or reverse the direction of text.
 """
@@ -24,6 +24,11 @@ def escape_text(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(char if _is_safe(char) else char.encode("unicode_escape").decode() for char in text)
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, which JSON and JavaScript allow and UTF-8 cannot encode, by question marks."""
+    return text.encode("utf-8", "replace").decode()
 
 
 class LogFormatter(logging.Formatter):

@@ -83,7 +83,7 @@ TABLE = {
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
     "panels": Row(
-        "errors values urls portal frames backend wire client instrument",
+        "errors values urls portal sanitize frames backend wire client instrument",
         "anywidget ipywidgets IPython traitlets pandas minify",
     ),
     # settings: the folder of kept runs. psutil: cores and memory in the provenance of a run.
@@ -97,7 +97,7 @@ TABLE = {
 }
 # Packages with one importing file: what is behind them can be exchanged there.
 ONLY_IN = {
-    "uvicorn": {"http.uvicorn_server", "http.protocol"},
+    "uvicorn": {"http.uvicorn_server", "http.protocol", "http.websocket_protocol"},
     "h11": {"http.protocol"},
     "nest_asyncio2": {"portal"},
     "huggingface_hub": {"weights.hub.download"},

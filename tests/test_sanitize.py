@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lmx_lab.sanitize import LastResortHandler, LogFormatter, RecentLinesHandler, escape_text
+from lmx_lab.sanitize import LastResortHandler, LogFormatter, RecentLinesHandler, escape_text, replace_surrogates
 
 ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b1m\u202eright-to-left\u2066\u200f\r\b"
 """Colours, a window title, a C1 control, bidirectional overrides, a carriage return and a backspace."""
@@ -26,6 +26,10 @@ CONTROLS = set("\x1b\x07\x9b\u202e\u2066\u200f\r\b")
 )
 def test_control_characters_are_escaped(text: str, safe: str) -> None:
     assert escape_text(text) == safe
+
+
+def test_lone_surrogates_are_replaced() -> None:
+    assert replace_surrogates("a\ud800b 🙂") == "a?b 🙂"
 
 
 def log_record(message: str, level: int = logging.INFO) -> logging.LogRecord:

@@ -24,7 +24,7 @@ from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.choices import score_choices
 from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Prompt, Row, RowPrompts
-from lmx_lab.batch.servers import RowServer, next_server
+from lmx_lab.batch.servers import LoadedModel, RowServer, loaded_model, next_server
 from lmx_lab.batch.table import LOGPROBS, RowSource, answer_row
 from lmx_lab.errors import (
     ERROR_CLASSES,
@@ -33,19 +33,15 @@ from lmx_lab.errors import (
     EngineError,
     InvalidRequestError,
     LabError,
-    NotLoadedError,
     QueueFullError,
     UnavailableError,
     UnreachableError,
     WrongServerError,
 )
-from lmx_lab.wire.admin import ModelRecord
 from lmx_lab.wire.chat import ChatRequest
 
 AHEAD = 256
 """Maximum number of requests that were read and are not finished or, for an iterator, whose answers were not taken."""
-DEFAULT_SLOTS = 4
-"""Assumed number of slots if the server does not report it."""
 STEP_S = 0.25
 """Maximum duration of a step. The progress is shown after each step."""
 RETRY_S = 120.0
@@ -82,77 +78,6 @@ class BatchOptions:
     seed: int | None = None
     errors: Errors = "row"
     retry: Retry | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """The model that answers rows or computes vectors."""
-
-    id: str
-    engine: str
-    key: str
-    """Identifies the engine and the weights in the keys of the cache."""
-    slots: int
-    description: str
-    """The model's id, quantization, size and engine."""
-    weights: str
-    """SHA-256 of its files; empty if the hash is not known."""
-
-    def is_same(self, other: LoadedModel) -> bool:
-        """Return whether both are the same model on the same engine, as far as their hashes are known."""
-        is_other = self.weights and other.weights and self.weights != other.weights
-        return self.description == other.description and not is_other
-
-
-async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
-    """Return the loaded chat model.
-
-    Args:
-        hashed: Whether to hash the model's files for the key, if they are on this machine.
-
-    Raises:
-        NotLoadedError: no chat model is loaded.
-    """
-    records = (await backend.models()).models
-    record = next((each for each in records if each.loaded and not each.pinned and each.kind == "chat"), None)
-    if record is None:
-        raise NotLoadedError(f"no chat model is loaded at {backend.state().url}; load one first: lab.load(...)")
-    return await identify(backend, record, hashed=hashed)
-
-
-async def identify(backend: Backend, record: ModelRecord, *, hashed: bool) -> LoadedModel:
-    """Return a model with its cache key. ``hashed`` is that of ``loaded_model``."""
-    weights = await backend.weights_of(record.id) if hashed else ""
-    named = f"{record.id} {record.quantization} {record.size_gb}"
-    size = ", ".join(filter(None, (record.quantization, f"{record.size_gb:g} GB")))
-    return LoadedModel(
-        id=record.id,
-        engine=record.engine or "",
-        key=f"{record.engine} {weights or named}",
-        slots=record.slots or DEFAULT_SLOTS,
-        description=f"{record.id} ({size}) on the engine {record.engine}",
-        weights=weights,
-    )
-
-
-async def same_models(backends: Sequence[Backend], *, hashed: bool) -> tuple[LoadedModel, list[RowServer]]:
-    """Return the model of the first server, and the other servers, which must have the same model.
-
-    Raises:
-        NotLoadedError: one of the servers has no chat model loaded.
-        InvalidRequestError: the servers have different models.
-    """
-    models = [await loaded_model(each, hashed=hashed) for each in backends]
-    for backend, model in zip(backends, models, strict=True):
-        if not model.is_same(models[0]):
-            first, other = (f"{each.description} {each.weights[:12]}".rstrip() for each in (models[0], model))
-            raise InvalidRequestError(
-                f"the labs have different models: {first} at {backends[0].state().url}, and {other} at "
-                f"{backend.state().url}; load the same model on the same engine in all of them",
-                param="labs",
-            )
-    others = zip(backends[1:], models[1:], strict=True)
-    return models[0], [RowServer(backend, model.slots) for backend, model in others]
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,8 @@ from lmx_lab.backend import Backend
 from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import is_missing
-from lmx_lab.batch.run import MAX_PAUSE_S, MIN_PAUSE_S, RETRY_S, UNFINISHED, Errors, LoadedModel, identify
+from lmx_lab.batch.run import MAX_PAUSE_S, MIN_PAUSE_S, RETRY_S, UNFINISHED, Errors
+from lmx_lab.batch.servers import LoadedModel, identify
 from lmx_lab.batch.table import RowSource
 from lmx_lab.errors import InvalidRequestError, NotLoadedError, UnavailableError
 from lmx_lab.values.encoding import Vectors

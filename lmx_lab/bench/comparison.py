@@ -74,15 +74,7 @@ def compare(
         ImportError: pandas is not installed.
     """
     pandas = pandas_for("a comparison")
-    sides: dict[str, dict[tuple[Any, ...], pd.DataFrame]] = {}
-    for name, samples in (("a", a), ("b", b)):
-        rows = measured_rows(samples)
-        _check(name, rows, [*metrics, *by])
-        # Missing values are replaced by None, because they are not equal to themselves.
-        sides[name] = {
-            tuple(None if pandas.isna(value) else value for value in key): group
-            for key, group in rows.groupby(list(by), sort=False, dropna=False)
-        }
+    sides = {name: _cases(name, samples, metrics, by) for name, samples in (("a", a), ("b", b))}
     common = [key for key in sides["a"] if key in sides["b"]]
     if not common:
         raise InvalidRequestError(
@@ -100,6 +92,20 @@ def compare(
     table.attrs["only_a"] = [key for key in sides["a"] if key not in sides["b"]]
     table.attrs["only_b"] = [key for key in sides["b"] if key not in sides["a"]]
     return table
+
+
+def _cases(
+    side: str, samples: Samples, metrics: Sequence[str], by: Sequence[str]
+) -> dict[tuple[Any, ...], pd.DataFrame]:
+    """Return the measured rows of each case of a side."""
+    rows = measured_rows(samples)
+    _check(side, rows, [*metrics, *by])
+    isna = pandas_for("a comparison").isna
+    # Missing values are replaced by None, because they are not equal to themselves.
+    return {
+        tuple(None if isna(value) else value for value in key): group
+        for key, group in rows.groupby(list(by), sort=False, dropna=False)
+    }
 
 
 def _check(side: str, table: pd.DataFrame, columns: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,7 @@ from lmx_lab.cli.completion import complete_pull
 from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, epilog, settings_with_folders
 from lmx_lab.cli.terminal import out, print_line, print_note, single_line
-from lmx_lab.values.models import ECHO, QuantizedType, by_model
+from lmx_lab.values.models import ECHO, ModelEntry, QuantizedType, by_model
 
 if TYPE_CHECKING:
     from lmx_lab.engine.engine_choice import PreferredEngine
@@ -119,8 +120,23 @@ def models() -> None:
     entries = listing.entries
     if listing.problem is not None:
         print_note(listing.problem)
-    table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     preferred = _preferred_engine(settings)
+    if entries:
+        _print_table(entries, preferred)
+        _print_copies_and_formats(entries, preferred)
+    else:
+        print_note(f"no models in {settings.models_folder} or the hub's cache; try: lmx-lab pull smollm2-135m")
+    has_gguf = any(entry.format == "gguf" for entry in entries)
+    if has_gguf and (problem := load("lmx_lab.engine.registry:ENGINES")["llama.cpp"].problem()) is not None:
+        print_note(problem)
+    missing = sorted(set(load("lmx_lab.weights.starters:STARTERS")) - {entry.id for entry in entries})
+    if entries and missing:
+        print_note(f"starter models to pull: {', '.join(missing)}")
+
+
+def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> None:
+    """Print a row for each model, whatever the number of its formats."""
+    table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     for formats in by_model(entries).values():
         entry, *_ = ordered = load("lmx_lab.engine.engine_choice:by_preference")(formats, preferred)
         size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
@@ -131,28 +147,23 @@ def models() -> None:
         cells = (entry.id, entry.kind, shown, engine, quantization, size, context, entry.source)
         # Some of the values are read from files of the model.
         table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
-    if entries:
-        # Cells are wrapped only on a terminal, so that programs get complete lines. Ids are never cut or wrapped.
-        table.columns[0].no_wrap = True
-        needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
-        table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
-        out.print(table, crop=False)
-        for entry in entries:
-            if entry.copy is not None:
-                print_note(entry.copy.describe(entry.id))
-        if any(len({each.format for each in formats}) > 1 for formats in by_model(entries).values()):
-            print_note(
-                f"models in several formats are loaded on {preferred.name} ({preferred.reason}); --engine selects "
-                f"another one: {_engines_in_words()}"
-            )
-    else:
-        print_note(f"no models in {settings.models_folder} or the hub's cache; try: lmx-lab pull smollm2-135m")
-    has_gguf = any(entry.format == "gguf" for entry in entries)
-    if has_gguf and (problem := load("lmx_lab.engine.registry:ENGINES")["llama.cpp"].problem()) is not None:
-        print_note(problem)
-    missing = sorted(set(load("lmx_lab.weights.starters:STARTERS")) - {entry.id for entry in entries})
-    if entries and missing:
-        print_note(f"starter models to pull: {', '.join(missing)}")
+    # Cells are wrapped only on a terminal, so that programs get complete lines. Ids are never cut or wrapped.
+    table.columns[0].no_wrap = True
+    needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
+    table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
+    out.print(table, crop=False)
+
+
+def _print_copies_and_formats(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> None:
+    """Print which models are quantized copies, and on which engine models in several formats are loaded."""
+    for entry in entries:
+        if entry.copy is not None:
+            print_note(entry.copy.describe(entry.id))
+    if any(len({each.format for each in formats}) > 1 for formats in by_model(entries).values()):
+        print_note(
+            f"models in several formats are loaded on {preferred.name} ({preferred.reason}); --engine selects "
+            f"another one: {_engines_in_words()}"
+        )
 
 
 def _engines_in_words() -> str:

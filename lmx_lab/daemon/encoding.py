@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
+from lmx_lab.sanitize import replace_surrogates
+
 
 def timestamp(at_s: float | None = None) -> str:
     """Format a time in UTC with milliseconds, such as ``2026-11-21T10:00:00.123Z``. The texts sort by time.
@@ -34,7 +36,7 @@ def to_json(data: BaseModel) -> str:
         return data.model_dump_json()
     except PydanticSerializationError:
         text = json.dumps(data.model_dump(mode="python", warnings=False), ensure_ascii=False, default=str)
-        return text.encode("utf-8", "replace").decode()
+        return replace_surrogates(text)
 
 
 def encode_event(

@@ -1,4 +1,4 @@
-"""Decide which models are in memory: loads, unloads, pins, unloading of idle models, and swap mode.
+"""Decide which models are in memory: loads, unloads, pins, and unloading of idle models.
 
 Everything here runs on the control loop of ``ModelManager``, except ``residents``, which any thread may read. Changes
 of the main model happen one at a time. Nothing polls: an engine reports when it loses a model, ``AdmissionControl``
@@ -22,17 +22,14 @@ from lmx_lab.engine.current_change import CurrentChange
 from lmx_lab.engine.interface import InferenceEngine
 from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, load_progress, same_options, within_limit
 from lmx_lab.engine.model_finder import ModelFinder
-from lmx_lab.engine.model_lookup import Kinds, check_unload, is_idle_path, loaded_id, unknown_model, wrong_kind
+from lmx_lab.engine.model_lookup import check_unload, loaded_id
 from lmx_lab.engine.registry import choose_engine
 from lmx_lab.engine.residents import MAIN, Resident, Residents
-from lmx_lab.engine.swap_order import Ticket
-from lmx_lab.engine.swap_queue import SwapQueue, SwapTurn
+from lmx_lab.engine.swap_queue import SwapQueue
 from lmx_lab.engine.unload_operation import Drain, UnloadOperation
 from lmx_lab.errors import (
     InvalidRequestError,
     LabError,
-    ModelBusyError,
-    ModelNotFoundError,
     NotLoadedError,
     UnusableModelError,
 )
@@ -78,7 +75,8 @@ class ModelControl:
         """Models to keep in addition to the main one. They are loaded again after their engine has died."""
         self._engine: InferenceEngine | None = None
         self._unloaded: tuple[str, UnloadCause] | None = None
-        self._idle_spec: LoadSpec | None = None
+        self.idle_spec: LoadSpec | None = None
+        """The spec of the model that was unloaded because it was idle (``EngineSnapshot.idle_model``)."""
         self._current = CurrentChange(on_change=self._publish, on_end=self._schedule_next)
         # Models are read into memory one at a time, so that the memory of the others is known.
         self._entering = asyncio.Lock()
@@ -120,6 +118,15 @@ class ModelControl:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # retrieved, because all callers may have left
+
+    def _post(self, callback: Callable[..., object], *args: object) -> None:
+        """Call a function on the control loop. May be called from any thread."""
+        with suppress(RuntimeError):  # The loop is closed, because the manager was stopped.
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    async def wait_for_change(self) -> None:
+        """Wait until the loads and unloads of the main model that are in progress have ended."""
+        await self._current.wait()
 
     # Loads
 
@@ -392,21 +399,25 @@ class ModelControl:
         main = self._main
         try:
             async with self._current.begin("unload", main.entry.id if main else ""):
-                main = self._main
-                if main is not None:
+                if (main := self._main) is not None:
                     self._current.name_model(main.entry.id)
-                freed = await self._drain_and_unload(operation, "the model was unloaded", cause="requested")
-                if main is None:
-                    if self._unloaded is not None:
-                        self._unloaded = (self._unloaded[0], "requested")
-                    if self._engine is not None:
-                        await self._engine.unload()
+                    freed = await self._drain_and_unload(operation, "the model was unloaded", cause="requested")
+                else:
+                    await self._forget_idle_model()
+                    freed = 0
             if main is not None:
                 self._report(LoadProgress(model=main.entry.id, stage="unloaded"))
             operation.finish(freed)
         except BaseException as exc:
             operation.finish(exc)
             raise
+
+    async def _forget_idle_model(self) -> None:
+        """Unload what the last engine still has, and no longer load the idle model again for a request."""
+        if self._unloaded is not None:
+            self._unloaded = (self._unloaded[0], "requested")
+        if self._engine is not None:
+            await self._engine.unload()
 
     async def _drain_and_unload(
         self,
@@ -438,7 +449,7 @@ class ModelControl:
             await self._run_drain(main, drain, load)
             self._current.enter_stage("unloading")
             if cause is not None:
-                self._unloaded, self._idle_spec = (main.entry.id, cause), main.spec
+                self._unloaded, self.idle_spec = (main.entry.id, cause), main.spec
             if self._main is main:
                 del self._slots[MAIN]
             # Published before the model disappears from the engine's snapshot, so that the cause is known by then.
@@ -476,7 +487,7 @@ class ModelControl:
 
     def post_lost(self, engine: InferenceEngine, by_request: bool) -> None:
         """Handle that an engine has lost a model (see ``EngineHost.lost_model``). May be called from any thread."""
-        _post(self._loop, self._remove_lost, engine, by_request)
+        self._post(self._remove_lost, engine, by_request)
 
     def _remove_lost(self, engine: InferenceEngine, by_request: bool) -> None:
         for slot, resident in list(self._slots.items()):
@@ -497,7 +508,7 @@ class ModelControl:
         """Handle that a model has no requests left. May be called from any thread."""
         # Skipped if nothing depends on it, since a client that sends one request at a time causes this call each time.
         if self.settings.idle_unload_s is not None or not self.residents.stable:
-            _post(self._loop, self._schedule_next)
+            self._post(self._schedule_next)
 
     def _set_idle_timer(self) -> None:
         """Set the timer to the time at which the main model has been idle for ``idle_unload_s``."""
@@ -527,71 +538,3 @@ class ModelControl:
             operation = UnloadOperation(done=self._loop.create_future(), requested=False)
             await self._drain_and_unload(operation, "the model was unloaded", cause="idle")
         self._report(LoadProgress(model=main.entry.id, stage="unloaded", message=f"idle for {idle_s:g} s"))
-
-    # Requests in swap mode
-
-    async def take_turn(self, name: str | None, kinds: Kinds, *, limited: bool) -> SwapTurn:
-        """Wait for the turn of a request (see ``SwapQueue``), load its model, and return the turn.
-
-        Raises:
-            LabError: see ``ModelManager.submit_all``.
-        """
-        ticket = self.swaps.ticket(name, limited=limited)
-        try:
-            # Checked before the wait, so that a request for a model that does not exist does not delay others.
-            if name is not None and name != self._snapshot().model:
-                await self._resolve(name, kinds, local=is_idle_path(name, self._snapshot()))
-            await self.swaps.wait(ticket)
-            model = await self.load_for_request(name, kinds)
-        except BaseException:
-            self.swaps.leave(ticket)
-            raise
-        return SwapTurn(functools.partial(self._post_leave, ticket), model)
-
-    def _post_leave(self, ticket: Ticket) -> None:
-        _post(self._loop, self.swaps.leave, ticket)
-
-    async def load_for_request(self, name: str | None, kinds: Kinds) -> str | None:
-        """Load the model that a request names, or the one that was unloaded because it was idle; return its id.
-
-        A model that cannot answer the request is not loaded.
-        """
-        await self._current.wait()
-        now = self._snapshot()
-        model = name or now.idle_model
-        if model is None or model == now.model:
-            return model
-        # Decided before the load, after which the snapshot no longer shows that this was the idle model.
-        local, idle_spec = is_idle_path(model, now), self._idle_spec if model == now.idle_model else None
-        try:
-            entry = await self._resolve(model, kinds, local=local)
-        except (ModelNotFoundError, InvalidRequestError):
-            if name is None:
-                return None
-            raise
-        while True:
-            started = time.perf_counter()
-            try:
-                spec = idle_spec or LoadSpec(model=model if entry.has_alias(model) else entry.id)
-                report = await self.load(spec, None, local=local, finish_queued=True, if_busy="wait")
-            except ModelBusyError:
-                # This request joined a load that does not wait for others.
-                await self._current.wait()
-                continue
-            self.swaps.swap_s = time.perf_counter() - started
-            return report.model
-
-    async def _resolve(self, name: str, kinds: Kinds, *, local: bool) -> ModelEntry:
-        try:
-            entry = await self._finder.resolve(name, local=local)
-        except ModelNotFoundError as exc:
-            raise unknown_model(name, self._snapshot(), kinds) from exc
-        if not entry.answers(kinds):
-            raise wrong_kind(entry, kinds)
-        return entry
-
-
-def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
-    # If the loop is closed, the manager was stopped.
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback, *args)

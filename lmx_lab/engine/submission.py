@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -10,12 +11,30 @@ from typing import Any, Generic, Protocol, TypeVar
 from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.model_finder import ModelFinder
-from lmx_lab.engine.model_lookup import CHAT, Kinds, loaded_id, refusal, with_models_on_disk
+from lmx_lab.engine.model_lookup import (
+    CHAT,
+    Kinds,
+    is_idle_path,
+    loaded_id,
+    refusal,
+    unknown_model,
+    with_models_on_disk,
+    wrong_kind,
+)
 from lmx_lab.engine.requests import EmbeddingRequest, GenerationRequest, RerankRequest, TraceRequest
 from lmx_lab.engine.residents import Resident, Residents
-from lmx_lab.errors import GenerationTimeoutError, LabError, ModelNotFoundError, NotLoadedError
+from lmx_lab.engine.swap_queue import SwapTurn
+from lmx_lab.errors import (
+    GenerationTimeoutError,
+    InvalidRequestError,
+    LabError,
+    ModelBusyError,
+    ModelNotFoundError,
+    NotLoadedError,
+)
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import LoadSpec, ModelEntry
 
 T = TypeVar("T")
 TRIES = 3
@@ -125,7 +144,9 @@ class Submitter:
         name, kinds = self._loaded_id(submission.request.model, local=submission.local), submission.kinds
         try:
             async with asyncio.timeout(limit_s):
-                turn = await self._run(lambda control: control.take_turn(name, kinds, limited=not submission.patient))
+                turn = await self._run(
+                    lambda control: self._take_turn(control, name, kinds, limited=not submission.patient)
+                )
                 try:
                     return await self._load_and_submit(submission, turn.model, name)
                 finally:
@@ -151,7 +172,7 @@ class Submitter:
             if attempt == TRIES - 1 or not isinstance(error, NotLoadedError):
                 raise error
             # An administrator has unloaded or replaced the model.
-            model = await self._run(lambda control: control.load_for_request(name, submission.kinds))
+            model = await self._run(lambda control: self._load(control, name, submission.kinds))
         raise AssertionError("unreachable")
 
     def _refusal_error(self, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
@@ -173,6 +194,65 @@ class Submitter:
 
     def _loaded_id(self, name: str | None, *, local: bool) -> str | None:
         return loaded_id(name, [resident.entry for resident in self._residents()], local=local)
+
+    # On the control loop, in swap mode
+
+    async def _take_turn(self, control: ModelControl, name: str | None, kinds: Kinds, *, limited: bool) -> SwapTurn:
+        """Wait for the turn of a request (see ``SwapQueue``), load its model, and return the turn.
+
+        Raises:
+            LabError: see ``ModelManager.submit_all``.
+        """
+        ticket = control.swaps.ticket(name, limited=limited)
+        try:
+            # Checked before the wait, so that a request for a model that does not exist does not delay others.
+            if name is not None and name != self._snapshot().model:
+                await self._resolve(name, kinds, local=is_idle_path(name, self._snapshot()))
+            await control.swaps.wait(ticket)
+            model = await self._load(control, name, kinds)
+        except BaseException:
+            control.swaps.leave(ticket)
+            raise
+        return control.swaps.turn(ticket, model)
+
+    async def _load(self, control: ModelControl, name: str | None, kinds: Kinds) -> str | None:
+        """Load the model that a request names, or the one that was unloaded because it was idle; return its id.
+
+        A model that cannot answer the request is not loaded.
+        """
+        await control.wait_for_change()
+        now = self._snapshot()
+        model = name or now.idle_model
+        if model is None or model == now.model:
+            return model
+        # Decided before the load, after which the snapshot no longer shows that this was the idle model.
+        local, idle_spec = is_idle_path(model, now), control.idle_spec if model == now.idle_model else None
+        try:
+            entry = await self._resolve(model, kinds, local=local)
+        except (ModelNotFoundError, InvalidRequestError):
+            if name is None:
+                return None
+            raise
+        while True:
+            started = time.perf_counter()
+            try:
+                spec = idle_spec or LoadSpec(model=model if entry.has_alias(model) else entry.id)
+                report = await control.load(spec, None, local=local, finish_queued=True, if_busy="wait")
+            except ModelBusyError:
+                # This request joined a load that does not wait for others.
+                await control.wait_for_change()
+                continue
+            control.swaps.swap_s = time.perf_counter() - started
+            return report.model
+
+    async def _resolve(self, name: str, kinds: Kinds, *, local: bool) -> ModelEntry:
+        try:
+            entry = await self._finder.resolve(name, local=local)
+        except ModelNotFoundError as exc:
+            raise unknown_model(name, self._snapshot(), kinds) from exc
+        if not entry.answers(kinds):
+            raise wrong_kind(entry, kinds)
+        return entry
 
 
 def _renamed(submission: Submission[T], model: str | None) -> Submission[T]:

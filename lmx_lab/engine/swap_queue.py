@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from lmx_lab.engine.swap_order import SwapOrder, Ticket
 from lmx_lab.errors import QueueFullError
@@ -74,6 +75,20 @@ class SwapQueue:
         self._order.add(ticket)
         self.update()
         await self._tickets[ticket].wait()
+
+    def turn(self, ticket: Ticket, model: str | None) -> SwapTurn:
+        """Return the turn of a ticket after ``wait``.
+
+        Args:
+            model: Id of the loaded model.
+        """
+        loop = asyncio.get_running_loop()
+
+        def leave() -> None:
+            with suppress(RuntimeError):  # The loop is closed, because the manager was stopped.
+                loop.call_soon_threadsafe(self.leave, ticket)
+
+        return SwapTurn(leave, model)
 
     def leave(self, ticket: Ticket) -> None:
         """End the turn of a ticket, or its place in the queue. Idempotent."""

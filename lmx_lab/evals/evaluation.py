@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SHOWN_FAILURES = 10
 SHOWN_CHARACTERS = 80
+CALIBRATION_INCHES = (4.2, 4.2)
 NO_LAB = "this evaluation was opened without a lab; open it with lab.experiments"
 
 
@@ -207,14 +208,27 @@ class Evaluation:
     def plot_calibration(self) -> NotebookFigure:
         """Return a reliability diagram: accuracy over confidence, with the number of rows of each bin.
 
+        The diagonal is perfect calibration.
+
         Raises:
             InvalidRequestError: there are no choices.
             ImportError: matplotlib or pandas is not installed.
         """
         # Imported here, because matplotlib is optional.
-        from lmx_lab.evals.plots import reliability_diagram
+        from lmx_lab.bench.plots import NotebookFigure
 
-        return reliability_diagram(self.calibration(), title=f"{self.name}: {self.facts.model}")
+        bins = self.calibration()
+        figure = NotebookFigure(figsize=CALIBRATION_INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot([0, 1], [0, 1], linestyle="--", color="0.5", linewidth=1)
+        axes.plot(bins["confidence"], bins["accuracy"], marker="o")
+        for row in bins.itertuples():
+            place = (row.confidence, row.accuracy)
+            axes.annotate(str(row.n), place, textcoords="offset points", xytext=(4, -10), fontsize=8)
+        error = bins.attrs["expected_calibration_error"]
+        axes.set(xlim=(0, 1), ylim=(-0.03, 1.03), xlabel="probability of the answer", ylabel="share of right answers")
+        axes.set_title(f"{self.name}: {self.facts.model}\nexpected calibration error {error:.3f}", fontsize=9)
+        return figure
 
     # Copies in other programs
 

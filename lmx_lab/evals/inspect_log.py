@@ -54,7 +54,7 @@ def write_inspect_log(run: ExportedRun, rows: Sequence[EvaluatedRow], path: str 
 
 def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
     """Return the log as the values of Inspect's classes."""
-    facts, score = run.facts, run.score
+    facts = run.facts
     metric: Mapping[str, Any] = facts.settings.get("metric", {})
     name, model = str(metric.get("name", PROJECT)), f"{PROJECT}/{facts.model}"
     # The end of the run is not stored. Without an end, the viewer shows NaN.
@@ -67,7 +67,6 @@ def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
     ]
     ids = list(dict.fromkeys(sample["id"] for sample in samples))
     options = {key: value for key, value in metric.items() if key != "name"}
-    measured = {key: value for key, value in figures(run).items() if key in ("score", "low", "high")}
     return {
         "status": "success",
         "eval": {
@@ -90,22 +89,29 @@ def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
             },
             "scorers": [{"name": name, "options": to_plain(options)}],
         },
-        "results": {
-            "total_samples": len(rows),
-            "completed_samples": len(rows) - run.errors,
-            "scores": [
-                {
-                    "name": name,
-                    "scorer": name,
-                    "scored_samples": len(rows) - run.errors,
-                    "unscored_samples": run.errors,
-                    "metrics": {key: {"name": key, "value": value} for key, value in measured.items()},
-                    "metadata": {"interval": f"{score.method}, level {LEVEL}"},
-                }
-            ],
-        },
+        "results": _results(run, len(rows), name),
         "stats": {"started_at": began, "completed_at": ended, "model_usage": {model: _usage(rows)}},
         "samples": samples,
+    }
+
+
+def _results(run: ExportedRun, samples: int, scorer: str) -> dict[str, Any]:
+    """Return the score as the values of Inspect's class of results."""
+    measured = {key: value for key, value in figures(run).items() if key in ("score", "low", "high")}
+    scored = samples - run.errors
+    return {
+        "total_samples": samples,
+        "completed_samples": scored,
+        "scores": [
+            {
+                "name": scorer,
+                "scorer": scorer,
+                "scored_samples": scored,
+                "unscored_samples": run.errors,
+                "metrics": {key: {"name": key, "value": value} for key, value in measured.items()},
+                "metadata": {"interval": f"{run.score.method}, level {LEVEL}"},
+            }
+        ],
     }
 
 

@@ -22,7 +22,8 @@ import uvicorn
 
 from lmx_lab.errors import HostingError, PortTakenError
 from lmx_lab.http.guard import ASGIApp, Message, Receive, Scope, Send
-from lmx_lab.http.protocol import HttpProtocol, WebSocketProtocol
+from lmx_lab.http.protocol import HttpProtocol
+from lmx_lab.http.websocket_protocol import WebSocketProtocol
 from lmx_lab.portal import loops_serving, register_server
 from lmx_lab.sanitize import RecentLinesHandler
 

@@ -1,4 +1,4 @@
-"""Define ``Lab``: the methods that use an inference server, in this process or another, and its display.
+"""Define ``Lab``: the methods that use an inference server, in this process or another.
 
 Methods that use the server are called verbs. Every verb is written once, as a coroutine, from which ``notebook.verbs``
 derives a blocking and an awaitable method. Importing this module imports neither the engine nor the server.
@@ -30,45 +30,46 @@ from lmx_lab.notebook.arguments import (
     rerank_body,
 )
 from lmx_lab.notebook.evaluate import EvaluateVerbs
-from lmx_lab.notebook.lab_server import LabServer, code_html, facts_html
+from lmx_lab.notebook.lab_display import DisplayMethods
+from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.local_properties import LocalProperties
 from lmx_lab.notebook.map import MapVerbs
 from lmx_lab.notebook.probing import ProbeVerbs
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
-from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.notebook.search import SearchVerbs
-from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
 from lmx_lab.notebook.tracing import TraceVerbs
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
-from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import InputType, Vectors
 from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec
 
 if TYPE_CHECKING:
-    import ipywidgets
     import pandas as pd
 
     from lmx_lab.bench.runner import Measured
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
-    from lmx_lab.notebook.display import LabDisplay
     from lmx_lab.notebook.local_server import LocalServer
     from lmx_lab.notebook.loop_choice import LoopChoice
-    from lmx_lab.panels.events import EventsPanel
-    from lmx_lab.panels.metrics import MetricsPanel
 
-MODELS_TIMEOUT_S = 30.0
-"""Maximum time to list the models for a snapshot."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Default token counts of ``bench``; llama-bench has the same defaults."""
 CLOSED = Closed()
 
 
-class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, InstrumentVerbs, LocalProperties):
+class Lab(
+    MapVerbs,
+    EvaluateVerbs,
+    SearchVerbs,
+    ProbeVerbs,
+    TraceVerbs,
+    InstrumentVerbs,
+    DisplayMethods,
+    LocalProperties,
+):
     """An inference server, in this process or another one, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
@@ -110,7 +111,6 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
     def _set(self, server: LabServer, backend: Backend) -> None:
         self._server = server
         self._backend = backend
-        self._workbench: Workbench | None = None
 
     @property
     def _portal(self) -> LoopPortal:
@@ -443,114 +443,6 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
         if self._local is None:
             return arguments
         return {**arguments, "default_headers": self._local.services.inference.recording.own_headers}
-
-    # Display
-
-    @property
-    def workbench(self) -> Workbench:
-        """The state that the lab's panels share."""
-        if self._workbench is None or self._workbench.backend is not self._backend:
-            # The panels of the previous workbench show another lab now.
-            return self._use(Workbench(self._backend))
-        return self._workbench
-
-    def take_over(self, workbench: Workbench | None) -> Workbench:
-        """Show this lab in the panels of another one, if there are any, and start to record its measurements."""
-        workbench = workbench or Workbench(self._backend)
-        workbench.follow(self._backend)
-        return self._use(workbench)
-
-    def _use(self, workbench: Workbench) -> Workbench:
-        self._workbench = workbench
-        # Without a reference to the lab, so that a remote connection is also closed when its lab is deleted.
-        self._server.when_closed(functools.partial(workbench.suspend_if_shown, self._backend))
-        return workbench
-
-    def panel(self, *names: str) -> ipywidgets.DOMWidget:
-        """Return the named panels as one widget.
-
-        The panels are ``models``, ``metrics``, ``chat``, ``rerank``, ``lens``, ``timeline`` and ``events``; by default
-        all of them except ``lens`` and ``timeline``, and ``events`` only if there is a daemon. Each panel exists once:
-        displaying it again shows the same panel in another place.
-
-        Raises:
-            InvalidRequestError: there is no panel of this name.
-            ImportError: anywidget or ipywidgets is not installed.
-        """
-        widget = self._display().panel(names)
-        self._server.panels_shown()
-        return widget
-
-    def metrics(self) -> MetricsPanel:
-        """Return the live measurements; ``.df`` has those of the last 15 minutes as a data frame."""
-        panel = self._display().metrics()
-        self._server.panels_shown()
-        return panel
-
-    def _events_panel(self) -> EventsPanel:
-        return self._display().events()
-
-    def snapshot(self) -> Snapshot:
-        """Return the lab at this moment: server, models, measurements, versions, machine.
-
-        Raises:
-            HostingError: the server runs on the caller's own event loop, which would wait for itself.
-        """
-        self._server.check_caller()
-        samples = self.workbench.history.samples
-        models = self.workbench.submit(self._backend.models()).result(MODELS_TIMEOUT_S)
-        return take_snapshot(self._backend.state(), models, samples[-1] if samples else None)
-
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained HTML file: the snapshot, charts of the last 15 minutes, the requests, and the
-        content of the chat and rerank panels.
-
-        Raises:
-            InvalidRequestError: the path cannot be written.
-        """
-        history = self.workbench.history
-        sections = self._display().sections() if self.workbench.panels else []
-        text = report_html(self.snapshot(), history.samples, history.requests, sections)
-        return write_report(path, text)
-
-    def __repr__(self) -> str:
-        return "\n".join(f"{name}: {value}" for name, value in self._server.facts().items())
-
-    def _repr_html_(self) -> str:
-        return facts_html(self._server.facts()) + code_html(self._backend.state().phone_code)
-
-    def _repr_mimebundle_(self, **options: Any) -> Any:
-        """Return the compact models panel, and the facts for other frontends and for saved notebooks."""
-        facts = {"text/plain": repr(self), "text/html": self._repr_html_()}
-        try:
-            display = self._display()
-        except ImportError:
-            return facts
-        return display.card(facts, **options)
-
-    def _ipython_display_(self) -> None:
-        try:
-            display = self._display()
-        except ImportError:
-            raise NotImplementedError from None  # IPython then uses the MIME bundle.
-        display.show(self._repr_mimebundle_(), self._repr_html_)
-
-    def _show_ranking(self, result: RerankResult) -> None:
-        """Display a ranking as a widget; raises as ``_display``."""
-        self._display().show_ranking(result)
-
-    def _display(self) -> LabDisplay:
-        """Return the widgets of this lab.
-
-        Raises:
-            ImportError: anywidget or ipywidgets is not installed.
-        """
-        try:
-            # Imported here, because widgets are optional, and a server without a notebook does not need them.
-            from lmx_lab.notebook.display import LabDisplay
-        except ImportError as exc:
-            raise ImportError(f"panels need {exc.name}, which is not installed: pip install 'lmx-lab[lab]'") from exc
-        return LabDisplay(self.workbench)
 
     # A server in this process
 

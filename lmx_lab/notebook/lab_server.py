@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.models import LoadSpec
-
-
-def facts_html(facts: Mapping[str, str]) -> str:
-    """Return the lines that describe a lab as a table in HTML."""
-    left = "style='text-align:left'"
-    rows = "".join(
-        f"<tr><th {left}>{html.escape(name)}</th><td {left}><code>{html.escape(value)}</code></td></tr>"
-        for name, value in facts.items()
-    )
-    return f"<table>{rows}</table>"
-
-
-def code_html(code: str) -> str:
-    """Return a collapsed QR code in HTML; empty if there is no code."""
-    if not code:
-        return ""
-    image = f"<img alt='QR code of the LAN address' src='{html.escape(code)}' width='180' height='180'>"
-    return f"<details><summary>QR code for phones</summary>{image}</details>"
 
 
 class LabServer(Protocol):

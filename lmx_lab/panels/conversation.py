@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.panels.text import clip, replace_surrogates
+from lmx_lab.panels.text import clip
+from lmx_lab.sanitize import replace_surrogates
 
 MAX_MESSAGES = 200
 """Maximum number of messages in the transcript."""

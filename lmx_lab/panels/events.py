@@ -21,8 +21,9 @@ from lmx_lab.panels.event_rows import COLUMNS, GROUPS, MAX_ROWS, EventRow, Event
 from lmx_lab.panels.event_sessions import SessionTracker
 from lmx_lab.panels.event_source import EventSource
 from lmx_lab.panels.panel import BUG, Panel, number_field, text_field
-from lmx_lab.panels.text import clip, replace_surrogates, table_row
+from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.sanitize import replace_surrogates
 from lmx_lab.wire.admin import Sample
 from lmx_lab.wire.event_stream import ResetFrame
 from lmx_lab.wire.events import DaemonEvent

@@ -19,8 +19,9 @@ from lmx_lab.backend import Backend
 from lmx_lab.client.request_bodies import build_body
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
-from lmx_lab.panels.text import LEFT, clip, escape_unsafe, replace_surrogates, table_row
+from lmx_lab.panels.text import LEFT, clip, escape_unsafe, table_row
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.sanitize import replace_surrogates
 from lmx_lab.wire.admin import ModelEvent, Sample
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.generation import ANY_MODEL

@@ -22,11 +22,6 @@ def escape_unsafe(text: str) -> str:
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
-def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JavaScript's strings may contain and UTF-8 cannot encode."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def preformatted(text: str) -> str:
     """Return HTML that displays a text with its line breaks and spaces."""
     return f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'

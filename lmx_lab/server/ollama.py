@@ -34,6 +34,7 @@ from lmx_lab.server.field_names import FieldNames
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import OLLAMA_ERRORS
+from lmx_lab.server.serialize import json_text
 from lmx_lab.server.translate import chat_logprobs, generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
@@ -381,7 +382,7 @@ class ChatWriter:
     """
 
     def __init__(self, model: str, *, logprobs: bool) -> None:
-        self._head = f'{{"model":{_json(model)},"created_at":"'
+        self._head = f'{{"model":{json_text(model)},"created_at":"'
         self._logprobs = logprobs
         self._calls: list[ToolCallDelta] = []
         """Parts of tool calls that have not ended. Each call is written as a whole."""
@@ -416,28 +417,25 @@ class ChatWriter:
         return calls
 
     def _line(self, delta: Delta, calls: Sequence[ToolCallDelta], end: str = '"done":false') -> str:
-        logprobs = f'"logprobs":{_json(chat_logprobs(delta.logprobs))},' if self._logprobs and delta.logprobs else ""
+        has_logprobs = self._logprobs and delta.logprobs
+        logprobs = f'"logprobs":{json_text(chat_logprobs(delta.logprobs))},' if has_logprobs else ""
         return f'{self._head}{now()}",{self._content(delta, calls)},{logprobs}{end}}}'
 
     def _content(self, delta: Delta, calls: Sequence[ToolCallDelta]) -> str:
-        thinking = f',"thinking":{_json(delta.reasoning)}' if delta.reasoning else ""
-        written = f',"tool_calls":{_json([_call(call) for call in calls])}' if calls else ""
-        return f'"message":{{"role":"assistant","content":{_json(delta.text)}{thinking}{written}}}'
+        thinking = f',"thinking":{json_text(delta.reasoning)}' if delta.reasoning else ""
+        written = f',"tool_calls":{json_text([_call(call) for call in calls])}' if calls else ""
+        return f'"message":{{"role":"assistant","content":{json_text(delta.text)}{thinking}{written}}}'
 
 
 class GenerateWriter(ChatWriter):
     """Writes one answer of ``/api/generate``, which has no tool calls."""
 
     def _content(self, delta: Delta, calls: Sequence[ToolCallDelta]) -> str:
-        thinking = f',"thinking":{_json(delta.reasoning)}' if delta.reasoning else ""
-        return f'"response":{_json(delta.text)}{thinking}'
+        thinking = f',"thinking":{json_text(delta.reasoning)}' if delta.reasoning else ""
+        return f'"response":{json_text(delta.text)}{thinking}'
 
 
 NOTHING = Delta(text="", tokens=0)
-
-
-def _json(value: Any) -> str:
-    return to_json(value).decode()
 
 
 def _call(call: ToolCallDelta) -> dict[str, Any]:
@@ -460,7 +458,7 @@ def _counters(report: GenerationReport) -> str:
         "eval_count": report.output_tokens,
         "eval_duration": _nanoseconds(report.decode_s),
     }
-    return _json(ended)[1:-1]
+    return json_text(ended)[1:-1]
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -24,7 +24,8 @@ from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.tools import AnswerFunction, AnswerToolCall
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """Return a value as JSON."""
     return to_json(value).decode()
 
 
@@ -74,7 +75,7 @@ class ChatAnswer:
 
         The first chunk contains the log-probabilities of the whole delta.
         """
-        logprobs = _json({"content": chat_logprobs(delta.logprobs), "refusal": None}) if self.logprobs else "null"
+        logprobs = json_text({"content": chat_logprobs(delta.logprobs), "refusal": None}) if self.logprobs else "null"
         for part in _delta_parts(delta):
             yield self._chunk(index, part, logprobs)
             logprobs = "null"
@@ -111,10 +112,10 @@ def _message(delta: Delta) -> AnswerMessage:
 
 def _delta_parts(delta: Delta) -> list[str]:
     """Return the JSON of the field ``delta`` in each chunk."""
-    parts = [f'{{"reasoning_content":{_json(delta.reasoning)}}}'] if delta.reasoning else []
+    parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
     if delta.text:
-        parts.append(f'{{"content":{_json(delta.text)}}}')
-    parts += [f'{{"tool_calls":[{_json(call)}]}}' for call in _call_chunks(delta.tool_calls)]
+        parts.append(f'{{"content":{json_text(delta.text)}}}')
+    parts += [f'{{"tool_calls":[{json_text(call)}]}}' for call in _call_chunks(delta.tool_calls)]
     # Tokens without text also have log-probabilities.
     return parts or (['{"content":""}'] if delta.logprobs else [])
 
@@ -166,7 +167,7 @@ class CompletionAnswer:
         return f'{self._head}],"usage":{usage.model_dump_json()}}}'
 
     def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
-        fields = f'"text":{_json(text)},"index":{index},"logprobs":{logprobs},"finish_reason":{reason}'
+        fields = f'"text":{json_text(text)},"index":{index},"logprobs":{logprobs},"finish_reason":{reason}'
         return f"{self._head}{{{fields}}}]{end}}}"
 
     @cached_property
@@ -183,7 +184,7 @@ def _head(answer: ChatAnswer | CompletionAnswer, kind: str) -> str:
         "model": answer.model,
         "system_fingerprint": answer.fingerprint,
     }
-    return f'{_json(shared)[:-1]},"choices":['
+    return f'{json_text(shared)[:-1]},"choices":['
 
 
 class LogprobsWriter:
@@ -238,7 +239,7 @@ def socket_token(delta: Delta, *, logprobs: bool) -> str | None:
     calls = list(_call_chunks(delta.tool_calls))
     if not (delta.text or delta.reasoning or calls or delta.logprobs):
         return None
-    reasoning = f',"reasoning_content":{_json(delta.reasoning)}' if delta.reasoning else ""
-    tool_calls = f',"tool_calls":{_json(calls)}' if calls else ""
-    entries = f',"logprobs":{_json(chat_logprobs(delta.logprobs))}' if logprobs else ""
-    return f'{{"token":{_json(delta.text)}{reasoning}{tool_calls}{entries}}}'
+    reasoning = f',"reasoning_content":{json_text(delta.reasoning)}' if delta.reasoning else ""
+    tool_calls = f',"tool_calls":{json_text(calls)}' if calls else ""
+    entries = f',"logprobs":{json_text(chat_logprobs(delta.logprobs))}' if logprobs else ""
+    return f'{{"token":{json_text(delta.text)}{reasoning}{tool_calls}{entries}}}'

@@ -105,7 +105,7 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
 
 def _close_blocked(socket: WebSocket, reason: str) -> None:
     """Close the connection to a client that accepts no data."""
-    # This is an extension of ``http.protocol``. Closing through ASGI would wait for the client.
+    # This is an extension of ``http.websocket_protocol``. Closing through ASGI would wait for the client.
     close = (socket.scope.get("extensions") or {}).get("lmx_lab.close")
     if close is not None:
         close(POLICY_VIOLATION, reason)
@@ -137,7 +137,7 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
             f"the connection received no request within {timeout_s:g} s; send one after connecting"
         ) from None
     if message["type"] == "websocket.disconnect":
-        # ``http.protocol`` adds this mark. The close code is not enough, because any client can close with it.
+        # ``http.websocket_protocol`` adds this mark. The close code is not enough: any client can close with it.
         error = _ServerStopping if message.get("lmx_lab") == "stopping" else WebSocketDisconnect
         raise error(message.get("code", NORMAL))
     text: str | None = message.get("text")

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,11 +44,9 @@ class _Scan:
         for self.root, locations in roots:
             for location in locations:
                 if location.is_format_of(first.get(location.id, location)):
-                    try:
+                    with suppress(UnusableModelError):  # The model is not listed.
                         self.found.append((location, read_entry(location)))
-                    except UnusableModelError:
-                        continue
-                    first.setdefault(location.id, location)
+                        first.setdefault(location.id, location)
         return self.listing()
 
     def listing(self, problem: str | None = None) -> Listing:

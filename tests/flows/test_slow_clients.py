@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from websockets.frames import Frame, Opcode
 
-from lmx_lab.http import protocol
+from lmx_lab.http import protocol, websocket_protocol
 from lmx_lab.http.slow_clients import SendWatch
 from lmx_lab.notebook import Lab
 from tests.flows.conftest import ENDLESS, PACE, echo_body, serving, wait_until, wait_until_idle
@@ -66,9 +66,10 @@ def read_until(client: socket.socket, end: bytes) -> bytes:
 def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancelled(
     echo_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: Way
 ) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 20.0)
+    for module in (protocol, websocket_protocol):
+        monkeypatch.setattr(module, "LINGER_S", 20.0)
     # A client that does not answer pings is also disconnected, possibly earlier.
-    monkeypatch.setattr(protocol.WebSocketProtocol, "start_keepalive", lambda self: None)
+    monkeypatch.setattr(websocket_protocol.WebSocketProtocol, "start_keepalive", lambda self: None)
     with serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=1) as lab:
         with unread_stream(lab, way, **ENDLESS) as client:
             wait_until(lambda: NOTICED in caplog.text)

@@ -216,3 +216,59 @@ def script_result(source: str, *options: str) -> subprocess.CompletedProcess[str
     """Run a script, which can import from ``tests``, in a new process."""
     command = [sys.executable, *options, "-c", source]
     return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
+
+
+async def no_content(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+        return
+    for what in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{what}.complete"})
+
+
+async def answer_to(*pieces: str) -> bytes:
+    """Send a request in pieces, and read until the connection is closed, or until the end of the response head."""
+    host = await serve(no_content, bind("127.0.0.1", 0, explicit=True))
+    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+    for piece in pieces:
+        writer.write(piece.encode())
+        await asyncio.sleep(SHORT_S if len(pieces) > 1 else 0)
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"\r\n\r\n")
+        if b"connection: close" in answer:
+            answer += await reader.read()
+    writer.close()
+    await host.stop()
+    return answer
+
+
+async def report_length(scope: Any, receive: Any, send: Any) -> None:
+    """Respond with the length of the body or message."""
+    if scope["type"] == "http":
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": f"{size} bytes".encode()})
+    elif scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": f"{len(message['text'])} characters"})
+    else:
+        await no_content(scope, receive, send)
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host = await serve(report_length, bind("127.0.0.1", 0, explicit=True))
+    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+    try:
+        async with asyncio.timeout(30):
+            yield reader, writer
+    finally:
+        writer.close()
+        await host.stop()

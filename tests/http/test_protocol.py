@@ -1,117 +1,43 @@
-"""Tests of connections, deadlines, connection limits and WebSocket frames."""
+"""HTTP connections: limits on heads and bodies, deadlines, and the number of connections."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import resource
 import socket
 import subprocess
 import sys
 import time
-import tracemalloc
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import httpx2
 import pytest
 from fastapi import FastAPI
 from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.frames import CloseCode, Frame, Opcode
+from websockets.exceptions import InvalidStatus
 
 from lmx_lab.client.errors import parse_error
 from lmx_lab.errors import InvalidRequestError, QueueFullError
-from lmx_lab.http import protocol, socket_options
+from lmx_lab.http import protocol
 from lmx_lab.http.error_bodies import on_bug, status_for
-from lmx_lab.http.protocol import WebSocketProtocol
-from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
+from lmx_lab.http.uvicorn_server import RunningServer
 from lmx_lab.wire.errors import ErrorBody
 from tests.conftest import ROOT
-from tests.http.serving import GET, READ_LATER_S, SHORT_S, WAIT_S, app, connect_raw, disconnected, running, wait_until
+from tests.http.serving import (
+    GET,
+    READ_LATER_S,
+    SHORT_S,
+    WAIT_S,
+    answer_to,
+    app,
+    connect_raw,
+    disconnected,
+    opened,
+    running,
+    wait_until,
+)
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.mark.parametrize(
-    ("host", "elsewhere"),
-    [
-        ("127.0.0.1", False),
-        ("127.8.9.10", False),
-        ("::1", False),
-        ("::ffff:127.0.0.1", False),
-        ("192.168.1.7", True),
-        ("::ffff:192.168.1.7", True),
-        ("fe80::1%eth0", True),
-        ("", False),
-    ],
-)
-def test_only_peers_on_other_machines_are_remote(host: str, elsewhere: bool) -> None:
-    assert socket_options.is_remote(host) is elsewhere
-
-
-@contextlib.contextmanager
-def socket_pair() -> Iterator[socket.socket]:
-    """Yield the accepted end of a connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        with accepted:
-            yield accepted
-
-
-def test_a_local_connection_has_no_keepalive() -> None:
-    with socket_pair() as sock:
-        socket_options.enable_keepalive(sock)
-        assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-
-
-def test_a_remote_connection_that_is_lost_is_closed_within_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_options, "is_remote", lambda host: True)
-    with socket_pair() as sock:
-        socket_options.enable_keepalive(sock)
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
-        names = (idle, "TCP_KEEPINTVL", "TCP_KEEPCNT")
-        first, between, times = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names)
-        # Data sent at the end of the first period starts the second one.
-        assert 5 <= first + between * times < 15
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            assert 5000 <= sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 15_000
-
-
-async def test_a_server_enables_keepalive_on_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_options, "is_remote", lambda host: True)
-    host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
-    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    await reader.readuntil(b"\r\n\r\n")
-    (connection,) = host._server.server_state.connections
-    accepted = connection.transport.get_extra_info("socket")
-    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    writer.close()
-    await host.stop()
-
-
-@pytest.mark.parametrize(
-    ("header", "status"),
-    [
-        ("transfer-encoding: chunked", 400),
-        ("x: " + "y" * 9000, 431),
-        ("\r\n".join(f"x-{number}: y" for number in range(200)), 431),
-        ("sec-websocket-version: 8", 400),
-        ("sec-websocket-key: x", 400),
-    ],
-)
-async def test_an_invalid_handshake_is_answered_and_closed(header: str, status: int) -> None:
-    name = header.partition(":")[0]
-    right = ("sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", "sec-websocket-version: 13")
-    lines = ("GET / HTTP/1.1", "host: localhost", "upgrade: websocket", "connection: Upgrade", header)
-    handshake = "\r\n".join([*lines, *(line for line in right if not line.startswith(f"{name}:")), "", ""])
-    answer = await _answered(handshake)
-    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
-    assert answer.count(b"HTTP/1.1") == 1
-    assert b"x-content-type-options: nosniff\r\n" in answer
 
 
 @pytest.mark.parametrize(
@@ -128,7 +54,7 @@ async def test_the_lines_of_a_head_are_limited_and_those_of_a_body_are_not_count
 ) -> None:
     head = ["POST / HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *[f"x{it}: y" for it in range(lines)]]
     whole = "\r\n".join([*head, "", body])
-    answer = await _answered(whole) if split is None else await _answered(whole[:split], whole[split:])
+    answer = await answer_to(whole) if split is None else await answer_to(whole[:split], whole[split:])
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
@@ -140,94 +66,20 @@ async def test_the_lines_of_a_head_are_limited_and_those_of_a_body_are_not_count
     ],
 )
 async def test_a_request_without_an_upgrade_is_an_ordinary_request(request_line: str, headers: tuple[str, ...]) -> None:
-    answer = await _answered("\r\n".join([f"{request_line} HTTP/1.1", "host: localhost", *headers, "", ""]))
+    answer = await answer_to("\r\n".join([f"{request_line} HTTP/1.1", "host: localhost", *headers, "", ""]))
     assert answer.startswith(b"HTTP/1.1 204 ")
 
 
 async def test_the_error_for_a_head_request_with_an_invalid_body_has_no_body(caplog: pytest.LogCaptureFixture) -> None:
     head = "HEAD / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-    answer = await _answered(f"{head}x\r\n")
+    answer = await answer_to(f"{head}x\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.endswith(b"\r\n\r\n")
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
-async def _answered(*pieces: str) -> bytes:
-    """Send a request in pieces, and read until the connection is closed, or until the end of the response head."""
-    host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
-    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-    for piece in pieces:
-        writer.write(piece.encode())
-        await asyncio.sleep(SHORT_S if len(pieces) > 1 else 0)
-    async with asyncio.timeout(20):
-        answer = await reader.readuntil(b"\r\n\r\n")
-        if b"connection: close" in answer:
-            answer += await reader.read()
-    writer.close()
-    await host.stop()
-    return answer
-
-
-async def _app(scope: Any, receive: Any, send: Any) -> None:
-    if scope["type"] == "http":
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body"})
-        return
-    for what in ("startup", "shutdown"):
-        await receive()
-        await send({"type": f"lifespan.{what}.complete"})
-
-
-def test_a_connection_that_has_already_closed_is_not_an_error() -> None:
-    with socket_pair() as sock:
-        sock.close()
-        socket_options.enable_keepalive(sock)
-
-
-@pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
-def test_texts_are_framed_as_the_websocket_protocol_defines(size: int) -> None:
-    texts = ["x" * size, "é"]
-    expected = b"".join(Frame(Opcode.TEXT, text.encode()).serialize(mask=False) for text in texts)
-    assert protocol.encode_text_frames(texts) == expected
-
-
 REQUEST = b"GET /other HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-SOCKET = (
-    b"GET /ws HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
-    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-)
-FRAGMENT, PING = b"\x00\x81\0\0\0\0a", b"\x89\x80\0\0\0\0"
-
-
-async def _echo(scope: Any, receive: Any, send: Any) -> None:
-    """Respond with the length of the body or message."""
-    if scope["type"] == "http":
-        size, more = 0, True
-        while more:
-            message = await receive()
-            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": f"{size} bytes".encode()})
-    elif scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.accept"})
-        while (message := await receive())["type"] == "websocket.receive":
-            await send({"type": "websocket.send", "text": f"{len(message['text'])} characters"})
-    else:
-        await _app(scope, receive, send)
-
-
-@contextlib.asynccontextmanager
-async def _opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    host = await serve(_echo, bind("127.0.0.1", 0, explicit=True))
-    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-    try:
-        async with asyncio.timeout(30):
-            yield reader, writer
-    finally:
-        writer.close()
-        await host.stop()
 
 
 @pytest.mark.parametrize(
@@ -239,131 +91,18 @@ async def _opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamW
     ],
 )
 async def test_tiny_chunks_long_extensions_and_many_lines_are_rejected(sent: bytes, answer: bytes) -> None:
-    async with _opened() as (reader, writer):
+    async with opened() as (reader, writer):
         writer.write(sent)
         assert answer in await reader.read()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [b"\x01\x81\0\0\0\0a" + FRAGMENT * 20_000, PING * 20_000])
-async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None:
-    async with _opened() as (reader, writer):
-        writer.write(SOCKET)
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(sent)
-        assert (1008).to_bytes(2) in await reader.read()
-
-
-@pytest.mark.slow
-async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_ping(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ended = asyncio.Event()
-
-    async def flood(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await _app(scope, receive, send)
-            return
-        await receive()
-        await send({"type": "websocket.accept"})
-        sending = asyncio.create_task(send_without_end(send))
-        assert (await receive())["code"] == 1011
-        sending.cancel()
-        ended.set()
-
-    async def send_without_end(send: Any) -> None:
-        while True:
-            await send({"type": "websocket.send", "text": "a" * 10_000})
-
-    monkeypatch.setattr(protocol, "LINGER_S", SHORT_S)
-    host = await serve(flood, bind("127.0.0.1", 0, explicit=True), ws_pong_s=SHORT_S)
-    client = socket.create_connection(("127.0.0.1", host.port))
-    client.sendall(SOCKET)
-    async with asyncio.timeout(WAIT_S):
-        await ended.wait()
-        await wait_until(lambda: not host._server.server_state.connections)
-    client.close()
-    await host.stop()
-
-
-async def test_long_chunks_and_fragments_are_received_completely(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_chunks_are_received_completely() -> None:
     chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n"
-    async with _opened() as (reader, writer):
+    async with opened() as (reader, writer):
         writer.write(CHUNKED + chunk * 500 + b"0\r\n\r\n" + REQUEST)
         answer = await reader.read()
         assert b"2048000 bytes" in answer
         assert b"0 bytes" in answer.partition(b"2048000 bytes")[2]
-    async with _opened() as (reader, writer):
-        writer.write(SOCKET)
-        await reader.readuntil(b"\r\n\r\n")
-        frame = b"\x81\xff" + (3_000_000).to_bytes(8) + b"\0\0\0\0" + b"a" * 3_000_000
-        fragment = b"\xff" + (200_000).to_bytes(8) + b"\0\0\0\0" + b"a" * 200_000
-        writer.write(frame + b"\x01" + fragment + (b"\x00" + fragment) * 9 + b"\x80" + fragment)
-        for size in (b"3000000", b"2200000"):
-            assert size in await reader.readuntil(b" characters")
-
-
-LONG_TEXT = b"a" * 1_000_000
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [
-        pytest.param([Frame(Opcode.TEXT, LONG_TEXT)], id="whole"),
-        pytest.param([Frame(Opcode.BINARY, LONG_TEXT, fin=False)], id="incomplete"),
-        pytest.param([Frame(Opcode.TEXT, b"a", fin=False), Frame(Opcode.CONT, LONG_TEXT)], id="fragments"),
-        pytest.param(None, id="incomplete frame"),
-    ],
-)
-async def test_a_message_does_not_stay_in_memory_after_a_disconnect(
-    frames: list[Frame] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost = asyncio.Event()
-    connection_lost = WebSocketProtocol.connection_lost
-
-    def record(connection: WebSocketProtocol, exc: Exception | None) -> None:
-        connection_lost(connection, exc)
-        lost.set()
-
-    monkeypatch.setattr(WebSocketProtocol, "connection_lost", record)
-    whole = b"".join(frame.serialize(mask=True) for frame in frames or [Frame(Opcode.TEXT, LONG_TEXT)])
-    gc.disable()
-    tracemalloc.start()
-    try:
-        async with running(app) as host, connect_raw(host) as client:
-            client.send(SOCKET)
-            await client.read_response()
-            client.send(whole if frames else whole[:-1])
-            await client.writer.drain()
-            # Without a close frame, which would replace the last frame.
-            client.writer.transport.abort()
-            await asyncio.wait_for(lost.wait(), WAIT_S)
-            await asyncio.sleep(SHORT_S)
-            held = [stat for stat in tracemalloc.take_snapshot().statistics("lineno") if stat.size >= len(LONG_TEXT)]
-    finally:
-        tracemalloc.stop()
-        gc.enable()
-    assert held == []
-
-
-@pytest.mark.slow
-async def test_the_event_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "FRAMES_PER_S", 10**9)
-    pieces: list[int] = []
-    feed = protocol.WebSocketProtocol.feed
-
-    def noting(self: protocol.WebSocketProtocol, data: bytes) -> None:
-        pieces.append(len(data))
-        feed(self, data)
-
-    monkeypatch.setattr(protocol.WebSocketProtocol, "feed", noting)
-    async with _opened() as (reader, writer):
-        writer.write(SOCKET)
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"\x01\x81\0\0\0\0a" + FRAGMENT * 40_000 + b"\x80" + FRAGMENT[1:])
-        assert b"40002" in await reader.readuntil(b" characters")
-    assert sum(pieces) > 40_000 * len(FRAGMENT)
-    assert max(pieces) <= protocol.PIECE_BYTES
 
 
 HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
@@ -541,23 +280,6 @@ async def test_a_response_can_begin_at_any_time() -> None:
         assert (await client.read_response()).endswith(b"\r\n0")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("short")
-async def test_a_websocket_can_be_silent_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(app) as host:
-        idle_for(host, SHORT_S, monkeypatch)
-        async with connect(f"ws://127.0.0.1:{host.port}/", proxy=None) as socket:
-            await asyncio.sleep(3 * SHORT_S)
-
-            async def slowly() -> Any:
-                for piece in "abc":
-                    yield piece
-                    await asyncio.sleep(SHORT_S)
-
-            await socket.send(slowly())
-            assert await socket.recv() == "abc"
-
-
 FULL = status_for(QueueFullError)
 
 
@@ -583,46 +305,6 @@ async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: p
             assert (await client.read_response()).startswith(b"HTTP/1.1 200 ")
         await wait_until(lambda: not host._server.server_state.connections)
         assert (await http.get("/read")).status_code == 200
-
-
-@pytest.mark.slow
-async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(protocol, "UNFINISHED_BYTES", 50_000)
-    size = protocol.SMALL_BYTES + 40_000
-    go_on = asyncio.Event()
-
-    async def slowly() -> AsyncIterator[str]:
-        yield "x" * size
-        await go_on.wait()
-        yield "end"
-
-    async with running(app) as host:
-        url = host.url.replace("http", "ws")
-        async with (
-            connect(url, proxy=None) as first,
-            connect(url, proxy=None) as second,
-            connect(url, proxy=None) as third,
-        ):
-            sending = [asyncio.create_task(first.send(slowly()))]
-            await wait_until(lambda: held_by(host) >= size)
-            sending.append(asyncio.create_task(second.send(slowly())))
-            with pytest.raises(ConnectionClosed) as refused:
-                await second.recv()
-            assert refused.value.rcvd is not None
-            assert refused.value.rcvd.code == CloseCode.TRY_AGAIN_LATER
-            await third.send("hello")
-            assert await third.recv() == "hello"
-            go_on.set()
-            assert await first.recv() == "x" * size + "end"
-            assert held_by(host) == 0
-            await asyncio.gather(*sending, return_exceptions=True)
-
-
-def held_by(host: RunningServer) -> int:
-    sockets = [each for each in host._server.server_state.connections if isinstance(each, WebSocketProtocol)]
-    return sum(each.held_bytes for each in sockets)
 
 
 @pytest.mark.parametrize(

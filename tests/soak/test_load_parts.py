@@ -26,7 +26,10 @@ from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.long
 
-NOTICE_SOON = "from lmx_lab.http import protocol; protocol.SILENT_S, protocol.AGAIN_S, protocol.TIMES = 1, 1, 1"
+NOTICE_SOON = (
+    "from lmx_lab.http import socket_options as options; "
+    "options.KEEPALIVE_IDLE_S, options.KEEPALIVE_INTERVAL_S, options.KEEPALIVE_PROBES = 1, 1, 1"
+)
 
 
 @pytest.fixture(scope="module")

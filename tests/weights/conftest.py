@@ -58,11 +58,6 @@ def safetensors_bytes(dtype: str = "F16", count: int = 4) -> bytes:
     return struct.pack("<Q", len(header)) + header + bytes(2 * count)
 
 
-@pytest.fixture
-def tensor_file() -> Callable[..., bytes]:
-    return safetensors_bytes
-
-
 def _text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 

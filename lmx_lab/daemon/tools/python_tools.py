@@ -84,14 +84,7 @@ class PythonTools:
         Raises:
             InvalidRequestError: The function cannot be a tool, or the name is taken. The message contains the remedy.
         """
-        if not callable(function) or inspect.isclass(function):
-            raise InvalidRequestError(f"{function!r:.100} is not a function; pass a function", param="function")
-        if permission not in ("ask", "allow", "deny"):
-            raise InvalidRequestError(f"permission is {permission!r}; use ask, allow or deny", param="permission")
-        if not 0 < timeout_s <= 86_400:
-            raise InvalidRequestError(
-                f"timeout_s is {timeout_s!r}; it must be greater than 0 and at most 86400", param="timeout_s"
-            )
+        _check_arguments(function, permission, timeout_s)
         name = _check_name(name if name is not None else getattr(function, "__name__", type(function).__name__))
         schema = function_schema(function)
         tool = DaemonTool(
@@ -264,6 +257,17 @@ def _describe_exception(exc: BaseException) -> str:
     except Exception:
         message = ""
     return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
+
+
+def _check_arguments(function: object, permission: str, timeout_s: float) -> None:
+    if not callable(function) or inspect.isclass(function):
+        raise InvalidRequestError(f"{function!r:.100} is not a function; pass a function", param="function")
+    if permission not in ("ask", "allow", "deny"):
+        raise InvalidRequestError(f"permission is {permission!r}; use ask, allow or deny", param="permission")
+    if not 0 < timeout_s <= 86_400:
+        raise InvalidRequestError(
+            f"timeout_s is {timeout_s!r}; it must be greater than 0 and at most 86400", param="timeout_s"
+        )
 
 
 def _check_name(name: str) -> str:

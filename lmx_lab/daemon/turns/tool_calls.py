@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lmx_lab.client.chat_chunks import CompleteToolCall
+from lmx_lab.sanitize import replace_surrogates
 from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import ToolCall
 
@@ -77,8 +78,3 @@ def truncate_result(text: str, limit_bytes: int) -> tuple[str, bool]:
     kept = encoded[:limit_bytes].decode(errors="ignore")
     note = f"[cut off after {limit_bytes} of {len(encoded)} bytes; request less, or a part]"
     return f"{kept}\n{note}", True
-
-
-def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode, by question marks."""
-    return text.encode("utf-8", "replace").decode()

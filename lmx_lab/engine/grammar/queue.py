@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from lmx_lab.engine.grammar.sandbox import LIMIT_S, GrammarSandbox
@@ -47,26 +47,37 @@ class GrammarQueue:
                 was refused.
         """
         self._count(1)
-        began = time.monotonic()
         try:
             future = self._executor.submit(self._work, work)
             done = asyncio.wrap_future(future)
             try:
-                while not done.done() and not future.running():
-                    await asyncio.wait([done], timeout=POLL_S)
-                    limit_s = WAIT_BEHIND_SLOW_S if self._refused_at > began else WAIT_S
-                    # Only work that has not started can be cancelled.
-                    if time.monotonic() - began >= limit_s and not done.done() and future.cancel():
-                        raise QueueFullError(
-                            f"the check of the grammar did not start within {limit_s:g} s, because other grammars and "
-                            "schemas were checked first; try again in 1 s",
-                            retry_after_s=1,
-                        )
+                await self._wait_for_start(future, done)
                 return await done
             finally:
                 done.cancel()
         finally:
             self._count(-1)
+
+    async def _wait_for_start(self, future: Future[T], done: asyncio.Future[T]) -> None:
+        """Wait until the thread has started the work.
+
+        Args:
+            done: The future of the event loop that completes with ``future``.
+
+        Raises:
+            QueueFullError: it has not started within the time limit, and was removed.
+        """
+        began = time.monotonic()
+        while not done.done() and not future.running():
+            await asyncio.wait([done], timeout=POLL_S)
+            limit_s = WAIT_BEHIND_SLOW_S if self._refused_at > began else WAIT_S
+            # Only work that has not started can be cancelled.
+            if time.monotonic() - began >= limit_s and not done.done() and future.cancel():
+                raise QueueFullError(
+                    f"the check of the grammar did not start within {limit_s:g} s, because other grammars and "
+                    "schemas were checked first; try again in 1 s",
+                    retry_after_s=1,
+                )
 
     def close(self) -> None:
         """Stop the running work and cancel the queued work, without waiting for either to end."""

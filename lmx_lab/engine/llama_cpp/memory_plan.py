@@ -6,7 +6,7 @@ Pure: computed from the header of the file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
@@ -102,10 +102,28 @@ def plan_context(
         return _plan_for_decoder(entry, header, model_context, limit_bytes)
     spec = spec or LoadSpec(model=entry.id)
     _require_whole_blocks(entry, header, spec.kv_cache_dtype)
+    return _plan_for_chat(entry, models, model_context, fixed, limit_bytes, spec=spec, slots=slots)
+
+
+def _plan_for_chat(
+    entry: ModelEntry,
+    models: Sequence[GgufHeader],
+    model_context: int,
+    fixed: int,
+    limit_bytes: int,
+    *,
+    spec: LoadSpec,
+    slots: int,
+) -> ContextPlan:
+    """Plan for a chat model, whose cache is divided into slots.
+
+    Args:
+        models: The headers of the model and, if there is one, of its draft model.
+    """
     per_token = sum(kv_bytes_per_token(it, cache_dtype(it, spec)) for it in models)
     context_length = spec.context_length
     # Even in steps of one token, llama.cpp computes the tokens of two slots together, so there must be only one slot.
-    one_by_one = spec.deterministic and not (is_batch_invariant(header) and sys.platform == "linux")
+    one_by_one = spec.deterministic and not (is_batch_invariant(models[0]) and sys.platform == "linux")
     # At least one slot for requests, and one for trials of grammars.
     least_tokens = 2 * _rounded_up(context_length or min(MIN_TOKENS, model_context))
     _require_memory(entry, fixed + per_token * least_tokens, limit_bytes, context_length)

@@ -21,10 +21,9 @@ from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import PrefillPace
 from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
-from lmx_lab.engine.mlx.prompt_lookup import PromptLookup
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, MinimumLength, Sampler, Samplers, processors
-from lmx_lab.engine.mlx.speculative import Drafter, SpeculativeBatch
+from lmx_lab.engine.mlx.speculative import Drafter, PromptLookup, SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering
 from lmx_lab.engine.prefix_files import common_prefix
 from lmx_lab.engine.requests import GenerationRequest, InfillPrompt

@@ -353,15 +353,7 @@ def load_chat(
     if entry.draft is not None:
         draft, traits = _read_draft(entry, entry.draft, traits, limit_bytes=limit_bytes, dtype=dtype)
     context_length = _context_length(entry, traits.footprint, limit_bytes, context_length)
-    try:
-        encoder = build_encoder(own, entry.id)
-        chat_format = detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
-    except TemplateLimitError as exc:
-        raise UnusableModelError(
-            f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}", param="model"
-        ) from exc
-    except InvalidRequestError as exc:
-        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {exc.message}", param="model") from exc
+    encoder, chat_format = _encoder_and_format(entry, tokenizer, own)
     return LoadedModel(
         entry=entry,
         model=model,
@@ -405,6 +397,23 @@ def _read_tokenizers(folder: Path, eos_token_ids: Any) -> tuple[Any, Any]:
     tokenizer = without_word_cache(load_tokenizer(folder, eos_token_ids=eos_token_ids))
     # The copy has its own word cache. Copying may fail although a damaged tokenizer was read without an error.
     return tokenizer, without_word_cache(copy.deepcopy(tokenizer))
+
+
+def _encoder_and_format(entry: ModelEntry, tokenizer: Any, own: Any) -> tuple[TextEncoder | None, ChatFormat]:
+    """Return the encoder of a tokenizer and the model's chat format.
+
+    Raises:
+        UnusableModelError: the tokenizer or the chat template fails.
+    """
+    try:
+        encoder = build_encoder(own, entry.id)
+        return encoder, detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
+    except TemplateLimitError as exc:
+        raise UnusableModelError(
+            f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}", param="model"
+        ) from exc
+    except InvalidRequestError as exc:
+        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {exc.message}", param="model") from exc
 
 
 def _load_error(entry: ModelEntry, exc: BaseException, limit_bytes: int, *, param: str = "model") -> LabError:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
@@ -31,6 +32,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import known_content_digest
+
+T = TypeVar("T")
 
 
 class PromptPreparer:
@@ -87,12 +90,8 @@ class PromptPreparer:
         check_tokens(request, entry, width)
         await self._check_weights(request, entry)
         prompt = await self._encode(request, prompts)
-        named: tuple[int, ...] = ()
-        if request.logprob_tokens:
-            named = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.named_tokens, request)
-        start: list[int] = []
-        if request.start is not None:
-            start = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.start_tokens, request)
+        named = await self._on_prompts_thread(prompts.named_tokens, request) if request.logprob_tokens else ()
+        start = await self._on_prompts_thread(prompts.start_tokens, request) if request.start is not None else []
         matchers = await self._matchers(request, prompts, prompt, width=width, count=len(permits))
         model = self._model_of(entry)
         tokens = [*prompt.tokens, *start]
@@ -117,7 +116,7 @@ class PromptPreparer:
         if start:
             del model
             for generation in generations:
-                await asyncio.get_running_loop().run_in_executor(self._prompts, generation.read_start)
+                await self._on_prompts_thread(generation.read_start)
         return generations
 
     async def prepare_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> TraceJob:
@@ -156,7 +155,7 @@ class PromptPreparer:
         model = self._model_of(entry)
         prompts, width = model.prompts, model.traits.vocabulary_size
         del model
-        token = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.token_id, named, param)
+        token = await self._on_prompts_thread(prompts.token_id, named, param)
         check_token_ids([token], param, entry, width)
         return token
 
@@ -199,12 +198,12 @@ class PromptPreparer:
             InvalidRequestError: a token is not in the vocabulary.
         """
         prompts = self._prompts_with(tokens, entry)
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.decode, tokens)
+        return await self._on_prompts_thread(prompts.decode, tokens)
 
     async def token_bytes(self, tokens: Sequence[int], entry: ModelEntry | None) -> list[bytes]:
         """Return the bytes of each token. Raises the same as ``decode``."""
         prompts = self._prompts_with(tokens, entry)
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.token_bytes, tokens)
+        return await self._on_prompts_thread(prompts.token_bytes, tokens)
 
     def _prompts_with(self, tokens: Sequence[int], entry: ModelEntry | None) -> PromptTokenizer:
         """Return the tokenizer of a model whose vocabulary contains these tokens."""
@@ -229,6 +228,9 @@ class PromptPreparer:
         if not isinstance(model, LoadedModel):
             raise NotLoadedError(f"{entry.id} is not a chat model; {LOAD_FIRST}")
         return model
+
+    async def _on_prompts_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._prompts, function, *arguments)
 
     async def _render(self, request: GenerationRequest, prompts: PromptTokenizer) -> str:
         assert isinstance(request.prompt, ChatPrompt)
@@ -256,10 +258,7 @@ class PromptPreparer:
             return [None] * count
         if prompts.grammars is not None and (known := prompts.grammars.known_matchers(grammar, count)) is not None:
             return known
-        loop = asyncio.get_running_loop()
-        token_table = (
-            None if prompts.grammars else await loop.run_in_executor(self._prompts, prompts.token_table, width)
-        )
+        token_table = None if prompts.grammars else await self._on_prompts_thread(prompts.token_table, width)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         if (queue := self._grammars) is None:
             raise EngineDeadError("the engine was stopped")

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from statistics import median
 from typing import Any, ClassVar, cast
 
@@ -21,6 +22,8 @@ from mlx_lm.models.cache import trim_prompt_cache
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, SeededSampler
 from lmx_lab.engine.mlx.steering import SteerableAnswers
 
+NGRAM = 3
+"""Number of last tokens that must have occurred before in the same order, for a draft from the text itself."""
 FIRST_DRAFT = 4
 LONGEST_DRAFT = 16
 FIRST_COST = 1.8
@@ -83,6 +86,41 @@ class Drafter(ABC):
         self._tokens_per_pass = MARGIN * cost
         self._resume_at = at + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+class PromptLookup(Drafter):
+    """Drafts the tokens that followed the last tokens of the text where these occurred before.
+
+    Edited text, code and summaries with quotes repeat parts of their prompt (the idea is from
+    https://github.com/apoorvumang/prompt-lookup-decoding).
+    """
+
+    drafts_always = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._indexed = NGRAM
+        self._next: dict[tuple[int, ...], int] = {}
+        """For each n-gram, the position of the token after its last occurrence."""
+
+    def propose(self, tokens: Sequence[int], sampled: Callable[[], int], *, limit: int) -> list[int]:
+        """See ``Drafter``. Returns none if the sampled token is not the expected one."""
+        expected = self.expect(tokens, limit=limit + 1)
+        # Reading the sampled token waits for its computation, so this is done only if there is a draft.
+        if len(expected) < 2 or expected[0] != sampled():
+            return []
+        return expected[1:]
+
+    def expect(self, tokens: Sequence[int], *, limit: int) -> list[int]:
+        """Return tokens that may follow, at most ``limit``; none if there is no earlier occurrence."""
+        for at in range(self._indexed, len(tokens)):
+            self._next[tuple(tokens[at - NGRAM : at])] = at
+        self._indexed = max(self._indexed, len(tokens))
+        start = self._next.get(tuple(tokens[-NGRAM:])) if len(tokens) >= self._resume_at else None
+        if start is None:
+            return []
+        # If the repetition reaches the end of the text, it is expected to continue in a cycle.
+        return list(islice(cycle(tokens[start:]), min(self._length + 1, max(0, limit))))
 
 
 class SpeculativeBatch(SteerableAnswers):
