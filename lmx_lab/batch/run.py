@@ -1,21 +1,18 @@
 """Answer rows, with as many concurrent requests as the engines of one or several servers have slots.
 
-Rows are read in the caller's thread, up to a limit ahead of the answers. Requests are sent on the lab's event loop. If
-the server cannot accept a request, it is sent again after the delay that the server returns. If there are several
-servers, another one gets the row instead, and the first one gets rows again as soon as it responds.
+Rows are read in the caller's thread, up to a limit ahead of the answers. Requests are sent on the lab's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from lmx_lab.backend import Backend, read_answer
@@ -24,31 +21,13 @@ from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.choices import score_choices
 from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Prompt, Row, RowPrompts
-from lmx_lab.batch.servers import LoadedModel, RowServer, loaded_model, next_server
+from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, loaded_model
 from lmx_lab.batch.table import LOGPROBS, RowSource, answer_row
-from lmx_lab.errors import (
-    ERROR_CLASSES,
-    BatchStoppedError,
-    EngineDeadError,
-    EngineError,
-    InvalidRequestError,
-    LabError,
-    QueueFullError,
-    UnavailableError,
-    UnreachableError,
-    WrongServerError,
-)
+from lmx_lab.errors import ERROR_CLASSES, EngineDeadError, EngineError, InvalidRequestError, LabError
 from lmx_lab.wire.chat import ChatRequest
 
 AHEAD = 256
 """Maximum number of requests that were read and are not finished or, for an iterator, whose answers were not taken."""
-STEP_S = 0.25
-"""Maximum duration of a step. The progress is shown after each step."""
-RETRY_S = 120.0
-"""While the server does not respond or loads the model, requests are sent again until no row has finished for this time
-in seconds."""
-MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
-"""Minimum and maximum delay before a request is sent again."""
 UNFINISHED = RowAnswer(error="was not computed, because the run ended earlier")
 CUT_OFF = "the answer is not complete JSON, because it was cut off at max_tokens; increase max_tokens"
 
@@ -94,7 +73,7 @@ class _Item:
     """The reason why there is no request."""
 
 
-class BatchRun:
+class BatchRun(ServerRun[_Item]):
     """Answers the rows of a source.
 
     ``read`` and ``take`` must be called in one thread; the coroutines run on the lab's event loop.
@@ -116,28 +95,20 @@ class BatchRun:
         in_order: bool = False,
         others: Sequence[RowServer] = (),
     ) -> None:
-        self._model, self._source, self.options = model, source, options
-        self._servers = [RowServer(backend, model.slots), *others]
-        self._warnings: deque[str] = deque()
-        self._cache, self._in_order = cache, in_order
+        servers = [RowServer(backend, model.slots), *others]
+        super().__init__(model, servers, partial(loaded_model, hashed=False), cache=cache)
+        self._source, self.options, self._in_order = source, options, in_order
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new: deque[_Item] = deque()
-        self._ready: deque[_Item] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._rows: dict[int, dict[str, Any]] = {}
         self._repeats: Counter[int] = Counter()
         """Number of requests so far for each prompt, by the first eight bytes of its digest to save memory."""
         self._exhausted = False
-        self._stopped = False
         self._probed = options.columns is None
-        self._failure: LabError | None = None
-        self._changed = asyncio.Event()
-        self._progress_at = time.monotonic()
         self._labels = 0
         self._taken = 0
         self.read_items = 0
         """Number of requests whose rows were read."""
-        self.done = 0
         self.errors = 0
         self.output_tokens = 0
         """Tokens of answers that this run has computed."""
@@ -152,8 +123,7 @@ class BatchRun:
         Raises:
             InvalidRequestError: the first row of an iterable does not have a column of the prompt.
         """
-        while self._warnings:
-            warnings.warn(self._warnings.popleft(), RuntimeWarning, stacklevel=2)
+        self.warn()
         while not self._exhausted and not self._stopped and self._has_room:
             found = next(self._source.rows, None)
             if found is None:
@@ -227,17 +197,7 @@ class BatchRun:
         """
         self._loop = asyncio.get_running_loop()
         await self._look_up()
-        self._start_tasks()
-        deadline = time.monotonic() + STEP_S
-        while not self._must_return() and (left_s := deadline - time.monotonic()) > 0:
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), left_s)
-            except TimeoutError:
-                break
-        if self._failure is not None:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            raise self._failure
+        await self._work()
 
     def _must_return(self) -> bool:
         if self._failure is not None or self.done >= self.read_items:
@@ -245,14 +205,6 @@ class BatchRun:
         if self._in_order and self._taken in self._rows:
             return True
         return not self._exhausted and self._has_room and self.read_items - self.done <= AHEAD // 2
-
-    async def stop(self) -> None:
-        """Cancel all running requests, and wait until they have ended. Idempotent."""
-        self._stopped = True
-        self._ready.clear()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def close(self) -> None:
         """Cancel all running requests. Returns immediately; can be called from any thread. Idempotent."""
@@ -288,48 +240,11 @@ class BatchRun:
         request = self.options.make_request("x").model_copy(update={"max_tokens": 1})
         await self._answer(request, self._servers[0], waits=True)
 
-    def _start_tasks(self) -> None:
-        while self._ready and not self._stopped and self._failure is None:
-            if (server := next_server(self._servers)) is None:
-                return
-            server.begin()
-            self._start(self._compute(self._ready.popleft(), server), "answer a row")
-
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._end_task)
-
-    def _end_task(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            if (exc := task.exception()) is not None:
-                self._fail(exc if isinstance(exc, LabError) else LabError(f"{type(exc).__name__}: {exc}"))
-            self._start_tasks()
-        self._changed.set()
-
-    def _fail(self, error: LabError) -> None:
-        if self._failure is None:
-            self._failure = error
-            self._ready.clear()
-            for task in self._tasks:
-                task.cancel()
-
     async def _compute(self, item: _Item, server: RowServer) -> None:
-        try:
-            answer = await self._answer_row(item, server)
-            if answer is None:
-                return
-            server.count(answer)
-            storing = asyncio.create_task(self._store(item, answer), name="store an answer")
-            try:
-                await asyncio.shield(storing)
-            except asyncio.CancelledError:
-                # A cancelled task also finishes its row, so that the frame has all answers that are in the cache.
-                await storing
-                raise
-        finally:
-            server.running -= 1
+        answer = await self._answer_row(item, server)
+        if answer is not None:
+            server.count(output_tokens=answer.output_tokens or 0)
+            await self._store(self._add(item, answer))
 
     async def _answer_row(self, item: _Item, server: RowServer) -> RowAnswer | None:
         """Return the answer to a row, or its error; None if another server gets the row instead.
@@ -345,39 +260,12 @@ class BatchRun:
             concerns_all = (exc.param or "").partition(".")[0] in self.options.parameters
             if concerns_row and not concerns_all:
                 return _failed(exc)
-            if concerns_row or not self._has_others(server):
+            if concerns_row:
                 raise self._stopping_error(exc) from exc
             await self._give_back(item, server, exc)
             return None
 
-    def _has_others(self, server: RowServer) -> bool:
-        """Return whether other servers get rows."""
-        return any(each is not server and not each.error for each in self._servers)
-
-    async def _give_back(self, item: _Item, server: RowServer, error: LabError) -> None:
-        """Queue a row again that a server could not answer, for the other servers."""
-        self._ready.appendleft(item)
-        server.returned += 1
-        if isinstance(error, QueueFullError):
-            self._start_tasks()
-            await asyncio.sleep(_pause_s(error))
-        elif not server.error:
-            if not server.has_failed:
-                self._warnings.append(
-                    f"the other labs answer the rows of {server.url} until it responds: {error.message}"
-                )
-            server.error, server.has_failed = error.message, True
-            self._start(self._await_return(server), "wait for a server")
-
-    async def _await_return(self, server: RowServer) -> None:
-        """Wait until a server that has failed responds with the same model, and let it answer rows again."""
-        while server.error:
-            await asyncio.sleep(MAX_PAUSE_S)
-            with contextlib.suppress(LabError):
-                if (await loaded_model(server.backend, hashed=False)).is_same(self._model):
-                    server.error = ""
-
-    async def _store(self, item: _Item, answer: RowAnswer) -> None:
+    async def _add(self, item: _Item, answer: RowAnswer) -> None:
         """Store an answer in the cache, and finish its row."""
         if self._cache is not None:
             try:
@@ -387,51 +275,31 @@ class BatchRun:
         self.output_tokens += answer.output_tokens or 0
         self._finish(item, answer)
 
-    def _stopping_error(self, error: LabError) -> LabError:
-        """Return the error that ends the run. It names the errors of all servers that have failed."""
-        if not self.done:
-            return error
-        if self._cache is not None:
-            kept = f"the answers are stored in {self._cache.path}"
-        elif self._in_order:
-            kept = "pass cache=path to keep all computed answers"
-        else:
-            kept = "the attribute frame of this error contains the answers"
-        errors = [f"{each.url}: {each.error.rstrip('.')}" for each in self._servers if each.error]
-        reasons = "; ".join([error.message.rstrip("."), *errors])
-        return BatchStoppedError(f"the run ended after {self.done} answers of {self._model.id}: {reasons}; {kept}")
+    @property
+    def _kept(self) -> str:
+        if self._in_order and self._cache is None:
+            return "pass cache=path to keep all computed answers"
+        return super()._kept
 
     async def _answer(
         self, request: ChatRequest, server: RowServer, *, choices: Sequence[str] = (), waits: bool = False
     ) -> RowAnswer:
-        """Return the answer to a request. Send the request again while the server cannot accept it.
+        """Return the answer to a request.
 
         Args:
             choices: Texts that are scored after the prompt; empty if an answer is generated.
-            waits: Whether to send the request again even if other servers could answer it.
+            waits: As for ``_send``.
 
         Raises:
             LabError: there is no answer.
         """
-        while True:
-            try:
-                if choices:
-                    chat_template = self.options.chat_template
-                    return await score_choices(server.backend, request, choices, chat_template=chat_template)
-                return await _generate(server.backend, request)
-            except UnavailableError as exc:
-                if not self._can_retry(exc) or (self._has_others(server) and not waits):
-                    raise
-                pause_s = _pause_s(exc)
-            await asyncio.sleep(pause_s)
 
-    def _can_retry(self, error: UnavailableError) -> bool:
-        if isinstance(error, QueueFullError):
-            return True
-        is_lost = isinstance(error, UnreachableError) and not isinstance(error, WrongServerError)
-        if not is_lost and error.retry_after_s is None:
-            return False
-        return time.monotonic() - self._progress_at < RETRY_S
+        def send() -> Coroutine[Any, Any, RowAnswer]:
+            if choices:
+                return score_choices(server.backend, request, choices, chat_template=self.options.chat_template)
+            return _generate(server.backend, request)
+
+        return await self._send(send, server, waits=waits)
 
     def _finish(self, item: _Item, answer: RowAnswer) -> None:
         answer, values = self._read_values(answer)
@@ -460,11 +328,6 @@ class BatchRun:
 
     def _row(self, sample: int, answer: RowAnswer) -> dict[str, Any]:
         return answer_row(answer, self._read_values(answer)[1], sample=sample if self.options.n > 1 else None)
-
-
-def _pause_s(error: UnavailableError) -> float:
-    """Return the delay after which a request is sent again."""
-    return min(max(error.retry_after_s or 1.0, MIN_PAUSE_S), MAX_PAUSE_S)
 
 
 async def _generate(backend: Backend, request: ChatRequest) -> RowAnswer:

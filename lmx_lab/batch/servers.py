@@ -1,21 +1,49 @@
-"""Track the servers that answer the rows of a run: their models, which of them accept rows, and their answers."""
+"""Track the servers that answer the rows of a run: their models, which of them accept rows, and their answers.
+
+``ServerRun`` sends the items of a run to the servers. If a server cannot accept an item, it is sent again after the
+delay that the server returns. If there are several servers, another one gets the item instead, and the first one gets
+items again as soon as it responds.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 from lmx_lab.backend import Backend
-from lmx_lab.batch.answer import RowAnswer
-from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.errors import (
+    BatchStoppedError,
+    InvalidRequestError,
+    LabError,
+    NotLoadedError,
+    QueueFullError,
+    UnavailableError,
+    UnreachableError,
+    WrongServerError,
+)
 from lmx_lab.wire.admin import ModelRecord
 
+T = TypeVar("T")
+ItemT = TypeVar("ItemT")
 DEFAULT_SLOTS = 4
 """Assumed number of slots if the server does not report it."""
 WAITING = 2
 """Number of additional requests that wait in a server's queue, so that a slot that becomes free is used immediately."""
+STEP_S = 0.25
+"""Maximum duration of a step. The progress is shown after each step."""
+RETRY_S = 120.0
+"""While the server does not respond or loads the model, requests are sent again until no row has finished for this time
+in seconds."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
+"""Minimum and maximum delay before a request is sent again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +64,10 @@ class LoadedModel:
         """Return whether both are the same model on the same engine, as far as their hashes are known."""
         is_other = self.weights and other.weights and self.weights != other.weights
         return self.description == other.description and not is_other
+
+
+FindModel = Callable[[Backend], Awaitable[LoadedModel]]
+"""Returns the model of a server that answers rows. Raises ``NotLoadedError`` if there is none."""
 
 
 async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
@@ -73,14 +105,17 @@ class RowServer:
     """A server that answers rows.
 
     Args:
-        slots: Number of requests that the server decodes at the same time.
+        slots: Number of requests that the server computes at the same time.
+        waiting: Number of additional requests that wait in the server's queue.
     """
 
-    def __init__(self, backend: Backend, slots: int) -> None:
+    def __init__(self, backend: Backend, slots: int, *, waiting: int = WAITING) -> None:
         self.backend = backend
         self.url = backend.state().url
         self.running = 0
-        """Number of rows that the server is answering."""
+        """Number of requests that the server is answering."""
+        self.answers = 0
+        """Number of rows that the server has answered."""
         self.returned = 0
         """Number of rows that the server could not answer, and that other servers got instead."""
         self.error = ""
@@ -88,7 +123,7 @@ class RowServer:
         self.has_failed = False
         """Whether the server has had such an error during the run."""
         self._slots = slots
-        self._answers = 0
+        self._waiting = waiting
         self._output_tokens = 0
         self._started_at: float | None = None
         self._answered_at = 0.0
@@ -100,28 +135,32 @@ class RowServer:
 
     @property
     def has_room(self) -> bool:
-        return not self.error and self.running < self._slots + WAITING
+        return not self.error and self.running < self._slots + self._waiting
 
     def begin(self) -> None:
-        """Count a row that the server starts to answer."""
+        """Count a request that the server starts to answer."""
         self._started_at = self._started_at or time.monotonic()
         self.running += 1
 
-    def count(self, answer: RowAnswer) -> None:
-        """Count an answer."""
-        self._answers += 1
-        self._output_tokens += answer.output_tokens or 0
+    def count(self, rows: int = 1, *, output_tokens: int = 0) -> None:
+        """Count the rows that the server has answered with a request."""
+        self.answers += rows
+        self._output_tokens += output_tokens
         self._answered_at = time.monotonic()
+
+    def rate(self, count: int) -> float:
+        """Return a count per second of the time in which the server has answered rows."""
+        elapsed_s = self._answered_at - self._started_at if self.answers and self._started_at else 0.0
+        return count / elapsed_s if elapsed_s else 0.0
 
     def figures(self) -> dict[str, Any]:
         """Return the statistics of the server as a row of a table."""
-        elapsed_s = self._answered_at - self._started_at if self._answers and self._started_at else 0.0
         return {
             "url": self.url,
             "slots": self._slots,
-            "answers": self._answers,
+            "answers": self.answers,
             "output_tokens": self._output_tokens,
-            "tokens_per_s": self._output_tokens / elapsed_s if elapsed_s else 0.0,
+            "tokens_per_s": self.rate(self._output_tokens),
             "returned": self.returned,
             "error": self.error,
         }
@@ -132,14 +171,14 @@ def next_server(servers: Sequence[RowServer]) -> RowServer | None:
     return min((each for each in servers if each.has_room), key=lambda each: each.occupancy, default=None)
 
 
-async def same_models(backends: Sequence[Backend], *, hashed: bool) -> tuple[LoadedModel, list[RowServer]]:
+async def same_models(backends: Sequence[Backend], find: FindModel) -> tuple[LoadedModel, list[RowServer]]:
     """Return the model of the first server, and the other servers, which must have the same model.
 
     Raises:
-        NotLoadedError: one of the servers has no chat model loaded.
+        NotLoadedError: one of the servers has no model loaded.
         InvalidRequestError: the servers have different models.
     """
-    models = [await loaded_model(each, hashed=hashed) for each in backends]
+    models = [await find(each) for each in backends]
     for backend, model in zip(backends, models, strict=True):
         if not model.is_same(models[0]):
             first, other = (f"{each.description} {each.weights[:12]}".rstrip() for each in (models[0], model))
@@ -150,3 +189,200 @@ async def same_models(backends: Sequence[Backend], *, hashed: bool) -> tuple[Loa
             )
     others = zip(backends[1:], models[1:], strict=True)
     return models[0], [RowServer(backend, model.slots) for backend, model in others]
+
+
+class ServerRun(ABC, Generic[ItemT]):
+    """Sends the items of a run to its servers: requests for rows. Coroutines run on the lab's event loop.
+
+    Args:
+        find: Returns the model of a server that has failed, to check whether it responds with the same model.
+    """
+
+    product: ClassVar[str] = "answers"
+    """What the servers compute, for messages."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        servers: Sequence[RowServer],
+        find: FindModel,
+        *,
+        cache: AnswerCache | None = None,
+    ) -> None:
+        self._model, self._servers, self._find = model, servers, find
+        self._cache = cache
+        self._ready: deque[ItemT] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._warnings: deque[str] = deque()
+        self._changed = asyncio.Event()
+        self._failure: LabError | None = None
+        self._stopped = False
+        self._progress_at = time.monotonic()
+        self.done = 0
+
+    @abstractmethod
+    async def _compute(self, item: ItemT, server: RowServer) -> None:
+        """Let a server compute an item.
+
+        Raises:
+            LabError: the run cannot continue.
+        """
+
+    @abstractmethod
+    def _must_return(self) -> bool:
+        """Return whether the caller of ``_work`` can continue without further answers."""
+
+    @property
+    def _kept(self) -> str:
+        """Where the results so far are if the run ends with an error."""
+        if self._cache is not None:
+            return f"the {self.product} are stored in {self._cache.path}"
+        return f"the attribute frame of this error contains the {self.product}"
+
+    def warn(self) -> None:
+        """Warn about servers that failed and whose rows the others get. Call it in the caller's thread."""
+        while self._warnings:
+            warnings.warn(self._warnings.popleft(), RuntimeWarning, stacklevel=3)
+
+    async def stop(self) -> None:
+        """Cancel all running requests, and wait until they have ended. Idempotent."""
+        self._stopped = True
+        self._ready.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        """Send items until the caller can continue, or ``STEP_S`` has passed.
+
+        Raises:
+            LabError: the run cannot continue.
+        """
+        self._start_tasks()
+        deadline = time.monotonic() + STEP_S
+        while not self._must_return() and (left_s := deadline - time.monotonic()) > 0:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left_s)
+            except TimeoutError:
+                break
+        if self._failure is not None:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            raise self._failure
+
+    def _start_tasks(self) -> None:
+        while self._ready and not self._stopped and self._failure is None:
+            if (server := next_server(self._servers)) is None:
+                return
+            server.begin()
+            self._start(self._use(server, self._ready.popleft()), "answer a row")
+
+    async def _use(self, server: RowServer, item: ItemT) -> None:
+        try:
+            await self._compute(item, server)
+        finally:
+            server.running -= 1
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._end_task)
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            if (exc := task.exception()) is not None:
+                self._fail(exc if isinstance(exc, LabError) else LabError(f"{type(exc).__name__}: {exc}"))
+            self._start_tasks()
+        self._changed.set()
+
+    def _fail(self, error: LabError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._ready.clear()
+            for task in self._tasks:
+                task.cancel()
+
+    async def _send(self, request: Callable[[], Awaitable[T]], server: RowServer, *, waits: bool = False) -> T:
+        """Return the response to a request. Send the request again while the server cannot accept it.
+
+        Args:
+            waits: Whether to send the request again even if other servers could answer it.
+
+        Raises:
+            LabError: there is no response.
+        """
+        while True:
+            try:
+                return await request()
+            except UnavailableError as exc:
+                if not self._can_retry(exc) or (self._has_others(server) and not waits):
+                    raise
+                pause_s = _pause_s(exc)
+            await asyncio.sleep(pause_s)
+
+    def _can_retry(self, error: UnavailableError) -> bool:
+        if isinstance(error, QueueFullError):
+            return True
+        is_lost = isinstance(error, UnreachableError) and not isinstance(error, WrongServerError)
+        if not is_lost and error.retry_after_s is None:
+            return False
+        return time.monotonic() - self._progress_at < RETRY_S
+
+    def _has_others(self, server: RowServer) -> bool:
+        """Return whether other servers get rows."""
+        return any(each is not server and not each.error for each in self._servers)
+
+    async def _store(self, work: Coroutine[Any, Any, None]) -> None:
+        """Store results. A cancelled task also stores its results, so that the table has all of the cache."""
+        storing = asyncio.create_task(work, name="store an answer")
+        try:
+            await asyncio.shield(storing)
+        except asyncio.CancelledError:
+            await storing
+            raise
+
+    async def _give_back(self, item: ItemT, server: RowServer, error: LabError, *, rows: int = 1) -> None:
+        """Queue an item again that a server could not answer, for the other servers.
+
+        Raises:
+            LabError: there are no others.
+        """
+        if not self._has_others(server):
+            raise self._stopping_error(error) from error
+        self._ready.appendleft(item)
+        server.returned += rows
+        if isinstance(error, QueueFullError):
+            self._start_tasks()
+            await asyncio.sleep(_pause_s(error))
+        elif not server.error:
+            if not server.has_failed:
+                self._warnings.append(f"the other labs get the rows of {server.url} until it responds: {error.message}")
+            server.error, server.has_failed = error.message, True
+            self._start(self._await_return(server), "wait for a server")
+
+    async def _await_return(self, server: RowServer) -> None:
+        """Wait until a server that has failed responds with the same model, and let it answer rows again."""
+        while server.error:
+            await asyncio.sleep(MAX_PAUSE_S)
+            with contextlib.suppress(LabError):
+                if await self._has_model(server):
+                    server.error = ""
+
+    async def _has_model(self, server: RowServer) -> bool:
+        """Return whether a server has the model of this run."""
+        return (await self._find(server.backend)).is_same(self._model)
+
+    def _stopping_error(self, error: LabError) -> LabError:
+        """Return the error that ends the run. It names the errors of all servers that have failed."""
+        if not self.done:
+            return error
+        errors = [f"{each.url}: {each.error.rstrip('.')}" for each in self._servers if each.error]
+        reasons = "; ".join([error.message.rstrip("."), *errors])
+        ended = f"the run ended after {self.done} {self.product} of {self._model.id}"
+        return BatchStoppedError(f"{ended}: {reasons}; {self._kept}")
+
+
+def _pause_s(error: UnavailableError) -> float:
+    """Return the delay after which a request is sent again."""
+    return min(max(error.retry_after_s or 1.0, MIN_PAUSE_S), MAX_PAUSE_S)

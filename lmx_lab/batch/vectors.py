@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,10 +17,10 @@ from lmx_lab.backend import Backend
 from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import is_missing
-from lmx_lab.batch.run import MAX_PAUSE_S, MIN_PAUSE_S, RETRY_S, UNFINISHED, Errors
-from lmx_lab.batch.servers import LoadedModel, identify
+from lmx_lab.batch.run import UNFINISHED, Errors
+from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, identify
 from lmx_lab.batch.table import RowSource
-from lmx_lab.errors import InvalidRequestError, NotLoadedError, UnavailableError
+from lmx_lab.errors import EngineDeadError, EngineError, InvalidRequestError, LabError, NotLoadedError
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.wire.embeddings import EmbeddingsBody
 
@@ -29,6 +28,11 @@ TEXTS_AT_ONCE = 64
 """Maximum number of texts in a request. The engine fills its batches from a request."""
 CHARACTERS_AT_ONCE = 200_000
 """Maximum number of characters in a request of several texts."""
+PROBE = "The sea is blue, and bread is baked."
+"""A text whose vectors are compared if there are several servers, because the hash of an attached lab's model is not
+known."""
+SAME_VECTOR = 0.999
+"""Minimum cosine similarity of the vectors that two machines compute for the same text with the same model."""
 
 
 async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -> LoadedModel:
@@ -47,7 +51,9 @@ async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -
     loaded = [each for each in loaded if each.kind == "embedding"] or [each for each in loaded if each.engine == "echo"]
     if not loaded:
         wanted = "no embedding model is in memory" if name is None else f"no embedding model {name!r:.80} is in memory"
-        raise NotLoadedError(f"{wanted}; start the lab with embedder=..., or load one: lab.load('minilm-l6')")
+        raise NotLoadedError(
+            f"{wanted} at {backend.state().url}; start the lab with embedder=..., or load one: lab.load('minilm-l6')"
+        )
     record = min(loaded, key=lambda each: not each.pinned)
     return await identify(backend, record, hashed=hashed)
 
@@ -74,90 +80,163 @@ def texts_of(source: RowSource, column: str | None) -> tuple[list[Any], list[Any
     return [label for label, _ in rows], [row.get(name) for _, row in rows]
 
 
-class EmbeddingRun:
+class EmbeddingRun(ServerRun[list[str]]):
     """Computes the vectors of texts. Equal texts are computed once. Coroutines run on the lab's event loop.
 
     Args:
+        backends: The servers, which have the same model. Each computes one request at a time.
         texts: Values of a column. A value that is not a text has an error instead of a vector.
         make_body: Creates the request for a list of texts.
+        name: The name that selects the model, as for ``embedding_model``.
         key: Identifies the model and the settings in the keys of the cache.
     """
 
+    product = "vectors"
+
     def __init__(
         self,
-        backend: Backend,
+        backends: Sequence[Backend],
+        model: LoadedModel,
         texts: Sequence[Any],
         make_body: Callable[[Sequence[str]], EmbeddingsBody],
         *,
+        name: str | None,
         key: str,
         errors: Errors = "row",
         cache: AnswerCache | None = None,
     ) -> None:
-        self._backend, self._make_body, self._key, self._cache = backend, make_body, key, cache
+        servers = [RowServer(each, 1, waiting=0) for each in backends]
+        super().__init__(model, servers, partial(embedding_model, name=name, hashed=False), cache=cache)
+        self._make_body, self._key = make_body, key
         self._texts, self._errors = texts, errors
         self._vectors: dict[str, Vectors] = {}
         self._failures: dict[str, str] = {}
+        self._expected: Vectors | None = None
+        """The vector of ``PROBE``; None if it was not computed."""
         different = dict.fromkeys(text for text in texts if isinstance(text, str) and text)
-        self._left = deque(_requests(different))
-        self._progress_at = time.monotonic()
+        self._ready.extend(_requests(different))
         self.total = len(different)
 
-    @property
-    def done(self) -> int:
-        """Number of distinct texts that have a vector or an error."""
-        return len(self._vectors) + len(self._failures)
+    def figures(self) -> list[dict[str, Any]]:
+        """Return the statistics of each server as rows of a table. Vectors from the cache are not counted."""
+        return [
+            {
+                "url": each.url,
+                "vectors": each.answers,
+                "vectors_per_s": each.rate(each.answers),
+                "returned": each.returned,
+                "error": each.error,
+            }
+            for each in self._servers
+        ]
 
     async def step(self) -> bool:
         """Compute the vectors of the next texts. Returns whether texts remain.
 
         Raises:
-            LabError: vectors cannot be computed, or a text failed and ``errors`` is ``raise``.
+            BatchStoppedError: no further vectors can be computed, for example because the model was unloaded.
+            LabError: no vectors could be computed, or a text failed and ``errors`` is ``raise``.
         """
-        if not self._left:
-            return False
-        texts = self._left.popleft()
-        missing = await self._find(texts)
-        try:
-            vectors = await self._backend.embed(self._make_body(missing)) if missing else ()
-        except UnavailableError as exc:
-            if exc.retry_after_s is None or time.monotonic() - self._progress_at > RETRY_S:
-                raise
-            self._left.appendleft(missing)
-            await asyncio.sleep(min(max(exc.retry_after_s, MIN_PAUSE_S), MAX_PAUSE_S))
-            return True
-        except InvalidRequestError as exc:
-            self._fail(missing, exc)
-            return bool(self._left)
-        self._progress_at = time.monotonic()
-        self._vectors.update(zip(missing, vectors, strict=True))
-        if self._cache is not None and missing:
-            await self._cache.add_all({self._key_of(text): _stored(self._vectors[text]) for text in missing}, self._key)
-        return bool(self._left)
+        if len(self._servers) > 1 and self._ready and self._expected is None:
+            await self._compare_servers()
+        await self._work()
+        return self._has_texts
 
-    async def _find(self, texts: Sequence[str]) -> list[str]:
+    @property
+    def _has_texts(self) -> bool:
+        return bool(self._ready) or any(each.running for each in self._servers)
+
+    def _must_return(self) -> bool:
+        return self._failure is not None or not self._has_texts
+
+    async def _compare_servers(self) -> None:
+        """Check that all servers compute the same vector for a text, before the first texts are sent.
+
+        Raises:
+            InvalidRequestError: two of them compute different vectors.
+        """
+        first = self._servers[0]
+        expected = await self._send(lambda: self._probe(first), first, waits=True)
+        for server in self._servers[1:]:
+            vector = await self._send(partial(self._probe, server), server, waits=True)
+            if not _is_same(vector, expected):
+                raise InvalidRequestError(
+                    f"the labs compute different vectors for the same text: {self._model.description} at {first.url}, "
+                    f"and a model with the same name and size but other files at {server.url}; load the same files in "
+                    "all of them",
+                    param="labs",
+                )
+        self._expected = expected
+
+    async def _probe(self, server: RowServer) -> Vectors:
+        vectors = await server.backend.embed(self._make_body([PROBE]))
+        vector: Vectors = vectors[0]
+        return vector
+
+    async def _has_model(self, server: RowServer) -> bool:
+        if self._expected is None or not await super()._has_model(server):
+            return False
+        return _is_same(await self._probe(server), self._expected)
+
+    async def _compute(self, item: list[str], server: RowServer) -> None:
+        try:
+            missing = await self._find_missing(item)
+        except LabError as exc:
+            raise self._stopping_error(exc) from exc
+        if not missing:
+            return
+        body = self._make_body(missing)
+        try:
+            vectors = await self._send(lambda: server.backend.embed(body), server)
+        except LabError as exc:
+            await self._recover(missing, server, exc)
+            return
+        server.count(len(missing))
+        await self._store(self._add(missing, vectors))
+
+    async def _find_missing(self, texts: Sequence[str]) -> list[str]:
         """Read vectors from the cache, and return the texts whose vectors it does not contain."""
         if self._cache is not None:
             found = await self._cache.find([self._key_of(text) for text in texts])
             for text in texts:
                 if (answer := found.get(self._key_of(text))) is not None:
                     self._vectors[text] = np.frombuffer(base64.b64decode(answer.text or ""), dtype="<f4")
+                    self.done += 1
         return [text for text in texts if text not in self._vectors]
 
-    def _fail(self, texts: Sequence[str], error: InvalidRequestError) -> None:
-        """Record the error of the text that was refused, and queue the other texts again.
+    async def _add(self, texts: Sequence[str], vectors: Iterable[Vectors]) -> None:
+        """Store vectors in the cache, and add them to the result."""
+        found = dict(zip(texts, vectors, strict=True))
+        self._vectors.update(found)
+        self.done += len(found)
+        self._progress_at = time.monotonic()
+        if self._cache is not None:
+            try:
+                await self._cache.add_all({self._key_of(text): _stored(found[text]) for text in texts}, self._key)
+            except LabError as exc:
+                raise self._stopping_error(exc) from exc
+
+    async def _recover(self, texts: list[str], server: RowServer, error: LabError) -> None:
+        """Continue after a failed request: without the text that was refused, or with another server.
 
         Raises:
-            InvalidRequestError: the whole request was refused, or ``errors`` is ``raise``.
+            LabError: the run cannot continue, or a text was refused and ``errors`` is ``raise``.
         """
         name, _, at = (error.param or "").partition(".")
-        if name != "input" or not (at.isdigit() or len(texts) == 1):
-            raise error
-        refused = texts[int(at or 0)]
-        if self._errors == "raise":
-            raise error
-        self._failures[refused] = error.message
-        if others := [text for text in texts if text is not refused]:
-            self._left.appendleft(others)
+        concerns_text = name == "input" and (at.isdigit() or len(texts) == 1)
+        if isinstance(error, InvalidRequestError) and concerns_text:
+            if self._errors == "raise":
+                raise error
+            refused = texts[int(at or 0)]
+            self._failures[refused] = error.message
+            self.done += 1
+            if others := [text for text in texts if text is not refused]:
+                self._ready.appendleft(others)
+            return
+        concerns_request = isinstance(error, InvalidRequestError | EngineError) and name != "model"
+        if concerns_request and not isinstance(error, EngineDeadError):
+            raise self._stopping_error(error) from error
+        await self._give_back(texts, server, error, rows=len(texts))
 
     def _key_of(self, text: str) -> str:
         return hashlib.sha256(json.dumps([self._key, text]).encode()).hexdigest()[:32]
@@ -206,6 +285,13 @@ def most_similar(vectors: Vectors, query: Vectors, count: int) -> list[tuple[int
     order = np.argsort(-similarities, kind="stable")
     known = ((int(at), float(similarities[at])) for at in order if not np.isnan(similarities[at]))
     return list(islice(known, count))
+
+
+def _is_same(vector: Vectors, other: Vectors) -> bool:
+    """Return whether two vectors are equal apart from the rounding of different machines."""
+    if vector.shape != other.shape:
+        return False
+    return float(vector @ other) >= SAME_VECTOR * float(np.linalg.norm(vector) * np.linalg.norm(other))
 
 
 def settings_key(model: LoadedModel, settings: Mapping[str, Any]) -> str:

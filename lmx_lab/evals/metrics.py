@@ -13,6 +13,8 @@ from lmx_lab.batch.prompts import RowPrompts
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+ROUNDING = 1e-6
+"""Maximum distance of a score from the range 0 to 1 that is a rounding error, such as that of a cosine similarity."""
 
 
 class Metric:
@@ -37,6 +39,26 @@ class Metric:
             InvalidRequestError: the metric cannot use the expected value.
         """
         raise NotImplementedError
+
+    def checked_score(self, answer: str, expected: Any) -> float:
+        """Return the score of an answer as a float.
+
+        Raises:
+            InvalidRequestError: the metric failed, or its score is not a number from 0 to 1.
+        """
+        try:
+            returned = self.score(answer, expected)
+        except InvalidRequestError:
+            raise
+        except Exception as exc:
+            raise InvalidRequestError(f"the metric raised {type(exc).__name__}: {exc}") from exc
+        score = _read_score(returned)
+        if score is None:
+            raise InvalidRequestError(
+                f"the metric returned {returned!r:.80}; it must return a number from 0 (wrong) to 1 (right), True or "
+                "False; scale other numbers to this range"
+            )
+        return score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +245,7 @@ class Judge(Metric):
     Args:
         prompt: A template, messages, or a function of a row, as for ``lab.map``. In addition to the columns of the
             table, ``{answer}`` and ``{expected}`` are available.
-        verdicts: The score of each verdict.
+        verdicts: The score of each verdict, from 0 to 1.
         lab: The lab whose model is the judge; by default the lab that answers.
         system: System prompt of the judge.
     """
@@ -241,9 +263,10 @@ class Judge(Metric):
                 param="verdicts",
             )
         for verdict, score in self.verdicts.items():
-            if not isinstance(verdict, str) or not isinstance(score, int | float) or not math.isfinite(score):
+            if not isinstance(verdict, str) or _read_score(score) is None:
                 raise InvalidRequestError(
-                    f"verdicts contains {verdict!r:.40}: {score!r:.40}; it must map strings to finite numbers",
+                    f"verdicts contains {verdict!r:.40}: {score!r:.40}; it must map strings to numbers from 0 to 1; "
+                    "divide the numbers of another scale by the largest one",
                     param="verdicts",
                 )
 
@@ -262,7 +285,7 @@ class Judge(Metric):
 
 @dataclass(frozen=True)
 class FunctionMetric(Metric):
-    """A function of the answer and the expected value."""
+    """A function of the answer and the expected value. ``checked_score`` checks what it returns."""
 
     function: Callable[[str, Any], Any]
 
@@ -271,17 +294,8 @@ class FunctionMetric(Metric):
         return {"name": "function", "function": getattr(self.function, "__qualname__", repr(self.function)[:80])}
 
     def score(self, answer: str, expected: Any) -> float:
-        try:
-            returned = self.function(answer, expected)
-        except Exception as exc:
-            raise InvalidRequestError(f"the metric raised {type(exc).__name__}: {exc}") from exc
-        try:
-            score = float(returned)
-        except (TypeError, ValueError, OverflowError):
-            score = math.nan
-        if not math.isfinite(score):
-            raise InvalidRequestError(f"the metric returned {returned!r:.80}; it must return a number")
-        return score
+        returned: float = self.function(answer, expected)
+        return returned
 
 
 NAMED: Mapping[str, type[ExactMatch] | type[Contains] | type[Regex] | type[Numeric]] = {
@@ -342,6 +356,17 @@ def read_choices(choices: Any) -> tuple[str, ...]:
 def described_prompt(prompt: Any) -> Any:
     """Return a prompt as it is stored with the settings. A function is represented by its name."""
     return f"function {getattr(prompt, '__qualname__', repr(prompt)[:80])}" if callable(prompt) else prompt
+
+
+def _read_score(value: Any) -> float | None:
+    """Return a score as a float from 0 to 1, without rounding errors; None if it is something else."""
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        score = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return min(max(score, 0.0), 1.0) if -ROUNDING <= score <= 1 + ROUNDING else None
 
 
 def _texts(expected: Any) -> list[str]:

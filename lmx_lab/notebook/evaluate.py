@@ -83,7 +83,7 @@ class EvaluateVerbs:
             answer: The column with the expected answers. Without it, a function as ``metric`` receives the row instead.
             metric: ``exact_match``, ``contains``, ``regex`` or ``numeric``; a metric from ``lmx_lab.evals`` with its
                 options, such as ``Choice(["yes", "no"])`` or ``Judge(prompt)``; or a function of the answer and the
-                expected value that returns a number, 1 for a right answer.
+                expected value that returns a number from 0 (wrong) to 1 (right). Another value is an error of its row.
             name: The name of the experiment; by default the name of the metric.
             store: Whether the evaluation is stored in ``lab.experiments``. An interrupted evaluation is not stored. If
                 the file cannot be written, a warning contains the reason.
@@ -217,7 +217,7 @@ class _Table:
         if isinstance(metric, Judge):
             return found
         if not isinstance(metric, Choice):
-            return replace(found, score=metric.score(found.answer or "", expected))
+            return replace(found, score=metric.checked_score(found.answer or "", expected))
         choices, logprobs = metric.of_row(row), tuple(answered[LOGPROBS])
         best = metric.best(choices, logprobs)
         found = replace(found, answer=choices[best], choices=choices, logprobs=logprobs)

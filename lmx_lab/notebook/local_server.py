@@ -115,7 +115,12 @@ class LocalServer(LabServer):
         """
         if self._host is not None:
             return
-        sock = sock or bind(self.settings.host, self.settings.port, explicit=self.explicit_port)
+        self.services.open()
+        try:
+            sock = sock or bind(self.settings.host, self.settings.port, explicit=self.explicit_port)
+        except BaseException:
+            self.services.close()
+            raise
         self.addresses = Addresses(settings=self.settings, port=sock.getsockname()[1])
         self._policy = self.addresses.live_policy()
         try:

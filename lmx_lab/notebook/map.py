@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmx_lab.backend import Backend
@@ -13,7 +14,7 @@ from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
 from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, MakeRequest, Retry
-from lmx_lab.batch.servers import same_models
+from lmx_lab.batch.servers import loaded_model, same_models
 from lmx_lab.batch.table import RowSource, answer_table, check_names, read_source
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError
 from lmx_lab.notebook.arguments import chat_request
@@ -141,7 +142,8 @@ class MapVerbs:
         source, prompts = _read_rows(frame, prompt)
         columns = None if schema is None else _read_schema(schema)
         check_parameters(parameters, n=n, seed=seed, errors=errors, retry=retry)
-        loaded, others = await on_loop(same_models(_backends(self, labs), hashed=cache is not None))
+        find = partial(loaded_model, hashed=cache is not None)
+        loaded, others = await on_loop(same_models(backends_of(self, labs), find))
         options = BatchOptions(
             prompts=prompts,
             make_request=request_maker({**parameters, "model": loaded.id, **_format(columns)}),
@@ -197,11 +199,11 @@ def _answers_of(run: BatchRun, source: RowSource, columns: TypedColumns | None) 
     return table
 
 
-def _backends(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
+def backends_of(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
     """Return the servers that answer rows, that of ``lab`` first, without duplicate addresses.
 
     Raises:
-        InvalidRequestError: ``others`` is not a list of labs, or the event loop of one is blocked by ``map``.
+        InvalidRequestError: ``others`` is not a list of labs, or the event loop of one is blocked by the call.
     """
     if not isinstance(others, Sequence) or not all(isinstance(each, MapVerbs) for each in others):
         raise InvalidRequestError(
@@ -212,8 +214,8 @@ def _backends(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
     for each in others:
         if each is not lab and not each._portal.has_thread:
             raise InvalidRequestError(
-                f"labs contains the lab at {each.url}, which runs on the kernel's event loop; call map of that lab, "
-                "and pass the other labs as labs",
+                f"labs contains the lab at {each.url}, which runs on the kernel's event loop; call this method of that "
+                "lab, and pass the other labs as labs",
                 param="labs",
             )
         backends.setdefault(each.url, each._backend)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.backend import Backend
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.run import Errors
+from lmx_lab.batch.servers import same_models
 from lmx_lab.batch.table import TEXT, RowSource, read_source, select_rows, vector_table
 from lmx_lab.batch.vectors import (
     EmbeddingRun,
@@ -19,10 +21,10 @@ from lmx_lab.batch.vectors import (
     settings_key,
     texts_of,
 )
-from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError
 from lmx_lab.frames import pandas_for
 from lmx_lab.notebook.arguments import embeddings_body, rerank_body
-from lmx_lab.notebook.map import MapOwner
+from lmx_lab.notebook.map import MapOwner, backends_of
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.encoding import InputType
@@ -50,6 +52,7 @@ class SearchVerbs:
         truncate: bool = False,
         errors: Errors = "row",
         cache: str | os.PathLike[str] | None = None,
+        labs: Sequence[MapOwner] = (),
     ) -> pd.DataFrame:
         """Return the vectors of a column as a data frame with the same index.
 
@@ -66,10 +69,13 @@ class SearchVerbs:
             truncate: Whether to truncate texts that are too long for the model instead of refusing them.
             errors: ``row`` reports the error of a row in the column ``error``; ``raise`` raises the first error.
             cache: An SQLite file for the vectors. A later run with the same file computes only missing vectors.
+            labs: Other labs with the same model, which also compute vectors. ``.attrs["labs"]`` has the statistics of
+                each.
 
         Raises:
-            NotLoadedError: no embedding model is in memory.
-            InvalidRequestError: an argument is invalid, or the column does not exist.
+            NotLoadedError: no embedding model is in memory, in one of the labs.
+            InvalidRequestError: an argument is invalid, the column does not exist, or the labs have different models.
+            BatchStoppedError: no further vectors can be computed. The attribute ``frame`` contains those so far.
             ImportError: pandas is not installed.
         """
         if errors not in ("row", "raise"):
@@ -78,9 +84,17 @@ class SearchVerbs:
         labels, texts = texts_of(source, column)
         settings = {"dimensions": dimensions, "input_type": input_type, "truncate": truncate}
         run, interrupted = await _embed_texts(
-            self, texts, model, settings, cache=cache, errors=errors, labels=labels if errors == "raise" else None
+            self,
+            source,
+            texts,
+            model,
+            settings,
+            cache=cache,
+            errors=errors,
+            labels=labels if errors == "raise" else None,
+            labs=labs,
         )
-        vectors: pd.DataFrame = vector_table(run.vectors(), run.errors(), source)
+        vectors: pd.DataFrame = _vectors_of(run, source)
         if source.library is None:
             vectors.attrs["interrupted"] = interrupted
         return vectors
@@ -130,7 +144,7 @@ class SearchVerbs:
         body = embeddings_body(query, model=model, input_type="query", truncate=True)
         reranker = None if rerank is False else await on_loop(_reranker(self._backend, required=bool(rerank)))
         settings = {"dimensions": None, "input_type": "document", "truncate": True}
-        run, interrupted = await _embed_texts(self, texts, model, settings, cache=cache)
+        run, interrupted = await _embed_texts(self, source, texts, model, settings, cache=cache)
         count = top_n if reranker is None else max(top_n, RERANKED)
         similar = most_similar(matrix_of(run.vectors()), await on_loop(self._backend.embed(body)), count)
         similarities = dict(similar)
@@ -152,6 +166,7 @@ class SearchVerbs:
 
 async def _embed_texts(
     owner: MapOwner,
+    source: RowSource,
     texts: Sequence[Any],
     model: str | None,
     settings: Mapping[str, Any],
@@ -159,20 +174,27 @@ async def _embed_texts(
     cache: str | os.PathLike[str] | None,
     errors: Errors = "row",
     labels: Sequence[Any] | None = None,
+    labs: Sequence[MapOwner] = (),
 ) -> tuple[EmbeddingRun, bool]:
     """Compute the vectors of texts, and return the run and whether it was interrupted. Runs as a verb.
 
     Args:
+        source: The rows from which the texts were read.
         labels: Labels of the rows, for an error of the whole call if a value is not a text; None if that is an error of
             its row.
+        labs: Other labs that also compute vectors.
     """
-    loaded = await on_loop(embedding_model(owner._backend, model, hashed=cache is not None))
+    backends = backends_of(owner, labs)
+    hashed = cache is not None or len(backends) > 1
+    loaded, _ = await on_loop(same_models(backends, partial(embedding_model, name=model, hashed=hashed)))
     embeddings_body(["x"], model=loaded.id, **settings)
     stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
     run = EmbeddingRun(
-        owner._backend,
+        backends,
+        loaded,
         texts,
         lambda some: embeddings_body(some, model=loaded.id, **settings),
+        name=model,
         key=settings_key(loaded, settings),
         errors=errors,
         cache=stored,
@@ -181,6 +203,9 @@ async def _embed_texts(
         if labels is not None:
             run.check_values(labels)
         interrupted = await _embed_all(run)
+    except BatchStoppedError as exc:
+        exc.frame = _vectors_of(run, source)
+        raise
     finally:
         if stored is not None:
             stored.close()
@@ -193,10 +218,21 @@ async def _embed_all(run: EmbeddingRun) -> bool:
     try:
         with counter("embed") as bar:
             while await on_loop(run.step()):
+                run.warn()
                 bar.show(f"{run.done / (time.monotonic() - began):.0f} texts/s", run.done, run.total)
     except KeyboardInterrupt:
         return True
+    finally:
+        run.warn()
+        await on_loop(run.stop())
     return False
+
+
+def _vectors_of(run: EmbeddingRun, source: RowSource) -> Any:
+    table = vector_table(run.vectors(), run.errors(), source)
+    if source.library is None:
+        table.attrs["labs"] = run.figures()
+    return table
 
 
 async def _reranker(backend: Backend, *, required: bool) -> str | None:

@@ -62,6 +62,11 @@ class InferenceServer:
     spans: Sequence[RequestSpans] = ()
     """The exporters of requests as spans; empty if requests are not exported."""
 
+    def open(self) -> None:
+        """Export spans again after ``close``."""
+        for each in self.spans:
+            each.open()
+
     def close(self) -> None:
         """Send the remaining spans. Called after all requests have ended; blocks for a few seconds at most.
         Idempotent.

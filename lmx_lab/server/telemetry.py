@@ -95,10 +95,23 @@ class RequestSpans:
 
     def __init__(self, *, content: bool) -> None:
         self.content = content
-        endpoint = _endpoint(os.environ)
+        self._endpoint = _endpoint(os.environ)
         _check_headers(os.environ)
+        self._propagator = TraceContextTextMapPropagator()
+        self._running: dict[str, _Running] = {}
+        self._is_open = False
+        self.open()
+
+    def open(self) -> None:
+        """Start to export again after ``close``. Does nothing if it was not closed.
+
+        Raises:
+            InvalidRequestError: an environment variable of OpenTelemetry has an unsupported value.
+        """
+        if self._is_open:
+            return
         try:
-            self._start(endpoint)
+            self._start(self._endpoint)
         except (ValueError, RuntimeError) as exc:
             names = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
             raise InvalidRequestError(
@@ -106,8 +119,7 @@ class RequestSpans:
                 f"of {names:.500}",
                 param="otel",
             ) from exc
-        self._propagator = TraceContextTextMapPropagator()
-        self._running: dict[str, _Running] = {}
+        self._is_open = True
 
     def _start(self, endpoint: str) -> None:
         """Create the exporter, the span processor and the tracer. The processor starts the thread that sends the spans.
@@ -153,7 +165,8 @@ class RequestSpans:
         self._export(ends, SpanKind.SERVER, parent, http_attributes(scope, status), (running.began_ns, time.time_ns()))
 
     def close(self) -> None:
-        """Send the queued spans, which takes up to ``CLOSE_S``. Blocks. Idempotent."""
+        """Send the queued spans, which takes up to ``CLOSE_S``, and end the thread. Blocks. Idempotent."""
+        self._is_open = False
         sending = threading.Thread(target=self._processor.shutdown, name="lmx-lab last spans", daemon=True)
         with suppress(RuntimeError):  # While Python exits, it does not start threads.
             sending.start()
@@ -212,6 +225,8 @@ class _Exporter(SpanExporter):
         self._thread: int | None = None
         """The thread that is sending."""
         self._is_shut_down = False
+        self._status: int | None = None
+        """HTTP status of the last response that refused spans; None if there was no response."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         if self._is_shut_down:
@@ -219,7 +234,7 @@ class _Exporter(SpanExporter):
         if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_S:
             # Dropped immediately, because the SDK would retry for 10 s while its queue fills up.
             return SpanExportResult.FAILURE
-        self._thread = threading.get_ident()
+        self._thread, self._status = threading.get_ident(), None
         try:
             result = self._inner.export(spans)
         finally:
@@ -232,17 +247,25 @@ class _Exporter(SpanExporter):
             self._failed_at = None
             return result
         if self._failed_at is None:
-            log.warning(
-                "%s does not accept spans, so they are dropped; check that a collector for OTLP/HTTP runs there, or "
-                "change %s",
-                self._shown,
-                ENDPOINT,
-            )
+            log.warning("%s does not accept spans%s", self._shown, self._remedy)
         self._failed_at = time.monotonic()
         return result
 
+    @property
+    def _remedy(self) -> str:
+        """The end of the warning that spans are dropped."""
+        status = "" if self._status is None else f" (HTTP status {self._status})"
+        if self._status in (401, 403):
+            remedy = f"set {HEADERS} to the headers that the collector requires"
+        else:
+            remedy = f"check that a collector for OTLP/HTTP runs there, or change {ENDPOINT}"
+        return f"{status}, so they are dropped; {remedy}"
+
     def is_logged(self, record: logging.LogRecord) -> bool:
         """Return False for the messages of the SDK about each attempt, which ``export`` replaces."""
+        if record.thread == self._thread and isinstance(record.args, tuple):
+            # The reason is not kept, because it can contain an address with a key.
+            self._status = next((each for each in record.args if isinstance(each, int)), self._status)
         return record.thread != self._thread
 
     def shutdown(self) -> None:

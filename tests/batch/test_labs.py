@@ -1,4 +1,6 @@
-"""Test ``lab.map`` over several labs: the distribution of rows, labs that fail and return, and refused labs."""
+"""Test ``lab.map`` and ``lab.embed_frame`` over several labs: the distribution of rows, labs that fail and return, and
+refused labs.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 import lmx_lab
-from lmx_lab.backend import AnswerStream
-from lmx_lab.batch import run
+from lmx_lab.batch import servers, vectors
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError, UnreachableError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.remote import RemoteBackend
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelRecords
-from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.embeddings import EmbeddingsBody
+from tests.engine.encoders.models import write_tiny_bert
 
 ROWS = [f"row {number}" for number in range(24)]
 GONE = "the server is gone"
@@ -47,16 +50,19 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
 
 
 def before_each(
-    monkeypatch: pytest.MonkeyPatch, backend: type[LocalBackend | RemoteBackend], before: Callable[[], Any]
+    monkeypatch: pytest.MonkeyPatch,
+    backend: type[LocalBackend | RemoteBackend],
+    before: Callable[[], Any],
+    method: Literal["generate", "embed"] = "generate",
 ) -> None:
     """Await a function before each request to servers of this kind."""
-    generate = backend.generate
+    send = getattr(backend, method)
 
-    async def wrapped(self: Any, request: ChatRequest, *, batch: bool = False) -> AnswerStream:
+    async def wrapped(self: Any, *args: Any, **arguments: Any) -> Any:
         await before()
-        return await generate(self, request, batch=batch)
+        return await send(self, *args, **arguments)
 
-    monkeypatch.setattr(backend, "generate", wrapped)
+    monkeypatch.setattr(backend, method, wrapped)
 
 
 def test_the_faster_lab_answers_more_rows_and_the_cache_has_the_answers_of_both(
@@ -79,7 +85,7 @@ def test_the_faster_lab_answers_more_rows_and_the_cache_has_the_answers_of_both(
 def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(
     lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(servers, "MAX_PAUSE_S", 0.01)
     calls, returned, resumed = [0], [False], asyncio.Event()
     models = RemoteBackend.models
 
@@ -134,6 +140,91 @@ def test_if_all_labs_fail_one_error_names_the_reason_of_each(
     assert done.tolist() == [ROWS[at] for at in done.index]
 
 
+def test_several_labs_compute_vectors_and_the_cache_has_those_of_all(
+    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
+    texts = [*ROWS, "", ROWS[0]]
+    found = lab.embed_frame(texts, labs=[other, lab, other], cache=tmp_path / "v.db")
+    assert found["error"].notna().tolist() == [text == "" for text in texts]
+    assert np.array_equal(np.stack(found["embedding"].dropna()), lab.embed([*ROWS, ROWS[0]]))
+    own, its = found.attrs["labs"]
+    assert [own["url"], its["url"]] == [lab.url, other.url]
+    assert own["vectors"] + its["vectors"] == len(ROWS)
+    assert min(own["vectors"], its["vectors"]) > 0
+    assert max(own["vectors_per_s"], its["vectors_per_s"]) > 0
+    again = asyncio.run(lab.aembed_frame(texts, labs=[other], cache=tmp_path / "v.db"))
+    assert np.array_equal(np.stack(again["embedding"].dropna()), np.stack(found["embedding"].dropna()))
+    assert [each["vectors"] for each in again.attrs["labs"]] == [0, 0]
+    assert again.attrs["interrupted"] is False
+
+
+def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(
+    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
+    calls, returned, resumed = {"own": 0, "other": 0, "returned": 0}, [False], asyncio.Event()
+    models = RemoteBackend.models
+
+    async def fail() -> None:
+        calls["other"] += 1
+        if returned[0]:
+            calls["returned"] += 1
+            if calls["returned"] == 2:  # The first call compares the models.
+                resumed.set()
+        elif calls["other"] > 2:
+            raise UnreachableError(GONE)
+
+    async def wait() -> None:
+        calls["own"] += 1
+        if calls["own"] > 1:
+            await resumed.wait()
+
+    async def list_models(backend: RemoteBackend) -> ModelRecords:
+        returned[0] = calls["other"] > 2
+        return await models(backend)
+
+    expected = lab.embed(ROWS)
+    before_each(monkeypatch, RemoteBackend, fail, "embed")
+    before_each(monkeypatch, LocalBackend, wait, "embed")
+    monkeypatch.setattr(RemoteBackend, "models", list_models)
+    with pytest.warns(RuntimeWarning, match=f"{other.url}.*{GONE}") as warned:
+        found = lab.embed_frame(ROWS, labs=[other])
+    assert len(warned) == 1
+    assert np.array_equal(np.stack(found["embedding"]), expected)
+    own, failed = found.attrs["labs"]
+    assert (own["returned"], own["error"], failed["returned"], failed["error"]) == (0, "", 1, "")
+    assert own["vectors"] + failed["vectors"] == len(ROWS)
+
+
+@pytest.mark.filterwarnings("ignore:the other labs")
+def test_if_all_labs_fail_the_error_has_the_vectors_so_far(
+    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
+    calls, failed = {"own": 0, "other": 0}, asyncio.Event()
+
+    async def fail() -> None:
+        calls["other"] += 1
+        if calls["other"] > 2:
+            failed.set()
+            raise UnreachableError(GONE)
+
+    async def fail_after_the_other() -> None:
+        calls["own"] += 1
+        if calls["own"] > 3:
+            await failed.wait()
+            raise NotLoadedError("the model is gone")
+
+    before_each(monkeypatch, RemoteBackend, fail, "embed")
+    before_each(monkeypatch, LocalBackend, fail_after_the_other, "embed")
+    with pytest.raises(BatchStoppedError, match=rf"3 vectors.*the model is gone; {other.url}: {GONE}") as stopped:
+        lab.embed_frame(ROWS, labs=[other])
+    assert stopped.value.frame["embedding"].notna().sum() == 3
+    assert stopped.value.frame["error"].notna().sum() == len(ROWS) - 3
+
+
 def test_labs_that_cannot_take_part_are_refused_before_the_first_row(
     lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -159,6 +250,33 @@ def test_labs_that_cannot_take_part_are_refused_before_the_first_row(
     monkeypatch.setattr(RemoteBackend, "models", lambda backend: changed(backend, loaded=False))
     with pytest.raises(NotLoadedError, match=other.url):
         lab.map(ROWS, "{text}", labs=[other])
+
+
+def test_labs_with_other_embedding_models_are_refused_before_the_first_text(
+    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidRequestError, match="list of labs"):
+        lab.embed_frame(ROWS, labs=other)  # type: ignore[arg-type]
+    models, embed, sent = RemoteBackend.models, RemoteBackend.embed, []
+
+    async def other_vectors(backend: RemoteBackend, body: EmbeddingsBody) -> Any:
+        sent.append(body.input)
+        return -(await embed(backend, body))
+
+    monkeypatch.setattr(RemoteBackend, "embed", other_vectors)
+    with pytest.raises(InvalidRequestError, match=rf"different vectors.*echo .*{lab.url}.*{other.url}"):
+        lab.embed_frame(ROWS, labs=[other])
+    assert sent == [[vectors.PROBE]]
+
+    async def quantized(backend: RemoteBackend) -> ModelRecords:
+        listed = await models(backend)
+        changed = [each.model_copy(update={"quantization": "Q4_0"}) for each in listed.models]
+        return listed.model_copy(update={"models": changed})
+
+    monkeypatch.setattr(RemoteBackend, "models", quantized)
+    with pytest.raises(InvalidRequestError, match=rf"echo .*{lab.url}, and echo \(Q4_0.*{other.url}"):
+        lab.embed_frame(ROWS, labs=[other])
+    assert len(sent) == 1
 
 
 SERVED = """
@@ -196,3 +314,44 @@ def test_the_rows_of_a_killed_lab_are_answered_by_another(lab: lmx_lab.Lab, tmp_
     assert own["answers"] + lost["answers"] == len(rows)
     assert lost["returned"] > 0
     assert lost["error"]
+
+
+@pytest.mark.slow
+def test_the_vectors_of_a_killed_lab_are_computed_by_another(
+    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", SERVED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    calls = [0]
+
+    async def kill() -> None:
+        calls[0] += 1
+        if calls[0] == 20:
+            child.kill()
+
+    before_each(monkeypatch, LocalBackend, kill, "embed")
+    monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
+    texts = [f"row {number}" for number in range(400)]
+    try:
+        with attach(child.stdout.readline().strip()) as killed, pytest.warns(RuntimeWarning, match=killed.url):
+            found = lab.embed_frame(texts, labs=[killed])
+    finally:
+        child.kill()
+        child.communicate()
+    assert np.array_equal(np.stack(found["embedding"]), lab.embed(texts))
+    own, lost = found.attrs["labs"]
+    assert own["vectors"] + lost["vectors"] == len(texts)
+    assert lost["returned"] == 1
+    assert lost["error"]
+
+
+@pytest.mark.slow
+def test_labs_whose_embedders_have_the_same_name_and_other_weights_are_refused(tmp_path: Path) -> None:
+    homes = [tmp_path / name for name in "ab"]
+    for seed, home in enumerate(homes):
+        write_tiny_bert(home / "models" / "embedder", seed=seed)
+    first, second = (lmx_lab.Lab(Settings(home=home, port=0, embedder="embedder"), loop="thread") for home in homes)
+    with first, second, attach(second.url) as attached:
+        for other in (second, attached):
+            with pytest.raises(InvalidRequestError, match=f"embedder .*{first.url}.*{second.url}"):
+                first.embed_frame(["the cat"], labs=[other])

@@ -16,7 +16,14 @@ import pytest
 
 import lmx_lab
 from lmx_lab.batch.vectors import CHARACTERS_AT_ONCE, TEXTS_AT_ONCE, _requests, matrix_of, most_similar
-from lmx_lab.errors import InvalidRequestError, NotLoadedError, QueueFullError
+from lmx_lab.errors import (
+    BatchStoppedError,
+    EngineError,
+    InvalidRequestError,
+    LabError,
+    NotLoadedError,
+    QueueFullError,
+)
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -98,6 +105,24 @@ def test_texts_are_divided_into_requests_and_sent_again_to_a_full_server(
     monkeypatch.setattr(LocalBackend, "embed", full_at_first)
     assert lab.embed_frame(["sea"])["error"].isna().all()
     assert len(refused) == 1
+
+
+@pytest.mark.parametrize("error", [NotLoadedError("gone"), EngineError("out of memory")])
+def test_a_run_that_fails_keeps_its_vectors(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, error: LabError) -> None:
+    embed = LocalBackend.embed
+
+    async def fail(backend: LocalBackend, body: EmbeddingsBody) -> Any:
+        if body.input == ["two"]:
+            raise error
+        return await embed(backend, body)
+
+    monkeypatch.setattr(LocalBackend, "embed", fail)
+    monkeypatch.setattr("lmx_lab.batch.vectors.TEXTS_AT_ONCE", 1)
+    with pytest.raises(BatchStoppedError, match=f"1 vectors.*{error.message}") as stopped:
+        lab.embed_frame(["one", "two", "three"])
+    assert stopped.value.frame["embedding"].notna().tolist() == [True, False, False]
+    with pytest.raises(type(error), match=error.message):
+        lab.embed_frame(["two"])
 
 
 def test_an_interrupt_returns_the_vectors_so_far(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:

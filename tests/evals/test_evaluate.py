@@ -19,7 +19,7 @@ import pytest
 import lmx_lab
 from lmx_lab.batch.run import BatchRun
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
-from lmx_lab.evals import Choice, Judge
+from lmx_lab.evals import Choice, Judge, Metric
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import Experiments
 from lmx_lab.evals.statistics import BOOTSTRAP, MCNEMAR, WILSON
@@ -75,6 +75,24 @@ def test_functions_see_the_expected_value_or_the_row(lab: lmx_lab.Lab) -> None:
     by_row = lab.evaluate(rows, "{text}", metric=lambda answer, row: len(answer) == row["n"])
     assert by_row.df["score"].tolist() == [0, 1]
     assert by_row.failures.index.tolist() == [0]
+
+
+def test_a_row_whose_score_is_invalid_keeps_its_answer(lab: lmx_lab.Lab) -> None:
+    class Known(Metric):
+        @property
+        def settings(self) -> dict[str, Any]:
+            return {"name": "known"}
+
+        def score(self, answer: str, expected: Any) -> float:
+            return {"a": 100.0, "b": 1}[answer]
+
+    rows = ["a", "b", "c"]
+    result = lab.evaluate(rows, "{text}", metric=Known(), answer="text", store=False)
+    assert result.df["answer"].tolist() == rows
+    assert result.df["score"].fillna(-1).tolist() == [-1, 1, -1]
+    assert "returned 100.0; it must return a number from 0" in result.df["error"][0]
+    assert "raised KeyError" in result.df["error"][2]
+    assert (result.errors, result.score.n) == (2, 1)
 
 
 @pytest.mark.parametrize("chat_template", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals import Choice, Contains, ExactMatch, Judge, Metric, Numeric, Regex
-from lmx_lab.evals.metrics import read_metric
+from lmx_lab.evals.metrics import FunctionMetric, read_metric
 
 
 @pytest.mark.parametrize(
@@ -41,17 +43,16 @@ def test_scores(metric: Metric, answer: str, expected: Any, score: float) -> Non
     assert metric.score(answer, expected) == score
 
 
-def test_functions_return_numbers() -> None:
-    metric = read_metric(lambda answer, expected: len(answer) / expected)
-    assert metric.score("abc", 6) == 0.5
-    for broken in (
-        lambda answer, expected: "many",
-        lambda answer, expected: None,
-        lambda answer, expected: float("nan"),
-        lambda answer: 1,
-    ):
-        with pytest.raises(InvalidRequestError, match="the metric"):
-            read_metric(broken).score("a", "b")
+def test_functions_return_numbers_from_0_to_1() -> None:
+    assert read_metric(lambda answer, expected: len(answer) / expected).checked_score("abc", 6) == 0.5
+    for returned, score in ((True, 1), (np.False_, 0), (np.float32(0.5), 0.5), (1 + 1e-9, 1), (-1e-9, 0)):
+        assert FunctionMetric(lambda answer, expected, returned=returned: returned).checked_score("a", "b") == score
+    for value in ("many", "1", None, math.nan, math.inf, 7, -0.1, 1.01, [1, 0], np.ones(2), 1j):
+        shown = re.escape(repr(value))
+        with pytest.raises(InvalidRequestError, match=f"the metric returned {shown}; .* from 0 .* scale"):
+            FunctionMetric(lambda answer, expected, value=value: value).checked_score("a", "b")
+    with pytest.raises(InvalidRequestError, match="the metric raised TypeError"):
+        read_metric(lambda answer: 1).checked_score("a", "b")
 
 
 def test_choices_are_compared_by_log_probability_or_by_log_probability_per_character() -> None:
@@ -87,6 +88,7 @@ def test_choices_are_compared_by_log_probability_or_by_log_probability_per_chara
         (lambda: Choice("options").check(["text"]), "columns are text"),
         (lambda: Judge("{answer}", verdicts={"good": 1}), "verdicts"),
         (lambda: Judge("{answer}", verdicts={"good": 1, "bad": "no"}), "'bad': 'no'"),
+        (lambda: Judge("{answer}", verdicts={"good": 5, "bad": 1}), "'good': 5; .* from 0 to 1; divide"),
         (lambda: ExactMatch().score("a", ["a", "b"]), "not a single value"),
         (lambda: Contains().score("a", " "), "is empty"),
         (lambda: Regex().score("a", ""), "must be a regular expression"),

@@ -27,6 +27,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 import lmx_lab
 from lmx_lab.engine import ChatPrompt, GenerationRequest
 from lmx_lab.errors import InvalidRequestError, PortTakenError
+from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.server import telemetry
 from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.span_attributes import CONTENT_CHARACTERS, answer_attributes, content_attributes
@@ -68,7 +69,7 @@ class Collector:
 
 
 @contextlib.contextmanager
-def collector(port: int = 0) -> Iterator[Collector]:
+def collector(port: int = 0, *, status: int = 200) -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
@@ -76,7 +77,7 @@ def collector(port: int = 0) -> Iterator[Collector]:
             running.bodies.append(body)
             running.headers.append(dict(self.headers))
             answer = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("content-length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
@@ -381,6 +382,22 @@ def test_a_collector_that_is_down_causes_one_warning(
 
 
 @pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "OTEL_EXPORTER_OTLP_HEADERS"), (404, "OTEL_EXPORTER_OTLP_ENDPOINT")]
+)
+def test_the_warning_has_the_status_with_which_a_collector_refuses_spans(
+    status: int, remedy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with collector(status=status) as target:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
+        spans = RequestSpans(content=False)
+        spans.observe(RequestEnd(request_id="", model="m", outcome="stop"))
+        spans.close()
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"does not accept spans (HTTP status {status})" in warning.getMessage()
+    assert remedy in warning.getMessage()
+
+
+@pytest.mark.parametrize(
     ("name", "given", "shown"),
     [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318", "http://"),
@@ -446,6 +463,25 @@ def test_a_launch_whose_port_is_taken_stops_the_exporter(tmp_path: Path) -> None
         lmx_lab.launch(home=tmp_path, port=taken.getsockname()[1], otel="spans")
     assert not EXPORTER_LOG.filters
     assert not [each for each in threading.enumerate() if each.name == "OtelBatchSpanRecordProcessor"]
+
+
+def test_a_start_whose_port_is_taken_ends_the_exporter_and_another_start_exports_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with collector() as target:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            settings = Settings(home=tmp_path, port=taken.getsockname()[1], otel="spans")
+            lab = lmx_lab.Lab(settings, loop="thread")
+            with pytest.raises(PortTakenError):
+                lab.start()
+        assert not EXPORTER_LOG.filters
+        assert not [each for each in threading.enumerate() if each.name == "OtelBatchSpanRecordProcessor"]
+        lab.start(bind("127.0.0.1", 0, explicit=True))
+        with lab:
+            lab.load("echo")
+            chat(lab)
+        assert "chat echo" in [span.name for span in target.spans]
 
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from lmx_lab.values.tracing import LogitLens
 MAX_ROWS = 4 * VOCABULARY_ROWS
 """Maximum number of rows of the vocabulary that are computed together."""
 MAX_TOP = 100
+GROUP_SIZE = 64
+"""Number of logits whose maximum is computed together to find the largest logits."""
 
 
 def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: LogitLens) -> Steps:
@@ -47,24 +49,46 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
         logprobs.reshape(-1, work.top),
     )
     texts: dict[str, str] = {}
+    is_known: Array | None = None
     limit = yield 0
     at = 0
     while at < len(flat):
         end = min(len(flat), at + max(VOCABULARY_ROWS, min(limit, MAX_ROWS)))
         logits = logits_of_residual(found.parts.model, found.parts.norm, mx.array(flat[at:end])).astype(mx.float32)
         flat_ids[at:end], flat_logprobs[at:end] = _most_likely(np.array(logits, copy=False), work.top)
-        for token in {*flat_ids[at:end].ravel().tolist()}:
-            if str(token) not in texts:
-                texts[str(token)] = context.text_of(token)
+        is_known = np.zeros(logits.shape[-1], bool) if is_known is None else is_known
+        new = np.unique(flat_ids[at:end][~is_known[flat_ids[at:end]]])
+        is_known[new] = True
+        texts |= {str(token): context.text_of(token) for token in new.tolist()}
         limit, at = (yield 0), end
     return {"ids": ids, "logprobs": logprobs}, {"positions": positions, "texts": texts}
 
 
 def _most_likely(logits: Array, top: int) -> tuple[Array, Array]:
     """Return the most likely tokens of each row, and their log-probabilities, in descending order."""
-    ids = np.argpartition(logits, -top, axis=1)[:, -top:]
-    best = np.take_along_axis(logits, ids, axis=1)
-    order = np.argsort(-best, axis=1)
-    largest = logits.max(axis=1, keepdims=True)
-    total = largest + np.log(np.exp(logits - largest).sum(axis=1, keepdims=True))
-    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(best, order, axis=1) - total
+    ids, logprobs = np.empty((len(logits), top), np.int32), np.empty((len(logits), top), np.float32)
+    # Row by row, so that the intermediate values of a row stay in the processor's cache.
+    for at, row in enumerate(logits):
+        found = _candidates(row, top)
+        best = row[found]
+        order = np.argsort(-best)[:top]
+        ids[at] = found[order]
+        largest = best[order[0]]
+        shifted = row - largest
+        logprobs[at] = best[order] - (largest + np.log(np.exp(shifted, out=shifted).sum()))
+    return ids, logprobs
+
+
+def _candidates(row: Array, top: int) -> Array:
+    """Return the positions of at least ``top`` values of a row, among them the largest ones.
+
+    They are the values that reach the smallest of the ``top`` largest maxima of groups, which is faster than a
+    partition of all values.
+    """
+    groups = len(row) // GROUP_SIZE
+    if groups >= top:
+        maxima = row[: groups * GROUP_SIZE].reshape(GROUP_SIZE, groups).max(axis=0)
+        found = np.flatnonzero(row >= np.partition(maxima, -top)[-top])
+        if len(found) >= top:  # False if a value is NaN.
+            return found
+    return np.argpartition(row, -top)[-top:]

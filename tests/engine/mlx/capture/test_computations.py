@@ -14,7 +14,7 @@ from mlx.nn.layers.quantized import quantize
 from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_activations
 from lmx_lab.engine.mlx.capture.attribution import compute_attribution
 from lmx_lab.engine.mlx.capture.install import HookPoint, install
-from lmx_lab.engine.mlx.capture.logit_lens import compute_logit_lens
+from lmx_lab.engine.mlx.capture.logit_lens import _most_likely, compute_logit_lens
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.patching import compute_patching
 from lmx_lab.engine.mlx.capture.points import find_points
@@ -177,6 +177,22 @@ def test_the_logit_lens_and_contributions_end_with_the_logits(kind: str) -> None
     assert total == pytest.approx(details["logit"], abs=1e-3)
     if kind != "gemma2":  # It caps logits.
         assert details["logit"] == pytest.approx(logits[-1, 3] - logits[-1, 4], abs=1e-3)
+
+
+@pytest.mark.parametrize("width", [150, 6_463, 49_157])
+def test_the_most_likely_tokens_of_any_vocabulary_are_those_of_a_sort(width: int) -> None:
+    random = np.random.default_rng(width)
+    logits = random.normal(size=(4, width)).astype(np.float32)
+    logits[1] = logits[1].round()
+    logits[2] = 0
+    logits[3].sort()
+    ids, logprobs = _most_likely(logits, 100)
+    largest = np.sort(logits, axis=1)[:, :-101:-1]
+    np.testing.assert_array_equal(np.take_along_axis(logits, ids, axis=1), largest)
+    assert all(len(set(row)) == 100 for row in ids.tolist())
+    total = np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(logprobs, largest - total, atol=1e-4)
+    assert np.isnan(_most_likely(np.full((1, width), np.nan, np.float32), 100)[1]).all()
 
 
 def test_traces_of_a_quantized_model_equal_its_own_computation() -> None:
