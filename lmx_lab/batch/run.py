@@ -1,8 +1,8 @@
 """Answer rows, with as many concurrent requests as the engines of one or several servers have slots.
 
 Rows are read in the caller's thread, up to a limit ahead of the answers. Requests are sent on the lab's event loop. If
-the server cannot accept a request, the request is sent again after the delay that the server returns. If there are several
-servers, another one gets the row instead, and the first one gets rows again as soon as it responds.
+the server cannot accept a request, the request is sent again after the delay that the server returns. If there are
+several servers, another one gets the row instead, and the first one gets rows again as soon as it responds.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ DEFAULT_SLOTS = 4
 STEP_S = 0.25
 """Maximum duration of a step. The progress is shown after each step."""
 RETRY_S = 120.0
-"""Time in seconds without a finished row after which requests are no longer sent again to a server that does not respond or
-that loads the model."""
+"""Time in seconds without a finished row after which requests are no longer sent again to a server that does not
+respond or that loads the model."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
 """Minimum and maximum delay before a request is sent again."""
 UNFINISHED = RowAnswer(error="was not computed, because the run ended earlier")
