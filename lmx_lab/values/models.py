@@ -56,7 +56,7 @@ class LoadSpec:
     """Compute each answer so that no bit of it depends on other requests and on the prefix cache. Slower, and only on
     llama.cpp."""
     pin: Kind | None = None
-    """Keep the model in memory as the pinned model of this kind, alongside the main model; None loads the main model."""
+    """Keep the model in memory as the pinned model of this kind, next to the main model; None loads the main model."""
     dtype: str | None = None
     """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
     prompt_lookup: bool | None = None
