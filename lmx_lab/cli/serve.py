@@ -248,7 +248,7 @@ def _switches(*, lan_admin: bool, announce: bool, no_page: bool, no_downloads: b
 
 
 def _naming_settings(*, swap: bool, any_model: bool, model_alias: list[str] | None) -> dict[str, Any]:
-    """Return the settings for requests that name another model than the loaded one."""
+    """Return the settings for requests that name a model other than the loaded one."""
     return {"swap": swap or None, "any_model": any_model or None, "model_aliases": model_alias or None}
 
 

@@ -123,7 +123,7 @@ class GrammarCompiler:
             is_call = part is not None and _tool_number(parts[part]["name"]) is not None
             if part is None or not is_call or tools is None or tools.forced or parts[part]["json_schema"] == ANY_OBJECT:
                 refusal = _refusal(reason, None if part is None else parts[part]["name"], tools)
-                # Not cached if the process ended: the cause may have been another one than the grammar.
+                # Not cached if the process ended: the grammar may not have been the cause.
                 if reason != TOO_LARGE:
                     _put(self._refused, grammar, refusal)
                 raise InvalidRequestError(refusal.message, param=refusal.param)
