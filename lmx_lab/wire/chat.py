@@ -1,7 +1,4 @@
-"""Pydantic models of the chat-completions format: request, answer, stream chunk and WebSocket messages.
-
-They are defined in specification sections 2.1-2.4 and 4.1.
-"""
+"""Pydantic models of the chat-completions format: request, answer, stream chunk and WebSocket messages."""
 
 from __future__ import annotations
 
