@@ -102,7 +102,7 @@ def public_unloading(state: Unloading) -> Unloading:
 
 def is_idle_path(name: str, now: EngineSnapshot) -> bool:
     """Return whether the name is the path of the model that was unloaded because it was idle. A request may name this
-    path, also from another machine.
+    path, even from another machine.
     """
     return name == now.idle_model and Path(name).is_absolute()
 

@@ -2,7 +2,7 @@
 
 ``http.protocol`` limits how slowly a body may arrive.
 
-Parsing and validation are single calls that hold the interpreter's lock, also in a thread. Their time depends on the
+Parsing and validation are single calls that hold the interpreter's lock, even in a thread. Their time depends on the
 number of items, members, lists and objects in a body, so these are counted first, a piece at a time.
 """
 

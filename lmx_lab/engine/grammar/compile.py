@@ -53,7 +53,7 @@ def read_token_table(tokenizer: Any, *, width: int, markers: Set[int]) -> TokenT
 
 
 class GrammarCompiler:
-    """Compiles grammars and caches the results, also the errors. Use it on one thread at a time, except for
+    """Compiles grammars and caches the results, including errors. Use it on one thread at a time, except for
     ``known_matchers``.
 
     The matchers that it returns are independent copies, which any one thread can use.
