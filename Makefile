@@ -77,7 +77,7 @@ test: setup
 test-all: TEST_WORKERS = $(shell $(PYTHON) -c "import os; print(max(3, os.cpu_count()))")
 test-all: setup
 	$(PYTEST) || $(BIN)/python -m tests.run_failed_again $$?
-	$(MAKE) parity
+	$(MAKE) parity harnesses cluster
 
 # Slower than make test-all.
 coverage: TEST_WORKERS = 3

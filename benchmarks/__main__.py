@@ -8,6 +8,7 @@ generator and clients are separate processes; the clients only record times.
     python -m benchmarks --model tiny --quick              a quick check, one or two minutes
     python -m benchmarks --only turn --only stall --model smollm2
     python -m benchmarks --only stream --model large       on a GPU
+    python -m benchmarks --only stall --into FILE          measure a figure of an earlier run again
 
 | name       | figure                                                                     | models        |
 |------------|----------------------------------------------------------------------------|---------------|
@@ -83,6 +84,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 
 import mlx.core as mx
@@ -175,21 +177,28 @@ FIGURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    chosen = _parser().parse_args(arguments)
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.into and not chosen.into.is_file():
+        parser.error(f"--into {chosen.into}: no such file; build/bench has the results of earlier runs")
     # Unwind the contexts that stop the servers.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     settings = {"quick": chosen.quick, "only": chosen.only, "models": chosen.model}
     device = f"{mx.default_device()} {mx.device_info().get('device_name', '')}".strip()
     facts = provenance(mlx_device=device, settings=settings)
-    stored = report.new_path()
-    rows: list[Row] = []
+    stored, rows = report.new_path(), list[Row]()
+    if chosen.into:
+        stored = chosen.into
+        rows, earlier = report.read(stored)
+        again = {"started_at": facts["started_at"], "commit": facts["commit"], **settings}
+        facts = earlier | {"again": [*earlier.get("again", ()), again]}
     for measured in _measure(chosen.only or list(FIGURES), chosen.model or list(MODELS), quick=chosen.quick):
-        rows += measured
+        rows = report.merge(rows, measured)
         # After each figure, so that an interrupted run keeps the figures before it.
         report.store(rows, facts, stored)
     report.print_table(rows)
     report.say(f"stored in build/bench/{stored.name}")
-    if not any(settings.values()) and all(row.verdict != "ERROR" for row in rows):
+    if not any(facts["settings"].values()) and all(row.verdict != "ERROR" for row in rows):
         page.write(rows, facts, paths.PAGE)
         report.say(f"written: {paths.PAGE.name}")
     return int(any(row.verdict in report.BAD for row in rows))
@@ -202,6 +211,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", choices=FIGURES, help="figure to measure; repeatable; default: all")
     parser.add_argument(
         "--model", action="append", choices=ALL_MODELS, help="model to measure; repeatable; default: tiny, smollm2"
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FILE",
+        help="results of an earlier run, in which the measured figures replace the previous ones",
     )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     return parser

@@ -58,8 +58,16 @@ def _facts(facts: dict[str, Any]) -> str:
             f"- commit: {commit}",
             f"- machine: {computer}, {memory}, {machine['system']} {machine['architecture']}, {facts['mlx_device']}",
             f"- software: Python {facts['python']}, {versions}",
+            *(_again(again) for again in facts.get("again", ())),
         ]
     )
+
+
+def _again(again: dict[str, Any]) -> str:
+    """Describe figures that were measured again after the run."""
+    figures = ", ".join(f"`{name}`" for name in again["only"] or ["all figures"])
+    models = f" with {', '.join(again['models'])}" if again["models"] else ""
+    return f"- measured again: {figures}{models}; {again['started_at']}, commit {(again['commit'] or 'unknown')[:12]}"
 
 
 def _charts(rows: Sequence[Row], path: Path) -> str:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.paths import BUILD
-from benchmarks.rows import Row
+from benchmarks.rows import Limit, Row
 
 BAD = frozenset({"FAIL", "ERROR"})
 STYLES = {"pass": "green"} | dict.fromkeys(BAD, "bold red")
@@ -56,6 +56,28 @@ def store(rows: Iterable[Row], facts: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = facts | {"rows": [_plain(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read(path: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Return the results and the provenance of an earlier run."""
+    facts: dict[str, Any] = json.loads(path.read_text())
+    return [_row(plain) for plain in facts.pop("rows")], facts
+
+
+def merge(rows: Iterable[Row], newer: Iterable[Row]) -> list[Row]:
+    """Return the rows in which those of the same figure, case and model are replaced by newer ones."""
+    found = {(row.figure, row.case, row.model): row for row in newer}
+    succeeded = {(row.figure, row.model) for row in found.values()}
+    # A failed measurement has no case.
+    kept = [row for row in rows if not (row.verdict == "ERROR" and (row.figure, row.model) in succeeded)]
+    return [found.pop((row.figure, row.case, row.model), row) for row in kept] + list(found.values())
+
+
+def _row(plain: dict[str, Any]) -> Row:
+    sign, _, bound = plain["limit"].partition(" ")
+    limit = Limit(sign=sign, bound=float(bound)) if bound else None
+    named = {name: value for name, value in plain.items() if name != "verdict"}
+    return Row(**named | {"value": math.nan if plain["value"] is None else plain["value"], "limit": limit})
 
 
 def _plain(row: Row) -> dict[str, Any]:

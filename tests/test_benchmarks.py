@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import gguf, harness, paths, report
+from benchmarks import curves, gguf, harness, page, paths, report
 from benchmarks.bench import Bench, BenchError
 from benchmarks.rates import Timeline, decode_window, quantile
 from benchmarks.rows import Limit, Row
@@ -86,6 +86,10 @@ def small_harness(bench: Bench) -> list[Row]:
     ]
 
 
+def point(figure: str, server: str, x: int, value: float) -> Row:
+    return Row(figure=figure, case="", model="-", value=value, unit="tok/s", detail={"server": server, "x": x})
+
+
 def failing(bench: Bench) -> list[Row]:
     raise BenchError("the measurement failed")
 
@@ -94,6 +98,7 @@ def failing(bench: Bench) -> list[Row]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder to which the program writes. The only figure is fast and needs no model."""
     monkeypatch.setattr(paths, "PAGE", tmp_path / "BENCHMARKS.md")
+    monkeypatch.setattr(paths, "IMAGES", tmp_path / "images")
     monkeypatch.setattr(report, "BUILD", tmp_path)
     monkeypatch.setattr(program, "folder_of", lambda model: tmp_path)
     only = program.Figure(title="harness", measure=small_harness, models=("tiny",))
@@ -139,3 +144,57 @@ def test_a_failed_measurement_prevents_writing_the_page(folder: Path, monkeypatc
     (kept,) = folder.glob("*.json")
     assert json.loads(kept.read_text())["rows"][-1]["summary"] == "the measurement failed"
     assert not (folder / "BENCHMARKS.md").exists()
+
+
+def test_an_interrupted_run_keeps_the_figures_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(bench: Bench) -> list[Row]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(program.FIGURES, "last", program.Figure(title="last", measure=interrupted, models=("tiny",)))
+    with pytest.raises(KeyboardInterrupt):
+        program.main([])
+    (kept,) = folder.glob("*.json")
+    assert [row["figure"] for row in json.loads(kept.read_text())["rows"]] == ["harness", "cores", "other", "known"]
+
+
+def test_the_page_shows_a_chart_of_each_curve(folder: Path) -> None:
+    rows = [
+        point(curves.STREAMS, server, x, x * factor)
+        for server, factor in {"one": 10.0, "two": 5.0}.items()
+        for x in (1, 2, 4)
+    ]
+    facts = program.provenance(mlx_device="", settings={})
+    page.write(rows, facts, folder / "BENCHMARKS.md")
+    (chart,) = (folder / "images").iterdir()
+    assert f"](images/{chart.name})" in (folder / "BENCHMARKS.md").read_text()
+    drawn = chart.read_bytes()
+    assert drawn.count(b'<g id="line2d_') > 2
+    page.write(rows, facts, folder / "BENCHMARKS.md")
+    assert chart.read_bytes() == drawn
+
+
+def test_a_figure_can_be_measured_again_in_an_earlier_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(program.FIGURES, "failing", program.Figure(title="again", measure=failing, models=("tiny",)))
+    program.main([])
+    (kept,) = folder.glob("*.json")
+    assert not (folder / "BENCHMARKS.md").exists()
+    found = [
+        Row(figure="again", case="a case", model="tiny", value=2.0, limit=Limit(sign="≤", bound=3)),
+        Row(figure="known", case="", model="-", value=0.7),
+    ]
+    monkeypatch.setitem(
+        program.FIGURES, "failing", program.Figure(title="again", measure=lambda bench: found, models=("tiny",))
+    )
+    assert program.main(["--only", "failing", "--into", str(kept)]) == 1
+    rows = json.loads(kept.read_text())["rows"]
+    assert [(row["figure"], row["verdict"]) for row in rows] == [
+        ("harness", "pass"),
+        ("cores", "FAIL"),
+        ("other", "(miss)"),
+        ("known", "shown"),
+        ("again", "pass"),
+    ]
+    text = (folder / "BENCHMARKS.md").read_text()
+    assert "| again | a case | tiny | 2.000 | ≤ 3 | pass |" in text
+    assert "| known |  | - | 0.700 |" in text
+    assert "- measured again: `failing`; " in text
