@@ -274,7 +274,7 @@ class NotLoadedError(UnavailableError):
 
 
 class OtherModelLoadedError(NotLoadedError):
-    """Another model than the requested one is loaded."""
+    """A model other than the requested one is loaded."""
 
 
 class ModelBusyError(UnavailableError):

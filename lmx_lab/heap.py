@@ -15,7 +15,7 @@ LARGE_BLOCK_BYTES = 2**20
 
 
 def return_freed_memory() -> None:
-    """Return the free memory of all heaps, also that between blocks in use. Takes about 10 ms.
+    """Return the free memory of all heaps, including that between blocks in use. Takes about 10 ms.
 
     Six bodies of 8 MB at once left 70 MB of freed memory in the heaps, eight clients that did not read their answers
     75 MB, ten loads of a tiny model 200 MB, and a grammar that took a second to check 90 MB.

@@ -1,8 +1,8 @@
 """Track the servers that answer the rows of a run: their models, which of them accept rows, and their answers.
 
-``ServerRun`` sends the items of a run to the servers. If a server cannot accept an item, it is sent again after the
-delay that the server returns. If there are several servers, another one gets the item instead, and the first one gets
-items again as soon as it responds.
+``ServerRun`` sends the items of a run to the servers. If a server cannot accept an item, the item is sent again
+after the delay that the server returns. If there are several servers, another one gets the item instead, and the first
+one gets items again as soon as it responds.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ WAITING = 2
 STEP_S = 0.25
 """Maximum duration of a step. The progress is shown after each step."""
 RETRY_S = 120.0
-"""While the server does not respond or loads the model, requests are sent again until no row has finished for this time
-in seconds."""
+"""Time in seconds without a finished row after which requests are no longer sent again to a server that does not
+respond or that loads the model."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
 """Minimum and maximum delay before a request is sent again."""
 

@@ -157,7 +157,7 @@ def busy_s(starts: Floats, ends: Floats) -> float:
     """Return the total time that is covered by at least one of the spans."""
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], np.maximum.accumulate(ends[order])
-    # Of a span that overlaps earlier ones, only the part after their end counts.
+    # If a span overlaps earlier ones, only the part after their end counts.
     covered_to = np.concatenate([[-np.inf], ends[:-1]])
     return float(np.sum(np.maximum(ends - np.maximum(starts, covered_to), 0.0)))
 

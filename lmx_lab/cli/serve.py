@@ -80,8 +80,8 @@ AnnounceName = Annotated[str | None, typer.Option(help="Name for --announce. By 
 NoPage = Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page for browsers at /.")]
 NoDownloads = Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")]
 ModelFolders = Annotated[list[Path] | None, typer.Option(help="Additional folder with models. Repeatable.")]
-Embedder = Annotated[str | None, typer.Option(help="Embedding model to keep in memory beside the loaded model.")]
-Reranker = Annotated[str | None, typer.Option(help="Reranker to keep in memory beside the loaded model.")]
+Embedder = Annotated[str | None, typer.Option(help="Embedding model to keep in memory alongside the loaded model.")]
+Reranker = Annotated[str | None, typer.Option(help="Reranker to keep in memory alongside the loaded model.")]
 Swap = Annotated[bool, typer.Option("--swap", help="Load the model that a request names, if it is not loaded.")]
 ModelAliases = Annotated[
     list[str] | None, typer.Option("--model-alias", help="Other name of a model in requests, as NAME=ID. Repeatable.")
@@ -248,7 +248,7 @@ def _switches(*, lan_admin: bool, announce: bool, no_page: bool, no_downloads: b
 
 
 def _naming_settings(*, swap: bool, any_model: bool, model_alias: list[str] | None) -> dict[str, Any]:
-    """Return the settings for requests that name another model than the loaded one."""
+    """Return the settings for requests that name a model other than the loaded one."""
     return {"swap": swap or None, "any_model": any_model or None, "model_aliases": model_alias or None}
 
 

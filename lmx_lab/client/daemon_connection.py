@@ -76,7 +76,7 @@ class DaemonConnection:
         """Check the daemon's identity, and return a connection to it.
 
         Raises:
-            UnreachableError: no daemon answers, or another daemon than the one of the state file.
+            UnreachableError: no daemon answers, or a daemon other than that of the state file.
         """
         self._is_verified = False
         connection, _ = await self._connect()

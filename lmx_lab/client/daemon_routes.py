@@ -81,7 +81,7 @@ class DaemonRoutes(AsyncClientBase):
         """Check the daemon's identity without sending the token, and return a connection for a WebSocket.
 
         Raises:
-            UnreachableError: no daemon answers, or another daemon than the one of the state file.
+            UnreachableError: no daemon answers, or a daemon other than that of the state file.
         """
         return await self._connection.connection()
 

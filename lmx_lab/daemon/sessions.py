@@ -133,7 +133,7 @@ def change(tx: Transaction, session_id: str, body: ChangeSession) -> SessionReco
 
     Raises:
         SessionNotFoundError: The session does not exist.
-        RevisionConflictError: The session has another revision than the body names.
+        RevisionConflictError: The revision of the session differs from the one in the body.
     """
     row = _get_row(tx, session_id)
     if body.revision is not None and body.revision != row["revision"]:

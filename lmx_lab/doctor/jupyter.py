@@ -1,6 +1,6 @@
 """Check Jupyter: the Python that notebooks run, and jupyter-server-proxy in each Jupyter server.
 
-Notebooks and Jupyter servers can run in other environments than this process, so each is queried directly.
+Notebooks and Jupyter servers can run in environments other than that of this process, so each is queried directly.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _query_python(python: str) -> dict[str, Any] | None:
         version = ".".join(map(str, sys.version_info[:3]))
         return {"version": version, "ipykernel": _installed_version("ipykernel"), LAB: True}
     try:
-        # A kernel starts in another folder than this process, so packages in the current folder must not be found.
+        # A kernel starts in a different folder than this process, so packages in the current folder must not be found.
         done = subprocess.run(
             [python, "-c", QUERY_SCRIPT, LAB],
             capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT_S, cwd=os.sep,

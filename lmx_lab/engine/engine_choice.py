@@ -1,4 +1,4 @@
-"""Choose the engine, and thereby the format, for a model that may have several: the engine that is fastest here."""
+"""Choose the engine and the format for a model that may have several formats: the engine that is fastest here."""
 
 from __future__ import annotations
 

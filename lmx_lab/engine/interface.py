@@ -144,7 +144,7 @@ class InferenceEngine(Protocol):
         Raises:
             NotLoadedError: the model has been replaced, or is being unloaded.
             ContextLengthError: the prompt leaves no room in the model's context.
-            InvalidRequestError: the prompt cannot be made into tokens, a token id is not in the vocabulary, or the
+            InvalidRequestError: the prompt cannot be tokenized, a token id is not in the vocabulary, or the
                 engine does not support the request (``capabilities``).
             OutOfMemoryError, EngineDeadError: the engine lost the model.
         """
@@ -170,7 +170,7 @@ class InferenceEngine(Protocol):
         Raises:
             NotLoadedError: the model has been replaced, or is being unloaded.
             ContextLengthError: the text is longer than the model's context.
-            InvalidRequestError: the text cannot be made into tokens, or the engine does not compute traces.
+            InvalidRequestError: the text cannot be tokenized, or the engine does not compute traces.
         """
 
     async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
@@ -181,8 +181,8 @@ class InferenceEngine(Protocol):
 
         Raises:
             NotLoadedError: the model has been replaced, or is being unloaded.
-            ContextLengthError: the prompt is so long that it is not made into tokens.
-            InvalidRequestError: the prompt cannot be made into tokens.
+            ContextLengthError: the prompt is so long that it is not tokenized.
+            InvalidRequestError: the prompt cannot be tokenized.
         """
 
     async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:

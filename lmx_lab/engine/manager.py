@@ -313,7 +313,7 @@ class ModelManager:
             NotLoadedError, ModelNotFoundError: the model that the request names is not loaded, or does not exist.
             OutOfMemoryError: the model was unloaded because memory ran out.
             ContextLengthError: the prompt leaves no room in the model's context.
-            InvalidRequestError: the prompt cannot be made into tokens, a token id is not in the vocabulary, or the
+            InvalidRequestError: the prompt cannot be tokenized, a token id is not in the vocabulary, or the
                 engine of the model cannot do what is requested.
             QueueFullError: too many requests wait.
             GenerationTimeoutError: the model was not loaded within the time limit of the request.
@@ -392,8 +392,8 @@ class ModelManager:
 
         Raises:
             NotLoadedError, ModelNotFoundError: the model that the request names is not loaded, or does not exist.
-            ContextLengthError: the prompt is so long that it is not made into tokens.
-            InvalidRequestError: the prompt cannot be made into tokens.
+            ContextLengthError: the prompt is so long that it is not tokenized.
+            InvalidRequestError: the prompt cannot be tokenized.
             QueueFullError: too many requests wait.
         """
 

@@ -486,7 +486,7 @@ class ModelControl:
     # Reports of engines and admission controls
 
     def post_lost(self, engine: InferenceEngine, by_request: bool) -> None:
-        """Handle that an engine has lost a model (see ``EngineHost.lost_model``). May be called from any thread."""
+        """React to an engine that has lost a model (see ``EngineHost.lost_model``). May be called from any thread."""
         self._post(self._remove_lost, engine, by_request)
 
     def _remove_lost(self, engine: InferenceEngine, by_request: bool) -> None:
@@ -505,7 +505,7 @@ class ModelControl:
         self._schedule_next()
 
     def _post_idle(self) -> None:
-        """Handle that a model has no requests left. May be called from any thread."""
+        """React to a model that has no requests left. May be called from any thread."""
         # Skipped if nothing depends on it, since a client that sends one request at a time causes this call each time.
         if self.settings.idle_unload_s is not None or not self.residents.stable:
             self._post(self._schedule_next)

@@ -26,7 +26,7 @@ DISK_S = 30.0
 
 
 class ModelFinder:
-    """Finds models on disk, and downloads missing ones. Of several formats, it takes that of the fastest engine.
+    """Finds models on disk, and downloads missing ones. Of several formats, it selects that of the fastest engine.
 
     Args:
         report: Called with each step of a download, on any thread.

@@ -49,7 +49,7 @@ def entries_in_memory(now: EngineSnapshot) -> list[ModelEntry]:
 
 
 def find_model(entries: Iterable[ModelEntry], name: str | None, kinds: Kinds) -> ModelEntry | None:
-    """Return the model that answers a request: of the preferred kind, and of one kind the first model.
+    """Return the model that answers a request: the first one of the most preferred kind that is in memory.
 
     Args:
         name: The id that the request names; None takes any model.
@@ -102,7 +102,7 @@ def public_unloading(state: Unloading) -> Unloading:
 
 def is_idle_path(name: str, now: EngineSnapshot) -> bool:
     """Return whether the name is the path of the model that was unloaded because it was idle. A request may name this
-    path, also from another machine.
+    path, even from another machine.
     """
     return name == now.idle_model and Path(name).is_absolute()
 

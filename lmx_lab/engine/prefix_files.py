@@ -44,7 +44,7 @@ FORMAT = "lmx-lab prefix cache 1"
 NAME = re.compile(r"([0-9a-f]{24})-[0-9a-f]{32}\.safetensors")
 TEMPORARY = re.compile(r"[0-9a-f]{24}-[0-9a-f]{32}\.safetensors\.[0-9a-f]{8}\.tmp")
 LEFT_OVER_S = 600.0
-"""Age after which a temporary file counts as left by a process that ended while writing."""
+"""Age after which a temporary file is considered to be left by a process that ended while writing."""
 MAX_DEPTH = 32
 """Maximum number of files of one state. The next turn of a session writes its whole state."""
 MIN_GAIN_TOKENS = 32

@@ -116,7 +116,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and the number that is added to its logit."""
     seed: int | None = None
-    """Any integer. With the same seed, prompt and parameters, the tokens are the same, whatever else is computed."""
+    """Any integer. With the same seed, prompt and parameters, the tokens are the same, regardless of other requests."""
 
 
 @dataclass(frozen=True, kw_only=True)

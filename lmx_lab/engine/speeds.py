@@ -93,7 +93,7 @@ def versions() -> dict[EngineName, str | None]:
 
 def conditions(settings: Settings) -> dict[str, Any]:
     """Return the versions, settings and properties of the machine that affect the speed of the engines."""
-    # On other systems than Linux, each engine chooses its own number of threads.
+    # On systems other than Linux, each engine chooses its own number of threads.
     threads = default_threads(os.environ) if sys.platform == "linux" else None
     return {
         "engines": versions(),

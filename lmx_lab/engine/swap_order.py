@@ -2,7 +2,7 @@
 
 Pure: the caller passes the time. All requests that wait for a model are served in its turn, so that they are computed
 together. Requests for the same model that arrive later may pass requests for other models only within a share. Then the
-turn goes to the model of the request that has waited longest. So no request waits forever, and the requests for one
+turn goes to the model of the request that has waited longest. Thus no request waits forever, and the requests for one
 model are served in the order of arrival.
 """
 

@@ -11,8 +11,8 @@ from lmx_lab.values.models import KINDS_IN_WORDS, KvCacheDtype, LoadSpec, ModelE
 from lmx_lab.values.steering import SteeringVector, read_components
 
 CHARACTERS_PER_TOKEN = 10
-"""Upper bound for ordinary text. If a text has more characters than this for each token of the context, only its
-beginning is tokenized."""
+"""Maximum number of characters of ordinary text for each token. If a text has more for each token of the context, only
+its beginning is tokenized."""
 
 
 MAX_PADDING_TOKENS = 128

@@ -312,7 +312,7 @@ class Evaluation:
         choice: str | None = None,
         color: ColorBy = "probability",
     ) -> TokenLens:
-        """Return the same as ``lens``, on a running event loop. Always scores the text of the answer."""
+        """Return the same as ``lens``, for use in a coroutine. Always scores the text of the answer."""
         row = self._row(label, position)
         return await self._access.call(lambda backend: self._scored_lens(backend, row, choice, color))
 

@@ -2,7 +2,7 @@
 
 ``http.protocol`` limits how slowly a body may arrive.
 
-Parsing and validation are single calls that hold the interpreter's lock, also in a thread. Their time depends on the
+Parsing and validation are single calls that hold the interpreter's lock, even in a thread. Their time depends on the
 number of items, members, lists and objects in a body, so these are counted first, a piece at a time.
 """
 
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
-# Of a refused body, up to this many times the limit is still read: if the connection were closed immediately, the
-# client could lose the answer.
+# Up to this many times the limit of a refused body is still read: if the connection were closed immediately, the client
+# could lose the answer.
 DRAIN_FACTOR = 8
 MEMORY_BYTES = 256 * 2**20
 """Memory for the bodies of all current requests."""

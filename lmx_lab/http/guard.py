@@ -218,7 +218,7 @@ def is_local(scope: Scope) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is a loopback address, also in the IPv6 form of IPv4 addresses (``::ffff:127.0.0.1``)."""
+    """Whether an address is a loopback address, including the IPv6 form of IPv4 addresses (``::ffff:127.0.0.1``)."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

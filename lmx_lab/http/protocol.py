@@ -181,7 +181,7 @@ class HttpProtocol(H11Protocol):
             super().shutdown()
 
     def _update_deadline(self) -> None:
-        """Set a new deadline if the client has to send something else than before."""
+        """Set a new deadline if the part that the client has to send next has changed."""
         is_over = self._ending or self.transport.is_closing() or self.transport.get_protocol() is not self
         expected = None if is_over else self._find_expected()
         if expected != self._expected:

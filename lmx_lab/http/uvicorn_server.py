@@ -275,7 +275,7 @@ class RunningServer:
         It can be called repeatedly, and takes a limited time even if the application does not respond.
 
         Raises:
-            HostingError: it was called on another loop than the server's.
+            HostingError: it was called on a loop other than the server's.
         """
         if asyncio.get_running_loop() is not self.loop:
             raise HostingError("this server runs on another loop; stop it there: thread.run(server.stop())")

@@ -101,7 +101,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.close()
 
     def handle_text(self, event: Any) -> None:
-        # The parser keeps the last frame until the next one, also after a disconnect until garbage is collected.
+        # The parser keeps the last frame until the next one, even after a disconnect, until garbage is collected.
         super().handle_text(event)
         event.data = b""
 

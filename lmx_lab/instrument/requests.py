@@ -68,7 +68,7 @@ class RecordedRequest(HasTokens):
         return self._compare(self._access.run(lambda backend: backend.regenerate(self.record)))
 
     async def areplay(self) -> Replay:
-        """Return the same as ``replay``, on a running event loop."""
+        """Return the same as ``replay``, for use in a coroutine."""
         return self._compare(await self._access.call(lambda backend: backend.regenerate(self.record)))
 
     def timeline(self) -> Timeline:

@@ -90,7 +90,7 @@ class CanBranch(ABC):
         seed: int | None = None,
         max_tokens: int | None = None,
     ) -> Branch:
-        """Return the same as ``branch``, on a running event loop."""
+        """Return the same as ``branch``, for use in a coroutine."""
         start = self._start
         lab = start._tree._require_lab(name)
         answer = await lab.call(
@@ -226,7 +226,7 @@ class HasTokens(CanBranch):
         return lens_of(self._lab, self._tokens, color=color)
 
     async def alens(self, *, color: ColorBy = "probability") -> TokenLens:
-        """Do the same as ``lens`` on a running event loop."""
+        """Do the same as ``lens``, for use in a coroutine."""
         answer, lab = self._tokens, self._lab
         if answer.logprobs or lab is None:
             return lens_of(lab, answer, color=color)
@@ -245,7 +245,7 @@ class HasTokens(CanBranch):
     async def atrace(
         self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
     ) -> ActivationCache:
-        """Do the same as ``trace`` on a running event loop."""
+        """Do the same as ``trace``, for use in a coroutine."""
         lab, text = self._traced()
         return ActivationCache(await lab.call(lambda backend: text.run(backend, activation_fields(hooks, positions))))
 

@@ -42,7 +42,7 @@ class InstrumentVerbs:
         return _timeline(self._access.run(lambda backend: backend.timeline(last_s)))
 
     async def atimeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
-        """Return the same as ``timeline``, on a running event loop."""
+        """Return the same as ``timeline``, for use in a coroutine."""
         _check_seconds(last_s)
         return _timeline(await self._access.call(lambda backend: backend.timeline(last_s)))
 
@@ -86,7 +86,7 @@ class InstrumentVerbs:
         path: str | os.PathLike[str] | None = None,
         all_scores: bool = False,
     ) -> Comparison:
-        """Return the same as ``compare``, on a running event loop."""
+        """Return the same as ``compare``, for use in a coroutine."""
         access = self._access
         run = ComparisonRun(access.backend, prompts, settings, path=path, all_scores=all_scores)
         with run, counter("compare") as shown:

@@ -84,9 +84,9 @@ class LocalServer(LabServer):
             self.recorder.close()
             raise
         self.daemon: LabDaemon | None = None
-        """The daemon in front of this server, also after it was stopped."""
+        """The daemon in front of this server, even after it was stopped."""
         self.daemon_tools: PythonTools | None = None
-        """The Python functions of the daemon, also if it could not be started."""
+        """The Python functions of the daemon, even if it could not be started."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that serves; None before the start."""
         self._portal: LoopPortal | None = None

@@ -120,8 +120,8 @@ class MapVerbs:
         ``map`` returns the answers that are complete, and sets ``.attrs["interrupted"]`` to True.
 
         Args:
-            frame: A data frame, a series, a text, or a list of dictionaries or texts (the column ``text``). Of any
-                other iterable, rows are read as needed, and the result is an iterator over the answers as dictionaries.
+            frame: A data frame, a series, a text, or a list of dictionaries or texts (the column ``text``). The rows of
+                any other iterable are read as needed, and the result is an iterator over the answers as dictionaries.
             prompt: A template such as ``"Summarise: {text}"``, which inserts the value of the column ``text``; messages
                 whose texts are templates; or a function that is called with a row and returns a text or messages.
             schema: Adds typed columns: a JSON schema, a pydantic model, or a dictionary such as ``{"days": int}``.

@@ -57,8 +57,8 @@ def to_chat_messages(
 
 
 def trim_transcript(transcript: tuple[TranscriptMessage, ...]) -> tuple[TranscriptMessage, ...]:
-    """Return the latest messages within the limits of a transcript, starting with a question. The last two are kept
-    whatever their size."""
+    """Return the latest messages within the limits of a transcript, starting with a question. The last two are kept,
+    regardless of their size."""
     first = 0
     size = sum(message.size for message in transcript)
     while len(transcript) - first > 2 and (

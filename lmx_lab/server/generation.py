@@ -156,7 +156,7 @@ class Generation:
         return "queued" if progress is None else f"prompt {progress.done}/{progress.total} tokens"
 
     async def read_all(self) -> Delta:
-        """Return the complete answer as one delta. Closes the generation, also if it fails.
+        """Return the complete answer as one delta. Closes the generation, even if it fails.
 
         Raises:
             LabError: the generation failed.

@@ -29,7 +29,7 @@ class TokenLogprob:
     top: tuple[TokenLogprob, ...] = ()
     """The most likely tokens at this position, most likely first; their own ``top`` is empty."""
     named: tuple[TokenLogprob, ...] = ()
-    """The tokens that the request names, whatever their rank, in its order; their own ``top`` is empty."""
+    """The tokens that the request names, in its order and regardless of their rank; their own ``top`` is empty."""
     rank: int | None = None
     """1 if the token is the most likely one at its position; None if the engine does not report it."""
     entropy: float | None = None

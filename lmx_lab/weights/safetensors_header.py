@@ -43,7 +43,7 @@ def read_summary(path: Path) -> SafetensorsSummary:
 
     Raises:
         UnusableModelError: the file is truncated, longer than its header states, or not a safetensors file; or tensors
-            overlap or have another size than their shape.
+            overlap or have a size that does not match their shape.
     """
     try:
         stat = path.stat()

@@ -247,7 +247,7 @@ def _is_model_folder(path: Path) -> bool:
 
 
 def _gguf_models(folder: Path) -> list[Path]:
-    """Return the GGUF models directly in the folder. Of a split one, it is the first part, which may be missing."""
+    """Return the GGUF models directly in the folder. A split one is listed by its first part, which may be missing."""
     return [folder / files.names[0] for files in group_files(_gguf_names(folder))]
 
 

@@ -89,7 +89,7 @@ class Scanner:
         return self._result(scan)
 
     async def alisting(self) -> Listing:
-        """Return the same as ``listing``, on an event loop."""
+        """Return the same as ``listing``, for use in a coroutine."""
         scan = self._request_scan()
         waiting = asyncio.wrap_future(scan.done)
         # A failure is raised below; without this, asyncio would also log it.

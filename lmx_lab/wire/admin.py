@@ -1,4 +1,4 @@
-"""Pydantic models of model management, health and metrics: specification sections 2.7-2.9 and 4.2-4.3.
+"""Pydantic models of model management, health and metrics.
 
 1 GB is 10^9 bytes.
 """

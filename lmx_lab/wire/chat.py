@@ -1,7 +1,4 @@
-"""Pydantic models of the chat-completions format: request, answer, stream chunk and WebSocket messages.
-
-They are defined in specification sections 2.1-2.4 and 4.1.
-"""
+"""Pydantic models of the chat-completions format: request, answer, stream chunk and WebSocket messages."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = None
     """Only in messages of the assistant: its reasoning, for templates that show it to the model again."""
     reasoning: str | None = None
-    """The same as ``reasoning_content``, under the name in newer versions of vLLM. ``reasoning_content`` wins."""
+    """The same as ``reasoning_content``, which takes precedence, under the name in newer versions of vLLM."""
 
     # Fields in answers of other servers, so that a history can be sent unchanged. Only values without effect are valid.
     refusal: Annotated[Any, unsupported.NO_REFUSAL] = None

@@ -1,4 +1,4 @@
-"""Pydantic models of POST /v1/embeddings: the format of specification section 2.5, with two extensions."""
+"""Pydantic models of POST /v1/embeddings: the embeddings format of OpenAI's API, with two extensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The body of error responses: ``code`` and ``message`` as specified, and the fields that chat clients expect."""
+"""The body of error responses: ``code``, ``message``, and the other fields that chat clients expect."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ class ToolOutputEvent(_LogEvent):
 
 
 class ToolEnd(BaseModel):
-    """The end of a call. Each call has exactly one, also if it did not start because it was denied, unknown or
+    """The end of a call. Each call has exactly one, even if it did not start because it was denied, unknown or
     invalid."""
 
     call_id: str

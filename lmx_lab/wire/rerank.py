@@ -1,6 +1,6 @@
 """Pydantic models of POST /v1/rerank: the bodies of Jina and Cohere, and of Text Embeddings Inference, and answers.
 
-The results are those of specification section 2.6: documents are strings, even if they were sent as objects.
+In results, documents are strings, even if they were sent as objects.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class TurnStats(BaseModel):
     """Statistics of a turn, also the field ``stats`` of the envelope of ``turn.done``."""
 
     tokens: int
-    """Completion tokens of all steps, as the specification names them."""
+    """Completion tokens of all steps, the same as ``completion_tokens``."""
     prompt_tokens: int
     completion_tokens: int
     tool_calls: int

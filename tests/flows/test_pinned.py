@@ -1,4 +1,4 @@
-"""Tests of encoders that are kept in memory beside the loaded model."""
+"""Tests of encoders that are kept in memory alongside the loaded model."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ def _session(config: McpServerConfig, on_tools_changed: Callable[[], None], read
 
 
 def _offered_tool(tool: types.Tool) -> OfferedTool | None:
-    """Convert a tool; None if models cannot use it, because it has no name or its schema is too long or no object."""
+    """Convert a tool; None if models cannot use it: it has no name, or its schema is too long or not an object."""
     schema = tool.input_schema
     if schema.get("type", "object") != "object" or len(repr(schema)) > SCHEMA_CHARACTERS or not tool.name:
         return None

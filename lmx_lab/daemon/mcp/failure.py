@@ -34,7 +34,7 @@ class StopSignal:
         """Whether the server is to be stopped."""
 
     def set(self) -> None:
-        """Interrupt the current wait and all later ones. Called from another task than the one that waits."""
+        """Interrupt the current wait and all later ones. Called from a task other than the one that waits."""
         self.is_set = True
         if self._scope is not None:
             self._scope.cancel()

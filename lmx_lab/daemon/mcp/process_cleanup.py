@@ -1,4 +1,4 @@
-"""Find and end all processes that MCP servers have started, also after the daemon itself was killed.
+"""Find and end all processes that MCP servers have started, even after the daemon itself was killed.
 
 The processes of a server are found by their session, by their parent and by a mark in their environment. A process that
 has left its process group, or whose parents have ended, still carries the mark. All functions block: call them in

@@ -38,7 +38,7 @@ class OpenBlas:
         values = {"OPENBLAS_THREAD_TIMEOUT": IDLE_TIMEOUT}
         if is_narrow_avx512():
             values["OPENBLAS_CORETYPE"] = "Zen"
-        # Values that the user has set win.
+        # Values that the user has set take precedence.
         values |= {name: os.environ[name] for name in values if os.environ.get(name)}
         with _environment({THREADS_VARIABLE: str(threads), **values}):
             # RTLD_LOCAL (the default): a SciPy that is loaded later must find its own symbols first.

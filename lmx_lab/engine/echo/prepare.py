@@ -139,7 +139,7 @@ class EchoPreparer:
         return start_tokens(request, token_of=token_of, show=vocabulary.show)
 
     def _encoded(self, request: GenerationRequest, text: str, limit: int) -> list[int]:
-        """Return the tokens of a text. Of a text that is far too long, only the beginning is tokenized.
+        """Return the tokens of a text. If the text is far too long, only its beginning is tokenized.
 
         Raises:
             ContextLengthError: the text is far too long.

@@ -22,7 +22,7 @@ NO_FORCING = '%llguidance {"no_forcing": true}'
 """Disables fast-forward tokens. llguidance would compute at each step how much of the answer is already determined,
 which takes seconds for some grammars, and the result is not used here."""
 MAX_CALLS = 16
-"""Tool calls in a forced answer. Small models would call until they have no tokens left."""
+"""Maximum number of tool calls in a forced answer. Small models would add calls until they have no tokens left."""
 Marker = tuple[int | str, ...]
 """A marker as special tokens and texts, or as one text."""
 

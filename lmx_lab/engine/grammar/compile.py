@@ -53,7 +53,7 @@ def read_token_table(tokenizer: Any, *, width: int, markers: Set[int]) -> TokenT
 
 
 class GrammarCompiler:
-    """Compiles grammars and caches the results, also the errors. Use it on one thread at a time, except for
+    """Compiles grammars and caches the results, including errors. Use it on one thread at a time, except for
     ``known_matchers``.
 
     The matchers that it returns are independent copies, which any one thread can use.
@@ -123,7 +123,7 @@ class GrammarCompiler:
             is_call = part is not None and _tool_number(parts[part]["name"]) is not None
             if part is None or not is_call or tools is None or tools.forced or parts[part]["json_schema"] == ANY_OBJECT:
                 refusal = _refusal(reason, None if part is None else parts[part]["name"], tools)
-                # Not cached if the process ended: the cause may have been another one than the grammar.
+                # Not cached if the process ended: the grammar may not have been the cause.
                 if reason != TOO_LARGE:
                     _put(self._refused, grammar, refusal)
                 raise InvalidRequestError(refusal.message, param=refusal.param)

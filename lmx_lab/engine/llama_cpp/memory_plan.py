@@ -196,10 +196,10 @@ def _plan_for_decoder(entry: ModelEntry, header: GgufHeader, model_context: int,
 
 
 def is_batch_invariant(header: GgufHeader) -> bool:
-    """Return whether the products with the weights are bitwise the same for a token whatever else is in the batch.
+    """Return whether the products with the weights are bitwise the same for a token in any batch.
 
     Measured on x86-64: with weights of other types, such as Q4_K and F16, the product of a single row adds its terms in
-    another order than the product of several rows. Attention has such differences with all types of weights; see
+    a different order than the product of several rows. Attention has such differences with all types of weights; see
     ``INVARIANT_ATTENTION`` in ``model``.
     """
     return all(tensor.type in BATCH_INVARIANT_TYPES for tensor in header.tensors if len(tensor.shape) > 1)

@@ -327,7 +327,7 @@ def _cache_types(dtype: KvCacheDtype | None, prefix: str = "") -> dict[str, int]
 def llama_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``MALLOC``, and how long llama.cpp's threads spin before they sleep, unless the user has set them.
 
-    By default they spin so long that, beside one other busy program, two threads on two cores slowed down from 130 to
+    By default they spin so long that, next to one other busy program, two threads on two cores slowed down from 130 to
     as little as 1 token/s. With this value they reach 20 tokens/s, and the speed on an idle machine is the same
     (measured).
     """

@@ -32,7 +32,7 @@ from lmx_lab.values.generation import PromptScores, TokenLogprob
 NO_STOP = StopSequences()
 # On a GPU, a smaller chunk takes as long, because each step reads all weights. On an NVIDIA GPU, each new length of a
 # chunk or of its prefix also costs 50 ms, in which cuDNN prepares the attention. Models with sliding windows need 16 or
-# more: mlx-lm's batches compute wrong values if a prompt is computed in single tokens beside another (measured:
+# more: mlx-lm's batches compute wrong values if a prompt is computed in single tokens next to another one (measured:
 # cohere2).
 MIN_CHUNK_TOKENS = 1 if mx.default_device() == mx.cpu else 256 if memory.is_of_device() else 64
 

@@ -79,7 +79,7 @@ class Traits:
 
 
 def measure(model: Any, weights_bytes: int) -> Traits:
-    """Measure a model by computing one token; a few more if it has other caches than plain key-value caches.
+    """Measure a model by computing one token; a few more if it has caches other than plain key-value caches.
 
     Raises:
         UnusableModelError: mlx-lm cannot compute it in batches.

@@ -299,7 +299,7 @@ class LoadedModel:
     """Maximum number of tokens of a request, prompt and answer: the model's limit, or less if memory is too small."""
     memory_bytes: int
     traits: Traits
-    """Of the model, and the sizes of both models if there is a draft model."""
+    """Those of the model, with the sizes of both models if there is a draft model."""
     draft: tuple[Any, int] | None
     """The draft model, and the number of tokens that both models know; None if there is none."""
     vocabulary: Vocabulary

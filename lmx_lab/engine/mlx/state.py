@@ -285,7 +285,7 @@ class MlxCore:
         return (0 if memory.is_of_device() else self._host.used_by_others()) + pinned
 
     def _update_other_bytes(self) -> None:
-        """Update how much of the memory limit is used by other models than the one of the generation loop."""
+        """Update how much of the memory limit is used by models other than that of the generation loop."""
         self.generating.other_bytes = self._other_bytes()
 
     # Steps

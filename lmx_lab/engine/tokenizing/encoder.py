@@ -228,7 +228,7 @@ class TextEncoder:
 
 
 def is_panic(exc: BaseException) -> bool:
-    """Return whether an exception is a panic of Rust code, whose class cannot be imported and is no ``Exception``."""
+    """Return whether an exception is a panic of Rust code. Its class cannot be imported and is not an ``Exception``."""
     return type(exc).__name__ == "PanicException"
 
 

@@ -46,7 +46,7 @@ def handle(request: bytes) -> bytes:
     """Answer one request; see the module's docstring."""
     try:
         return _answer(*unpack(request))
-    # Also panics of Rust, which are no ``Exception``.
+    # Also panics of Rust, which are not subclasses of ``Exception``.
     except BaseException as exc:
         return pack({"error": f"{type(exc).__name__}: {exc}"[:MAX_ERROR_CHARACTERS]})
 

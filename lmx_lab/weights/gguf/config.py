@@ -39,7 +39,7 @@ def refuse_unsupported(header: GgufHeader) -> None:
     """Check by the header that the file can be converted to MLX. llama.cpp can run more files without conversion.
 
     Raises:
-        UnusableModelError: the file is split into parts; it has another architecture than llama, or a variant that MLX
+        UnusableModelError: the file is split into parts; it has an architecture other than llama, or a variant that MLX
             would compute incorrectly; a tensor is unknown or would have to be quantized again; or its vocabulary is
             not supported.
     """

@@ -1,7 +1,7 @@
 """Read the header of a GGUF file (versions 2 and 3): metadata and the table of tensors, using only ``struct``.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The file may be malicious: every length is
-limited, also by the size of the file, so that reading takes bounded time and memory.
+limited, among other things by the size of the file, so that reading takes bounded time and memory.
 """
 
 from __future__ import annotations

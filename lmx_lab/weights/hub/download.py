@@ -73,7 +73,7 @@ def download(
         progress: Called on this thread.
         choice: A GGUF model of the repository, by its quantization or its file's name. If None, safetensors are used
             if there are any, otherwise the GGUF model that ``default_label`` prefers.
-        endpoint: Address of another hub than the default one.
+        endpoint: Address of a hub other than the default one.
 
     Returns:
         The folder of the snapshot, or the first GGUF file in it.
