@@ -298,6 +298,11 @@ class Batch:
         )
 
     @property
+    def decode_s(self) -> float:
+        """Estimated duration of a step that computes only the next token of each answer; 0 if it is not known."""
+        return self._pace.estimate_s(prompt_tokens=0, output_tokens=1, decoding=self._decoding)
+
+    @property
     def _decoding(self) -> int:
         return sum(generation.is_decoding for generation in self._generations.values())
 

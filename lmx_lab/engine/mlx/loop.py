@@ -99,6 +99,11 @@ class GenerationLoop:
             at_most_s=min(self.batch.remaining_s(generation) for generation in running),
         )
 
+    @property
+    def decode_s(self) -> float:
+        """Estimated duration of a step that computes only the next token of each answer; 0 if it is not known."""
+        return self.batch.decode_s if self.batch is not None else 0.0
+
     def use(self, model: LoadedModel | None, *, prompt_lookup: bool = False) -> None:
         """Generate with this model from now on; the requests of the previous one must have ended."""
         if self._disk is not None:

@@ -291,8 +291,8 @@ class MlxCore:
     # Steps
 
     def step(self) -> None:
-        """Perform one step of the answers, work on texts and traces for about the same time, and deliver the results to
-        the loop of each reader.
+        """Perform one step of the answers, work on texts and traces for about the time of their tokens, and deliver the
+        results to the loop of each reader.
         """
         started = time.perf_counter()
         busy = not self.generating.idle
@@ -313,7 +313,9 @@ class MlxCore:
             limit_s = min(limit_s, self._mean_s)
         if not self.encoding.idle:
             limit_s /= 2 if traces else 1
-            self.encoding.step(max(limit_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
+            # Beside a part of a prompt, texts do not get the time of this part as well.
+            encode_s = min(limit_s, self.generating.decode_s or limit_s)
+            self.encoding.step(max(encode_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
         if traces:
             self.tracing.step(limit_s if busy else PREFILL_STEP_S, busy=busy)
         self._publish()

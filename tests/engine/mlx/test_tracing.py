@@ -142,7 +142,7 @@ def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch: p
 
     monkeypatch.setattr(state, "time", SimpleNamespace(perf_counter=lambda: now))
     core: Any = MlxCore.__new__(MlxCore)
-    core.generating = SimpleNamespace(idle=False, step=advance)
+    core.generating = SimpleNamespace(idle=False, step=advance, decode_s=0.0)
     core.encoding, core.tracing = (SimpleNamespace(idle=False, step=work) for _ in range(2))
     core._threads, core._publish, core._mean_s = SimpleNamespace(wait=advance), lambda: None, 0.0
     core.step()
@@ -152,6 +152,11 @@ def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch: p
     core.generating.step = lambda: advance(11.0)
     core.step()
     assert limits == pytest.approx([1.0, 1.0, 2.0, 4.0])
+    # Texts get the time of the tokens, but not that of a part of a prompt in the same step.
+    core.encoding.idle, core.tracing.idle = False, True
+    core.generating.decode_s = 0.5
+    core.step()
+    assert limits[4:] == pytest.approx([0.5])
 
 
 async def until(condition: Callable[[], bool]) -> None:
