@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks import curves, paths, report
 from benchmarks.rows import Row
@@ -25,8 +25,8 @@ VERSIONS = ("mlx", "mlx-lm", "scipy-openblas32", "xllamacpp", "numpy", "uvicorn"
 CHARTS = {curves.STREAMS: "speed-streams.svg", curves.PROMPTS: "speed-prompts.svg"}
 X_LABELS = {curves.STREAMS: "streams at the same time", curves.PROMPTS: "tokens of the prompt"}
 Y_LABELS = {
-    curves.STREAMS: "tokens per second of all streams, prompts included",
-    curves.PROMPTS: "prompt tokens ÷ time to first token",
+    curves.STREAMS: "tok/s of all streams, with their prompts",
+    curves.PROMPTS: "prompt tokens ÷ time to first token, tok/s",
 }
 INCHES = (7.2, 4.2)
 MARKERS = "osD^v"
@@ -120,6 +120,8 @@ def _figure(name: str, rows: Sequence[Row]) -> Figure:
     ticks = sorted({row.detail["x"] for row in rows})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(X_LABELS[name])
     axes.set_ylabel(Y_LABELS[name])
