@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from llguidance import LLMatcher
@@ -15,8 +16,8 @@ from lmx_lab.errors import InvalidRequestError, LabError
 
 MAX_MARKER_BYTES = 64
 SLOW_S, PATIENCE_S = 0.02, 1.0
-"""The engine thread evaluates grammars, so other answers wait meanwhile. CPU time beyond ``SLOW_S`` per token adds up.
-An answer whose sum exceeds ``PATIENCE_S`` fails."""
+"""The engine thread evaluates grammars, so other answers wait meanwhile. Time beyond ``SLOW_S`` per token adds up; an
+answer whose sum exceeds ``PATIENCE_S`` fails."""
 
 
 class ThinkingBudget:
@@ -98,10 +99,7 @@ class Constraint:
         self.complete = False
         """Whether the grammar is satisfied and only the end of the answer can follow."""
         self._slow_s = 0.0
-        """CPU time spent beyond ``SLOW_S`` per token."""
-        # Reading the CPU time of a thread can take 20 us (measured in a virtual machine), and each token needs four
-        # readings. It is read only after the real time of a token has exceeded ``SLOW_S``.
-        self._now = time.perf_counter
+        """Time spent beyond ``SLOW_S`` per token."""
         self.failure: LabError | None = None
         """The reason why nothing is enforced any more: the grammar has become too complex or too slow."""
 
@@ -132,37 +130,32 @@ class Constraint:
             self._budget.advance(token)
         if self._matcher is None or self.complete or self.failure:
             return
-        started = self._now()
-        self._matcher.consume_token(token)
-        self._check(started)
+        with self._measure_time():
+            self._matcher.consume_token(token)
+        self._record_failure()
         self.complete = self.failure is None and self._matcher.is_stopped()
 
-    def bits(self) -> NDArray[np.uint8] | None:
-        """Return which tokens may come next, token ``8 * i + j`` as bit ``j`` of byte ``i``; None if all may."""
+    def mask(self, width: int) -> NDArray[np.bool_] | None:
+        """Return which of the ``width`` tokens of the vocabulary may come next, as a vector; None if all may."""
         if self._matcher is None or self.complete or self.failure:
             return None
-        started = self._now()
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check(started)
+        with self._measure_time():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._record_failure()
         if self.failure:
             return None
         if not bits.any():
             self.failure = InvalidRequestError("no token of this model can continue an answer in the requested format")
             return None
-        return bits
+        return np.unpackbits(bits, count=width, bitorder="little").view(np.bool_)
 
-    def mask(self, width: int) -> NDArray[np.bool_] | None:
-        """Return which of the ``width`` tokens of the vocabulary may come next, as a vector; None if all may."""
-        bits = self.bits()
-        return None if bits is None else unpack_mask(bits, width)
+    @contextlib.contextmanager
+    def _measure_time(self) -> Iterator[None]:
+        started = time.thread_time()
+        yield
+        self._slow_s += max(0.0, time.thread_time() - started - SLOW_S)
 
-    def _check(self, started: float) -> None:
-        """Record the duration of a computation that started at ``started``, and whether it failed."""
-        if (slow_s := self._now() - started - SLOW_S) > 0:
-            if self._now is time.thread_time:
-                self._slow_s += slow_s
-            # Other programs may have used the processor.
-            self._now = time.thread_time
+    def _record_failure(self) -> None:
         if self._matcher is not None and self._matcher.is_error():
             reason = shorten_reason(self._matcher.get_error())
         elif self._slow_s > PATIENCE_S:
@@ -172,22 +165,3 @@ class Constraint:
         self.failure = InvalidRequestError(
             f"the format of the answer cannot be enforced any further: {reason}; simplify it"
         )
-
-
-def unpack_mask(bits: NDArray[np.uint8], width: int) -> NDArray[np.bool_]:
-    """Return the first ``width`` bits of ``Constraint.bits`` as a vector."""
-    return np.unpackbits(bits, count=width, bitorder="little").view(np.bool_)
-
-
-def unpack_tokens(bits: NDArray[np.uint8], width: int, *, at_most: int) -> NDArray[np.uint32] | None:
-    """Return the tokens below ``width`` whose bit is set; None if there may be more than ``at_most``.
-
-    Most bytes are zero if few tokens are allowed. Unpacking only the others takes a quarter of the time.
-    """
-    used = np.flatnonzero(bits[: -(-width // 8)])
-    if len(used) > at_most:
-        return None
-    at, bit = np.unpackbits(bits[used, None], axis=1, bitorder="little").nonzero()
-    tokens = (8 * used[at] + bit).astype(np.uint32)
-    tokens = tokens[: np.searchsorted(tokens, width)]
-    return tokens if len(tokens) <= at_most else None

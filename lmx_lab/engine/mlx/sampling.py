@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
-from lmx_lab.engine.grammar.mask import Constraint, unpack_mask, unpack_tokens
+from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.requests import Sampling
 
 Sampler = Callable[[mx.array], mx.array]
@@ -223,16 +224,13 @@ class ConstrainedSampler:
     def _sample(self, logprobs: mx.array) -> mx.array:
         if (forced := self._constraint.forced) is not None:
             return mx.array([forced], dtype=mx.uint32)
-        bits = self._constraint.bits()
-        if bits is None:
+        mask = self._constraint.mask(logprobs.shape[-1])
+        if mask is None:
             return self._sampler(logprobs)
-        width = logprobs.shape[-1]
-        if (few := unpack_tokens(bits, width, at_most=FEW_TOKENS)) is None:
-            return self._sampler(self._normalized(mx.where(mx.array(unpack_mask(bits, width)), logprobs, -mx.inf)))
-        tokens = mx.array(few)
-        if len(few) == 1:
-            return tokens
-        return mx.take(tokens, self._sampler(self._normalized(mx.take(logprobs, tokens, axis=-1))))
+        if np.count_nonzero(mask) > FEW_TOKENS:
+            return self._sampler(self._normalized(mx.where(mx.array(mask), logprobs, -mx.inf)))
+        tokens = mx.array(np.flatnonzero(mask).astype(np.uint32))
+        return tokens if tokens.size == 1 else tokens[self._sampler(self._normalized(logprobs[:, tokens]))]
 
     def _normalized(self, logprobs: mx.array) -> mx.array:
         return logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True) if self._normalize else logprobs
