@@ -79,8 +79,8 @@ class BatchRun(ServerRun[_Item]):
     ``read`` and ``take`` must be called in one thread; the coroutines run on the lab's event loop.
 
     Args:
-        in_order: Whether the caller takes the answers one by one during the run, which limits the number of answers
-            that were not taken.
+        source: The rows. If it has no index, the caller takes the answers one by one during the run, which limits the
+            number of answers that were not taken.
         others: Other servers with the same model, which also answer rows.
     """
 
@@ -92,12 +92,11 @@ class BatchRun(ServerRun[_Item]):
         options: BatchOptions,
         *,
         cache: AnswerCache | None = None,
-        in_order: bool = False,
         others: Sequence[RowServer] = (),
     ) -> None:
         servers = [RowServer(backend, model.slots), *others]
         super().__init__(model, servers, partial(loaded_model, hashed=False), cache=cache)
-        self._source, self.options, self._in_order = source, options, in_order
+        self._source, self.options, self._in_order = source, options, source.index is None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new: deque[_Item] = deque()
         self._rows: dict[int, dict[str, Any]] = {}

@@ -155,9 +155,8 @@ class MapVerbs:
             retry=retry,
         )
         stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
-        in_order = source.index is None
-        run = BatchRun(self._backend, loaded, source, options, cache=stored, in_order=in_order, others=others)
-        if in_order:
+        run = BatchRun(self._backend, loaded, source, options, cache=stored, others=others)
+        if source.index is None:
             return RowAnswers(run, self._portal, stored)
         return await answer_all(run, source, columns, stored, self.workbench)
 

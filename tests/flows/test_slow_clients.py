@@ -102,7 +102,8 @@ def test_a_client_may_pause_after_its_generation_has_ended(echo_home: Path, monk
     check = SendWatch._check
     monkeypatch.setattr(SendWatch, "_check", lambda watch: (check(watch), blocked_s.append(watch.blocked_s)))
     with (
-        serving(echo_home, "echo", slow_client_s=3) as lab,
+        # Deltas are merged if the server sends more slowly than the engine, and may then fit in the buffers.
+        serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=3) as lab,
         unread_stream(lab, "sse", max_tokens=2000, ignore_eos=True) as client,
     ):
         wait_until(lambda: lab.engine.snapshot.output_tokens == 2000)

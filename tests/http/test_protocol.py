@@ -109,16 +109,6 @@ HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
 CHUNKED_READ = b"POST /read HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use very short deadlines and a minimum speed that only complete bodies reach."""
-    monkeypatch.setattr(protocol, "HEAD_S", SHORT_S)
-    monkeypatch.setattr(protocol, "BODY_S", SHORT_S)
-    monkeypatch.setattr(protocol, "BODY_BYTES", 10**9)
-    monkeypatch.setattr(protocol, "LATE_S", SHORT_S / 4)
-    disconnected.clear()
-
-
 def check_timeout_error(answer: bytes) -> str:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
