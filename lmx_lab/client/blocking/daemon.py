@@ -54,7 +54,7 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
     def discover(
         cls, home: str | os.PathLike[str] | None = None, *, transport: httpx2.AsyncBaseTransport | None = None
     ) -> Self:
-        """Return a client of this user's daemon, also after the daemon was restarted.
+        """Return a client of this user's daemon, even after the daemon has been restarted.
 
         Reads the daemon's state file and sends nothing.
 
@@ -117,7 +117,7 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
 
         Args:
             after: Return events after this cursor; 0 for all events in the log. By default only new events.
-            session_ids: Return events of these sessions only; by default all events, also those without a session.
+            session_ids: Return events of these sessions only; by default all events, including those without a session.
             types: Return events of these types only, such as ``turn.done`` or ``tool.*``; by default all types.
             cursor: Stores the last event that was read; the next subscription with it continues there.
         """
