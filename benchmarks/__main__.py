@@ -54,7 +54,7 @@ generator and clients are separate processes; the clients only record times.
 |            | that do not fit their schema, both engines                                 |               |
 | mixed      | p99 gap of 8 streams beside long prompts, batches of texts and a load, for | smollm2       |
 |            | 10 minutes ÷ the streams alone; p99 of a health request; failed requests;  |               |
-|            | memory at the end ÷ after a minute                                         |               |
+|            | most memory in the second half of the time ÷ in the first                  |               |
 | flood      | seconds to a complete answer after 200 requests with a timeout of 0.5 s    | tiny          |
 
 ``tiny`` is a two-layer llama with random weights and SmolLM2's tokenizer. A token takes a millisecond, so that
