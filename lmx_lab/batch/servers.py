@@ -87,7 +87,7 @@ async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
 
 
 async def identify(backend: Backend, record: ModelRecord, *, hashed: bool) -> LoadedModel:
-    """Return a model with its cache key. ``hashed`` is that of ``loaded_model``."""
+    """Return a model with its cache key. ``hashed`` has the same meaning as for ``loaded_model``."""
     weights = await backend.weights_of(record.id) if hashed else ""
     named = f"{record.id} {record.quantization} {record.size_gb}"
     size = ", ".join(filter(None, (record.quantization, f"{record.size_gb:g} GB")))
