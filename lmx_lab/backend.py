@@ -42,7 +42,7 @@ class ServerState:
     """The state of a server at one moment."""
 
     state: Literal["running", "lagging", "stopped", "unreachable"]
-    """``lagging``: its event loop has been blocked for more than a second."""
+    """``lagging``: a server in another process is connected, but has sent nothing for some seconds."""
     place: str
     """Where the server runs, for display: ``the kernel's loop``."""
     url: str

@@ -1,4 +1,4 @@
-"""Run an ASGI application with uvicorn on the running event loop: that of a kernel, or of a ``LoopThread``.
+"""Run an ASGI application with uvicorn on the running event loop, usually that of a ``LoopThread``.
 
 uvicorn normally owns its process: it exits if the port is taken or the lifespan fails, handles SIGINT and logs to the
 terminal. Here, the socket is bound in advance, a failure is an exception in the caller, and signals are not touched.
@@ -24,7 +24,6 @@ from lmx_lab.errors import HostingError, PortTakenError
 from lmx_lab.http.guard import ASGIApp, Message, Receive, Scope, Send
 from lmx_lab.http.protocol import HttpProtocol
 from lmx_lab.http.websocket_protocol import WebSocketProtocol
-from lmx_lab.portal import loops_serving, register_server
 from lmx_lab.sanitize import RecentLinesHandler
 
 BACKLOG = 2048
@@ -115,9 +114,6 @@ def _port_taken_message(host: str, first: int, last: int) -> str:
 
 def _port_owner(host: str, port: int) -> str | None:
     """Describe the program on a port if it is LMX Lab, else None; takes at most ``PROBE_S + RESPONSE_S``."""
-    # A server on this loop could not respond while we wait for it.
-    if loops_serving(port):
-        return "an LMX Lab server of this process"
     response = _probe(_loopback_for(host), port).lower()
     head, _, body = response.partition(b"\r\n\r\n")
     with contextlib.suppress(ValueError):
@@ -288,21 +284,14 @@ class RunningServer:
         await self._abandon()
 
     def stop_at_exit(self) -> None:
-        """Stop the server soon, in any state of the loop; never raises.
+        """Stop the server soon; never raises.
 
-        For ``atexit``. Any thread except the one of the loop may call it.
+        For ``atexit``, and only for the loop of a ``LoopThread``. Code on that loop must not call it.
         """
         if not self.running or self.loop.is_closed():
             return
         with contextlib.suppress(Exception):
-            if self.loop.is_running():
-                asyncio.run_coroutine_threadsafe(self.stop(1), self.loop).result(1 + 2 * CANCEL_S)
-            else:
-                stopping = self.loop.create_task(self.stop(1))
-                stopping.add_done_callback(lambda _: self.loop.stop())
-                # Repeated, because an ended kernel may have scheduled a stop of its loop, which would end this early.
-                while not stopping.done():
-                    self.loop.run_forever()
+            asyncio.run_coroutine_threadsafe(self.stop(1), self.loop).result(1 + 2 * CANCEL_S)
 
     async def _wait_until_accepting(self) -> None:
         """Wait until requests are accepted, or raise the error that prevented it."""
@@ -346,7 +335,6 @@ async def serve(
     url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
     task = asyncio.create_task(_run(server, lifespan, sock, port), name=f"lmx-lab server on port {port}")
     running = RunningServer(server, lifespan, task, url, port)
-    register_server(running)
     await running._wait_until_accepting()
     return running
 

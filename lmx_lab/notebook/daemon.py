@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lmx_lab.client import AsyncDaemonClient, DaemonClient
-from lmx_lab.client.blocking.portal import Portal, serves
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.client.request_bodies import build_body
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import HostingError, InvalidRequestError, McpServerExistsError
 from lmx_lab.panels.event_source import EventSource
-from lmx_lab.portal import run_nested
 from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
 from lmx_lab.wire.sessions import CancelTurns, PermissionRecord, SessionList, SessionMessage
@@ -63,7 +61,7 @@ class LabDaemon(Daemon):
                 "this daemon is not running: lab.daemon is the running one, and lab.start_daemon() starts one"
             )
         if self._client is None:
-            self._client = _NestingClient(self)
+            self._client = DaemonClient(self.url, token=self.token)
         return self._client
 
     # Lifetime
@@ -163,47 +161,6 @@ class LabDaemon(Daemon):
             McpServerNotFoundError: no server has this name.
         """
         self.client.remove_mcp_server(name)
-
-
-class _NestingPortal(Portal):
-    """A portal that waits as the methods of ``Lab`` do: if the kernel's loop serves the model, the loop is run nested
-    while the caller waits."""
-
-    def __init__(self, client: AsyncDaemonClient, upstream_url: str) -> None:
-        super().__init__(lambda: client.url, client.aclose)
-        self._upstream_url = upstream_url
-
-    def check_caller(self, *, also: str | None = None) -> None:
-        if self._served_here() is None:
-            super().check_caller(also=also)
-
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        loop = self._served_here()
-        if loop is None:
-            return super().run(work, timeout_s)
-
-        async def submitted() -> T:
-            return await asyncio.wait_for(asyncio.wrap_future(self.thread.submit(work)), timeout_s)
-
-        try:
-            return run_nested(loop, submitted())
-        except HostingError:
-            # The coroutine was not started, or has ended.
-            work.close()
-            raise
-
-    def _served_here(self) -> asyncio.AbstractEventLoop | None:
-        """Return the running loop if it serves the model; None otherwise."""
-        here = asyncio._get_running_loop()
-        return here if here is not None and serves(here, self._upstream_url) else None
-
-
-class _NestingClient(DaemonClient):
-    """The client of the daemon of a lab in this process."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        super().__init__(daemon.url, token=daemon.token)
-        self._portal = _NestingPortal(self._client, daemon.upstream_url)
 
 
 class LabEvents(EventSource):

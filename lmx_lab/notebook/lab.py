@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
-    from lmx_lab.notebook.local_server import LocalServer
-    from lmx_lab.notebook.loop_choice import LoopChoice
+    from lmx_lab.notebook.local_server import LocalServer, LoopChoice
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Default token counts of ``bench``; llama-bench has the same defaults."""

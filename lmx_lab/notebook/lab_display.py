@@ -82,12 +82,7 @@ class DisplayMethods:
         return self._display().events()
 
     def snapshot(self) -> Snapshot:
-        """Return the lab at this moment: server, models, measurements, versions, machine.
-
-        Raises:
-            HostingError: the server runs on the caller's own event loop, which would wait for itself.
-        """
-        self._server.check_caller()
+        """Return the lab at this moment: server, models, measurements, versions, machine."""
         samples = self.workbench.history.samples
         models = self.workbench.submit(self._backend.models()).result(MODELS_TIMEOUT_S)
         return take_snapshot(self._backend.state(), models, samples[-1] if samples else None)

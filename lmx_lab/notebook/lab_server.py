@@ -36,13 +36,6 @@ class LabServer(Protocol):
     def when_closed(self, callback: Callable[[], None]) -> None:
         """Call a function when the server or the connection is stopped."""
 
-    def check_caller(self) -> None:
-        """Check that the caller may wait for the server.
-
-        Raises:
-            HostingError: the server runs on the caller's own event loop, so that the caller would wait for itself.
-        """
-
     def facts(self) -> dict[str, str]:
         """Return the name and the value of each line that describes the lab."""
 

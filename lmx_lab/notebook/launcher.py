@@ -19,7 +19,7 @@ from lmx_lab.http.uvicorn_server import REQUEST_LOGGERS, bind
 from lmx_lab.notebook.addresses import is_lan
 from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.lab import Lab
-from lmx_lab.notebook.loop_choice import LoopChoice, choose_loop
+from lmx_lab.notebook.local_server import LoopChoice, choose_loop
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
 from lmx_lab.values.models import EngineChoice
@@ -62,8 +62,8 @@ def launch(
     Args:
         model: Id or path of a model to load before this returns. It is downloaded if necessary.
         engine: Engine that must run ``model``; ``auto`` is the fastest one.
-        loop: ``kernel`` serves on the running event loop, ``thread`` in a thread with its own loop, where a busy cell
-            does not delay other clients. ``auto`` is ``kernel`` in a notebook on loopback, else ``thread``.
+        loop: ``kernel`` serves in the thread of the running event loop while that loop is free, and in another thread
+            while a cell blocks it; ``thread`` always serves in another thread. ``auto`` is ``kernel`` in a notebook.
         lan: Whether to listen on all interfaces, so that other hosts can reach the server.
         port: The exact port, or 0 for any free port; by default 8400 or the next free port.
         daemon: Whether to also start a daemon, ``lab.daemon``, which uses this server. A running daemon is kept. If
@@ -188,7 +188,7 @@ def _fits(lab: Lab, settings: Settings, loop: LoopChoice, *, explicit: bool) -> 
     """Return whether a launch with these arguments would result in the same lab."""
     same_port = (settings.port, explicit) == (lab.settings.port, lab.server.explicit_port) or settings.port == lab.port
     same_settings = replace(settings, port=0) == replace(lab.settings, port=0)
-    return same_port and same_settings and (loop == lab.server.loop_choice or choose_loop(loop, settings) == lab.mode)
+    return same_port and same_settings and (loop == lab.server.loop_choice or choose_loop(loop) == lab.mode)
 
 
 def _replace(settings: Settings, loop: LoopChoice, *, explicit: bool) -> Lab:

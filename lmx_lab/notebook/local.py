@@ -42,9 +42,6 @@ from lmx_lab.wire.rerank import RerankBody
 from lmx_lab.wire.tracing import TraceBody
 
 T = TypeVar("T")
-LAGGING_S = 1.0
-"""Time for which the server's loop is blocked before its state is ``lagging``."""
-REMEDY = 'Start long cells with %%offload, or use launch(loop="thread").'
 
 
 class LocalAnswer:
@@ -91,10 +88,8 @@ class LocalBackend:
 
     def state(self) -> ServerState:
         server, addresses, now = self._server, self._server.addresses, self._server.engine.snapshot
-        blocked_s = server.lag.now_s if server.running else 0.0
-        note = self._lag_note(blocked_s) if server.running else "This server was stopped; run the launch cell again."
         return ServerState(
-            state="stopped" if not server.running else "lagging" if blocked_s > LAGGING_S else "running",
+            state="running" if server.running else "stopped",
             place=server.place,
             url=addresses.url,
             lan_url=(lan_url := next(iter(addresses.lan_urls), None)),
@@ -104,21 +99,8 @@ class LocalBackend:
             model=now.model,
             pinned=tuple(pinned.entry.id for pinned in now.pinned),
             unloading=now.unloading,
-            note=note,
+            note="" if server.running else "This server was stopped; run the launch cell again.",
         )
-
-    def _lag_note(self, blocked_s: float) -> str:
-        """Return a note that a cell blocks, or has blocked, the server's loop; empty if none does. While a cell blocks
-        the loop, the note changes once a second."""
-        if self._server.mode == "thread":
-            return ""  # Cells do not block this loop; the machine slept, or native code holds the interpreter lock.
-        if blocked_s > LAGGING_S:
-            return f"A cell has blocked the server's loop for {blocked_s:.0f} s, and clients are waiting. {REMEDY}"
-        worst = self._server.lag.worst
-        if worst is None:
-            return ""
-        at = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - worst.ended_at)))
-        return f"A cell blocked the server's loop for {worst.seconds:.1f} s until {at}. {REMEDY}"
 
     def sample(self) -> Sample | None:
         if not self._server.running:

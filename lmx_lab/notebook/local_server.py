@@ -1,4 +1,4 @@
-"""Run an inference server in this process, on the kernel's event loop or in a thread: start, serve, stop."""
+"""Run an inference server in this process, with the kernel's event loop or in a thread: start, serve, stop."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.registry import engine_for
-from lmx_lab.errors import EngineError, HostingError
+from lmx_lab.errors import EngineError, HostingError, InvalidRequestError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
 from lmx_lab.instrument.recorder import RequestRecorder
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.notebook.lab_server import LabServer
-from lmx_lab.notebook.loop_choice import LoopChoice, choose_loop
-from lmx_lab.notebook.loop_lag import LoopLag
 from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
-from lmx_lab.portal import LoopThread
+from lmx_lab.portal import HostedLoop, LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
@@ -36,6 +34,10 @@ if TYPE_CHECKING:
     from lmx_lab.notebook.discovery import Announcement
     from lmx_lab.panels.events import EventsPanel
     from lmx_lab.panels.workbench import Workbench
+
+LoopChoice = Literal["auto", "kernel", "thread"]
+LoopMode = Literal["kernel", "thread"]
+"""Who runs the server's loop: the kernel's own loop together with a thread, or a thread alone."""
 
 LAST_ANSWERS_S = 1.0
 """Minimum time for clients to receive the end of their answers before their connections are closed."""
@@ -61,15 +63,13 @@ class LocalServer(LabServer):
     ) -> None:
         self.settings = settings
         self.loop_choice = loop
-        self.mode = choose_loop(loop, settings)
+        self.mode = choose_loop(loop)
         self.explicit_port = explicit_port
         self.engine = engine if engine is not None else ModelManager(settings)
         self.catalog: Catalog = self.engine.catalog
         self.addresses = Addresses(settings=settings, port=settings.port)
         # Computed now, for any host and port, so that a setting that can never match is refused before anything starts.
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
-        self.lag = LoopLag()
-        """Measures how long the server's loop is blocked."""
         self.recorder = RequestRecorder(settings.record_to if settings.record != "off" else None)
         try:
             self.services: InferenceServer = create_server(
@@ -124,11 +124,10 @@ class LocalServer(LabServer):
         self.addresses = Addresses(settings=self.settings, port=sock.getsockname()[1])
         self._policy = self.addresses.live_policy()
         try:
-            if self.mode == "thread":
-                self._thread = LoopThread()
-                self._thread.start()
-            self.loop = self._thread.loop if self._thread else asyncio.get_running_loop()
-            self._portal = LoopPortal(self._thread or self.loop, check=self.check_running)
+            self._thread = HostedLoop(asyncio.get_running_loop()) if self.mode == "kernel" else LoopThread()
+            self._thread.start()
+            self.loop = self._thread.loop
+            self._portal = LoopPortal(self._thread, check=self.check_running)
             self.engine.start()
             # Registered after the engine's own function, and therefore called before it: requests end first.
             atexit.register(self._stop_at_exit)
@@ -158,14 +157,9 @@ class LocalServer(LabServer):
 
     async def _serve(self, sock: socket.socket) -> RunningServer:
         settings = self.settings
-        host = await serve(
+        return await serve(
             self.services.asgi, sock, ws_max_bytes=settings.max_body_bytes, ws_pong_s=settings.slow_client_s
         )
-        if self.mode == "kernel":
-            self.lag.start_after_cell()
-        else:
-            self.lag.start()
-        return host
 
     async def stop(self) -> None:
         """Stop serving, unload the models and free the port. Running requests have 2.5 s to end. Idempotent."""
@@ -214,7 +208,6 @@ class LocalServer(LabServer):
             self._announcement.stop()
         if self.daemon is not None:
             self.daemon.stop(mode="now")
-        self.lag.stop()
         self.engine.stop()
         if self._thread is not None:
             self._thread.stop()
@@ -251,9 +244,6 @@ class LocalServer(LabServer):
         if self._stopped or self.loop is None or self.loop.is_closed():
             state = "was stopped" if self._stopped else "is not running"
             raise HostingError(f"this lab {state}; launch() starts a new one")
-
-    def check_caller(self) -> None:
-        """Does nothing: any caller may wait for this server, because blocking calls keep its loop running."""
 
     def start_daemon(
         self,
@@ -342,3 +332,21 @@ def _model_fact(now: EngineSnapshot) -> str:
         return "none loaded"
     loaded = f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)"
     return f"{loaded}, {now.unloading}" if now.unloading is not None else loaded
+
+
+def choose_loop(loop: LoopChoice) -> LoopMode:
+    """Return who runs the loop. ``auto`` is ``kernel`` if a loop runs in this thread.
+
+    Raises:
+        InvalidRequestError: ``kernel`` was given and no loop runs, or the value is not one of the three.
+    """
+    running = asyncio._get_running_loop()
+    if loop == "auto":
+        return "kernel" if running is not None else "thread"
+    if loop not in ("kernel", "thread"):
+        raise InvalidRequestError(f"loop is {loop!r}; it can be auto, kernel or thread", param="loop")
+    if loop == "kernel" and running is None:
+        raise InvalidRequestError(
+            "loop='kernel' needs a running event loop, as in a notebook; use loop='thread'", param="loop"
+        )
+    return loop

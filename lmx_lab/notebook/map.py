@@ -202,7 +202,7 @@ def backends_of(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
     """Return the servers that answer rows, that of ``lab`` first, without duplicate addresses.
 
     Raises:
-        InvalidRequestError: ``others`` is not a list of labs, or the event loop of one is blocked by the call.
+        InvalidRequestError: ``others`` is not a list of labs.
     """
     if not isinstance(others, Sequence) or not all(isinstance(each, MapVerbs) for each in others):
         raise InvalidRequestError(
@@ -211,12 +211,6 @@ def backends_of(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
         )
     backends = {lab.url: lab._backend}
     for each in others:
-        if each is not lab and not each._portal.has_thread:
-            raise InvalidRequestError(
-                f"labs contains the lab at {each.url}, which runs on the kernel's event loop; call this method of that "
-                "lab, and pass the other labs as labs",
-                param="labs",
-            )
         backends.setdefault(each.url, each._backend)
     return list(backends.values())
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.client import AsyncLabClient
-from lmx_lab.client.blocking.portal import serves
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError
 from lmx_lab.notebook.discovery import find_address, is_name
 from lmx_lab.notebook.lab import Lab
@@ -52,7 +51,6 @@ def attach(url: str | AsyncLabClient | LabClient, *, api_key: str | None = None)
     Raises:
         UnreachableError: no LMX Lab server answers at the address, or none is announced under the name.
         UnauthorizedError: the server needs a key, or another one.
-        HostingError: the server runs on the caller's own event loop, which would wait for itself.
     """
     if not isinstance(url, str):
         url, api_key = _address_and_key(url, api_key)
@@ -99,11 +97,7 @@ class RemoteServer(LabServer):
         # messages.
         self._on_delete = weakref.finalize(self, _close_later, self._end, self._callbacks)
         self._on_delete.atexit = False
-        self._portal = LoopPortal(
-            self._thread,
-            check=functools.partial(_check_open, self._end),
-            check_caller=functools.partial(_check_caller, self.url),
-        )
+        self._portal = LoopPortal(self._thread, check=functools.partial(_check_open, self._end))
 
     def backend(self) -> RemoteBackend:
         end = self._end
@@ -155,14 +149,6 @@ class RemoteServer(LabServer):
         """Whether the connection is open. The server may have stopped."""
         return self._end.alive
 
-    def check_caller(self) -> None:
-        """Check that the caller may wait for the server.
-
-        Raises:
-            HostingError: the server runs on the caller's own event loop.
-        """
-        _check_caller(self.url)
-
     def panels_shown(self) -> None:
         """Keep this connection until panels of another one to the same address are shown."""
         if self.running:
@@ -211,16 +197,6 @@ class RemoteServer(LabServer):
 def _check_open(end: weakref.finalize[Any, Any]) -> None:
     if not end.alive:
         raise HostingError("this connection was stopped; attach() opens a new one")
-
-
-def _check_caller(url: str) -> None:
-    # None in a thread without a loop, which may wait.
-    here = asyncio._get_running_loop()
-    if here is not None and serves(here, url):
-        raise HostingError(
-            f"{url} is served by this kernel's own event loop, which would wait for itself; "
-            "use lmx_lab.current(), or launch(loop='thread')"
-        )
 
 
 def _end(thread: LoopThread, client: AsyncLabClient) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from lmx_lab.errors import ArgumentError
-from lmx_lab.portal import Interrupts, LoopThread, close_result, receive, run_nested
+from lmx_lab.portal import Interrupts, LoopThread, close_result, receive
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,41 +25,26 @@ UNPACKED = re.compile(r"Unpack\[(\w+)\]")
 
 
 class LoopPortal:
-    """Runs coroutines on one event loop, for callers on any thread and any loop.
+    """Runs coroutines on the loop of one thread, for callers on any thread and any loop.
 
     Args:
-        loop: The loop, or the thread in which the loop runs. If the loop is that of the caller's thread, it is run
-            nested.
+        thread: The thread.
         check: Called before each call; raises ``HostingError`` if the loop is no longer in use.
-        check_caller: Called before each blocking call; raises ``HostingError`` if the caller must not wait here.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop | LoopThread,
-        *,
-        check: Callable[[], None],
-        check_caller: Callable[[], None] | None = None,
-    ) -> None:
-        self._loop = loop
+    def __init__(self, thread: LoopThread, *, check: Callable[[], None]) -> None:
+        self._thread = thread
         self._check = check
-        self._check_caller = check_caller
-
-    @property
-    def has_thread(self) -> bool:
-        """Whether the loop runs in a separate thread, which callers do not block."""
-        return isinstance(self._loop, LoopThread)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and wait for its result. Ctrl-C cancels it.
 
         Raises:
-            HostingError: as ``check`` and ``check_caller``.
+            HostingError: as ``check``.
         """
         try:
-            self._check_for(work, self._check, self._check_caller)
-            loop = self._loop
-            return loop.run(work) if isinstance(loop, LoopThread) else run_nested(loop, work)
+            self._check_for(work)
+            return self._thread.run(work)
         except KeyboardInterrupt:
             # The interrupt may have occurred before the coroutine was started.
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
@@ -72,17 +57,13 @@ class LoopPortal:
         Raises:
             HostingError: as ``check``.
         """
-        self._check_for(work, self._check)
-        loop, here = self._loop, asyncio.get_running_loop()
-        if isinstance(loop, LoopThread):
-            return await work if loop.loop is here else await receive(loop.submit(work))
-        return await work if loop is here else await receive(asyncio.run_coroutine_threadsafe(work, loop))
+        self._check_for(work)
+        on_loop = asyncio.get_running_loop() is self._thread.loop
+        return await work if on_loop else await receive(self._thread.submit(work))
 
-    def _check_for(self, work: Coroutine[Any, Any, Any], *checks: Callable[[], None] | None) -> None:
+    def _check_for(self, work: Coroutine[Any, Any, Any]) -> None:
         try:
-            for check in checks:
-                if check is not None:
-                    check()
+            self._check()
         except BaseException:
             work.close()
             raise

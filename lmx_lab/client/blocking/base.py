@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 from lmx_lab.client.blocking.portal import Portal
 from lmx_lab.client.blocking.stream import BlockingStream
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.session import AsyncSession
-from lmx_lab.errors import LabError
 from lmx_lab.wire.events import DaemonEvent
 
 
@@ -34,7 +31,7 @@ class BlockingClient(Generic[Client]):
 
     def _start(self, client: Client) -> None:
         self._client = client
-        self._portal = Portal(lambda: client.url, client.aclose)
+        self._portal = Portal(client.aclose)
 
     @property
     def url(self) -> str:
@@ -88,22 +85,3 @@ class SubscriptionBase(BlockingStream[DaemonEvent]):
     def __enter__(self) -> Self:
         self._started()
         return self
-
-    def _check_caller(self) -> None:
-        check_upstream(self._client, self._portal)
-
-
-def check_upstream(client: DaemonRoutes, portal: Portal) -> None:
-    """Check that neither the daemon nor its model server runs on the caller's own event loop.
-
-    Raises:
-        HostingError: one of them does, so that a turn would wait for its own caller.
-    """
-    if asyncio._get_running_loop() is None:
-        return
-    portal.check_caller()
-    try:
-        upstream = portal.run(client.state()).upstream.url
-    except LabError:
-        return  # The request for the turn reports the problem, or waits until the daemon is back.
-    portal.check_caller(also=upstream)

@@ -11,7 +11,7 @@ from typing import Literal, Self
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.client.blocking.base import BlockingClient, check_upstream
+from lmx_lab.client.blocking.base import BlockingClient
 from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.blocking.subscription import BlockingSubscription
 from lmx_lab.client.cursors import CursorStore
@@ -40,11 +40,9 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
     """A blocking client of a daemon, for any thread: ``with DaemonClient.discover() as client``.
 
     It has the methods of ``AsyncDaemonClient``. Every method waits, and an interrupt (Ctrl-C) cancels the request.
-    Methods that wait for a turn also raise ``HostingError`` if the model server runs on the caller's event loop.
 
     Raises:
         InvalidRequestError: the address or the key is not valid.
-        HostingError: raised by every method if the server runs on the caller's event loop, which would wait for itself.
     """
 
     def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
@@ -196,8 +194,6 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         Args:
             wait_s: Wait until the turn has ended, but at most for this time in seconds, up to 60.
         """
-        if wait_s:
-            check_upstream(self._client, self._portal)
         return self._portal.run(self._client.read_turn(session_id, turn_id, wait_s))
 
     def cancel_turns(self, session_id: str, cancel: CancelTurns) -> CancelAnswer:
@@ -285,8 +281,6 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         Raises:
             CursorExpiredError: events after the cursor are not available; ``reason`` contains the cause.
         """
-        if wait_s:
-            check_upstream(self._client, self._portal)
         return self._portal.run(
             self._client.page(
                 after=after, stream_id=stream_id, limit=limit, wait_s=wait_s, session_ids=session_ids, types=types

@@ -44,7 +44,6 @@ class BlockingClass:
 RAISES = """
 Raises:
     InvalidRequestError: the address or the key is not valid.
-    HostingError: raised by every method if the server runs on the caller's event loop, which would wait for itself.
 """
 CLASSES = (
     BlockingClass(
@@ -71,7 +70,6 @@ Streams are iterated with ``for``.
         doc="""A blocking client of a daemon, for any thread: ``with DaemonClient.discover() as client``.
 
 It has the methods of ``AsyncDaemonClient``. Every method waits, and an interrupt (Ctrl-C) cancels the request.
-Methods that wait for a turn also raise ``HostingError`` if the model server runs on the caller's event loop.
 """
         + RAISES,
     ),
@@ -109,9 +107,7 @@ ANNOTATIONS = WRAPPERS | {"OnPermission": "BlockingOnPermission"}
 CALLBACKS = {"progress": "notifier", "on_event": "notifier", "on_permission": "decider"}
 """Parameters with callbacks, and the method of ``CallbackQueue`` that has them called in the caller's thread."""
 MODULES = {
-    **dict.fromkeys(
-        ("BlockingClient", "SessionBase", "SubscriptionBase", "check_upstream"), f"{PACKAGE}.blocking.base"
-    ),
+    **dict.fromkeys(("BlockingClient", "SessionBase", "SubscriptionBase"), f"{PACKAGE}.blocking.base"),
     **dict.fromkeys(("BlockingStream", "BlockingOnPermission", "run_with_callbacks"), f"{PACKAGE}.blocking.stream"),
     "Session": f"{PACKAGE}.blocking.session",
     "BlockingSubscription": f"{PACKAGE}.blocking.subscription",
@@ -170,7 +166,8 @@ def _member(node: Function, target: BlockingClass) -> str:
     result = f"BlockingStream[{item}]" if item else ANNOTATIONS.get(returned, returned)
     doc = ast.get_docstring(node)
     body = [_docstring(doc)] if doc else []
-    body += _guards(node, target, waits=waits)
+    if target.before and waits:
+        body.append(target.before)
     body.append(_body(node, target, returned, item=item, waits=waits))
     return f"{decorators}def {node.name}({_parameters(node)}) -> {result}:\n" + textwrap.indent("\n".join(body), "    ")
 
@@ -179,17 +176,6 @@ def _streamed(returned: str) -> str | None:
     prefix, suffix = "AsyncGenerator[", ", None]"
     is_stream = returned.startswith(prefix)
     return returned.removeprefix(prefix).removesuffix(suffix) if is_stream else None
-
-
-def _guards(node: Function, target: BlockingClass, *, waits: bool) -> list[str]:
-    """Return statements which check that a turn, which needs the model server, does not wait for its own caller."""
-    names = {it.arg for it in (*node.args.args, *node.args.kwonlyargs)}
-    check = "check_upstream(self._client, self._portal)"
-    if "on_permission" in names:
-        return [check]
-    if "wait_s" in names:
-        return [f"if wait_s:\n    {check}"]
-    return [target.before] if target.before and waits else []
 
 
 def _body(node: Function, target: BlockingClass, returned: str, *, item: str | None, waits: bool) -> str:

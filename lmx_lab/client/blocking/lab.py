@@ -34,7 +34,6 @@ class LabClient(BlockingClient[AsyncLabClient]):
 
     Raises:
         InvalidRequestError: the address or the key is not valid.
-        HostingError: raised by every method if the server runs on the caller's event loop, which would wait for itself.
     """
 
     def __init__(

@@ -5,25 +5,18 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from lmx_lab.errors import HostingError
-from lmx_lab.portal import LoopThread, loops_serving
+from lmx_lab.portal import LoopThread
 
 T = TypeVar("T")
 CLOSE_S = 5.0
 """Maximum time for closing a client, including the cancellation of its turns."""
-DEFAULT_PORTS = {"http": 80, "https": 443}
-REMEDIES = (
-    "await the async client, start the cell with %%offload, call this in asyncio.to_thread, or serve from a thread: "
-    "launch(loop='thread')"
-)
 
 
 class _Background:
@@ -71,12 +64,10 @@ class Portal:
     the portal is deleted, and at the end of the process.
 
     Args:
-        address: Returns the current address of the client's server.
         close: Closes the client.
     """
 
-    def __init__(self, address: Callable[[], str], close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._address = address
+    def __init__(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._used: list[LoopThread] = []
         """The thread of the background loop, once it was used."""
         self._finalizer = weakref.finalize(self, _close_later, self._used, close)
@@ -88,8 +79,9 @@ class Portal:
         """The thread of the background loop.
 
         Raises:
-            HostingError: the client was closed, or the process has forked since the client was created: parent and
-                child would use the same connection.
+            HostingError: the client was closed; or the process has forked since the client was created, so that parent
+                and child would use the same connection; or the caller runs on the background loop, which would wait for
+                itself.
         """
         if not self._finalizer.alive:
             raise HostingError("this client was closed; create a new one")
@@ -97,39 +89,20 @@ class Portal:
             self._used.append(_BACKGROUND.thread)
         if not _BACKGROUND.owns(self._used[0]):
             raise HostingError("this client was created before the process forked; create another one in the child")
-        return self._used[0]
-
-    def check_caller(self, *, also: str | None = None) -> None:
-        """Check that the caller would not wait for itself.
-
-        Args:
-            also: The address of another server that has to answer while the caller waits.
-
-        Raises:
-            HostingError: the server runs on the caller's own event loop.
-        """
-        loop = asyncio._get_running_loop()
-        if loop is None:
-            return
-        if self._used and loop is self._used[0].loop:
+        if asyncio._get_running_loop() is self._used[0].loop:
             raise HostingError(
                 "a blocking call on the event loop of the blocking clients would never return; await the async client"
             )
-        for address in (self._address(), also):
-            if address is not None and serves(loop, address):
-                raise HostingError(
-                    f"{address} is served by the event loop of this call, so the call would wait for itself; {REMEDIES}"
-                )
+        return self._used[0]
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine in the background and wait for its result.
 
         Raises:
-            HostingError: as ``check_caller``, or the client was closed.
+            HostingError: as ``thread``.
             TimeoutError: after ``timeout_s``; the coroutine was cancelled.
         """
         try:
-            self.check_caller()
             thread = self.thread
         except BaseException:
             work.close()
@@ -157,20 +130,3 @@ def _close_later(used: list[LoopThread], close: Callable[[], Coroutine[Any, Any,
     if used and _BACKGROUND.owns(used[0]):
         with suppress(RuntimeError):  # The loop is closed, because the process is about to end.
             used[0].loop.call_soon_threadsafe(start)
-
-
-def serves(loop: asyncio.AbstractEventLoop, address: str) -> bool:
-    """Whether a server at this address runs on the loop."""
-    parts = urlsplit(address)
-    port = parts.port or DEFAULT_PORTS.get(parts.scheme, 0)
-    return loop in loops_serving(port) and _is_this_machine(parts.hostname or "")
-
-
-def _is_this_machine(host: str) -> bool:
-    """Whether a socket can be bound to the host. Sends nothing except name lookups."""
-    with suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind, protocol) as bound, suppress(OSError):
-                bound.bind(address)
-                return True
-    return False

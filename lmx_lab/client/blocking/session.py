@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Unpack
 
-from lmx_lab.client.blocking.base import SessionBase, check_upstream
+from lmx_lab.client.blocking.base import SessionBase
 from lmx_lab.client.blocking.stream import BlockingOnPermission, BlockingStream, run_with_callbacks
 from lmx_lab.client.session import SessionFields, WhenBusy
 from lmx_lab.client.turn_result import TurnResult
@@ -49,7 +49,6 @@ class Session(SessionBase):
             UnreachableError: no daemon answers.
             TurnInProgressError, QueueFullError, SessionNotFoundError …: the turn was not accepted.
         """
-        check_upstream(self._client, self._portal)
         return run_with_callbacks(
             self._portal,
             lambda callbacks: self._session.run(
@@ -84,7 +83,6 @@ class Session(SessionBase):
         Raises:
             LabError: as ``run``, after all events.
         """
-        check_upstream(self._client, self._portal)
         return BlockingStream(
             self._portal,
             lambda callbacks: aclosing(
@@ -141,6 +139,4 @@ class Session(SessionBase):
         Args:
             wait_s: Wait until the turn has ended, but at most for this time in seconds, up to 60.
         """
-        if wait_s:
-            check_upstream(self._client, self._portal)
         return self._portal.run(self._session.turn(turn_id, wait_s=wait_s))

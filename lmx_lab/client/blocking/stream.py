@@ -177,7 +177,6 @@ def run_with_callbacks(portal: Portal, work: Callable[[CallbackQueue], Coroutine
 
     An interrupt, or an exception of a callback, cancels the coroutine, and is raised when the coroutine has ended.
     """
-    portal.check_caller()
     task: _BackgroundTask[T] = _BackgroundTask(portal.thread)
     try:
         task.start(work)
@@ -299,19 +298,10 @@ class BlockingStream(Generic[Item]):
             self._iterator.finish()
         self.close()
 
-    def _check_caller(self) -> None:
-        """Called once before the stream starts.
-
-        Raises:
-            HostingError: the caller would wait for itself.
-        """
-        self._portal.check_caller()
-
     def _started(self) -> _PulledIterator[Item]:
         if self._iterator is None:
             if self._has_ended:
                 raise HostingError("this stream was closed; create a new one")
-            self._check_caller()
             self._iterator = _PulledIterator(self._portal.thread)
             weakref.finalize(self, self._iterator.cancel_later).atexit = False
             self._iterator.open(self._source)
