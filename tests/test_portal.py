@@ -2,30 +2,65 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
+import http.client
 import os
 import signal
 import socket
 import sys
-import textwrap
 import threading
 
 import pytest
 
 from lmx_lab.errors import HostingError
 from lmx_lab.http.uvicorn_server import bind, serve
-from lmx_lab.portal import LoopThread, receive, run_nested
+from lmx_lab.portal import HostedLoop, LoopThread, receive
 from tests.http.serving import HealthApp, fetch, script_result
 
 WAIT_S = 60
 
 
-@pytest.fixture
-def thread():
-    thread = LoopThread()
-    thread.start()
-    yield thread
-    thread.stop()
+@contextlib.contextmanager
+def raising_handler():
+    """Replace Python's handler of SIGINT by one that does the same, so that a hosted loop uses its host."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def started(kind):
+    """A running loop: one in a thread, one whose steps another loop runs, or one whose host is busy all the time."""
+    host = LoopThread("test-host")
+    busy, free = threading.Event(), threading.Event()
+
+    async def occupy():
+        busy.set()
+        free.wait()
+
+    with raising_handler():
+        host.start()
+        thread = LoopThread() if kind == "alone" else HostedLoop(host.loop)
+        thread.start()
+        if kind == "with a busy host":
+            host.submit(occupy())
+            assert busy.wait(WAIT_S)
+        yield thread
+        thread.stop()
+        free.set()
+        host.stop()
     assert not thread._thread.is_alive()
+
+
+@pytest.fixture(params=["alone", "hosted", "with a busy host"])
+def thread(request):
+    with started(request.param) as thread:
+        yield thread
 
 
 def test_a_server_on_a_thread_works_while_its_caller_is_busy(thread):
@@ -38,7 +73,6 @@ def test_a_server_on_a_thread_works_while_its_caller_is_busy(thread):
 def test_the_thread_is_a_daemon_thread_with_a_name(thread):
     assert thread._thread.daemon
     assert thread._thread.name == "lmx-lab-server"
-    assert thread.loop.is_running()
 
 
 def test_an_error_at_startup_on_a_thread_is_raised_in_the_caller(thread):
@@ -56,6 +90,7 @@ def test_a_blocking_call_on_its_own_event_loop_is_an_error(thread):
 
 def test_a_timeout_cancels_the_work_and_waits_for_its_end(thread):
     ended = []
+    thread.run(asyncio.sleep(0))  # A loop with a busy host takes longer for the first call.
     with pytest.raises(TimeoutError):
         thread.run(until_cancelled(lambda: None, ended.append), timeout_s=0.01)
     assert ended == ["cancelled"]
@@ -98,9 +133,9 @@ def test_a_second_interrupt_does_not_wait(thread):
 
 def test_submitted_work_returns_its_result_and_can_be_cancelled(thread):
     assert thread.submit(asyncio.sleep(0, "done")).result(WAIT_S) == "done"
-    started, ended = threading.Event(), threading.Event()
-    future = thread.submit(until_cancelled(started.set, lambda _: ended.set()))
-    assert started.wait(WAIT_S)
+    begun, ended = threading.Event(), threading.Event()
+    future = thread.submit(until_cancelled(begun.set, lambda _: ended.set()))
+    assert begun.wait(WAIT_S)
     assert future.cancel()
     assert ended.wait(WAIT_S)
 
@@ -119,12 +154,10 @@ def test_work_cancelled_before_its_first_step_never_runs(thread):
     assert thread.run(asyncio.sleep(0, "fine")) == "fine"
 
 
-def test_stop_cancels_pending_work_and_raises_in_waiting_callers():
-    thread = LoopThread()
-    thread.start()
-    started, ended = threading.Event(), []
-    future = thread.submit(until_cancelled(started.set, ended.append))
-    assert started.wait(WAIT_S)
+def test_stop_cancels_pending_work_and_raises_in_waiting_callers(thread):
+    begun, ended = threading.Event(), []
+    future = thread.submit(until_cancelled(begun.set, ended.append))
+    assert begun.wait(WAIT_S)
     thread.stop()
     thread.stop()
     assert ended == ["cancelled"]
@@ -154,9 +187,7 @@ def test_work_that_raises_system_exit_does_not_end_the_event_loop(thread):
     assert thread.run(asyncio.sleep(0, "fine")) == "fine"
 
 
-def test_stopping_the_thread_closes_connections_and_frees_the_port_of_a_running_server():
-    thread = LoopThread()
-    thread.start()
+def test_stopping_the_thread_closes_connections_and_frees_the_port_of_a_running_server(thread):
     app = HealthApp()
     host = thread.run(serve(app, bind("127.0.0.1", 0, explicit=True)))
     with socket.create_connection(("127.0.0.1", host.port), timeout=WAIT_S) as client:
@@ -198,89 +229,6 @@ def test_a_script_exits_without_atexit_too():
     assert (done.returncode, done.stdout) == (0, "ok\n")
 
 
-# Nested event loops patch asyncio for the whole process, so each of these tests runs in a process of its own.
-NESTED = """
-import asyncio, os, signal, sys
-from lmx_lab.errors import HostingError
-from lmx_lab.http.uvicorn_server import bind, serve
-from lmx_lab.portal import run_nested
-from tests.http.serving import HealthApp, fetch
-from tests.test_portal import until_cancelled
-
-async def main():
-    loop = asyncio.get_running_loop()
-    {body}
-
-asyncio.run(main())
-"""
-
-
-def nested(body):
-    script = NESTED.replace("{body}", textwrap.indent(textwrap.dedent(body), "    ").strip())
-    done = script_result(script, "-W", "error")
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split()
-
-
-@pytest.mark.slow
-def test_the_server_works_during_a_nested_call():
-    assert nested("""
-        host = run_nested(loop, serve(HealthApp(), bind("127.0.0.1", 0, explicit=True)))
-        print(run_nested(loop, asyncio.to_thread(fetch, host.port)))
-        run_nested(loop, host.stop())
-        print(host.running)
-    """) == ["ok", "False"]
-
-
-@pytest.mark.slow
-def test_an_interrupted_nested_call_is_cancelled_and_the_event_loop_still_runs():
-    assert nested("""
-        before, ended = signal.getsignal(signal.SIGINT), []
-        bystander = asyncio.create_task(asyncio.sleep(0.05, "bystander"))
-        try:
-            run_nested(loop, until_cancelled(lambda: os.kill(os.getpid(), signal.SIGINT), ended.append))
-        except KeyboardInterrupt:
-            print(*ended, signal.getsignal(signal.SIGINT) is before, await bystander)
-    """) == ["cancelled", "True", "bystander"]
-
-
-@pytest.mark.slow
-def test_an_error_of_a_nested_call_is_raised_in_the_caller():
-    assert nested("""
-        try:
-            run_nested(loop, serve(HealthApp(fail_at="startup"), bind("127.0.0.1", 0, explicit=True)))
-        except HostingError as exc:
-            print(type(exc.__cause__).__name__)
-    """) == ["ValueError"]
-
-
-def test_work_for_the_event_loop_of_another_thread_runs_there(thread):
-    assert run_nested(thread.loop, asyncio.sleep(0, "slept")) == "slept"
-    with pytest.raises(ValueError, match="no"):
-        run_nested(thread.loop, failing())
-
-
-def test_work_for_a_busy_event_loop_of_another_thread_times_out(thread, monkeypatch):
-    monkeypatch.setattr("lmx_lab.portal.START_S", 0.05)
-    release, busy, ran = threading.Event(), threading.Event(), []
-
-    async def keep_busy():
-        busy.set()
-        release.wait(WAIT_S)
-
-    async def work():
-        ran.append("ran")
-
-    kept = thread.submit(keep_busy())
-    assert busy.wait(WAIT_S)
-    with pytest.raises(HostingError, match="%%offload"):
-        run_nested(thread.loop, work())
-    release.set()
-    kept.result(WAIT_S)
-    thread.run(asyncio.sleep(0))
-    assert ran == []
-
-
 def test_a_loop_that_waits_for_another_thread_sees_callbacks_that_do_not_wake_it():
     future = concurrent.futures.Future()
     # Without the other callback, the loop would sleep until this one.
@@ -298,31 +246,138 @@ def test_a_loop_that_waits_for_another_thread_sees_callbacks_that_do_not_wake_it
     assert future.cancelled()
 
 
-async def failing():
-    raise ValueError("no")
+# A loop with two drivers
 
 
-def test_an_event_loop_of_another_thread_cannot_be_nested(thread):
-    async def nest():
-        return run_nested(thread.loop, asyncio.sleep(0))
-
-    with pytest.raises(HostingError, match="another thread"):
-        asyncio.run(nest())
+async def thread_name():
+    return threading.current_thread().name
 
 
-def test_uvloop_cannot_be_nested():
+def hosted_main(function):
+    """Run a function on a loop that hosts another one, in the main thread, as a notebook's kernel does."""
+
+    async def main():
+        hosted = HostedLoop(asyncio.get_running_loop(), "test-hosted")
+        hosted.start()
+        try:
+            return await function(hosted)
+        finally:
+            await asyncio.to_thread(hosted.stop)
+
+    return asyncio.run(main())
+
+
+def test_a_free_host_runs_the_steps():
+    async def names(hosted):
+        return {await receive(hosted.submit(thread_name())) for _ in range(20)}
+
+    assert "MainThread" in hosted_main(names)
+
+
+def test_the_thread_runs_the_steps_while_the_host_is_blocked_and_the_host_continues():
+    async def names(hosted):
+        future = hosted.submit(thread_name())
+        while_blocked = future.result(WAIT_S)
+        while await receive(hosted.submit(thread_name())) != "MainThread":
+            pass
+        return while_blocked
+
+    assert hosted_main(names) == "test-hosted"
+
+
+def test_a_call_that_blocks_the_host_gets_its_result():
+    async def call(hosted):
+        await receive(hosted.submit(asyncio.sleep(0)))
+        return [hosted.run(thread_name()) for _ in range(5)]
+
+    assert hosted_main(call) == ["test-hosted"] * 5
+
+
+def test_connections_tasks_and_timers_survive_each_change_of_the_driver():
+    async def alternate(hosted):
+        host = await receive(hosted.submit(serve(HealthApp(), bind("127.0.0.1", 0, explicit=True))))
+        ticks, ended = [], threading.Event()
+
+        async def tick():
+            while not ended.is_set():
+                ticks.append(threading.current_thread().name)
+                await asyncio.sleep(0.001)
+
+        ticking = hosted.submit(tick())
+        texts = []
+        connection = http.client.HTTPConnection("127.0.0.1", host.port, timeout=WAIT_S)
+
+        def ask():
+            connection.request("GET", "/")
+            texts.append(connection.getresponse().read() == b'{"status": "ok", "name": "lmx-lab"}')
+
+        for _ in range(20):
+            ask()
+            await asyncio.to_thread(ask)
+            while ticks[-1] != "MainThread":  # noqa: ASYNC110 - an event would have to wake this loop
+                await asyncio.sleep(0.001)
+        ended.set()
+        connection.close()
+        await receive(ticking)
+        await receive(hosted.submit(host.stop()))
+        return set(texts), set(ticks)
+
+    assert hosted_main(alternate) == ({True}, {"MainThread", "test-hosted"})
+
+
+def test_a_host_that_runs_nested_in_blocking_code_runs_no_steps():
+    # An interrupt of that code would be raised within a request. Python's own handler of SIGINT says that it may come.
+    async def nested(hosted):
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            names = {await receive(hosted.submit(thread_name())) for _ in range(20)}
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return names
+
+    assert hosted_main(nested) == {"test-hosted"}
+
+
+def test_a_loop_outlives_its_host():
+    with contextlib.ExitStack() as ended:
+
+        async def start():
+            hosted = HostedLoop(asyncio.get_running_loop(), "test-hosted")
+            hosted.start()
+            ended.callback(hosted.stop)
+            return hosted, await receive(hosted.submit(serve(HealthApp(), bind("127.0.0.1", 0, explicit=True))))
+
+        hosted, server = asyncio.run(start())
+        assert [fetch(server.port) for _ in range(3)] == ["ok"] * 3
+        hosted.run(server.stop())
+
+
+def test_uvloop_can_be_the_host():
     uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed")
-    loop = uvloop.new_event_loop()
-    with pytest.raises(HostingError, match="uvloop"):
-        run_nested(loop, asyncio.sleep(0))
-    loop.close()
+
+    async def names():
+        hosted = HostedLoop(asyncio.get_running_loop(), "test-hosted")
+        hosted.start()
+        try:
+            awaited = {await receive(hosted.submit(thread_name())) for _ in range(20)}
+            return "MainThread" in awaited, hosted.run(thread_name())
+        finally:
+            await asyncio.to_thread(hosted.stop)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(names()) == (True, "test-hosted")
 
 
-@pytest.mark.slow
-def test_importing_does_not_patch_asyncio():
-    script = "import asyncio, lmx_lab.http.uvicorn_server, lmx_lab.portal; print(hasattr(asyncio, '_nest_patched'))"
-    done = script_result(script)
-    assert done.stdout == "False\n"
+def test_code_of_the_loop_cannot_wait_for_the_loop_in_either_driver():
+    async def calls(hosted):
+        async def misuse():
+            return hosted.run(asyncio.sleep(0))
+
+        for wait in (lambda: receive(hosted.submit(misuse())), lambda: asyncio.to_thread(hosted.run, misuse())):
+            with pytest.raises(HostingError, match="wait forever"):
+                await wait()
+
+    hosted_main(calls)
 
 
 def test_a_call_that_waits_for_data_survives_garbage_collection(thread):

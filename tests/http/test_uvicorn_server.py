@@ -150,13 +150,6 @@ def test_a_lab_of_another_process_on_the_port_is_named_in_the_error(name, holder
 
 
 @pytest.mark.anyio
-async def test_a_lab_of_this_process_on_the_port_is_named_in_the_error():
-    async with serving() as host:
-        with pytest.raises(PortTakenError, match="of this process"):
-            bind("127.0.0.1", host.port, explicit=True)
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
 async def test_the_url_can_be_used_directly(address):
     if ":" in address and not HAS_IPV6:

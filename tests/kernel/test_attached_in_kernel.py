@@ -54,12 +54,10 @@ def test_the_stop_button_ends_the_generation_on_the_server(lab: lmx_lab.Lab, not
     assert notebook.run("print(far.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
 
 
-def test_a_cell_that_would_wait_for_its_own_loop_is_refused(notebook: Notebook) -> None:
-    notebook.run("own = lmx_lab.launch(loop='kernel', port=0)")
-    output = notebook.fail("lmx_lab.attach(own.url)")
-    assert (output.error, "lmx_lab.current()" in output.message) == ("HostingError", True)
-    notebook.run("near = await asyncio.to_thread(lmx_lab.attach, own.url)")
-    output = notebook.fail("near.models()")
-    assert (output.error, "lmx_lab.current()" in output.message) == ("HostingError", True)
+def test_a_cell_can_attach_to_the_lab_of_its_own_kernel(notebook: Notebook) -> None:
+    notebook.run("own = lmx_lab.launch(loop='kernel', port=0); near = lmx_lab.attach(own.url)")
+    assert notebook.run(
+        "print(near.models() == own.models() == await near.amodels(), near.snapshot() is not None)"
+    ) == ("True True")
     notebook.run("near.stop()")
     assert notebook.run("own.stop(); print(len(far.models()))") == "1"

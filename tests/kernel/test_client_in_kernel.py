@@ -36,22 +36,18 @@ def test_the_same_code_runs_in_cells_in_threads_and_in_a_script_and_can_be_stopp
     notebook, home = fresh_notebook, str(fresh_notebook.home)
     notebook.run(f"import asyncio, lmx_lab; home = {home!r}\n%load_ext lmx_lab\n{CODE}")
 
-    notebook.run(LAUNCH.format(loop="kernel"))
-    for call in ("ask(lab.url)", "ask(lab.url, 'websocket')", "run(home)"):
-        refused = notebook.fail(call)
-        assert (refused.error, "%%offload" in refused.message) == ("HostingError", True), refused.message
-    text = notebook.run("print(repr(await asyncio.to_thread(ask, lab.url)))")
-    assert text == notebook.run("%%offload\nprint(repr(ask(lab.url, 'websocket')))")
-    assert notebook.run("%%offload\nprint(run(home))") == "length"
-    url = notebook.run("print(lab.url)")
-    script = f"{CODE}\nprint(repr(ask({url!r})))\nprint(run({home!r}))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split("\n")[:2] == [text, "length"]
-
-    notebook.run("lab.stop()\n" + LAUNCH.format(loop="thread"))
-    assert notebook.run("print(repr(ask(lab.url)))") == text
-    assert notebook.run("print(run(home))") == "length"
-    assert notebook.run("print(repr(await asyncio.to_thread(ask, lab.url, 'websocket')))") == text
+    for loop in ("kernel", "thread"):
+        notebook.run(f"if lmx_lab.current(): lab.stop()\n{LAUNCH.format(loop=loop)}")
+        text = notebook.run("print(repr(ask(lab.url)))")
+        assert notebook.run("print(repr(ask(lab.url, 'websocket')))") == text
+        assert notebook.run("print(repr(await asyncio.to_thread(ask, lab.url)))") == text
+        assert notebook.run("%%offload\nprint(repr(ask(lab.url, 'websocket')))") == text
+        for cell in ("print(run(home))", "%%offload\nprint(run(home))"):
+            assert notebook.run(cell) == "length"
+        url = notebook.run("print(lab.url)")
+        script = f"{CODE}\nprint(repr(ask({url!r})))\nprint(run({home!r}))"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.split("\n")[:2] == [text, "length"]
 
     output = notebook.interrupt("""
         client = DaemonClient.discover(home)

@@ -15,7 +15,7 @@ import asyncio, atexit, signal
 first_handler = signal.getsignal(signal.SIGINT)
 host = sock = None
 from lmx_lab.http.uvicorn_server import bind, serve
-from lmx_lab.portal import LoopThread, run_nested
+from lmx_lab.portal import HostedLoop, LoopThread, receive
 
 async def app(scope, receive, send, fail=False):
     if scope["type"] == "lifespan":
@@ -41,19 +41,16 @@ async def forever():
         print("cancelled", flush=True)
 """
 
-VERBS = {
-    "kernel": """
-        loop = asyncio.get_running_loop()
-        def block(coro):
-            return run_nested(loop, coro)
-    """,
-    "thread": """
-        thread = LoopThread()
-        thread.start()
-        atexit.register(thread.stop)
-        block = thread.run
-    """,
-}
+THREADS = {"kernel": "HostedLoop(asyncio.get_running_loop())", "thread": "LoopThread()"}
+START = """
+thread = {thread}
+thread.start()
+atexit.register(thread.stop)
+block = thread.run
+
+async def awaited(coro):
+    return await receive(thread.submit(coro))
+"""
 
 LAUNCH = """
     sock = bind("127.0.0.1", 0, explicit=True)
@@ -134,7 +131,7 @@ def prepared(mode):
     kernel = Kernel()
     try:
         kernel.run(SETUP)
-        kernel.run(VERBS[mode])
+        kernel.run(START.format(thread=THREADS[mode]))
         yield kernel
     finally:
         kernel.leave()
@@ -157,11 +154,8 @@ def lab(running):
 def fresh(request):
     """A kernel for one test, which may stop it."""
     with prepared(request.param) as kernel:
+        kernel.mode = request.param
         yield kernel
-
-
-UNPATCHED = pytest.mark.parametrize("running", ["thread"], indirect=True)
-"""The kernel in which no test has run its loop nested, because that patches asyncio."""
 
 
 def fetch(port):
@@ -187,11 +181,10 @@ def test_requests_are_answered_while_the_kernel_is_idle(lab):
     assert is_free(port)
 
 
-@UNPATCHED
 def test_an_awaited_start_serves_too(lab):
-    port = int(lab.run('host = await serve(app, bind("127.0.0.1", 0, explicit=True)); print(host.port)'))
+    port = int(lab.run('host = await awaited(serve(app, bind("127.0.0.1", 0, explicit=True))); print(host.port)'))
     assert fetch(port) == b"ok"
-    lab.run("await host.stop()")
+    lab.run("await awaited(host.stop())")
     assert is_free(port)
 
 
@@ -222,9 +215,8 @@ def test_a_failing_start_is_an_error_in_the_cell_and_the_kernel_keeps_running(la
     assert fetch(int(lab.run(LAUNCH))) == b"ok"
 
 
-@UNPATCHED
 def test_an_awaited_failing_start_is_an_error_in_the_cell_and_the_kernel_keeps_running(lab):
-    assert lab.error('await serve(failing, bind("127.0.0.1", 0, explicit=True))') == "HostingError"
+    assert lab.error('await awaited(serve(failing, bind("127.0.0.1", 0, explicit=True)))') == "HostingError"
     assert lab.run("print(1)") == "1"
 
 
@@ -289,6 +281,7 @@ def test_a_restarted_kernel_gets_the_same_port_again(fresh):
     fresh.manager.restart_kernel()
     fresh.client.wait_for_ready(timeout=60)
     fresh.run(SETUP)
-    host = f'host = await serve(app, bind("127.0.0.1", {port}, explicit=True)); print(host.port)'
+    fresh.run(START.format(thread=THREADS[fresh.mode]))
+    host = f'host = await awaited(serve(app, bind("127.0.0.1", {port}, explicit=True))); print(host.port)'
     assert int(fresh.run(host)) == port
     assert fetch(port) == b"ok"

@@ -90,9 +90,9 @@ def launch(notebook: Notebook, arguments: str = "port=0") -> str:
     return f"lab = lmx_lab.launch(loop={notebook.mode!r}, {arguments}); print(lab.port)"
 
 
-def test_the_kernels_loop_serves_on_loopback_and_a_thread_serves_the_lan(notebook: Notebook) -> None:
+def test_the_kernels_loop_serves_on_loopback_and_on_the_lan(notebook: Notebook) -> None:
     assert notebook.run("lab = lmx_lab.launch(port=0); print(lab.mode, lab.lan_url)") == "kernel None"
-    assert notebook.run("lab = lmx_lab.launch(port=0, lan=True); print(lab.mode)") == "thread"
+    assert notebook.run("lab = lmx_lab.launch(port=0, lan=True); print(lab.mode)") == "kernel"
     assert healthz(int(notebook.run("print(lab.port)"))) == 200
 
 
@@ -105,7 +105,7 @@ def test_the_launch_cell_run_again_gives_the_same_lab(lab: Notebook) -> None:
 def test_changed_arguments_restart_in_place_on_the_same_port(lab: Notebook) -> None:
     assert int(lab.run("old = lab\n" + launch(lab, "port=0, slots=2"))) == lab.port
     assert lab.run("print(old.running, lab.settings.slots, listening().count(lab.port), sorted(threads()))") == (
-        f"False 2 1 {['lmx-lab-panels', *(['lmx-lab-server'] if lab.mode == 'thread' else [])]}"
+        "False 2 1 ['lmx-lab-panels', 'lmx-lab-server']"
     )
     assert healthz(lab.port) == 200
 

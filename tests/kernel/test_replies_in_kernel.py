@@ -39,14 +39,3 @@ def test_a_slow_launch_shows_where_the_time_went(fresh_notebook: Notebook) -> No
     assert "The launch took" in shown["text/plain"]
     assert "the server" in shown["text/plain"]
     assert "echo" in shown["text/plain"]
-
-
-@pytest.mark.long
-def test_a_busy_launch_cell_is_not_reported_but_a_later_cell_is(fresh_notebook: Notebook) -> None:
-    note = "print(lab.workbench.backend.state().note)"
-    busy = f"time.sleep(1.5); {note}"
-    launch = "import lmx_lab, time; lab = lmx_lab.launch('echo', port=0)"
-    assert fresh_notebook.run(f"{launch}; {busy}") == ""
-    assert fresh_notebook.run(note) == ""
-    assert "A cell has blocked the server's loop" in fresh_notebook.run(busy)
-    assert "A cell blocked the server's loop" in fresh_notebook.run(f"import asyncio; await asyncio.sleep(0.3); {note}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,42 +121,6 @@ async def test_leaving_an_answer_frees_its_slot(lab: lmx_lab.Lab) -> None:
     assert while_blocked(lab, first())
     await until(lambda: lab.engine.snapshot.active_requests == 0)
     await until(lambda: [each.event.finish_reason for each in lab.workbench.history.requests] == ["cancelled"])
-
-
-@pytest.mark.slow
-async def test_a_blocked_loop_is_reported_with_a_remedy(on_this_loop: lmx_lab.Lab) -> None:
-    lab, backend, seen = on_this_loop, on_this_loop.workbench.backend, threading.Event()
-    await until(lambda: backend.state().state == "running")
-    notes = []
-
-    def look() -> None:
-        while not seen.is_set():
-            if (state := backend.state()).state == "lagging":
-                notes.append(state.note)
-                seen.set()
-            seen.wait(0.05)
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    noticed = seen.wait(WAIT_S)  # This is the cell that blocks.
-    seen.set()
-    looking.join()
-    assert noticed
-    assert "%%offload" in notes[0]
-    await until(lambda: lab.server.lag.worst is not None and backend.state().state == "running")
-    assert "%%offload" in backend.state().note
-
-
-@pytest.mark.slow
-async def test_lag_of_a_loop_in_a_thread_has_no_note(tmp_path: Path) -> None:
-    async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
-
-        async def sleep() -> None:
-            time.sleep(1.3)  # noqa: ASYNC251
-
-        await lab.server.portal.call(sleep())
-        await until(lambda: lab.server.lag.worst is not None)
-        assert lab.workbench.backend.state().note == ""
 
 
 async def test_a_stopped_lab_says_so(tmp_path: Path) -> None:

@@ -406,21 +406,9 @@ async def own(tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
         yield lab
 
 
-async def models_here(far: lmx_lab.Lab) -> Any:
-    return far.models()
-
-
-async def test_a_blocking_call_on_the_serving_loop_is_refused(own: lmx_lab.Lab) -> None:
+async def test_a_blocking_call_on_the_serving_loop_is_answered(own: lmx_lab.Lab) -> None:
     for url in (own.url, f"http://localhost:{own.port}/v1"):
-        with pytest.raises(errors.HostingError, match="current"):
-            attach(url)
-    # From another thread, the server can be called.
-    far = await asyncio.to_thread(attach, own.url)
-    assert await far.amodels() == await own.amodels() == await asyncio.to_thread(far.models)
-    for use in (far.models, lambda: far.chat("hi"), lambda: far.load("tiny"), far.snapshot):
-        with pytest.raises(errors.HostingError, match="current"):
-            use()
-    assert "current" in repr(far)
-    # This loop is not the server's.
-    assert await asyncio.to_thread(asyncio.run, models_here(far)) == await far.amodels()
-    await far.astop()
+        with attach(url) as far:
+            assert far.models() == await far.amodels() == await own.amodels() == await asyncio.to_thread(far.models)
+            assert far.snapshot().models == own.snapshot().models
+            assert f"version {lmx_lab.__version__}" in repr(far)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
@@ -18,7 +17,6 @@ from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.cursors import MemoryCursor
 from lmx_lab.client.daemon_events import DaemonEvent, PermissionRequestEvent, TurnDoneEvent
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.http import uvicorn_server
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed
 from lmx_lab.wire.sessions import (
     CancelTurns,
@@ -29,7 +27,7 @@ from lmx_lab.wire.sessions import (
     SubmitTurn,
     TurnOverrides,
 )
-from tests.client.blocking.test_portal import app, run_script
+from tests.client.blocking.test_portal import run_script
 from tests.daemon.running_daemon import serving
 from tests.daemon.scripted import STALL, Scripted, calls, says, token
 from tests.flows.conftest import wait_until
@@ -323,32 +321,6 @@ assert next(events).seq > first
 print("more")
 """)
     assert output == "more\n"
-
-
-# --- calls that would wait for themselves
-
-
-@pytest.mark.slow
-async def test_a_turn_whose_model_server_is_on_the_callers_loop_is_refused(tmp_path: Path) -> None:
-    server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
-    with serving(tmp_path, upstream=server.url) as daemon, DaemonClient(daemon.url, token=daemon.token) as client:
-        session = client.session("s")
-        for ask in (
-            lambda: session.run("hi"),
-            lambda: session.stream("hi"),
-            lambda: session.turn("t", wait_s=1),
-            lambda: client.read_turn("s", "t", 1),
-            lambda: client.page(wait_s=1),
-            lambda: next(client.events()),
-        ):
-            with pytest.raises(errors.HostingError, match="offload"):
-                ask()
-        assert session.snapshot().messages == []
-        # On another thread the call may wait; this server has no model.
-        with pytest.raises(errors.LabError) as caught:
-            await asyncio.to_thread(session.run, "hi")
-        assert not isinstance(caught.value, errors.HostingError)
-    await server.stop(0)
 
 
 def test_the_token_of_a_client_is_not_displayed(daemon: Daemon) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.client.blocking.lab import LabClient
-from lmx_lab.client.blocking.portal import Portal, serves
+from lmx_lab.client.blocking.portal import Portal
 from lmx_lab.client.blocking.stream import MAX_PENDING_CALLS, BlockingStream, CallbackQueue, run_with_callbacks
 from lmx_lab.http import uvicorn_server
 from lmx_lab.portal import LoopThread
@@ -52,44 +52,14 @@ def served(host: str = "127.0.0.1") -> Iterator[uvicorn_server.RunningServer]:
         thread.stop()
 
 
-def make_portal(address: str = "http://127.0.0.1:9") -> Portal:
+def make_portal() -> Portal:
     async def close() -> None:
         pass
 
-    return Portal(lambda: address, close)
+    return Portal(close)
 
 
 # --- calls that would wait for themselves
-
-
-@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "127.1", "0.0.0.0"])
-async def test_a_call_on_the_servers_own_loop_is_refused_with_the_remedies(name: str) -> None:
-    server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
-    with LabClient(f"http://{name}:{server.port}") as client:
-        for call in (client.version, lambda: next(client.events()), lambda: client.load("m", progress=print)):
-            with pytest.raises(errors.HostingError, match=r"await.*offload.*to_thread.*loop='thread'"):
-                call()
-        if name != "0.0.0.0":
-            assert await asyncio.to_thread(client.version) == "9.9"
-    await server.stop(0)
-    with LabClient(server.url) as client, pytest.raises(errors.UnreachableError):
-        client.version()
-
-
-async def test_a_call_on_another_loop_than_the_servers_is_allowed() -> None:
-    with served() as server, LabClient(server.url) as client:
-        assert client.version() == "9.9"
-
-
-async def test_a_server_on_another_machine_with_the_same_port_is_allowed() -> None:
-    server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
-    here = asyncio.get_running_loop()
-    assert serves(here, server.url)
-    # No machine has an address in 192.0.2.0/24, which is for documentation. The last two are not valid names.
-    for host in ("192.0.2.1", "no-such.invalid", "a" * 300):
-        assert not serves(here, f"http://{host}:{server.port}")
-    assert not serves(here, f"http://127.0.0.1:{server.port + 1 if server.port < 65535 else 1}")
-    await server.stop(0)
 
 
 def test_a_blocking_call_on_the_clients_loop_is_refused() -> None:
@@ -185,7 +155,7 @@ def test_deleting_a_client_closes_its_connections() -> None:
     async def close() -> None:
         closed.set()
 
-    portal = Portal(lambda: "http://127.0.0.1:9", close)
+    portal = Portal(close)
     portal.run(asyncio.sleep(0))
     gc.disable()
     try:
