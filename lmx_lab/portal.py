@@ -229,6 +229,10 @@ class HostedLoop(LoopThread):
         self._waiting_callers = 0
         """Number of calls of ``run`` that block the host."""
         self._timer_at = 0.0
+        self.host_steps = 0
+        """Number of steps that the host has run."""
+        self.thread_steps = 0
+        """Number of steps that the thread has run."""
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         if asyncio._get_running_loop() is not self._host:
@@ -248,6 +252,7 @@ class HostedLoop(LoopThread):
         while not self._stopped:
             self._selector.wait(max(0.0, min(WATCH_S, self._timer_at - time.monotonic())))
             if self._host_is_blocked or not self._step_by_host():
+                self.thread_steps += 1
                 self._step()
         with self._stepping:
             ending = loop.create_task(self._end())
@@ -285,6 +290,7 @@ class HostedLoop(LoopThread):
             self._host.call_later(RETRY_S, self._on_host)
             return
         was_blocked, self._host_is_blocked = self._host_is_blocked, False
+        self.host_steps += 1
         self._step()
         self._answered.set()
         if was_blocked:

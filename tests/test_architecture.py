@@ -45,7 +45,7 @@ TABLE = {
     # Sandboxes load this file without the package.
     "heap": Row(),
     # Running a coroutine for a blocking caller; knows no servers.
-    "portal": Row("errors", "nest_asyncio2"),
+    "portal": Row("errors"),
     "wire": Row("errors values", "pydantic"),
     # What server and daemon share: the two never import each other.
     # portal: records which loop serves which port, so that a caller that would wait for itself is refused.
@@ -99,7 +99,6 @@ TABLE = {
 ONLY_IN = {
     "uvicorn": {"http.uvicorn_server", "http.protocol", "http.websocket_protocol"},
     "h11": {"http.protocol"},
-    "nest_asyncio2": {"portal"},
     "huggingface_hub": {"weights.hub.download"},
     "filelock": {"weights.store", "weights.hub.download"},
     "prometheus_client": {"server.metrics"},

@@ -90,7 +90,8 @@ class LocalServer(LabServer):
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that serves; None before the start."""
         self._portal: LoopPortal | None = None
-        self._thread: LoopThread | None = None
+        self.thread: LoopThread | None = None
+        """The thread that runs the loop, alone or together with the kernel's loop; None before the start."""
         self._host: RunningServer | None = None
         self._stopped = False
         self.announced_name = ""
@@ -124,10 +125,10 @@ class LocalServer(LabServer):
         self.addresses = Addresses(settings=self.settings, port=sock.getsockname()[1])
         self._policy = self.addresses.live_policy()
         try:
-            self._thread = HostedLoop(asyncio.get_running_loop()) if self.mode == "kernel" else LoopThread()
-            self._thread.start()
-            self.loop = self._thread.loop
-            self._portal = LoopPortal(self._thread, check=self.check_running)
+            self.thread = HostedLoop(asyncio.get_running_loop()) if self.mode == "kernel" else LoopThread()
+            self.thread.start()
+            self.loop = self.thread.loop
+            self._portal = LoopPortal(self.thread, check=self.check_running)
             self.engine.start()
             # Registered after the engine's own function, and therefore called before it: requests end first.
             atexit.register(self._stop_at_exit)
@@ -209,8 +210,8 @@ class LocalServer(LabServer):
         if self.daemon is not None:
             self.daemon.stop(mode="now")
         self.engine.stop()
-        if self._thread is not None:
-            self._thread.stop()
+        if self.thread is not None:
+            self.thread.stop()
         self.services.close()
         self.recorder.close()
         atexit.unregister(self._stop_at_exit)

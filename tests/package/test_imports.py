@@ -21,7 +21,7 @@ HEAVY = {
         "llguidance",
         "matplotlib",
     ),
-    *("mcp", "mlx", "mlx_lm", "nest_asyncio2", "numpy", "pandas", "prometheus_client", "pydantic", "starlette"),
+    *("mcp", "mlx", "mlx_lm", "numpy", "pandas", "prometheus_client", "pydantic", "starlette"),
     *("tokenizers", "transformers", "uvicorn", "xllamacpp"),
 }
 
