@@ -45,7 +45,7 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
             await _wait_for_files(engine, first, stop)
         with _short_turns():
             # This imports the modules of the server, which takes about as long as the load of a small model.
-            lab = lmx_lab.Lab(settings, loop="kernel", explicit_port=explicit_port, engine=engine)
+            lab = lmx_lab.Lab(settings, loop="thread", explicit_port=explicit_port, engine=engine)
         await lab.astart()
         stack.push_async_callback(lab.astop)
         # Again, because the tasks end before the lab.

@@ -102,7 +102,7 @@ def _check_ipykernel(python: str, version: str | None) -> Finding:
         topic="ipykernel",
         verdict="bad",
         found=f"{version} in {python} is older than {least}",
-        means="a lab on the kernel's event loop is not tested with it and may not answer while a cell waits",
+        means="a lab in the kernel is not tested with it and may not answer while a cell waits",
         remedy=f"{python} -m pip install -U 'ipykernel>={least}'",
     )
 

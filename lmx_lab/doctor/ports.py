@@ -111,7 +111,7 @@ def check_labs(settings: Settings) -> Iterator[Finding]:
 
 
 def _is_lab(listener: Listener) -> bool:
-    """Whether the listener identifies itself as a lab. A lab whose event loop is blocked does not answer in time."""
+    """Whether the listener identifies itself as a lab in time."""
     host = LOOPBACK_FOR.get(listener.host, listener.host)
     connection = http.client.HTTPConnection(host, listener.port, timeout=PROBE_TIMEOUT_S)
     try:

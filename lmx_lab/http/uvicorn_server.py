@@ -7,6 +7,7 @@ terminal. Here, the socket is bound in advance, a failure is an exception in the
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import json
@@ -253,8 +254,14 @@ class RunningServer:
         self._server = server
         self._lifespan = lifespan
         self._task = task
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
         # Errors of the start are raised in ``serve``, and later ones are logged, so asyncio should not report them.
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        if not task.cancelled():
+            task.exception()
+        self._ended.set_result(None)
 
     @property
     def running(self) -> bool:
@@ -262,8 +269,8 @@ class RunningServer:
         return not self._task.done()
 
     async def wait(self) -> None:
-        """Wait until the server has ended for any reason."""
-        await asyncio.wait({self._task})
+        """Wait until the server has ended for any reason. Can be awaited on any loop."""
+        await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Stop accepting requests, let running ones finish for ``grace_s``, then cancel them. This frees the port.

@@ -87,7 +87,7 @@ class Lab(
     ) -> None:
         """
         Args:
-            loop: ``kernel`` serves on the running event loop, ``thread`` on one in a thread; see ``launch()``.
+            loop: ``kernel`` serves together with the running event loop, ``thread`` in a thread; see ``launch()``.
             explicit_port: Whether the port of the settings is required; otherwise the next free one is used.
             engine: A manager that may be loading a model already; by default a new one. The lab stops it.
         """
@@ -177,7 +177,7 @@ class Lab(
         return self._server.running
 
     async def wait(self) -> None:
-        """Wait until the server has ended, for whatever reason. To be awaited on the server's event loop."""
+        """Wait until the server has ended, for whatever reason. Can be awaited on any loop."""
         await self.server.wait()
 
     # Models
@@ -433,11 +433,7 @@ class Lab(
 
     @property
     def openai(self) -> dict[str, Any]:
-        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``. Requests of this client are recorded.
-
-        If the server runs on the kernel's loop, call the client from another process or through ``asyncio.to_thread``:
-        a cell that waits for its own kernel's server waits forever.
-        """
+        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``. Requests of this client are recorded."""
         arguments = {"base_url": f"{self.url}/v1", "api_key": self._server.api_key or "lmx-lab"}
         if self._local is None:
             return arguments

@@ -176,7 +176,7 @@ class LocalServer(LabServer):
         return not self._stopped and self._host is not None and self._host.running
 
     async def wait(self) -> None:
-        """Wait until the server has ended, for whatever reason. To be awaited on the server's event loop."""
+        """Wait until the server has ended, for whatever reason. Can be awaited on any loop."""
         if self._host is not None:
             await self._host.wait()
 

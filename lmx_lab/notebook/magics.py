@@ -238,7 +238,7 @@ class LabMagics(Magics):
     @no_var_expand
     @cell_magic
     def offload(self, line: str, cell: str) -> Any:
-        """Run the cell in a thread, so that it does not block a server on the kernel's loop.
+        """Run the cell in a thread, so that it does not block the kernel's loop and the tasks on it.
 
         The cell uses the notebook's variables, the value of its last expression is displayed, and output and errors
         appear below it. ``await`` is not possible. The stop button stops the waiting, not the thread.

@@ -232,12 +232,6 @@ def test_labs_that_cannot_take_part_are_refused_before_the_first_row(
         with pytest.raises(InvalidRequestError, match="list of labs"):
             lab.map(ROWS, "{text}", labs=labs)  # type: ignore[arg-type]
 
-    async def share_with_a_kernel() -> None:
-        async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="kernel") as kernel:
-            await lab.amap(ROWS, "{text}", labs=[kernel])
-
-    with pytest.raises(InvalidRequestError, match="kernel's event loop"):
-        asyncio.run(share_with_a_kernel())
     models = RemoteBackend.models
 
     async def changed(backend: RemoteBackend, **update: Any) -> ModelRecords:
@@ -355,3 +349,14 @@ def test_labs_whose_embedders_have_the_same_name_and_other_weights_are_refused(t
         for other in (second, attached):
             with pytest.raises(InvalidRequestError, match=f"embedder .*{first.url}.*{second.url}"):
                 first.embed_frame(["the cat"], labs=[other])
+
+
+def test_a_lab_in_the_kernel_answers_rows_while_its_kernel_waits(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    async def share_with_a_kernel() -> Any:
+        async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="kernel") as kernel:
+            await kernel.aload("echo")
+            return lab.map(ROWS, "{text}", labs=[kernel])
+
+    answers = asyncio.run(share_with_a_kernel())
+    assert answers["answer"].tolist() == ROWS
+    assert [each["answers"] > 0 for each in answers.attrs["labs"]] == [True, True]
