@@ -61,7 +61,7 @@ class ServerState:
     unloading: Unloading | None = None
     """Set while the unload of ``model`` waits for its running answers to end."""
     note: str = ""
-    """A problem and what the user can do about it, such as how to avoid a blocked loop, or how to restart a server."""
+    """A problem and what the user can do about it, such as how to restart a server."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def _cancel(call: weakref.ref[_Call[Any]]) -> None:
 
 
 class LoopThread:
-    """An event loop in a daemon thread, which also runs while a cell blocks the kernel's loop."""
+    """An event loop in a daemon thread."""
 
     def __init__(self, name: str = "lmx-lab-server") -> None:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)

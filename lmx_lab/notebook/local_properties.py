@@ -31,7 +31,7 @@ class LocalProperties(ABC):
 
     @property
     def mode(self) -> LoopMode:
-        """``kernel`` if the server runs on the kernel's event loop, ``thread`` if it has its own thread."""
+        """``kernel`` if the kernel's event loop runs the server while it is free, ``thread`` if only a thread does."""
         return self.server.mode
 
     @property
