@@ -18,6 +18,8 @@ generator and clients are separate processes; the clients only record times.
 | turn       | time to first token of turn 2 ÷ turn 1, after 1,400 tokens                 | tiny, smollm2 |
 | stall      | p99 inter-token gap of a stream during a prefill of 1,400 tokens ÷ alone   | tiny, smollm2 |
 | disconnect | seconds from a cut connection to a free slot, nine cases                   | tiny, smollm2 |
+| cells      | longest gap of a stream, a WebSocket and requests while a cell sleeps 20 s; | tiny          |
+|            | CPU time of an idle kernel with a lab, ``loop="kernel"`` ÷ ``"thread"``    |               |
 | leak       | resident memory after 1,000 requests ÷ after 100                           | tiny          |
 | product    | MLX's 1024³ float32 product ÷ numpy's                                      | -             |
 | prefill    | prefill of 156 tokens ÷ MLX with the BLAS of its wheel; matrix products of | tiny, smollm2 |
@@ -93,6 +95,7 @@ import psutil
 from benchmarks import (
     against_mlx_lm,
     branches,
+    cells,
     curves,
     daemon,
     dialects,
@@ -167,6 +170,7 @@ FIGURES = {
     "restart": Figure(title=restart.FIGURE, measure=restart.measure),
     "stall": Figure(title=stall.FIGURE, measure=stall.measure),
     "disconnect": Figure(title=disconnect.FIGURE, measure=disconnect.measure),
+    "cells": Figure(title=cells.FIGURE, measure=cells.measure, models=("tiny",)),
     "leak": Figure(title=leak.FIGURE, measure=leak.measure, models=("tiny",)),
     "daemon": Figure(title=daemon.FIGURE, measure=daemon.measure),
     "harness": Figure(title=harness.FIGURE, measure=harness.measure, models=("tiny",)),
