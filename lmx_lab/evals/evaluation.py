@@ -229,7 +229,9 @@ class Evaluation:
             y = 6 if row.accuracy < 0.1 else -13
             axes.annotate(str(row.n), place, textcoords="offset points", xytext=(0, y), ha="center", fontsize=8)
         error = bins.attrs["expected_calibration_error"]
-        axes.set(xlim=(0, 1), ylim=(-0.03, 1.03), xlabel="probability of the answer", ylabel="share of right answers")
+        axes.set(
+            xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), xlabel="probability of the answer", ylabel="share of right answers"
+        )
         name = textwrap.fill(f"{self.name}: {self.facts.model}", TITLE_CHARACTERS)
         # Without parse_math, because two dollar signs would be a formula.
         title = figure.suptitle(f"{name}\nexpected calibration error {error:.3f}", fontsize=9, parse_math=False)

@@ -51,15 +51,17 @@ class HeatMap:
         width, height = self.cell[0] * len(self.columns), self.cell[1] * len(self.rows)
         left = 8 + max((_width(_clip(label)) for label in self.rows), default=0) + 16 * bool(self.row_axis)
         foot = 12 + max((_width(_clip(label)) for label in self.columns), default=0) + 16 * bool(self.column_axis)
+        has_values = any(math.isfinite(value) for row in self.values for value in row)
+        title = self.title if has_values else f"{self.title}: no values"
         # A map of few columns is narrower than its texts.
         centre = max(left + width / 2, _width(self.column_axis) / 2 + 4)
-        right = max(left + width, left + BOLD * _width(self.title), centre + _width(self.column_axis) / 2) + 8
+        right = max(left + width, left + BOLD * _width(title), centre + _width(self.column_axis) / 2) + 8
         bottom = 20 + height + foot
         parts = [
             f'<svg viewBox="0 0 {right:.0f} {bottom:.0f}" width="{right:.0f}" role="img" '
             'style="max-width:100%;height:auto;font:10px system-ui,sans-serif" '
-            f'aria-label="{html.escape(self.title)}">',
-            f'<text x="{left:.0f}" y="13" fill="currentColor" font-weight="600">{html.escape(self.title)}</text>',
+            f'aria-label="{html.escape(title)}">',
+            f'<text x="{left:.0f}" y="13" fill="currentColor" font-weight="600">{html.escape(title)}</text>',
             *self._cells(left),
             *self._labels(left),
         ]
@@ -99,9 +101,6 @@ class HeatMap:
                         f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 3.5:.1f}" fill="{ink}" '
                         f'text-anchor="middle" pointer-events="none">{html.escape(_clip(text, most))}</text>'
                     )
-        if not finite:
-            middle = 20 + height * len(self.rows) / 2
-            parts.append(f'<text x="{left + 4:.1f}" y="{middle + 3.5:.1f}" fill="#111">no values</text>')
         return parts
 
     def _labels(self, left: float) -> list[str]:
