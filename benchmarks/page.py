@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,15 +105,18 @@ def _draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         if points := [row for row in rows if row.figure == figure]:
             drawn.append(folder / name)
             with mpl.rc_context(STYLE):
-                _figure(figure, points).savefig(drawn[-1], metadata={"Date": None, "Title": figure})
+                chart(figure, points).savefig(drawn[-1], metadata={"Date": None, "Title": figure})
     return drawn
 
 
-def _figure(name: str, rows: Sequence[Row]) -> Figure:
+def chart(name: str, rows: Sequence[Row]) -> Figure:
+    """Draw the rows of a figure of ``curves``, with a line for each server."""
     figure = Figure(figsize=INCHES, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.grid(color="#dddddd")
-    for marker, server in zip(MARKERS, dict.fromkeys(row.detail["server"] for row in rows), strict=False):
+    for marker, server in zip(
+        itertools.cycle(MARKERS), dict.fromkeys(row.detail["server"] for row in rows), strict=False
+    ):
         points = sorted((row.detail["x"], row.value) for row in rows if row.detail["server"] == server)
         axes.plot(*zip(*points, strict=True), marker=marker, label=server)
     axes.set_xscale("log", base=2)

@@ -105,6 +105,8 @@ def render(path: Path, folder: Path) -> Page:
             resources={"metadata": {"path": scratch}},
             extra_arguments=["--log-level=40"],
             store_widget_state=False,
+            # As in JupyterLab, where pieces that are printed one after the other are one text.
+            coalesce_streams=True,
         )
         began = time.monotonic()
         failed = False

@@ -6,6 +6,7 @@ The figures need not be closed, because pyplot is not used.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,9 @@ except ImportError as exc:
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.container import Container
 
 LABELS = {
     TOTAL: "all requests together, tok/s",
@@ -47,10 +50,15 @@ BY_PROMPT_LENGTH = ("prefill_tok_s", "ttft_ms", "decode_tok_s")
 PANEL_INCHES = (4.2, 3.6)
 MAX_LINES = 20
 MAX_NAME_CHARACTERS = 60
-LEGEND_CHARACTERS = 55
-"""Length of all names in a row of the legend, per panel."""
-LEGEND_ROW_INCHES = 0.22
+PANEL_PADDING_INCHES = 0.1
 TITLE_CHARACTERS = 55
+COLORS = 10
+"""Number of matplotlib's colours, after which they repeat."""
+MARKERS = "osD^vPX"
+"""They distinguish the lines without their colours. With ten colours, each line has its own pair."""
+MAX_WIDE_LABELS = 5
+"""Number of bars whose labels fit side by side; those of more bars are upright."""
+UNKNOWN = "not known"
 
 
 class NotebookFigure(Figure):
@@ -61,6 +69,11 @@ class NotebookFigure(Figure):
         self.savefig(out, format="png", dpi=110)
         return out.getvalue()
 
+    def widen(self, *texts: Artist) -> None:
+        """Widen the figure to its longest text if this would be cut."""
+        longest = max(text.get_window_extent().width for text in texts) / self.dpi
+        self.set_figwidth(max(self.get_figwidth(), longest + 2 * PANEL_PADDING_INCHES))
+
 
 def by_concurrency(
     samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY, level: float = LEVEL
@@ -69,6 +82,8 @@ def by_concurrency(
 
     There is a line for each combination of the other values that differ, such as the target. Percentiles of the time
     between tokens are computed for each answer first: ``itl_ms_p99`` is the median of the answers' 99th percentiles.
+    If all requests have the same concurrency, there are bars with their values. A value that was not measured is not
+    drawn; a bar or a plot without values says that they are not known.
 
     Raises:
         InvalidRequestError: a metric is unknown, there is no measured request, or there would be more than 20 lines.
@@ -100,20 +115,29 @@ def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) ->
     if not len(table):
         raise InvalidRequestError("there is nothing to plot: the table has no requests besides warm-up requests")
     lines = _lines(table, over)
-    per_row = max(1, LEGEND_CHARACTERS * len(metrics) // max(len(name) + 8 for name in lines))
-    legend_rows = math.ceil(len(lines) / per_row) if len(lines) > 1 else 0
-    width, height = PANEL_INCHES
-    chart = NotebookFigure(
-        figsize=(width * len(metrics), height + legend_rows * LEGEND_ROW_INCHES), layout="constrained"
-    )
+    width, height = PANEL_INCHES[0] * len(metrics), PANEL_INCHES[1]
+    chart = NotebookFigure(figsize=(width, height))
+    chart.set_layout_engine("constrained", w_pad=PANEL_PADDING_INCHES)
     panels = chart.subplots(1, len(metrics), squeeze=False)[0]
-    for panel, metric in zip(panels, metrics, strict=True):
-        _draw(panel, lines, over, metric)
-    chart.suptitle(textwrap.fill(_title(table, over), TITLE_CHARACTERS * len(metrics)), fontsize="medium")
-    if legend_rows:
-        handles, names = panels[0].get_legend_handles_labels()
-        chart.legend(handles, names, loc="outside lower center", ncols=min(per_row, len(lines)), frameon=False)
+    handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
+    title = chart.suptitle(textwrap.fill(_title(table, over), TITLE_CHARACTERS * len(metrics)), fontsize="medium")
+    below = _legend(chart, handles, list(lines)) if len(lines) > 1 else 0.0
+    chart.set_figheight(height + below)
+    chart.widen(title, *chart.legends)
     return chart
+
+
+def _legend(chart: NotebookFigure, handles: Sequence[Any], names: Sequence[str]) -> float:
+    """Draw a legend in as few rows as fit into the width of the figure, and return its height in inches."""
+    rows = 0
+    while True:
+        rows += 1
+        columns = math.ceil(len(names) / rows)
+        legend = chart.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
+        box = legend.get_window_extent()
+        if columns == 1 or box.width < chart.bbox.width:
+            return float(box.height / chart.dpi)
+        legend.remove()
 
 
 def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
@@ -129,7 +153,7 @@ def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
         )
     lines: dict[str, pd.DataFrame] = {}
     for key, group in groups:
-        name = _name(differing, key)
+        name = _name(differing, key) or UNKNOWN
         # Names that were shortened may be equal.
         lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = group
     return lines
@@ -167,43 +191,63 @@ def _describe(column: str, value: Any) -> str:
         case "cache":
             return f"{value} cache"
         case "threads":
-            return f"{value} threads"
+            return f"{value} thread{'' if value == 1 else 's'}"
         case _:
             # matplotlib would take a dollar sign for the start of a formula.
             return str(value).replace("$", r"\$")
 
 
-def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> None:
+def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> list[Container]:
+    """Draw the lines or bars, and return what represents each of them in the legend."""
     panel.set_ylabel(LABELS[metric])
-    panel.set_ylim(bottom=0)
     panel.grid(alpha=0.3)
-    if len({int(x) for rows in lines.values() for x in rows[over]}) == 1:
-        _draw_bars(panel, lines, over, metric)
-        return
-    for name, rows in lines.items():
+    panel.set_axisbelow(True)
+    places = sorted({int(x) for rows in lines.values() for x in rows[over]})
+    if len(places) == 1:
+        drawn = _draw_bars(panel, lines, metric)
+        panel.set_xlabel(_describe(over, places[0]))
+    else:
+        drawn = _draw_lines(panel, lines, over, metric)
+        _scale(panel, places)
+        panel.set_xlabel(LABELS[over])
+    # After the data, because matplotlib does not adapt limits that were set.
+    panel.set_ylim(bottom=0)
+    if all(rows[metric].isna().all() for rows in lines.values()):
+        panel.text(0.5, 0.5, UNKNOWN, transform=panel.transAxes, ha="center")
+        panel.set_yticks([])
+    return drawn
+
+
+def _draw_lines(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> list[Container]:
+    drawn: list[Container] = []
+    for marker, rows in zip(itertools.cycle(MARKERS), lines.values(), strict=False):
         ordered = rows.sort_values(over)
         middle = ordered[metric].to_numpy(dtype=float)
         # matplotlib draws no bar if its length is NaN.
         bars = [abs(ordered[f"{metric}_{end}"].to_numpy(dtype=float) - middle) for end in ("low", "high")]
-        panel.errorbar(
-            ordered[over].to_numpy(dtype=float), middle, yerr=bars, label=name, marker="o", markersize=4, capsize=3
-        )
-    _scale(panel, sorted({int(x) for rows in lines.values() for x in rows[over]}))
-    panel.set_xlabel(LABELS[over])
-    panel.set_ylim(bottom=0)
+        at = ordered[over].to_numpy(dtype=float)
+        drawn.append(panel.errorbar(at, middle, yerr=bars, marker=marker, markersize=5, capsize=3))
+    return drawn
 
 
-def _draw_bars(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> None:
+def _draw_bars(panel: Axes, lines: dict[str, pd.DataFrame], metric: str) -> list[Container]:
     """Draw one bar with its value for each line, because a line with a single point is not visible."""
-    for at, (name, rows) in enumerate(lines.items()):
-        value, low, high = (float(rows[f"{metric}{end}"].iloc[0]) for end in ("", "_low", "_high"))
-        bar = panel.bar(at, value, yerr=[[value - low], [high - value]], capsize=3, width=0.6, label=name)
-        panel.bar_label(bar, ["not known" if math.isnan(value) else f"{value:.4g}"], padding=3)
+    values = [float(rows[metric].iloc[0]) for rows in lines.values()]
+    drawn: list[Container] = []
+    for at, (value, rows) in enumerate(zip(values, lines.values(), strict=True)):
+        ends = [[abs(float(rows[f"{metric}_{end}"].iloc[0]) - value)] for end in ("low", "high")]
+        bar = panel.bar(at, value, yerr=ends, capsize=3, width=0.6, hatch="//" if at >= COLORS else None)
+        drawn.append(bar)
+        rotation = 90 if len(lines) > MAX_WIDE_LABELS else 0
+        if math.isfinite(value):
+            panel.bar_label(bar, [f"{value:.4g}"], padding=3, rotation=rotation)
+        elif any(map(math.isfinite, values)):
+            # bar_label omits the label of NaN.
+            panel.annotate(UNKNOWN, (at, 0), (0, 3), textcoords="offset points", ha="center", rotation=rotation)
     panel.set_xticks([])
     panel.set_xlim(-1, len(lines))
     panel.margins(y=0.15)
-    panel.set_xlabel(_describe(over, next(iter(lines.values()))[over].iloc[0]))
-    panel.set_ylim(bottom=0)
+    return drawn
 
 
 def _scale(panel: Axes, places: list[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 SHOWN_FAILURES = 10
 SHOWN_CHARACTERS = 80
 CALIBRATION_INCHES = (4.2, 4.2)
+TITLE_CHARACTERS = 55
 NO_LAB = "this evaluation was opened without a lab; open it with lab.experiments"
 
 
@@ -224,10 +226,16 @@ class Evaluation:
         axes.plot(bins["confidence"], bins["accuracy"], marker="o")
         for row in bins.itertuples():
             place = (row.confidence, row.accuracy)
-            axes.annotate(str(row.n), place, textcoords="offset points", xytext=(4, -10), fontsize=8)
+            y = 6 if row.accuracy < 0.1 else -13
+            axes.annotate(str(row.n), place, textcoords="offset points", xytext=(0, y), ha="center", fontsize=8)
         error = bins.attrs["expected_calibration_error"]
-        axes.set(xlim=(0, 1), ylim=(-0.03, 1.03), xlabel="probability of the answer", ylabel="share of right answers")
-        axes.set_title(f"{self.name}: {self.facts.model}\nexpected calibration error {error:.3f}", fontsize=9)
+        axes.set(
+            xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), xlabel="probability of the answer", ylabel="share of right answers"
+        )
+        name = textwrap.fill(f"{self.name}: {self.facts.model}", TITLE_CHARACTERS)
+        # Without parse_math, because two dollar signs would be a formula.
+        title = figure.suptitle(f"{name}\nexpected calibration error {error:.3f}", fontsize=9, parse_math=False)
+        figure.widen(title)
         return figure
 
     # Copies in other programs

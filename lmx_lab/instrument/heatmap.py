@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,10 @@ NEGATIVE: Rgb = (178, 24, 43)
 MISSING = "#ddd"
 CHARACTER_WIDTH = 6.2
 """Approximate width of a character of 10 px, because SVG cannot measure text."""
+WIDE = 1.7
+"""Width of a Chinese, Japanese or Korean character or an emoji, in characters of average width."""
+BOLD = 1.15
+"""Relative width of bold text."""
 LABEL_CHARACTERS = 14
 INVISIBLE = 0.01
 """Fraction of the full colour below which a cell without text is not drawn."""
@@ -43,29 +48,32 @@ class HeatMap:
 
     def svg(self) -> str:
         """Return the heat map as an ``svg`` element. Its labels have the colour of the surrounding text."""
-        width, height = self.cell
-        left = (
-            8 + CHARACTER_WIDTH * max((len(_clip(label)) for label in self.rows), default=0) + 16 * bool(self.row_axis)
-        )
-        foot = 12 + CHARACTER_WIDTH * max((len(_clip(label)) for label in self.columns), default=0)
-        total = left + width * len(self.columns) + 8, 20 + height * len(self.rows) + foot + 16 * bool(self.column_axis)
+        width, height = self.cell[0] * len(self.columns), self.cell[1] * len(self.rows)
+        left = 8 + max((_width(_clip(label)) for label in self.rows), default=0) + 16 * bool(self.row_axis)
+        foot = 12 + max((_width(_clip(label)) for label in self.columns), default=0) + 16 * bool(self.column_axis)
+        has_values = any(math.isfinite(value) for row in self.values for value in row)
+        title = self.title if has_values else f"{self.title}: no values"
+        # A map of few columns is narrower than its texts.
+        centre = max(left + width / 2, _width(self.column_axis) / 2 + 4)
+        right = max(left + width, left + BOLD * _width(title), centre + _width(self.column_axis) / 2) + 8
+        bottom = 20 + height + foot
         parts = [
-            f'<svg viewBox="0 0 {total[0]:.0f} {total[1]:.0f}" width="{total[0]:.0f}" role="img" '
+            f'<svg viewBox="0 0 {right:.0f} {bottom:.0f}" width="{right:.0f}" role="img" '
             'style="max-width:100%;height:auto;font:10px system-ui,sans-serif" '
-            f'aria-label="{html.escape(self.title)}">',
-            f'<text x="{left:.0f}" y="13" fill="currentColor" font-weight="600">{html.escape(self.title)}</text>',
+            f'aria-label="{html.escape(title)}">',
+            f'<text x="{left:.0f}" y="13" fill="currentColor" font-weight="600">{html.escape(title)}</text>',
             *self._cells(left),
             *self._labels(left),
         ]
         if self.row_axis:
-            middle = 20 + height * len(self.rows) / 2
+            middle = 20 + height / 2
             parts.append(
                 f'<text x="10" y="{middle:.0f}" fill="currentColor" text-anchor="middle" '
                 f'transform="rotate(-90 10 {middle:.0f})">{html.escape(self.row_axis)}</text>'
             )
         if self.column_axis:
             parts.append(
-                f'<text x="{left + width * len(self.columns) / 2:.0f}" y="{total[1] - 4:.0f}" fill="currentColor" '
+                f'<text x="{centre:.0f}" y="{bottom - 4:.0f}" fill="currentColor" '
                 f'text-anchor="middle">{html.escape(self.column_axis)}</text>'
             )
         return "".join([*parts, "</svg>"])
@@ -87,7 +95,7 @@ class HeatMap:
                     f'fill="{_color(value, limit)}">{title}</rect>'
                 )
                 if self.texts and (text := self.texts[at][column]):
-                    most = int((width - 4) / CHARACTER_WIDTH)
+                    most = (width - 4) / CHARACTER_WIDTH
                     ink = "#fff" if math.isfinite(value) and abs(value) > DARK * limit else "#111"
                     parts.append(
                         f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 3.5:.1f}" fill="{ink}" '
@@ -112,8 +120,23 @@ class HeatMap:
         return parts
 
 
-def _clip(text: str, most: int = LABEL_CHARACTERS) -> str:
-    return text if len(text) <= most else f"{text[: max(0, most - 1)]}…"
+def _width(text: str) -> float:
+    """Return the approximate width of a text in pixels."""
+    return CHARACTER_WIDTH * _length(text)
+
+
+def _length(text: str) -> float:
+    """Return the length of a text in characters of average width."""
+    return sum(WIDE if unicodedata.east_asian_width(character) in "WF" else 1.0 for character in text)
+
+
+def _clip(text: str, most: float = LABEL_CHARACTERS) -> str:
+    """Shorten a text to a number of characters of average width."""
+    if _length(text) <= most:
+        return text
+    while text and _length(text) > most - 1:
+        text = text[:-1]
+    return f"{text}…"
 
 
 def _color(value: float, limit: float) -> str:

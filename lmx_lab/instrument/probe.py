@@ -305,8 +305,9 @@ class Probe:
                 *(_grid_line(tick) for tick in TICKS),
                 f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="{BASELINE_COLOR}" '
                 'stroke-dasharray="6 4"/>',
-                f'<text x="{WIDTH - RIGHT}" y="{base - 5:.1f}" text-anchor="end" fill="{BASELINE_COLOR}">'
-                "most frequent label</text>",
+                # Above the axes, where it covers no point.
+                f'<text x="{WIDTH - RIGHT}" y="16" text-anchor="end" fill="{BASELINE_COLOR}">'
+                "- - most frequent label</text>",
                 *self._points(),
                 f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle" fill="currentColor">'
                 "layer</text></svg>",

@@ -209,15 +209,17 @@ async def _add_positions(
         run: Returns the result for some positions.
     """
     values, total, size = len(sweep.hooks), len(sweep.positions), 1
+    label = f"{values} values at each position"
     with counter("patch") as bar:
         try:
             while left:
-                bar.show(f"{values} values at each position", values * (total - len(left)), values * total)
+                bar.show(label, values * (total - len(left)), values * total)
                 started = time.monotonic()
                 some, left = left[:size], left[size:]
                 sweep.add(await on_loop(run(some)))
                 # Each request computes both texts, so fewer requests are faster.
                 size = max(1, min(4 * size, int(size * STEP_S / max(time.monotonic() - started, 1e-3))))
+            bar.show(label, values * total, values * total)
         except KeyboardInterrupt:
             sweep.interrupted = True
 

@@ -20,6 +20,7 @@ MIN_SPAN_S = 10.0
 """Minimum length of the time axis."""
 CHARACTER_WIDTH = 7
 """Approximate width of a character, because SVG cannot measure text."""
+NO_VALUES = "<p>No measurements have been recorded.</p>"
 TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
 CSS = """\
@@ -30,6 +31,7 @@ CSS = """\
 .chart .line-0 { stroke: var(--line-0); }
 .chart .line-1 { stroke: var(--line-1); stroke-dasharray: 8 5; }
 .chart .line-2 { stroke: var(--line-2); stroke-dasharray: 1 5; stroke-width: 3; }
+.chart .dot { stroke-dasharray: none; stroke-width: 6; }
 """
 """Styles of a chart. The page defines the colours ``--muted``, ``--grid`` and ``--line-0`` to ``--line-2``."""
 
@@ -86,9 +88,11 @@ class LineChart:
         assert all(len(series.values) == len(self.at) for series in self.series)
 
     def svg(self) -> str:
-        """Return the chart as an ``svg`` element, with a title and a description for screen readers."""
-        if not self.at:
-            return "<p>No measurements have been recorded.</p>"
+        """Return the chart as an ``svg`` element, with a title and a description for screen readers. A chart without
+        values is a sentence that says so.
+        """
+        if not self._has_values():
+            return NO_VALUES
         plot = _Plot.of(self)
         title_id, text_id = f"chart-{self.key}-title", f"chart-{self.key}-text"
         return "".join(
@@ -108,15 +112,18 @@ class LineChart:
     def image_html(self) -> str:
         """Return the chart as an ``img`` element with its own styles and the description as text.
 
-        Unlike an ``svg`` element, it is shown in notebooks that are not trusted.
+        Unlike an ``svg`` element, it is shown in notebooks that are not trusted. A chart without values is a sentence.
         """
-        if not self.at:
-            return ""
+        if not self._has_values():
+            return NO_VALUES
         tag = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
         image = self.svg().replace("<svg", tag, 1).replace("</title>", f"</title><style>{_IMAGE_CSS}</style>", 1)
         encoded = base64.b64encode(image.encode()).decode()
         text = html.escape(f"{self.title}. {self.description()}", quote=True)
         return f'<img width="{WIDTH}" height="{HEIGHT}" alt="{text}" src="data:image/svg+xml;base64,{encoded}">'
+
+    def _has_values(self) -> bool:
+        return any(math.isfinite(value) for series in self.series for value in series.values)
 
     def description(self) -> str:
         """Describe the chart in words."""
@@ -174,14 +181,16 @@ class _Plot:
         return parts
 
     def path(self, index: int, series: Series) -> str:
-        steps = []
+        lines, dots = "", ""
         for segment in segments(self.chart.at, series.values):
-            points = downsample([(self.x(at), self.y(value)) for at, value in segment])
-            steps.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points))
+            points = [f"{x:.1f} {y:.1f}" for x, y in downsample([(self.x(at), self.y(value)) for at, value in segment])]
             if len(points) == 1:
                 # A line of length 0 with round ends is a dot.
-                steps.append("h0")
-        return f'<path class="line line-{index}" d="{"".join(steps)}"/>' if steps else ""
+                dots += f"M{points[0]}h0"
+            else:
+                lines += "M" + "L".join(points)
+        parts = {f"line line-{index}": lines, f"line line-{index} dot": dots}
+        return "".join(f'<path class="{name}" d="{steps}"/>' for name, steps in parts.items() if steps)
 
 
 def segments(at: Sequence[float], values: Sequence[float]) -> list[list[tuple[float, float]]]:

@@ -193,7 +193,8 @@ class MetricsPanel(Panel):
         table = f"<table><caption>Metrics: server {state}</caption><thead>{head}</thead>{rows}</table>"
         failures = "".join(f"<li>{html.escape(text)}</li>" for text in self._failures())
         table += f"<div>Failed requests, newest first:</div><ul>{failures}</ul>" if failures else ""
-        return table + "".join(f"<div>{_line_chart(chart, samples).image_html()}</div>" for chart in CHARTS)
+        charts = CHARTS if samples else ()
+        return table + "".join(f"<div>{_line_chart(chart, samples).image_html()}</div>" for chart in charts)
 
 
 def _line_chart(chart: MetricChart, samples: Sequence[Sample]) -> LineChart:

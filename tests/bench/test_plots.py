@@ -1,11 +1,9 @@
-"""Plots show medians with intervals and do not use pyplot."""
+"""Plots show medians with intervals. ``contract/test_figures`` has what all figures share."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,21 +66,13 @@ def test_a_plot_over_prompt_lengths_has_a_line_for_each_concurrency() -> None:
     assert [axes.get_xscale() for axes in chart.axes] == ["log"] * 3
 
 
-def test_a_notebook_displays_the_figure_without_pyplot() -> None:
-    code = (
-        "import sys; from tests.bench.test_plots import swept; from lmx_lab.bench import by_concurrency;"
-        "png = by_concurrency(swept())._repr_png_(); print(png[:4], 'matplotlib.pyplot' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
-    )
-    assert done.stdout == "b'\\x89PNG' False\n"
-
-
-def test_unusual_names_and_missing_values_can_be_drawn() -> None:
-    names = ["$x^{", "<b>", "long " * 40, "long " * 41, ""]
-    samples = [one for name in names for one in swept(target=name)]
-    assert by_concurrency(samples, metrics=("queue_ms", "total_tok_s"))._repr_png_().startswith(b"\x89PNG")
+@pytest.mark.parametrize("users", [(1, 4), (1,)])
+def test_all_lines_are_in_the_legend_with_different_names(users: tuple[int, ...]) -> None:
+    names = ["long " * 40, "long " * 41, "_hidden", ""]
+    samples = [one for name in names for each in users for one in run_of([1.0], target=name, concurrency=each)]
+    legend = [text.get_text() for text in by_concurrency(samples, metrics=("ttft_ms",)).legends[0].get_texts()]
+    assert legend[1] == f"{legend[0]} (2)"
+    assert legend[2:] == ["_hidden", "not known"]
 
 
 @pytest.mark.parametrize("plot", [by_concurrency, by_prompt_length])

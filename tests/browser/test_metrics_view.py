@@ -13,8 +13,15 @@ from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, pack_columns, w
 from lmx_lab.wire.admin import Sample
 
 NOON = 1_800_000_000.0
-LINE = "31,131,214"
-"""The colour of the first line in metrics.css."""
+COLORS = ["31,131,214", "194,87,26", "168,92,196"]
+"""The colours of the lines in metrics.css."""
+LINE = COLORS[0]
+VALUES = dict.fromkeys(FIELDS, 1.0) | {
+    "decode_tokens_per_second": 50,
+    "prompt_tokens_per_second": 1e6,
+    "queued_requests": 3,
+}
+VALUES |= {"memory_cache_gb": 0.5, "memory_peak_gb": 20}
 PAGE = """<!doctype html><meta charset=utf-8><style>{css}</style>
 <div id=above style="height: 5000px"></div><div id=view style="width: 1000px"></div>"""
 # The model that a widget's frontend passes to render(), with traits and listeners. Buffers may begin at any byte.
@@ -42,17 +49,21 @@ COLUMNS = f"""(canvas) => {{
     return Array.from({{length: width}}, (_, x) => Array.from({{length: height}}, (_, y) => 4 * (y * width + x))
         .some((at) => data.slice(at, at + 3).join() === "{LINE}"));
 }}"""
+# For each chart and colour, the rows of pixels with the colour, as fractions of the height.
+ROWS = f"""(canvases) => canvases.map((canvas) => {{
+    const {{width, height}} = canvas;
+    const {{data}} = canvas.getContext("2d").getImageData(0, 0, width, height);
+    const colors = Array.from({{length: width * height}}, (_, at) => data.slice(4 * at, 4 * at + 3).join());
+    const rows = (color) => colors.flatMap((each, at) => each === color ? [Math.floor(at / width) / height] : []);
+    return {COLORS}.map((color) => [...new Set(rows(color))]);
+}})"""
 NEXT_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
 
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     """The panel below the visible part of the page. Twenty seconds of the minute have no samples."""
-    samples = [
-        Sample(at=NOON + number / 2, **{**dict.fromkeys(FIELDS, 0), "decode_tokens_per_second": 50})
-        for number in range(121)
-        if not 40 < number < 80
-    ]
+    samples = [Sample(at=NOON + number / 2, **VALUES) for number in range(121) if not 40 < number < 80]
     frame = pack_columns(window(samples, window_s=60), samples[-1].at)
     state = {
         "charts": [chart.shown() for chart in CHARTS],
@@ -93,6 +104,17 @@ def test_a_gap_has_no_line(page: Page) -> None:
     assert not any(gap)
     assert all(drawn[first : first + int(0.3 * width)])
     assert all(drawn[first + int(0.7 * width) : last])
+
+
+def test_every_chart_shows_all_its_lines_inside_its_limits(page: Page) -> None:
+    see(page)
+    page.evaluate(NEXT_FRAMES)
+    shown = page.locator("canvas").evaluate_all(ROWS)
+    assert [[bool(rows) for rows in lines] for lines in shown] == [
+        [at < chart.lines for at in range(3)] for chart in CHARTS
+    ]
+    for rows in (rows for lines in shown for rows in lines if rows):
+        assert 0.05 < min(rows) <= max(rows) < 0.9
 
 
 def test_a_chart_follows_the_width(page: Page) -> None:

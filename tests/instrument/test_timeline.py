@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -159,7 +160,13 @@ def test_a_timeline_has_a_frame_bars_and_a_file_for_perfetto(lab: lmx_lab.Lab, t
     assert len(of_requests[of_requests["depth"] == 0]) == len(timeline)
     assert list(frame[frame["request"].isna()]["span"]) == ["load", "load"]
     assert "echo stop" in repr(timeline)
-    assert "display:flex" in timeline._repr_html_()
+    bars = re.findall(r"display:flex.*?</td>", timeline._repr_html_())
+    assert len(bars) == len(timeline) + len(timeline.models)
+    for bar in bars:
+        before, *parts = re.findall(r"width:([\d.]+)%;height:14px;(background:#\w+)?", bar)
+        assert 0 <= float(before[0]) < 100
+        assert all(color for _, color in parts)
+        assert 0 < sum(float(width) for width, _ in (before, *parts)) < 100.1
     assert "No request" in Timeline([])._repr_html_()
     written = json.loads(
         Timeline([QUIET, *timeline], [LOADING, *timeline.models]).save(tmp_path / "trace.json").read_text()

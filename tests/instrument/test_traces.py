@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -130,6 +131,14 @@ def test_patching_restores_what_differs(lab: lmx_lab.Lab, attached: lmx_lab.Lab)
     ):
         with pytest.raises(InvalidRequestError, match=message):
             lab.patch(OTHER, TEXT, **{"answer": 500, "other": 600, **changes})  # type: ignore[arg-type]
+
+
+def test_the_progress_of_a_sweep_ends_with_all_values(
+    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich then takes standard error for a terminal.
+    lab.patch(OTHER, TEXT, answer=500, other=600)
+    assert re.findall(r"\d+/\d+", capsys.readouterr().err)[-1] == "12/12"
 
 
 def test_single_heads_are_patched_at_each_position_or_at_all_together(lab: lmx_lab.Lab, attached: lmx_lab.Lab) -> None:

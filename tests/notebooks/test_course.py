@@ -67,6 +67,14 @@ def test_a_notebook_becomes_a_page_that_needs_no_other_host(starter_home: Path, 
     assert "How do I get salt out of sea water?\n0." in index
 
 
+def test_pieces_of_text_are_one_text_on_the_page(tmp_path: Path) -> None:
+    source = "for piece in ('sea ', 'and ', 'salt'):\n    print(piece, end='', flush=True)"
+    cells = [nbformat.v4.new_markdown_cell("# 98 · Stream\n\n*What?*"), nbformat.v4.new_code_cell(source)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "98_stream.ipynb")
+    subprocess.run([sys.executable, GALLERY, tmp_path / "pages", tmp_path / "98_stream.ipynb"], check=True)
+    assert "sea and salt" in (tmp_path / "pages" / "98_stream.html").read_text()
+
+
 def test_a_failing_notebook_has_its_error_on_the_page_and_in_the_exit_status(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_markdown_cell("# 99 · Broken\n\n*Why?*"), nbformat.v4.new_code_cell("1 / 0")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "99_broken.ipynb")

@@ -1,4 +1,4 @@
-"""Test line charts: their description, gaps, ticks and legend."""
+"""Test line charts: their description, gaps and ticks. ``contract/test_figures`` has what all figures share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.panels.charts import (
-    CSS,
-    HEIGHT,
-    MAX_SERIES,
-    WIDTH,
     LineChart,
     Series,
     downsample,
@@ -60,24 +56,6 @@ def test_gaps_in_time_and_values_are_not_drawn() -> None:
     assert "Gaps without measurements: 1." in chart([0, 1, 10, 11], [1, 2, 3, 4]).description()
 
 
-def test_a_single_value_is_a_dot() -> None:
-    (path,) = lines(chart([5], [1]))
-    assert path.endswith("h0")
-
-
-def test_a_chart_without_values_says_so() -> None:
-    assert "No measurements" in chart([]).svg()
-    assert lines(chart([0, 1], [math.nan, math.inf])) == []
-
-
-def test_the_lines_differ_without_their_colours() -> None:
-    rules = dict(re.findall(r"\.line-(\d) \{ (.*) \}", CSS))
-    without_colour = {re.sub(r"stroke: [^;]*;", "", rule) for rule in rules.values()}
-    assert len(rules) == len(without_colour) == MAX_SERIES
-    with pytest.raises(AssertionError):
-        chart([0], *[[1.0]] * (MAX_SERIES + 1))
-
-
 def test_a_peak_survives_ten_thousand_values() -> None:
     at = [index * 0.09 for index in range(10_000)]
     values = [1.0] * 10_000
@@ -86,15 +64,6 @@ def test_a_peak_survives_ten_thousand_values() -> None:
     assert len(path) < 30_000
     heights = [float(y) for y in re.findall(r" ([\d.]+)", path)]
     assert heights.count(min(heights)) == 1
-
-
-@pytest.mark.slow
-@given(st.lists(st.floats(0, 1e12) | st.just(math.nan), min_size=1, max_size=40), st.floats(0, 1e10))
-def test_all_values_are_drawn_inside_the_chart(values: list[float], first: float) -> None:
-    at = [first + index for index in range(len(values))]
-    for path in lines(chart(at, values)):
-        points = [tuple(map(float, pair.split())) for pair in re.findall(r"[\d.]+ [\d.]+", path)]
-        assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points)
 
 
 @given(st.floats(1e-9, 1e15), st.booleans())

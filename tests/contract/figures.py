@@ -1,0 +1,396 @@
+"""Draw values with each renderer of figures, and read what the figure shows."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from numpy.typing import NDArray
+
+from benchmarks import curves, page
+from benchmarks.rows import Row
+from lmx_lab.bench import by_concurrency, by_prompt_length
+from lmx_lab.evals.evaluation import Evaluation
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts
+from lmx_lab.instrument import heatmap, probe
+from lmx_lab.instrument.attention import AttentionPattern
+from lmx_lab.instrument.attribution import LogitAttribution
+from lmx_lab.instrument.heatmap import HeatMap
+from lmx_lab.instrument.logit_lens import LogitLensTable
+from lmx_lab.instrument.patching import PatchSweep
+from lmx_lab.instrument.probe import LayerActivations, Probe, ProbeRun
+from lmx_lab.panels import charts
+from lmx_lab.panels.charts import LineChart, Series
+from lmx_lab.values.tracing import Trace
+from tests.bench.rows import sample
+
+NAME = "lab"
+SVG = "{http://www.w3.org/2000/svg}"
+METRICS = ("ttft_ms", "e2e_ms")
+Place = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A part of a figure in pixels or in units of its ``viewBox``; ``top`` is less than ``bottom``."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def contains(self, place: Place) -> bool:
+        # Coordinates in an SVG have one decimal.
+        return self.left - 0.1 <= place[0] <= self.right + 0.1 and self.top - 0.1 <= place[1] <= self.bottom + 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """What one coordinate system of a figure shows."""
+
+    page: Box
+    area: Box
+    """The drawing area, which contains the values."""
+    places: Sequence[Place]
+    """The place of each value that is drawn."""
+    ends: Sequence[Place] = ()
+    """The ends of intervals."""
+    levels: Sequence[float]
+    """How a value is seen, from 0 to 1: its height above the axis, or the strength of its colour."""
+    lines: int = 0
+    """Number of separate lines; 0 if the values are not connected."""
+    texts: Sequence[str]
+
+
+class Renderer:
+    """Draws the values of one series with a function of the project, and reads the figure.
+
+    ``can`` contains what is not true of all renderers:
+
+    - ``large``: values are not limited to 1
+    - ``missing``: NaN is a value that is not known
+    - ``ratio``: levels have the ratio of the values, because the axis is linear and begins at 0
+    - ``line``: values are connected
+    - ``empty``: there may be no values
+    - ``name``: values have a name of the user
+    """
+
+    name: str
+    can: frozenset[str] = frozenset()
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> Any:
+        raise NotImplementedError
+
+    def pictures(self, figure: Any) -> Iterator[Picture]:
+        raise NotImplementedError
+
+    def texts(self, figure: Any) -> str:
+        """Return all texts of a figure that a reader sees."""
+        raise NotImplementedError
+
+
+class Html(Renderer):
+    """Figures that are HTML with one SVG, or with several, of which the first is read."""
+
+    def pictures(self, figure: str) -> Iterator[Picture]:
+        if (root := parse_svg(figure)) is not None:
+            left, top, width, height = map(float, root.get("viewBox", "").split())
+            page = Box(left=left, top=top, right=left + width, bottom=top + height)
+            yield self._picture(root, page, [text for text in map(inner_text, root.iter(f"{SVG}text")) if text])
+
+    def texts(self, figure: str) -> str:
+        return " ".join(
+            [*re.findall(r"<(?:p|div)>(.*?)<", figure), *(t for each in self.pictures(figure) for t in each.texts)]
+        )
+
+    def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
+        raise NotImplementedError
+
+
+def parse_svg(html: str) -> ElementTree.Element | None:
+    """Return the first SVG of a figure, also of an image; None if there is none."""
+    if image := re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html):
+        html = base64.b64decode(image[1]).decode()
+    found = re.search(r"<svg.*?</svg>", html, re.DOTALL)
+    if not found:
+        return None
+    # Only SVG outside of HTML needs the name.
+    named = found[0] if "xmlns=" in found[0] else found[0].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    return ElementTree.fromstring(named)
+
+
+def inner_text(element: ElementTree.Element) -> str:
+    return "".join(element.itertext())
+
+
+def heights(places: Sequence[Place], area: Box) -> list[float]:
+    return [(area.bottom - y) / (area.bottom - area.top) for _, y in places]
+
+
+class Line(Html):
+    name, can = "line chart", frozenset({"empty", "large", "missing", "ratio", "line", "name"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+        return self.chart(values, name).svg()
+
+    def chart(self, values: Sequence[float], name: str = NAME, *, first: float = 0.0) -> LineChart:
+        times = [first + at for at in range(len(values))]
+        return LineChart(key="k", title="Speed", unit="tok/s", at=times, series=[Series(name=name, values=values)])
+
+    def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
+        area = Box(
+            left=charts.LEFT,
+            top=charts.TOP,
+            right=charts.WIDTH - charts.RIGHT,
+            bottom=charts.HEIGHT - charts.BOTTOM,
+        )
+        # The first line is in the legend.
+        _, *paths = [path.get("d", "") for path in root.iter(f"{SVG}path") if "line-0" in path.get("class", "")]
+        places = [(float(x), float(y)) for path in paths for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", path)]
+        parts = sum(path.count("M") for path in paths)
+        return Picture(page=page, area=area, places=places, levels=heights(places, area), lines=parts, texts=texts)
+
+
+class LineImage(Line):
+    name = "line chart as an image"
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+        return self.chart(values, name).image_html()
+
+
+class ProbeChart(Html):
+    name, can = "probe", frozenset({"ratio", "line"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+        run = ProbeRun(["one", "two", "three", "four"], [0, 1, 0, 1], folds=2)
+        layers = {layer: [value * 0.9, value * 1.1] for layer, value in enumerate(values)}
+        return Probe(layers, run, LayerActivations(4, list(layers), 1))._repr_html_()
+
+    def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
+        area = Box(left=probe.LEFT, top=probe.TOP, right=probe.WIDTH - probe.RIGHT, bottom=probe.HEIGHT - probe.BOTTOM)
+        (line,) = [each.get("points", "").split() for each in root.iter(f"{SVG}polyline")]
+        places = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in root.iter(f"{SVG}circle")]
+        assert [tuple(map(float, point.split(","))) for point in line] == places
+        bars = [bar for bar in root.iter(f"{SVG}line") if bar.get("stroke") == probe.COLOR]
+        ends = [(float(bar.get("x1", "")), float(bar.get(f"y{end}", ""))) for bar in bars for end in (1, 2)]
+        levels = heights(places, area)
+        return Picture(page=page, area=area, places=places, ends=ends, levels=levels, lines=1, texts=texts)
+
+
+class Cells(Html):
+    """A heat map, of which one row shows the values. Values of 0 are white, like the background, and are not read."""
+
+    name, can = "heat map", frozenset({"empty", "large", "missing", "ratio", "name"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+        columns = [str(at) for at in range(len(values))]
+        return HeatMap(title="Values", values=[values], rows=[name], columns=columns, row_axis="row").svg()
+
+    def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
+        (area, _), *cells = map(rectangle, root.iter(f"{SVG}rect"))
+        corners = [corner for box, _ in cells for corner in ((box.left, box.top), (box.right, box.bottom))]
+        known = [(box, color) for box, color in cells if color not in (heatmap.MISSING, "#ffffff")]
+        places = [((box.left + box.right) / 2, (box.top + box.bottom) / 2) for box, _ in known]
+        levels = [(255 - int(color[1:3], 16)) / (255 - heatmap.SEQUENTIAL[1][0]) for _, color in known]
+        return Picture(page=page, area=area, places=places, ends=corners, levels=levels, texts=texts)
+
+
+def rectangle(element: ElementTree.Element) -> tuple[Box, str]:
+    x, y, width, height = (float(element.get(name, "")) for name in ("x", "y", "width", "height"))
+    return Box(left=x, top=y, right=x + width, bottom=y + height), element.get("fill", "")
+
+
+def trace(values: Sequence[float], name: str, details: dict[str, Any], **arrays: Any) -> Trace:
+    """Return the result of a trace of a text with a token for each value."""
+    places = range(len(values))
+    return Trace(
+        model=name,
+        tokens=tuple(places),
+        texts=tuple(f" {at}" for at in places),
+        arrays={hook: np.asarray(array, np.float32) for hook, array in arrays.items()},
+        details={"positions": list(places), **details},
+    )
+
+
+class Attention(Cells):
+    name, can = "attention", frozenset({"ratio", "name"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+        pattern = np.zeros((len(values), 1, len(values)))
+        pattern[-1:] = values
+        return AttentionPattern(trace(values, name, {}, pattern=pattern), layer=0, head=0)._repr_html_()
+
+
+class Patching(Cells):
+    name, can = "patching", frozenset({"large", "missing", "ratio", "name"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+        details = {"names": ["blocks.0.hook_resid_post"], "heads": [None], "clean": [1.0, 0.0], "corrupt": [0.0, 0.0]}
+        return PatchSweep(trace(values, name, details, logits=[[[value, 0.0] for value in values]]))._repr_html_()
+
+
+class Attribution(Cells):
+    name, can = "attribution", frozenset({"large", "ratio", "name"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+        details = {"logit": 1.0, "embedding": 0.0, "bias": 0.0}
+        given = trace(values, name, details, heads=[values], attention=[0.0], mlp=[0.0])
+        return LogitAttribution(given, label="' Paris' minus ' Rome'")._repr_html_()
+
+
+class Lens(Cells):
+    name, can = "logit lens", frozenset({"ratio", "name"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+        logprobs = [[[math.log(value) if value else -math.inf] for value in values]]
+        given = trace(values, name, {"texts": {"0.0": " word"}}, ids=np.zeros_like(logprobs), logprobs=logprobs)
+        return LogitLensTable(given)._repr_html_()
+
+
+class Matplotlib(Renderer):
+    """Figures of matplotlib, each of whose axes shows the values."""
+
+    def pictures(self, figure: Figure) -> Iterator[Picture]:
+        pixels_of(figure)
+        for axes in figure.axes:
+            box, height = axes.bbox, figure.bbox.height
+            area = Box(left=box.x0, top=height - box.y1, right=box.x1, bottom=height - box.y0)
+            drawn = points_of(axes)
+            places = [place for points in drawn for place in places_of(axes, points)]
+            intervals = [each for each in axes.containers if isinstance(each, ErrorbarContainer)]
+            ends = [ends for each in intervals for bars in each.lines[2] for ends in bars.get_segments()]
+            yield Picture(
+                page=Box(left=0, top=0, right=figure.bbox.width, bottom=height),
+                area=area,
+                places=places,
+                ends=[place for each in ends for place in places_of(axes, each)],
+                levels=heights(places, area),
+                lines=sum(
+                    int((np.diff(np.isfinite(points[:, 1]).astype(int), prepend=0) == 1).sum()) for points in drawn
+                ),
+                texts=texts_of(figure),
+            )
+
+    def texts(self, figure: Figure) -> str:
+        return " ".join(texts_of(figure))
+
+
+def points_of(axes: Axes) -> list[NDArray[np.float64]]:
+    """Return the coordinates of the values of each line and each bar."""
+    lines = [np.asarray(line.get_xydata()) for line in axes.lines if line.get_marker() in page.MARKERS]
+    bars = [np.array([[bar.get_x() + bar.get_width() / 2, bar.get_height()]]) for bar in axes.patches]
+    return [*lines, *bars]
+
+
+def pixels_of(figure: Figure) -> NDArray[np.uint8]:
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
+
+
+def places_of(axes: Axes, points: Any) -> list[Place]:
+    """Return the pixels of points of the data that are finite."""
+    placed = axes.transData.transform(np.asarray(points, float).reshape(-1, 2))
+    height = axes.figure.bbox.height
+    return [(float(x), float(height - y)) for x, y in placed if math.isfinite(y)]
+
+
+def texts_of(figure: Figure) -> list[str]:
+    texts = [text.get_text() for text in figure.findobj(Text) if text.get_visible()]
+    return [text.replace(r"\$", "$") for text in texts if text]
+
+
+class Concurrency(Matplotlib):
+    """Two plots of the values, each of which is the median of seven requests."""
+
+    name, can = "by_concurrency", frozenset({"empty", "large", "missing", "ratio", "line", "name"})
+    plot: Callable[..., Figure] = staticmethod(by_concurrency)
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+        cases = [{"target": name, "concurrency": 2**at} for at in range(len(values))]
+        return self.bench(values, cases)
+
+    def bench(self, values: Sequence[float], cases: Sequence[dict[str, Any]]) -> Figure:
+        samples = [
+            sample(**case, **dict.fromkeys(METRICS, None if math.isnan(value) else value * factor))
+            for value, case in zip(values, cases, strict=True)
+            for factor in (0.8, 0.8, 0.9, 1, 1.1, 1.2, 1.2)
+        ]
+        return self.plot(samples, metrics=METRICS)
+
+
+class PromptLength(Concurrency):
+    name = "by_prompt_length"
+    plot: Callable[..., Figure] = staticmethod(by_prompt_length)
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+        return self.bench(values, [{"target": name, "prompt_tokens_wanted": 16 * 2**at} for at in range(len(values))])
+
+
+class Bars(Concurrency):
+    name, can = "by_concurrency with one value", frozenset({"large", "missing", "ratio", "name"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+        return self.bench(values, [{"target": f"{name}{at or ''}"} for at in range(len(values))])
+
+
+class Calibration(Matplotlib):
+    name, can = "calibration", frozenset({"empty", "line", "name"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+        facts = RunFacts(
+            at=0, name=name, model="m", engine="echo", weights="", settings={}, frame="", versions={}, machine=""
+        )
+        rows = [
+            EvaluatedRow(
+                label=at,
+                prompt="p",
+                expected="a",
+                answer="a",
+                score=value,
+                choices=["a", "b"],
+                logprobs=[math.log(probability), math.log(1 - probability)],
+            )
+            for at, value in enumerate(values)
+            for probability in [0.05 + 0.1 * at]
+        ]
+        return Evaluation(facts, rows).plot_calibration()
+
+
+class Curves(Matplotlib):
+    name, can = "benchmarks page", frozenset({"large", "line"})
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+        rows = [
+            Row(figure=curves.STREAMS, case="", model="m", value=value, detail={"server": name, "x": 2**at})
+            for at, value in enumerate(values)
+        ]
+        return page.chart(curves.STREAMS, rows)
+
+
+RENDERERS: Sequence[Renderer] = (
+    Line(),
+    LineImage(),
+    ProbeChart(),
+    Cells(),
+    Attention(),
+    Patching(),
+    Attribution(),
+    Lens(),
+    Concurrency(),
+    PromptLength(),
+    Bars(),
+    Calibration(),
+    Curves(),
+)
