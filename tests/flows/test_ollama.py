@@ -285,7 +285,7 @@ def test_models_are_listed_and_described(http: httpx2.Client) -> None:
     assert (running["name"], running["context_length"]) == ("echo:latest", 32768)
     assert datetime.fromisoformat(running["expires_at"]) > datetime.fromisoformat(other["modified_at"])
     assert all(part.isdecimal() for part in http.get("/api/version").json()["version"].split("."))
-    shown = http.post("/api/show", json={"name": "echo", "verbose": True})
+    shown = http.post("/api/show", json={"name": "echo", "verbose": True, "other": None})
     assert shown.headers["x-lmx-ignored"] == "verbose"
     info = shown.json()
     assert {"completion", "tools", "insert"} <= {*info["capabilities"]}
