@@ -482,7 +482,7 @@ class Responses(Format):
         whole = last["response"]
         assert last["type"] == f"response.{whole['status']}"
         for event in (created, started):
-            empty = {"output": [], **dict.fromkeys(("usage", "incomplete_details", "completed_at"))}
+            empty: dict[str, Any] = {"output": [], **dict.fromkeys(("usage", "incomplete_details", "completed_at"))}
             assert event["response"] == whole | {"status": "in_progress", **empty}
         items: list[Any] = []
         pieces = ""
@@ -501,7 +501,7 @@ class Responses(Format):
                 assert (event["output_index"], event["item_id"]) == (len(items) - 1, items[-1]["id"])
                 pieces += event.get("delta", "")
                 parts = [part for part in (event, event.get("part", {})) if kind.endswith(".done")]
-                shown = [part[name] for part in parts for name in ("text", "arguments") if name in part]
+                shown = [part[name] for part in parts for name in ("text", "arguments", "input") if name in part]
                 assert shown == [pieces] * len(shown)
         assert whole["output"] == items
         return whole
@@ -509,8 +509,8 @@ class Responses(Format):
     @staticmethod
     def _content(item: Any) -> str:
         """Return the text of an item, or the arguments of a call."""
-        if item["type"] == "function_call":
-            return str(item["arguments"])
+        if (name := {"function_call": "arguments", "custom_tool_call": "input"}.get(item["type"])) is not None:
+            return str(item[name])
         return "".join(part["text"] for part in item["summary" if item["type"] == "reasoning" else "content"])
 
     def partial_text(self, frames: Sequence[Any]) -> str:
