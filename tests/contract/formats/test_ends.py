@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -189,49 +189,38 @@ def test_a_stream_that_waits_keeps_its_connection_alive(echo_home: Path) -> None
 NOTICED = "the client has accepted no data"
 
 
-@contextmanager
-def unread_streams(lab: Lab) -> Iterator[dict[Format, socket.socket]]:
-    """Request an endless stream in each format, and read nothing of it."""
-    # Tokens alone would fill the buffers of a WebSocket so slowly that its client is disconnected for another reason:
-    # it does not answer pings.
-    more = {Socket.name: {"logprobs": True, "top_logprobs": 20}}
-    with ExitStack() as unread:
-        yield {
-            form: unread.enter_context(
-                form.unread(lab.port, replace(ENDLESS, extra=more.get(form.name, {})), buffer_bytes=4096)
-            )
-            for form in FORMATS
-        }
+def unread_stream(lab: Lab, form: Format, request: Request = ENDLESS) -> AbstractContextManager[socket.socket]:
+    """Request a stream and read nothing of it. In the chat format, its answer is large."""
+    large = {"logprobs": True, "top_logprobs": 20} if form.name in (Chat.name, Socket.name) else {}
+    return form.unread(lab.port, replace(request, extra=large), buffer_bytes=4096)
 
 
-def read_to_end(connection: socket.socket) -> bytes:
-    """Read until the server closes the connection."""
+def read_until(connection: socket.socket, end: bytes | None = None) -> bytes:
+    """Read until the data contains ``end``, or the server closes the connection."""
     data = b""
     with suppress(ConnectionError):
-        while piece := connection.recv(65536):
+        while (end is None or end not in data) and (piece := connection.recv(65536)):
             data += piece
     return data
 
 
+# Clients of a WebSocket that read nothing answer no pings either, and are then disconnected for this reason.
 @pytest.mark.slow
 def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancelled(
     echo_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=1) as lab:
-        with unread_streams(lab) as connections, ThreadPoolExecutor(len(FORMATS)) as pool:
-            wait_until(lambda: caplog.text.count(NOTICED) == len(FORMATS))
-            rests = dict(zip(connections, pool.map(read_to_end, connections.values()), strict=True))
+        with ExitStack() as unread:
+            connections = [unread.enter_context(unread_stream(lab, form)) for form in HTTP_FORMATS]
+            wait_until(lambda: caplog.text.count(NOTICED) == len(HTTP_FORMATS))
+            for form, connection in zip(HTTP_FORMATS, connections, strict=True):
+                assert form.end.encode() not in read_until(connection), form.name
         wait_until_idle(lab)
         metrics = httpx2.get(f"{lab.url}/metrics").text
-        assert 0 < lab.engine.snapshot.output_tokens < len(FORMATS) * 10_000
-    for form, rest in rests.items():
-        assert form.end.encode() not in rest, form.name
-    # Over a WebSocket, the close code follows the tokens that were sent.
-    code = (1008).to_bytes(2) + NOTICED.encode()
-    assert [form.name for form, rest in rests.items() if code in rest] == [Socket.name]
+        assert 0 < lab.engine.snapshot.output_tokens < len(HTTP_FORMATS) * 10_000
     assert "Traceback" not in caplog.text
     cancelled = re.findall(r"lmx_lab_requests_total.*cancelled.* ([0-9.]+)", metrics)
-    assert sum(map(float, cancelled)) == len(FORMATS)
+    assert sum(map(float, cancelled)) == len(HTTP_FORMATS)
 
 
 @pytest.mark.slow
@@ -240,12 +229,49 @@ def test_slots_for_which_others_wait_are_free_earlier(echo_home: Path, caplog: p
     with (
         serving(echo_home, "echo", **limits) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as http,
-        unread_streams(lab),
-        ExitStack() as others,
+        ExitStack() as open_streams,
     ):
+        connections = {form: open_streams.enter_context(unread_stream(lab, form)) for form in FORMATS}
         wait_until(lambda: lab.engine.snapshot.active_requests == len(FORMATS))
         for _ in FORMATS:
-            others.enter_context(Chat().stream(http, ENDLESS))
+            open_streams.enter_context(Chat().stream(http, ENDLESS))
         wait_until(lambda: caplog.text.count(NOTICED) == len(FORMATS))
         wait_until(lambda: lab.engine.snapshot.queued_requests == 0)
         assert lab.engine.snapshot.active_requests == len(FORMATS)
+        for form, connection in connections.items():
+            assert form.end.encode() not in read_until(connection), form.name
+
+
+@pytest.mark.slow
+def test_a_close_code_follows_the_tokens_of_a_websocket_that_accepts_no_data(
+    echo_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE, slow_client_s=3600) as lab,
+        httpx2.Client(base_url=lab.url, timeout=60) as http,
+        unread_stream(lab, Socket()) as connection,
+    ):
+        wait_until(lambda: lab.engine.snapshot.active_requests == 1)
+        with Chat().stream(http, ENDLESS):
+            wait_until(lambda: NOTICED in caplog.text)
+            assert (1008).to_bytes(2) + NOTICED.encode() in read_until(connection)
+
+
+@pytest.mark.slow
+def test_a_client_may_pause_after_its_answer_has_ended(echo_home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    form = Chat()
+    request = Request(messages=[{"role": "user", "content": "a " * 300}], max_tokens=400)
+    with (
+        serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=3) as lab,
+        unread_stream(lab, form, request) as paused,
+    ):
+        wait_until(lambda: lab.engine.snapshot.output_tokens >= 300)
+        wait_until_idle(lab)
+        # The server disconnects a client that pauses during its answer. The other has paused for longer.
+        with unread_stream(lab, form) as late:
+            wait_until(lambda: NOTICED in caplog.text)
+            in_buffers = len(read_until(late))
+        data = read_until(paused, form.end.encode())
+    assert form.end.encode() in data
+    assert len(data) > 2 * in_buffers
+    assert caplog.text.count(NOTICED) == 1
