@@ -22,7 +22,7 @@ STOP = "two"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A greedy request, in no format. An adapter writes it in its own."""
+    """A greedy request, in no format. None leaves a field out."""
 
     messages: Sequence[Mapping[str, Any]] = HELLO
     """In the form of the chat format."""
@@ -35,6 +35,7 @@ class Request:
     """``auto``, ``required``, ``none`` or the name of a tool."""
     parallel: bool | None = None
     thinks: bool | None = None
+    """Whether the model may reason."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the format itself."""
 
