@@ -60,7 +60,7 @@ CASES = [
     case("tools, no call", "hello", "tools", answer=Answer(text="hello"), tools=[CLOCK], choice="auto"),
     case("no choice", CALL, "forced", answer=Answer(text=CALL), tools=[CLOCK], choice="none"),
     case("forced", "x", "forced", answer=FORCED, tools=[CLOCK], choice="required", parallel=False),
-    case("named", "x", "forced", answer=FORCED, tools=[CLOCK], choice="clock"),
+    case("named", "x", "forced", answer=FORCED, tools=[CLOCK | {"name": "watch"}, CLOCK], choice="clock"),
 ]
 
 
