@@ -63,6 +63,8 @@ class Problem:
     kind: str | None
     """The class of the error that most formats have in addition to its code."""
     request_id: str | None
+    retryable: bool | None = None
+    """Whether the same request can succeed later; None if the format has no such member."""
 
 
 class Format:
@@ -120,7 +122,13 @@ class Format:
     def problem(self, body: Any) -> Problem:
         """Read the body of an error, or the frame that ends a stream with an error."""
         error = body["error"]
-        return Problem(code=error["code"], message=error["message"], kind=error["type"], request_id=error["request_id"])
+        return Problem(
+            code=error["code"],
+            message=error["message"],
+            kind=error["type"],
+            request_id=error["request_id"],
+            retryable=error["retryable"],
+        )
 
     def comparable(self, body: Any) -> Any:
         """Return the body with the type instead of the value of each member that varies."""

@@ -83,6 +83,7 @@ def test_a_full_queue_refuses_a_request_with_the_time_to_wait(form: Format, lab:
         status, problem = form.refusal(http, Request())
         response = form.post(http, Request())
     assert (problem.code, problem.kind) == ("queue-full", form.kinds.get(429))
+    assert problem.retryable in (None, True)
     assert (status, response.status_code) == (429 if "http" in form.can else None, 429)
     assert int(response.headers["retry-after"]) >= 1
     wait_until_idle(lab)
@@ -105,6 +106,7 @@ def test_an_answer_at_its_deadline_ends_with_an_error(form: Format, hurried_lab:
     assert streamed.code == form.stream_codes.get("lmx-timeout", "lmx-timeout")
     assert streamed.kind in (None, form.kinds.get(504))
     assert (whole.status_code, problem.code, problem.kind) == (504, "lmx-timeout", form.kinds.get(504))
+    assert problem.retryable in (None, False)
     assert whole.headers["x-should-retry"] == "false"
 
 
