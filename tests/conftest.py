@@ -52,7 +52,7 @@ LONGEST = {
 SLOW_FIXTURES = frozenset({"browser", "fresh_notebook", "starter_home"})
 NOT_FAST = frozenset(
     {
-        *("browser", "contract", "cpu_blas", "doctor", "encoders", "faults", "kernel", "llama_cpp", "mlx"),
+        *("browser", "cpu_blas", "doctor", "encoders", "faults", "kernel", "llama_cpp", "mlx"),
         *("notebooks", "other_clients", "package", "parity", "soak"),
     }
 )

@@ -112,7 +112,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
         now = manager.snapshot
         context_length = now.context_length if entry is now.entry else entry.context_length
         info = await in_thread(functools.partial(_describe, entry, context_length, local=local))
-        headers = ignored_header(body.model_extra or {})
+        headers = ignored_header(body.unknown)
         return Response(info.model_dump_json(), media_type="application/json", headers=headers)
 
     @router.post(
@@ -130,7 +130,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
         name, local = _named(body, settings), is_local(request.scope)
         check_admin(local=local, lan_admin=settings.lan_admin)
         download = await while_connected(request, downloads.join(name or "", local=local))
-        headers = ignored_header(body.model_extra or {})
+        headers = ignored_header(body.unknown)
         if body.stream is False:
             await while_connected(request, download.wait())
             return Response(SUCCESS, media_type="application/json", headers=headers)

@@ -60,7 +60,7 @@ def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
                 ]
             if body.return_token_strs:
                 answer["token_strs"] = [token_text(data) for data in pieces]
-        headers = ignored_header(body.model_extra or {})
+        headers = ignored_header(body.unknown)
         return Response(to_json(answer), media_type="application/json", headers=headers)
 
     @router.post("/detokenize", response_model=DetokenizeAnswer, responses=INFERENCE_ERRORS)
@@ -68,7 +68,7 @@ def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
         """Return the text of token ids, including special tokens."""
         working = service.detokenize(body.tokens, model=requested_model(body.model), local=is_local(request.scope))
         text = await while_connected(request, working)
-        headers = ignored_header(body.model_extra or {})
+        headers = ignored_header(body.unknown)
         content = to_json({"content": text, "prompt": text})
         return Response(content, media_type="application/json", headers=headers)
 

@@ -107,6 +107,11 @@ class LenientModel(BodyModel):
 
     model_config = ConfigDict(extra="allow")
 
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the given fields that the format does not have. A field whose value is null is not given."""
+        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
 
 def request_class(name: str) -> type[RequestModel] | None:
     """Return the request class of this name, or the class of a part of a request; None if no such class is imported."""

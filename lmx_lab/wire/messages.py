@@ -142,12 +142,12 @@ class CountRequest(LenientModel):
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
-        yield from self.model_extra or {}
+        yield from self.unknown
         for tool in self.tools or ():
             if tool.input_schema is None:
                 yield f"tools.{tool.name}"
         if self.thinking is not None:
-            yield from (f"thinking.{name}" for name in self.thinking.model_extra or {})
+            yield from (f"thinking.{name}" for name in self.thinking.unknown)
 
 
 class MessagesRequest(CountRequest):

@@ -139,11 +139,11 @@ class OllamaBody(LenientModel):
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields and options that have no effect."""
-        yield from self.model_extra or {}
+        yield from self.unknown
         if self.keep_alive is not None and not self.unloads:
             yield "keep_alive"
         if self.options is not None:
-            yield from (f"options.{name}" for name in self.options.model_extra or {})
+            yield from (f"options.{name}" for name in self.options.unknown)
 
 
 class OllamaGenerationBody(OllamaBody):

@@ -346,18 +346,18 @@ class ResponsesRequest(LenientModel):
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
-        yield from self.model_extra or {}
+        yield from self.unknown
         for tool in self.tools or ():
             if isinstance(tool, HostedTool):
                 yield f"tools.{tool.type}"
             elif isinstance(tool, ToolNamespace):
                 yield from (f"tools.{tool.name}.{each.type}" for each in tool.tools if isinstance(each, HostedTool))
         if self.reasoning is not None:
-            yield from (f"reasoning.{name}" for name in self.reasoning.model_extra or {})
+            yield from (f"reasoning.{name}" for name in self.reasoning.unknown)
             if self.reasoning.effort not in (None, *EFFORTS):
                 yield "reasoning.effort"
         if self.text is not None:
-            yield from (f"text.{name}" for name in self.text.model_extra or {})
+            yield from (f"text.{name}" for name in self.text.unknown)
         yield from (f"include.{name}" for name in self.include or () if name != LOGPROBS)
 
 

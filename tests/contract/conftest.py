@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,14 +13,23 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.contract.openapi import OpenApiContract
 from tests.engine.encoders.models import write_tiny_bert
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama
 
+if TYPE_CHECKING:
+    from tests.contract.openapi import OpenApiContract
+
 CONTEXT = 64
 """Context length in tokens, so that all answers are short."""
 HERE = Path(__file__).parent
+
+
+def read_contract(url: str, **options: Any) -> OpenApiContract:
+    # Imported here, because this is slow, and the tests in ``formats`` do not need it.
+    from tests.contract.openapi import OpenApiContract
+
+    return OpenApiContract(url, **options)
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +50,7 @@ def tiny_lab(home: Path) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def tiny_server(tiny_lab: Lab) -> OpenApiContract:
-    return OpenApiContract(f"{tiny_lab.url}/openapi.json", config=HERE / "server.toml")
+    return read_contract(f"{tiny_lab.url}/openapi.json", config=HERE / "server.toml")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +62,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def server(lab: Lab) -> OpenApiContract:
-    return OpenApiContract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
+    return read_contract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
 
 
 @pytest.fixture(scope="module")
@@ -77,4 +87,4 @@ def daemon(lab: Lab, tmp_path_factory: pytest.TempPathFactory, _no_programs: Non
 
 @pytest.fixture(scope="module")
 def api(daemon: Daemon) -> OpenApiContract:
-    return OpenApiContract(f"{daemon.url}/v3/openapi.json", key=daemon.token, config=HERE / "daemon.toml")
+    return read_contract(f"{daemon.url}/v3/openapi.json", key=daemon.token, config=HERE / "daemon.toml")

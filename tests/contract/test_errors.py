@@ -13,6 +13,7 @@ from tests.contract.conftest import HERE
 from tests.contract.openapi import OpenApiContract, code_of
 from tests.flows.conftest import serving
 
+pytestmark = pytest.mark.slow
 SOCKET = "/v1/chat/stream"
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
 

@@ -15,6 +15,7 @@ from tests.contract.conftest import HERE
 from tests.contract.openapi import OpenApiContract
 from tests.flows.conftest import serving
 
+pytestmark = pytest.mark.slow
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"model": "echo", "messages": HELLO, "max_tokens": 8}
 LONG = {"max_tokens": 400, "ignore_eos": True}

@@ -6,7 +6,8 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from lmx_lab.errors import EngineError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
+from tests.contract.formats.formats import Chat, Format, Problem, Request, Socket
 from tests.engine.conftest import fail_next_step, finish, mlx_thread, numbers, request, run, until_idle
 from tests.engine.llama_cpp.conftest import process_of
-from tests.faults.chat_requests import WAIT_S, WAYS, End, Way, send_all
+from tests.faults.chat_requests import WAIT_S
 from tests.faults.fault_injection import inject
-from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
+from tests.flows.conftest import serving, wait_until, wait_until_idle
 
 DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "^[0-9]{60}$"}}}
 
@@ -68,6 +70,49 @@ GGUF_PLACES = {
 }
 
 
+WAYS: dict[str, tuple[Format, bool]] = {
+    "whole": (Chat(), False),
+    "streamed": (Chat(), True),
+    "by_socket": (Socket(), True),
+}
+"""The format of a request, and whether its answer is streamed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The end of one request; exactly one of ``text`` and ``problem`` is set."""
+
+    text: str | None = None
+    problem: Problem | None = None
+    status: int | None = None
+    """HTTP status; None if the answer is streamed or sent over a WebSocket."""
+
+
+def answer_of(lab: Lab, way: str, request: Request) -> End:
+    """Send a request, and return how it ended."""
+    form, stream = WAYS[way]
+    with httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
+        if way == "by_socket":
+            frames = form.frames(form.streamed(http, request))
+        else:
+            response = http.post(form.path, json=form.body(request, stream=stream))
+            if response.status_code != 200:
+                return End(problem=form.problem(response.json()), status=response.status_code)
+            if not stream:
+                return End(text=form.answer(response.json()).text, status=200)
+            frames = form.frames(response.text)
+    *parts, last = frames
+    return End(problem=form.problem(last)) if "error" in last else End(text=form.partial_text(parts))
+
+
+def send_all(lab: Lab, ways: Sequence[str], request: Request) -> list[Future[End]]:
+    """Send one request for each way at the same time, without waiting for the responses."""
+    pool = ThreadPoolExecutor(len(ways))
+    futures = [pool.submit(answer_of, lab, way, request) for way in ways]
+    pool.shutdown(wait=False)
+    return futures
+
+
 @pytest.fixture(scope="module")
 def mlx_lab(tiny_home: Path) -> Iterator[Lab]:
     with serving(tiny_home, "tiny", slots=2, queue_limit=4) as lab:
@@ -85,7 +130,7 @@ def gguf_lab(tiny_home: Path, tiny_gguf: Path) -> Iterator[Lab]:
 def test_a_fault_ends_requests_with_an_error_and_queued_ones_are_answered(
     mlx_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
 ) -> None:
-    check_fault(mlx_lab, monkeypatch, PLACES[place], WAYS[way])
+    check_fault(mlx_lab, monkeypatch, PLACES[place], way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -93,33 +138,29 @@ def test_a_fault_ends_requests_with_an_error_and_queued_ones_are_answered(
 def test_a_fault_of_the_llama_cpp_engine_ends_requests_with_an_error(
     gguf_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
 ) -> None:
-    check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], WAYS[way])
+    check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], way)
 
 
-def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: FaultPoint, way: Way) -> None:
-    fields = {"model": "default", "max_tokens": 24, **place.fields}
-    good = way(lab, chat_body(**fields))
+def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: FaultPoint, way: str) -> None:
+    request = Request(max_tokens=24, extra=place.fields)
+    good = answer_of(lab, way, request)
     assert good.text
     with monkeypatch.context() as patched:
         fault = inject(patched, place.at, place.exc, at_call=place.call)
         # Two requests run, and one waits.
-        ends = [future.result(WAIT_S) for future in send_all(lab, [way] * 3, **fields)]
+        ends = [future.result(WAIT_S) for future in send_all(lab, [way] * 3, request)]
     assert fault.happened
-    failed = [end for end in ends if end.error is not None]
+    failed = [end for end in ends if end.problem is not None]
     assert 1 <= len(failed) <= (1 if place.alone else 2)
-    assert [end.text for end in ends if end.error is None] == [good.text] * (3 - len(failed))
+    assert [end.text for end in ends if end.problem is None] == [good.text] * (3 - len(failed))
     for end in failed:
-        check_envelope(end)
+        assert end.problem is not None
+        assert (end.problem.code, end.problem.kind) == ("internal-error", "server_error")
+        assert "injected" in end.problem.message
+        assert end.status in (None, 500)
     wait_until_idle(lab)
-    assert way(lab, chat_body(**fields)) == good
+    assert answer_of(lab, way, request) == good
     assert httpx2.get(f"{lab.url}/readyz").status_code == 200
-
-
-def check_envelope(end: End) -> None:
-    assert end.error is not None
-    assert (end.error["code"], end.error["type"]) == ("internal-error", "server_error")
-    assert "injected" in end.error["message"]
-    assert end.status in (None, 500)
 
 
 # After faults
@@ -186,7 +227,7 @@ def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(
     name, tokens = ("tiny", 450) if made_for == "mlx" else (str(long_gguf), 7000)
     with serving(tiny_home, name, slots=3, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
         before = lab.engine.snapshot.output_tokens
-        futures = send_all(lab, list(WAYS.values()), model="default", max_tokens=tokens, ignore_eos=True)
+        futures = send_all(lab, [*WAYS], Request(max_tokens=tokens, extra={"ignore_eos": True}))
         wait_until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.output_tokens > before)
         if made_for == "mlx":
             asyncio.run(fail_next_step(lab.engine, SystemExit("injected")))
@@ -194,14 +235,14 @@ def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(
             psutil.Process(process_of(lab.engine)._process.pid).kill()
         for way, future in zip(WAYS, futures, strict=True):
             end = future.result(WAIT_S)
-            assert end.error is not None
-            assert end.error["code"] == "internal-error"
-            assert "load a model" in end.error["message"]
-            assert (end.status, end.error["retryable"]) == (503 if way == "whole" else None, False)
-        refused = http.post("/v1/chat/completions", json=chat_body(model="default"))
+            assert end.problem is not None
+            assert end.problem.code == "internal-error"
+            assert "load a model" in end.problem.message
+            assert (end.status, end.problem.retryable) == (503 if way == "whole" else None, False)
+        refused = http.post("/v1/chat/completions", json=Chat().body(Request(), stream=False))
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "internal-error")
         assert http.get("/readyz").status_code == 503
         assert http.get("/healthz").status_code == 200
         assert http.post("/admin/models/load", json={"model": name}).status_code == 200
         assert http.get("/readyz").status_code == 200
-        assert http.post("/v1/chat/completions", json=chat_body(model="default")).status_code == 200
+        assert http.post("/v1/chat/completions", json=Chat().body(Request(), stream=False)).status_code == 200

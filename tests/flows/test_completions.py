@@ -234,11 +234,6 @@ def test_a_client_that_disconnects_frees_the_slots_of_all_prompts(lab: Lab, http
     wait_until_idle(lab)
 
 
-def test_the_error_of_another_model_is_the_same_as_in_chat(http: httpx2.Client) -> None:
-    error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
-    error_of(http.post(PATH, json=body(model="other")), 503, "no-model-loaded")
-
-
 def test_the_error_without_a_model_is_the_same_as_in_chat(echo_home: Path) -> None:
     with serving(echo_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
         on_disk = error_of(http.post(PATH, json=body(model="other")), 503, "no-model-loaded")

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion
 from websockets.sync.client import connect
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import HELLO, chat_body, echo_body, events, serving
+from tests.flows.conftest import HELLO, chat_body, events, serving
 from tests.flows.schemas import DIGIT, SHORT, closed
 
 pytestmark = pytest.mark.slow
@@ -200,28 +200,3 @@ def test_reasoning_in_the_history_is_passed_to_the_template(thinking_lab: Lab) -
 def test_reasoning_and_content_have_logprobs(http: httpx2.Client) -> None:
     choice, usage = ask(http, **THINKING, logprobs=True)
     assert len(choice["logprobs"]["content"]) == usage["completion_tokens"]
-
-
-# --- any engine
-
-
-def test_all_routes_separate_reasoning_from_the_content(lab: Lab) -> None:
-    sent = [{"role": "user", "content": "<think>Is it wide?</think>It is."}]
-    fields = echo_body(messages=sent, max_tokens=40)
-    whole = httpx2.post(f"{lab.url}{PATH}", json=fields).json()
-    *chunks, done = events(httpx2.post(f"{lab.url}{PATH}", json={**fields, "stream": True}).text)
-    deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
-    with connect(lab.url.replace("http", "ws") + "/v1/chat/stream") as socket:
-        socket.send(json.dumps(fields))
-        messages = [json.loads(socket.recv(timeout=30))]
-        while "done" not in messages[-1]:
-            messages.append(json.loads(socket.recv(timeout=30)))
-    *tokens, last = messages
-    message = whole["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Is it wide?", "It is.")
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Is it wide?"
-    assert "".join(delta.get("content", "") for delta in deltas) == "It is."
-    assert done == "[DONE]"
-    assert "".join(token.get("reasoning_content", "") for token in tokens) == "Is it wide?"
-    assert "".join(token["token"] for token in tokens) == "It is."
-    assert last["stats"]["reasoning_tokens"] == reasoning_tokens(whole["usage"]) > 0

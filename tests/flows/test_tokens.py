@@ -76,8 +76,9 @@ def test_a_text_that_is_far_too_long_is_refused(http: httpx2.Client) -> None:
 
 
 def test_unknown_fields_are_ignored_and_named(http: httpx2.Client) -> None:
-    response = http.post("/tokenize", json={"content": "a", "unknown": 1})
-    assert response.headers["x-lmx-ignored"] == "unknown"
+    for path, fields in (("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [65]})):
+        response = http.post(path, json={**fields, "unknown": 1, "other": None})
+        assert response.headers["x-lmx-ignored"] == "unknown"
 
 
 def test_the_loaded_model_is_described(http: httpx2.Client) -> None:

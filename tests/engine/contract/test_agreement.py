@@ -12,7 +12,7 @@ from tests.engine.conftest import PROMPT, finish_with_logprobs, request
 from tests.engine.contract.conftest import SETTINGS, Entries
 from tests.engine.contract.test_forms import CONVERSATION, TOOLS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Both = tuple[ModelManager, ModelManager]
 
 

@@ -17,7 +17,7 @@ from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import Format
 from tests.engine.conftest import PROMPT, finish, finish_with_logprobs, numbers, request, run
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 WORDS = AnswerFormat(kind="regex", text="über 😀東京é!")
 """An answer whose characters are several tokens."""
 

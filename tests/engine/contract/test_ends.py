@@ -24,7 +24,7 @@ from lmx_lab.values.models import Format
 from tests.engine.conftest import finish, numbers, request, run, until_busy, until_idle
 from tests.engine.contract.conftest import CONTEXT, FEW, Entries
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 LONG: dict[str, Any] = {"max_tokens": CONTEXT, "ignore_eos": True}
 """A request that takes seconds. No test waits for its end."""
 

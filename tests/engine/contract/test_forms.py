@@ -30,7 +30,7 @@ from tests.engine.conftest import engine_of, until_idle
 from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry
 from tests.engine.mlx.test_answers_in_engine import SCHEMA, Answer, finish, is_place, merge, request
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 JSON = AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA))
 REGEX = AnswerFormat(kind="regex", text="[a-c]{5}-(left|right)")
 LARK = AnswerFormat(kind="lark", text='start: "x" DIGITS\nDIGITS: /[0-9]{3}/')

@@ -30,7 +30,7 @@ from tests.engine.contract.conftest import FEW, SETTINGS, Entries, entry_of
 from tests.engine.encoders.models import write_tiny_bert
 from tests.gguf_files import unknown_architecture
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone", "Ünïcode, CAFÉ 東京!")
 FORMATS: tuple[Format, ...] = ("mlx", "gguf")
 """The formats of model files."""

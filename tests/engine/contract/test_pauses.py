@@ -12,7 +12,7 @@ from lmx_lab.engine.llama_cpp import queue
 from lmx_lab.values.models import Format
 from tests.engine.conftest import finish, numbers, request, run
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 TOKENS = 150
 # Longer, because llama.cpp computes 150 tokens of the tiny model before it notices that other requests wait.
 PLAIN: dict[str, Any] = {"prompt": numbers(20, start=100), "max_tokens": 400, "ignore_eos": True}

@@ -18,7 +18,7 @@ from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry, entry_
 from tests.gguf_files import with_tokens
 from tests.tiny import rename_tokens, write_tiny_llama
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 MARKS = {"<repo_name>": "<|fim_prefix|>", "<reponame>": "<|fim_suffix|>", "<file_sep>": "<|fim_middle|>"}
 """SmolLM2's tokens, and Qwen's names for the tokens around a gap."""
 PREFIX, SUFFIX, MIDDLE = 3, 4, 5

@@ -1,0 +1,26 @@
+"""Fixtures that serve the echo engine to clients of all formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from lmx_lab.notebook import Lab
+from tests.flows.conftest import PACE, echo_home, serving
+
+__all__ = ["echo_home"]
+
+
+@pytest.fixture(scope="session")
+def lab(echo_home: Path) -> Iterator[Lab]:
+    with serving(echo_home, "echo", slots=2, queue_limit=2, echo_tokens_per_s=PACE, record="all") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="session")
+def http(lab: Lab) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=lab.url, timeout=60) as client:
+        yield client

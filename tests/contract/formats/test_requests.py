@@ -1,0 +1,157 @@
+"""Tests that all formats accept the same: prompts, names of models, keys, and fields without effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from lmx_lab.notebook import Lab
+from tests.contract.formats.formats import FORMATS, Format, Request, Socket, each_format
+from tests.contract.formats.test_answers import CLOCK
+from tests.flows.conftest import serving
+
+OTHER_STREAMS = {"/api/pull": "the progress of a download"}
+"""Routes with streams that are not answers of a model."""
+
+
+def test_each_route_that_streams_answers_has_an_adapter(http: httpx2.Client) -> None:
+    found = set()
+    for path, operations in http.get("/openapi.json").json()["paths"].items():
+        has_stream = len(operations.get("post", {}).get("responses", {}).get("200", {}).get("content", ())) > 1
+        is_socket = "101" in operations.get("get", {}).get("responses", {})
+        if has_stream or is_socket:
+            found.add(path)
+    assert found == {form.path for form in FORMATS} | OTHER_STREAMS.keys()
+
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What time is it?"},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    {"role": "user", "content": "Thank you."},
+]
+
+
+@pytest.mark.parametrize(
+    ("request_", "ability"),
+    [
+        (Request(), "template"),
+        (Request(tools=[CLOCK]), "tools"),
+        (Request(tools=[CLOCK], choice="required"), "forced"),
+        (Request(messages=CONVERSATION, tools=[CLOCK]), "history"),
+    ],
+    ids=["message", "tools", "forced", "conversation"],
+)
+def test_all_formats_make_the_same_prompt(lab: Lab, http: httpx2.Client, request_: Request, ability: str) -> None:
+    prompts = {}
+    for form in FORMATS:
+        if ability in form.can:
+            form.streamed(http, request_)
+            prompts[form.name] = lab.requests[-1].prompt
+    assert prompts == dict.fromkeys(prompts, prompts["chat"])
+
+
+HINTS = {"user": "me", "cache_prompt": True}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+IGNORED: dict[str, tuple[dict[str, Any], str]] = {
+    "chat": (HINTS, "user, cache_prompt"),
+    "completions": (HINTS, "user, cache_prompt"),
+    "messages": (
+        {
+            "metadata": {"user_id": "u"},
+            "tools": [SEARCH],
+            "thinking": {"type": "enabled", "budget_tokens": 9},
+            "bad\r\nname": 1,
+        },
+        "metadata, tools.web_search, thinking.budget_tokens",
+    ),
+    "responses": (
+        {
+            "truncation": "auto",
+            "reasoning": {"effort": "extreme", "context": "all"},
+            "text": {"verbosity": "low"},
+            "include": ["reasoning.encrypted_content"],
+            "tools": [{"type": "web_search"}],
+        },
+        "truncation, tools.web_search, reasoning.context, reasoning.effort, text.verbosity, "
+        "include.reasoning.encrypted_content",
+    ),
+    **dict.fromkeys(
+        ("ollama chat", "ollama generate"),
+        (
+            {"truncate": True, "keep_alive": "5m", "options": {"num_ctx": 4096, "mirostat": 1, "bad\r\nname": 1}},
+            "truncate, keep_alive, options.num_ctx, options.mirostat",
+        ),
+    ),
+}
+"""Fields without effect of each format, and their names in the header."""
+
+
+def null(value: Any) -> Any:
+    """Return the fields of a format with null instead of each value that has no effect."""
+    return {
+        name: null(inner) if isinstance(inner, dict) and name != "metadata" else inner if name == "type" else None
+        for name, inner in value.items()
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@each_format("http")
+def test_ignored_fields_are_named_in_a_header(form: Format, http: httpx2.Client, stream: bool) -> None:
+    fields, names = IGNORED[form.name]
+    for extra, named in ((fields, names), (null(fields), None), ({}, None)):
+        response = http.post(form.path, json=form.body(Request(extra=extra), stream=stream))
+        assert response.status_code == 200, response.text
+        assert response.headers.get("x-lmx-ignored") == named
+
+
+@each_format()
+def test_no_model_and_default_mean_the_loaded_model(form: Format, http: httpx2.Client) -> None:
+    bodies = [form.post(http, Request(model=model)).json() for model in ("echo", "default", None)]
+    assert [body["model"].removesuffix(":latest") for body in bodies] == ["echo"] * 3
+    assert [form.answer(body).text for body in bodies] == ["hello"] * 3
+
+
+@each_format("http")
+def test_null_means_the_loaded_model(form: Format, http: httpx2.Client) -> None:
+    assert form.answer(form.post(http, Request(extra={"model": None})).json()).text == "hello"
+
+
+@pytest.fixture(scope="module")
+def keyed_lab(echo_home: Path) -> Any:
+    with serving(echo_home, "echo", api_key="secret") as lab:
+        yield lab
+
+
+@each_format("http")
+def test_a_key_is_accepted_in_the_header_of_the_format(form: Format, keyed_lab: Lab) -> None:
+    with httpx2.Client(base_url=keyed_lab.url) as http:
+        accepted = form.post(http, Request(), headers=form.key_headers("secret"))
+        refused = [form.post(http, Request(), headers=headers) for headers in ({}, form.key_headers("wrong"))]
+    assert form.answer(accepted.json()).text == "hello"
+    for response in refused:
+        problem = form.problem(response.json())
+        assert (response.status_code, problem.code) == (401, "unauthorized")
+        assert problem.kind == form.kinds.get(401)
+
+
+def test_a_websocket_needs_the_key_before_the_handshake(keyed_lab: Lab) -> None:
+    address = keyed_lab.url.replace("http", "ws") + Socket.path
+    with connect(address, additional_headers=Socket().key_headers("secret")):
+        pass
+    with pytest.raises(InvalidStatus) as refused, connect(address):
+        pass
+    assert refused.value.response.status_code == 401
