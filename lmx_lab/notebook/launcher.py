@@ -316,9 +316,11 @@ def _start(lab: Lab, sock: socket.socket | None, old: Lab | None) -> None:
             explicit = lab.server.explicit_port and lab.settings.port != 0
             sock = bind(lab.settings.host, old.port, explicit=explicit)
         lab.start(sock)
-    except BaseException:
+    except BaseException as exc:
         lab.stop()
-        raise
+        if old is None or not isinstance(exc, HostingError):
+            raise
+        raise type(exc)(f"{exc.message}; the lab at {old.url} has ended, call launch() again", param=exc.param) from exc
     _REGISTRY.lab = lab
     # The existing panels of the notebook show the new lab.
     _REGISTRY.workbench = lab.take_over(_REGISTRY.workbench)

@@ -68,7 +68,8 @@ class LocalServer(LabServer):
         self.addresses = Addresses(settings=settings, port=settings.port)
         # Computed now, for any host and port, so that a setting that can never match is refused before anything starts.
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
-        self._new_announcement()  # Called here only for its errors.
+        if (announcement := self._new_announcement()) is not None:
+            announcement.check()
         self.lag = LoopLag()
         """Measures how long the server's loop is blocked."""
         self.recorder = RequestRecorder(settings.record_to if settings.record != "off" else None)

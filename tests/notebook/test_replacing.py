@@ -78,20 +78,27 @@ def options(home: Path) -> dict[str, Any]:
     return {"home": home, "model_folders": [home / "files"], "port": 0, "threads": 1}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_lab_remains() -> Iterator[None]:
+    yield
+    if (lab := lmx_lab.current()) is not None:
+        lab.stop()
+
+
 @pytest.fixture(scope="module", params=["long", "long-file.gguf"], ids=["mlx", "gguf"])
-def running(request: pytest.FixtureRequest, home: Path) -> Iterator[lmx_lab.Lab]:
-    """A lab whose model answers in its own process, or in another one."""
-    with lmx_lab.launch(request.param, home=home, model_folders=[home / "files"], port=0, threads=1) as lab:
-        yield lab
+def model(request: pytest.FixtureRequest) -> str:
+    """A model that answers in this process, or in another one."""
+    name: str = request.param
+    return name
+
+
+MLX_ONLY = pytest.mark.parametrize("model", ["long"], indirect=True, ids=["mlx"])
 
 
 @pytest.fixture
-def on_mlx(home: Path, options: dict[str, Any]) -> Iterator[lmx_lab.Lab]:
-    with lmx_lab.launch("long", **options) as lab:
-        yield lab
-
-
-MLX_ONLY = pytest.mark.parametrize("running", ["long"], indirect=True, ids=["mlx"])
+def running(model: str, options: dict[str, Any]) -> lmx_lab.Lab:
+    """A lab with this model: that of the previous test, if it is unchanged."""
+    return lmx_lab.launch(model, **options)
 
 
 @contextlib.contextmanager
@@ -125,7 +132,7 @@ def restored(lab: lmx_lab.Lab, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "error", "message"),
+    ("name", "error", "message"),
     [
         ("logn", ModelNotFoundError, r"there is no model 'logn' on disk; did you mean 'long'\?"),
         ("/nowhere", ModelNotFoundError, "there is no model '/nowhere'"),
@@ -136,18 +143,18 @@ def restored(lab: lmx_lab.Lab, model: str) -> None:
     ],
 )
 def test_a_model_that_is_missing_or_damaged_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], model: str, error: type[LabError], message: str
+    running: lmx_lab.Lab, options: dict[str, Any], name: str, error: type[LabError], message: str
 ) -> None:
     with unchanged(running), pytest.raises(error, match=message):
-        lmx_lab.launch(model, slots=3, **options)
+        lmx_lab.launch(name, slots=3, **options)
 
 
-@pytest.mark.parametrize("model", ["other", "long-file.gguf"])
+@pytest.mark.parametrize("name", ["other", "long-file.gguf"])
 def test_a_model_that_is_too_large_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], model: str
+    running: lmx_lab.Lab, options: dict[str, Any], name: str
 ) -> None:
     with unchanged(running), pytest.raises(OutOfMemoryError, match="GB are allowed; choose a smaller"):
-        lmx_lab.launch(model, memory_limit_bytes=SMALL, **options)
+        lmx_lab.launch(name, memory_limit_bytes=SMALL, **options)
 
 
 @MLX_ONLY
@@ -232,6 +239,17 @@ def test_a_port_in_use_leaves_the_lab_as_it_is(
     monkeypatch.setattr(addresses, "lan_addresses", lambda: ["127.0.0.2"])
     with bind("127.0.0.2", running.port, explicit=True), unchanged(running), pytest.raises(PortTakenError):
         lmx_lab.launch("other", **{**options, "port": running.port, "host": "0.0.0.0"})
+
+
+# A socket that zeroconf has opened is left to the garbage collector if another one cannot be opened.
+@pytest.mark.filterwarnings("ignore:.*5353:pytest.PytestUnraisableExceptionWarning")
+@MLX_ONLY
+def test_a_network_on_which_nothing_can_be_announced_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "lan_addresses", lambda: ["192.0.2.77"])
+    with unchanged(running), pytest.raises(HostingError, match=r"multicast DNS cannot be used on 192\.0\.2\.77"):
+        lmx_lab.launch("other", lan=True, announce=True, **options)
 
 
 @MLX_ONLY
@@ -372,7 +390,9 @@ def test_after_a_load_that_fails_pinned_models_and_the_daemon_are_there_again(
             return "noon"
 
         vector, before = lab.embed("a cat"), lab.daemon
-        with pytest.raises(UnusableModelError, match=r"(?s)missing-layer .*; the running lab was not replaced, and long"):
+        with pytest.raises(
+            UnusableModelError, match=r"(?s)missing-layer .*; the running lab was not replaced, and long"
+        ):
             lmx_lab.launch("missing-layer", embedder="embedder", slots=3, **options)
         restored(lab, "long")
         assert (lab.embed("a cat") == vector).all()
@@ -398,16 +418,20 @@ def test_a_lab_whose_model_cannot_be_loaded_again_still_runs(tmp_path: Path, opt
 # --- launches that succeed
 
 
-def test_the_memory_of_the_replaced_lab_counts_as_free(on_mlx: lmx_lab.Lab, options: dict[str, Any]) -> None:
+@MLX_ONLY
+def test_the_memory_of_the_replaced_lab_counts_as_free(running: lmx_lab.Lab, options: dict[str, Any]) -> None:
     # Sufficient for one of the models, but not for both.
-    limit = on_mlx.engine.snapshot.model_memory_bytes * 2 - 1
+    limit = running.engine.snapshot.model_memory_bytes * 2 - 1
     with lmx_lab.launch("other", **{**options, "memory_limit_bytes": limit}) as lab:
-        assert (lab.engine.snapshot.model, lab.port, on_mlx.running) == ("other", on_mlx.port, False)
+        assert (lab.engine.snapshot.model, lab.port, running.running) == ("other", running.port, False)
         assert lmx_lab.launch("other", **{**options, "memory_limit_bytes": limit}) is lab
 
 
-def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(on_mlx: lmx_lab.Lab, options: dict[str, Any]) -> None:
-    workbench = on_mlx.workbench
+@MLX_ONLY
+def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(
+    running: lmx_lab.Lab, options: dict[str, Any]
+) -> None:
+    workbench = running.workbench
     with lmx_lab.launch("other", embedder="embedder", reranker="reranker", slots=3, **options) as lab:
         assert lab.engine.snapshot.model == "other"
         assert {pinned.entry.id for pinned in lab.engine.snapshot.pinned} == {"embedder", "reranker"}
@@ -419,3 +443,19 @@ def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(on_mlx: lmx_la
         # On another port, and without a model.
         with lmx_lab.launch(**{**options, "port": port}) as moved:
             assert (moved.port, moved.engine.snapshot.model, lab.running) == (port, None, False)
+
+
+@MLX_ONLY
+def test_a_port_that_another_program_takes_at_the_last_moment_is_an_error(
+    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
+    taken: list[socket.socket] = []
+    running.server.when_closed(lambda: taken.append(bind("127.0.0.1", running.port, explicit=True)))
+    with pytest.raises(
+        PortTakenError, match=rf"port {running.port} .*; the lab at {running.url} has ended, call launch"
+    ):
+        lmx_lab.launch("other", slots=3, **{**options, "port": running.port})
+    taken[0].close()
+    assert lmx_lab.current() is None
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-models"]
