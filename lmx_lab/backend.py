@@ -312,6 +312,11 @@ class RunningChange(Generic[T]):
         """The last step if a model is being unloaded; None otherwise."""
         return self._unloading
 
+    async def cancel(self) -> None:
+        """Cancel the work, and wait until it has ended."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
     async def result(self) -> T:
         """Wait for the end.
 

@@ -289,6 +289,25 @@ class Daemon:
             self._ended.set()
 
 
+def check_daemon(settings: Settings, *, explicit_port: bool, replaced: Daemon | None) -> None:
+    """Check that a daemon with these settings can be started.
+
+    Args:
+        replaced: A running daemon that will be stopped before.
+
+    Raises:
+        InvalidRequestError, DaemonRunningError, PortTakenError, HostingError: as ``Daemon`` and its start.
+    """
+    daemon_policy(settings, 1, "any-token")
+    home = DaemonHome(settings.daemon_folder)
+    if replaced is None or replaced.folder != home.folder:
+        home.acquire()
+        home.release()
+    keeps_port = replaced is not None and settings.daemon_port == replaced.port
+    port = settings.daemon_port if explicit_port and not keeps_port else 0
+    bind(settings.daemon_host, port, explicit=True).close()
+
+
 _RUNNING: set[Daemon] = set()
 
 

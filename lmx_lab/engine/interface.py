@@ -93,14 +93,17 @@ class InferenceEngine(Protocol):
 
     # Models
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
+    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
         """Check that a model can be loaded, before the current one is unloaded.
 
         Blocks, because it reads files, and tries the model's tokenizer and chat template in processes with limits.
 
+        Args:
+            other_bytes: Memory of the models that stay in memory beside this one.
+
         Raises:
             UnusableModelError: the engine cannot run this model, or not with these options.
-            OutOfMemoryError: the model is larger than the memory limit.
+            OutOfMemoryError: the model is larger than the rest of the memory limit.
             NotLoadedError: the check was cancelled.
         """
 

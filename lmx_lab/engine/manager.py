@@ -247,6 +247,19 @@ class ModelManager:
             lambda control: control.load(spec, None, local=local, finish_queued=finish_queued, if_busy=if_busy)
         )
 
+    async def check(self, spec: LoadSpec, *, beside: Sequence[ModelEntry] = ()) -> ModelEntry:
+        """Check that a model can be loaded, without loading it, and return its files. They are downloaded if necessary.
+
+        The files and the options are checked as in a load. What only reading the weights shows is not found.
+
+        Args:
+            beside: Models that will be in memory together with this one, but are not yet.
+
+        Raises:
+            ModelNotFoundError, UnusableModelError, StorageFullError, OutOfMemoryError, NotLoadedError: as ``load``.
+        """
+        return await self._run(lambda control: control.check(spec, beside))
+
     async def load_entry(
         self,
         entry: ModelEntry,
@@ -290,6 +303,26 @@ class ModelManager:
             ModelBusyError: a model is being loaded in place of the named one, which still answers.
         """
         return await self._run(lambda control: control.unload(model, local=local, wait=wait))
+
+    async def make_room(self, model: str, *, limit_s: float) -> None:
+        """Unload all models for those of another manager of this process, which takes the place of this one.
+
+        Loads in progress are cancelled. Until ``take_back`` or ``stop``, this manager loads nothing, and its state is
+        that a model is being loaded. Cancelling the caller does not cancel the unload.
+
+        Args:
+            model: The model that is loaded next, for messages.
+            limit_s: Time that running requests have to end.
+        """
+        await self._run(lambda control: control.make_room(model, limit_s))
+
+    async def take_back(self) -> str | None:
+        """Undo ``make_room``: load the models again, and return the id of the main one; None if there was none.
+
+        Raises:
+            LabError: the main model could not be loaded again.
+        """
+        return await self._run(lambda control: control.take_back())
 
     # Requests
 

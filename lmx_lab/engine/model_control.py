@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,20 +22,15 @@ from lmx_lab.engine.current_change import CurrentChange
 from lmx_lab.engine.interface import InferenceEngine
 from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, load_progress, same_options, within_limit
 from lmx_lab.engine.model_finder import ModelFinder
-from lmx_lab.engine.model_lookup import check_unload, loaded_id
-from lmx_lab.engine.registry import choose_engine
-from lmx_lab.engine.residents import MAIN, Resident, Residents
+from lmx_lab.engine.model_lookup import NONE_LOADED, check_pinned_kind, check_unload, loaded_id
+from lmx_lab.engine.registry import choose_engine, engine_for
+from lmx_lab.engine.residents import MAIN, Resident, Residents, share_memory, staying_bytes
 from lmx_lab.engine.swap_queue import SwapQueue
 from lmx_lab.engine.unload_operation import Drain, UnloadOperation
-from lmx_lab.errors import (
-    InvalidRequestError,
-    LabError,
-    NotLoadedError,
-    UnusableModelError,
-)
+from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, UnloadCause
-from lmx_lab.values.models import KINDS_IN_WORDS, EngineName, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import EngineName, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_loaded, with_marks
 
@@ -82,6 +77,9 @@ class ModelControl:
         self._entering = asyncio.Lock()
         self._loads = ActiveLoads()
         self._last_unload: UnloadOperation | None = None
+        self._lending: asyncio.Task[str | None] | None = None
+        """Unloads all models, and loads them again when they are taken back; see ``make_room``."""
+        self._taken_back = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
         self._reloaded_at = -RELOAD_S
@@ -174,18 +172,14 @@ class ModelControl:
         self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy
     ) -> LoadReport:
         spec, found = operation.spec, operation.entry
-        if (entry := found) is None:
-            loaded = self._main.entry if self._main is not None and self._main.in_memory else None
-            entry = await operation.run(self._finder.find(spec, local=local, loaded=loaded))
-        entry = await operation.run(self._finder.with_draft(entry, spec, local=local))
-        row = choose_engine(entry, spec)
-        engine = await in_thread(functools.partial(self._engine_of, row.name))
-        operation.check()
+        entry, engine = await operation.run(self._find(spec, found, local=local))
         operation.reached_engine, operation.entry = True, entry
         if spec.pin is not None:
             if found is None:
                 await operation.run(self._finder.check(entry))
-            return await self._pin(operation, entry, engine, spec.pin)
+            check_pinned_kind(spec, entry)
+            self._report(load_progress(entry))
+            return await operation.run(self._load_pinned(entry, spec, engine, spec.pin))
         if not self._current.in_progress() and (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
         if (other := self._loads.find_same(operation, entry, dtype=self.settings.dtype)) is not None:
@@ -200,6 +194,31 @@ class ModelControl:
                 await operation.run(self._finder.check(entry))
             self._report(load_progress(entry))
             return await self._replace_main(operation, entry, engine, finish_queued=finish_queued)
+
+    async def _find(
+        self, spec: LoadSpec, entry: ModelEntry | None, *, local: bool
+    ) -> tuple[ModelEntry, InferenceEngine]:
+        """Return the files to load, with those of the draft model, and their engine.
+
+        Args:
+            entry: The files, if they are already known.
+        """
+        if entry is None:
+            loaded = self._main.entry if self._main is not None and self._main.in_memory else None
+            entry = await self._finder.find(spec, local=local, loaded=loaded)
+        entry = await self._finder.with_draft(entry, spec, local=local)
+        return entry, await in_thread(functools.partial(self._engine_of, choose_engine(entry, spec).name))
+
+    async def check(self, spec: LoadSpec, beside: Sequence[ModelEntry]) -> ModelEntry:
+        """See ``ModelManager.check``."""
+        entry, engine = await self._find(spec, None, local=True)
+        await self._finder.check(entry)
+        if spec.pin is not None:
+            check_pinned_kind(spec, entry)
+        others = [(it, self._engine_of(engine_for(it.format).name)) for it in beside]
+        other_bytes = sum(it.load_bytes for it, other in others if share_memory(engine, other))
+        await self._check_loadable(entry, spec, engine, other_bytes=other_bytes)
+        return entry
 
     async def _report_if_loaded(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport | None:
         """Return a report if the model is loaded with these options and its files have not changed; None otherwise."""
@@ -246,7 +265,7 @@ class ModelControl:
     async def _restore(self, operation: LoadOperation, previous: Resident | None) -> str:
         """Load the previous model again after a failed load. Return the outcome as the end of an error message."""
         if previous is None:
-            return "; no model is loaded"
+            return NONE_LOADED
         name = previous.entry.id
         if self._main is previous:
             return f"; {name} is still loaded"
@@ -260,10 +279,18 @@ class ModelControl:
         await self._check_loadable(resident.entry, resident.spec, resident.engine)
         await self._load_main(resident.entry, resident.spec, resident.engine)
 
-    async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> float:
-        """Let an engine check a model on a thread, because it may take any time; return the seconds that it took."""
+    async def _check_loadable(
+        self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine, *, other_bytes: int | None = None
+    ) -> float:
+        """Let an engine check a model on a thread, because it may take any time; return the seconds that it took.
+
+        Args:
+            other_bytes: Memory of the models beside this one; by default of those that stay when it is loaded.
+        """
         started, cancellation = self._loop.time(), Cancellation()
-        check = in_thread(functools.partial(engine.check, entry, spec, cancellation), name="lmx-lab-check")
+        other_bytes = staying_bytes(self._slots, entry, spec, engine) if other_bytes is None else other_bytes
+        work = functools.partial(engine.check, entry, spec, cancellation, other_bytes=other_bytes)
+        check = in_thread(work, name="lmx-lab-check")
         try:
             await within_limit(check, entry, self.settings.load_timeout_s)
         finally:
@@ -306,7 +333,9 @@ class ModelControl:
             operation.cancel(NotLoadedError(f"the load of {operation.spec.model} was cancelled"))
 
     def cancel_all(self, error: LabError | None = None) -> None:
-        """Cancel all loads. Their callers get the error immediately, before the engines have ended the loads."""
+        """Cancel all loads, and the end of ``make_room``. The callers of loads get the error immediately."""
+        if self._lending is not None:
+            self._lending.cancel()
         for operation in self._loads:
             failure = error or NotLoadedError(f"the load of {operation.spec.model} was cancelled: the server stops")
             operation.cancel(failure, restores_previous=False)
@@ -319,26 +348,12 @@ class ModelControl:
 
     # Pinned models
 
-    async def _pin(
-        self, operation: LoadOperation, entry: ModelEntry, engine: InferenceEngine, kind: Kind
-    ) -> LoadReport:
-        name = operation.spec.model
-        if entry.kind == "chat":
-            raise UnusableModelError(f"{name} is a chat model; only embedding models and rerankers can be pinned")
-        if entry.kind != kind:
-            raise UnusableModelError(
-                f"{name} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[kind]} is needed here: load it as the main "
-                "model, or name another one"
-            )
-        self._report(load_progress(entry))
-        return await operation.run(self._load_pinned(entry, operation.spec, engine, kind))
-
     async def _load_pinned(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine, kind: Kind) -> LoadReport:
         async with self._entering:
             before = self._slots.get(kind)
             is_same = before is not None and before.in_memory and before.spec == spec
             if before is not None and is_same and await in_thread(functools.partial(is_loaded, before.entry, entry)):
-                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=before.pinned_bytes)
+                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=before.memory_bytes)
             checked_s = await self._check_loadable(entry, spec, engine)
             entry = await in_thread(functools.partial(with_marks, entry))
             report = await within_limit(engine.pin(entry, spec), entry, self.settings.load_timeout_s)
@@ -427,10 +442,12 @@ class ModelControl:
         finish_queued: bool = False,
         cause: UnloadCause | None = None,
         load: LoadOperation | None = None,
+        limit_s: float | None = None,
     ) -> int:
         """Unload the main model after its requests have ended; return the bytes that this released.
 
         Args:
+            limit_s: Time that running requests have to end; by default ``drain_s``.
             load: The load that needs the room. If it is cancelled before the model is unloaded, the model stays.
         """
         main = self._main
@@ -439,7 +456,7 @@ class ModelControl:
         drain = Drain(
             main,
             why,
-            limit_s=self.settings.drain_s,
+            limit_s=self.settings.drain_s if limit_s is None else limit_s,
             finish_queued=finish_queued,
             on_change=lambda: self._report_drain(main, drain),
         )
@@ -473,6 +490,47 @@ class ModelControl:
         self._current.enter_stage("draining", drain_until=drain.until)
         if (state := self._snapshot().unloading) is not None:
             self._report(LoadProgress(model=main.entry.id, stage="unloading", unloading=state))
+
+    async def make_room(self, model: str, limit_s: float) -> None:
+        """See ``ModelManager.make_room``."""
+        self.cancel_all()
+        self._taken_back.clear()
+        unloaded: asyncio.Future[str | None] = self._loop.create_future()
+        lending = self._lending = self._start_task(self._lend(model, limit_s, unloaded), "lmx-lab make room")
+        # Cancelling a caller does not cancel the unload; ``take_back`` waits for its end.
+        await asyncio.wait([unloaded, lending], return_when=asyncio.FIRST_COMPLETED)
+        if lending.done():
+            lending.result()
+
+    async def take_back(self) -> str | None:
+        """See ``ModelManager.take_back``."""
+        self._taken_back.set()
+        lending, self._lending = self._lending, None
+        return await asyncio.shield(lending) if lending is not None else None
+
+    async def _lend(self, model: str, limit_s: float, unloaded: asyncio.Future[str | None]) -> str | None:
+        """Unload all models, and load them again when ``_taken_back`` is set. Return the main model.
+
+        Args:
+            model: The model that is loaded in their place.
+            unloaded: Gets its result when they are unloaded.
+        """
+        async with self._current.begin("load", model):
+            main, why = self._main, f"the server was restarted for {model}"
+            operation = UnloadOperation(done=self._loop.create_future(), requested=False)
+            await self._drain_and_unload(operation, why, limit_s=limit_s)
+            for kind, pinned in self._pins.items():
+                await Drain(pinned, why, limit_s=limit_s).run()
+                self._slots.pop(kind, None)
+                await pinned.engine.unpin(kind)
+            self._current.enter_stage("loading")
+            unloaded.set_result(None)
+            await self._taken_back.wait()
+            await self._restore_pins()
+            if main is not None:
+                self._current.name_model(main.entry.id)
+                await self._reload(main)
+            return main.entry.id if main is not None else None
 
     async def quiesce(self, timeout_s: float) -> None:
         """See ``ModelManager.quiesce``."""

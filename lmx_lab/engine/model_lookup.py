@@ -18,9 +18,10 @@ from lmx_lab.errors import (
     NotLoadedError,
     OtherModelLoadedError,
     OutOfMemoryError,
+    UnusableModelError,
 )
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry, Unloading
+from lmx_lab.values.models import KINDS_IN_WORDS, Kind, LoadSpec, ModelEntry, Unloading
 
 Kinds = tuple[Kind, ...]
 CHAT: Kinds = ("chat",)
@@ -36,6 +37,8 @@ REMEDIES: dict[Kind, str] = {
     "lmx-lab serve --reranker ID or --embedder ID, launch(reranker=ID)",
 }
 STARTERS = {"chat": "smollm2-135m", "embedding": "minilm-l6"}
+NONE_LOADED = "; no model is loaded"
+"""End of the error message of a load that has failed if there was no previous model."""
 MAX_LISTED = 5
 """Models on disk that an error message lists."""
 
@@ -119,6 +122,21 @@ def check_unload(name: str, now: EngineSnapshot, *, local: bool) -> None:
     if any(pinned.entry.id == model for pinned in now.pinned):
         raise InvalidRequestError(f"{model} is pinned: it stays in memory until the server stops", param="model")
     raise InvalidRequestError(f"{name[:200]} is not loaded, {now.model or 'no model'} is", param="model")
+
+
+def check_pinned_kind(spec: LoadSpec, entry: ModelEntry) -> None:
+    """Check that a model is of the kind as which a load pins it.
+
+    Raises:
+        UnusableModelError: it is not.
+    """
+    if entry.kind == "chat":
+        raise UnusableModelError(f"{spec.model} is a chat model; only embedding models and rerankers can be pinned")
+    if spec.pin is not None and entry.kind != spec.pin:
+        raise UnusableModelError(
+            f"{spec.model} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[spec.pin]} is needed here: load it as the "
+            "main model, or name another one"
+        )
 
 
 # Refusals

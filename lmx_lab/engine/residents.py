@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lmx_lab.engine.admission import AdmissionControl
@@ -30,10 +30,12 @@ class Resident:
         return any(entry is self.entry for entry in entries_in_memory(self.engine.snapshot))
 
     @property
-    def pinned_bytes(self) -> int:
-        """Memory of a pinned model."""
-        pinned = self.engine.snapshot.pinned
-        return next((model.memory_bytes for model in pinned if model.entry is self.entry), 0)
+    def memory_bytes(self) -> int:
+        """Memory of the model; 0 if the engine has lost it."""
+        now = self.engine.snapshot
+        if now.entry is self.entry:
+            return now.model_memory_bytes
+        return next((model.memory_bytes for model in now.pinned if model.entry is self.entry), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +64,14 @@ class Residents:
         entries = [resident.entry for resident in residents]
         entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
         return next((resident for resident in residents if resident.entry is entry), None)
+
+
+def staying_bytes(slots: Mapping[str, Resident], entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> int:
+    """Return the memory of the models that stay when this one is loaded. An engine reads the same files once."""
+    others = [it for slot, it in slots.items() if slot != (spec.pin or MAIN) and it.entry.path != entry.path]
+    return sum(it.memory_bytes for it in others if share_memory(engine, it.engine))
+
+
+def share_memory(engine: InferenceEngine, other: InferenceEngine) -> bool:
+    """Return whether the models of two engines use the same memory. Those of MLX may have that of a GPU."""
+    return engine is other or not (engine.snapshot.memory_is_of_device or other.snapshot.memory_is_of_device)

@@ -219,6 +219,14 @@ class Announcement:
         self._network: Any = None
         self._info: Any = None
 
+    def check(self) -> None:
+        """Check that the lab can be announced now.
+
+        Raises:
+            HostingError: the network does not allow multicast DNS.
+        """
+        _in_thread(lambda: _open(self._zeroconf, self._addresses).close())
+
     def start(self) -> str:
         """Announce the lab, and return the name under which it is announced.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import inspect
 import os
 import socket
@@ -10,19 +12,26 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lmx_lab.errors import ArgumentError, DaemonRunningError, HostingError, InvalidRequestError
+from lmx_lab.engine.model_lookup import NONE_LOADED
+from lmx_lab.errors import ArgumentError, DaemonRunningError, HostingError, InvalidRequestError, LabError
 from lmx_lab.http.uvicorn_server import REQUEST_LOGGERS, bind
-from lmx_lab.notebook.addresses import is_lan
+from lmx_lab.notebook.addresses import Addresses, is_lan
 from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.lab import Lab
-from lmx_lab.notebook.local_server import LoopChoice, choose_loop
+from lmx_lab.notebook.load_progress import show_check, show_load
+from lmx_lab.notebook.local import LocalBackend
+from lmx_lab.notebook.local_server import REQUESTS_S, LoopChoice, choose_loop
+from lmx_lab.notebook.verbs import in_thread, on_loop, run_verb
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
-from lmx_lab.values.models import EngineChoice
+from lmx_lab.values.models import EngineChoice, LoadSpec, ModelEntry
+
+if TYPE_CHECKING:
+    from lmx_lab.notebook.daemon import LabDaemon
 
 LOCK_S = 10.0
 """Maximum time to wait for another ``launch()``."""
@@ -55,9 +64,10 @@ def launch(
 ) -> Lab:
     """Start an inference server in this process, or return the running one if the arguments are the same.
 
-    Changed arguments restart the server on the same port, unless ``port`` is another one. The restarted server has no
-    model, unless ``model`` is given. The result can also be used as ``await launch()``, ``with launch()`` and
-    ``async with launch()``.
+    Changed arguments restart the server, on the same port unless ``port`` is another one, and without a model unless
+    ``model`` is given. Settings, ports, and the files and sizes of the models are checked before, while the running lab
+    answers: an error or an interrupt leaves it as it is. Then its models are unloaded. If a new one cannot be loaded
+    after all, the running lab loads its models again. ``await``, ``with`` and ``async with`` can be used on the result.
 
     Args:
         model: Id or path of a model to load before this returns. It is downloaded if necessary.
@@ -71,35 +81,34 @@ def launch(
         settings: Any field of ``Settings``.
 
     Raises:
-        PortTakenError: the given port is in use; a running lab keeps running.
-        DaemonRunningError: another process runs a daemon in this home; the server is running, see ``current()``.
+        InvalidRequestError: an argument is not a setting, or has a wrong type or value.
+        PortTakenError, DaemonRunningError: the given port is in use, or another process runs a daemon in this home.
         HostingError: the server could not start; all parts that had started were stopped.
-        InvalidRequestError: an argument is not a setting, or has a wrong type.
-        LabError: the model, the ``embedder`` or the ``reranker`` could not be loaded; the server is running.
+        LabError: a model could not be loaded. Without a running lab, errors of models and of the daemon leave the new
+            server running; see ``current()``.
     """
     # In a notebook the metrics panel shows warnings about requests of other programs, not the output of a cell.
     print_warnings(without=REQUEST_LOGGERS if "ipykernel" in sys.modules else ())
     stages = LaunchStages()
     chosen = _read_settings(lan, port, settings)
     explicit = is_explicit(port)
-    name = None if model is None else model_name(model)
+    explicit_daemon_port = _is_set("DAEMON_PORT", settings.get("daemon_port"))
+    spec = None if model is None else LoadSpec.with_options(model_name(model), {"engine": engine})
     with _exclusive_launch():
         lab = before = current()
         if lab is None or not _fits(lab, chosen, loop, explicit=explicit):
-            _REGISTRY.starting = True
-            try:
-                lab = _replace(chosen, loop, explicit=explicit)
-            finally:
-                _REGISTRY.starting = False
+            if before is not None and daemon:
+                _check_daemon(before, chosen, explicit=explicit_daemon_port)
+            lab = _replace(chosen, loop, spec, explicit=explicit, stages=stages)
     stages.end("the server")
     lab.pin_encoders()
     stages.end("the embedder and the reranker")
-    if name is not None:
-        lab.load(name, engine=engine)
-        stages.end(name)
+    if spec is not None:
+        lab.load(spec.model, **spec.options)
+        stages.end(spec.model)
     if daemon:
         # Last, because turns that were interrupted by the daemon's last stop start immediately, and need the model.
-        _start_daemon(lab, before, explicit=_is_set("DAEMON_PORT", settings.get("daemon_port")))
+        _start_daemon(lab, before, explicit=explicit_daemon_port)
         stages.end("the daemon")
     stages.show_if_slow()
     return lab
@@ -146,6 +155,13 @@ def _check_names(settings: Mapping[str, object]) -> None:
         raise ArgumentError.unknown("launch", min(unknown), names)
 
 
+def _check_daemon(old: Lab, settings: Settings, *, explicit: bool) -> None:
+    # Imported here, because MCP takes half a second to import.
+    from lmx_lab.daemon.daemon import check_daemon
+
+    check_daemon(settings, explicit_port=explicit, replaced=old.daemon)
+
+
 def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
     with _exclusive_launch():
         try:
@@ -164,7 +180,11 @@ def _exclusive_launch() -> Iterator[None]:
         if _REGISTRY.starting:
             # The lock is reentrant, and a nested loop can run the code of other cells in the thread that holds it.
             raise HostingError("another launch() is running on this loop; wait for its end, then call launch() again")
-        yield
+        _REGISTRY.starting = True
+        try:
+            yield
+        finally:
+            _REGISTRY.starting = False
     finally:
         _REGISTRY.lock.release()
 
@@ -191,41 +211,118 @@ def _fits(lab: Lab, settings: Settings, loop: LoopChoice, *, explicit: bool) -> 
     return same_port and same_settings and (loop == lab.server.loop_choice or choose_loop(loop) == lab.mode)
 
 
-def _replace(settings: Settings, loop: LoopChoice, *, explicit: bool) -> Lab:
-    """Start a new lab. The old one is stopped as late as possible, so that it keeps running if an argument is wrong."""
+def _replace(
+    settings: Settings, loop: LoopChoice, spec: LoadSpec | None, *, explicit: bool, stages: LaunchStages
+) -> Lab:
+    """Start a new lab in place of the old one, which is stopped only when the new one has its port and its models.
+
+    Args:
+        spec: The model that the new lab loads; None for none.
+    """
+    old: Lab | None = _REGISTRY.lab
     lab = Lab(settings, loop=loop, explicit_port=explicit)
+    sock: socket.socket | None = None
     try:
-        sock = _free_port(settings, explicit=explicit)
+        if old is not None and current() is None:
+            # The old lab was stopped, or its event loop has ended; in that case its engine still has to be stopped.
+            _stop(old)
+            old = None
+        sock = _reserve_port(settings, old, explicit=explicit)
+        if old is not None:
+            specs = [*lab.server.unpinned(), *([spec] if spec is not None else [])]
+            run_verb(old, _move_models(old, lab, specs, stages))
     except BaseException:
+        if sock is not None:
+            sock.close()
         lab.stop()
         raise
-    lab.start(sock)
-    _REGISTRY.lab = lab
-    # The existing panels of the notebook show the new lab.
-    _REGISTRY.workbench = lab.take_over(_REGISTRY.workbench)
+    try:
+        if old is not None:
+            _stop(old)
+    finally:
+        # Also if the stop was interrupted: it has ended the old lab nevertheless.
+        _start(lab, sock, old)
     return lab
 
 
-def _free_port(settings: Settings, *, explicit: bool) -> socket.socket:
-    """Stop the old lab, and return a listening socket for the new one."""
-    old: Lab | None = _REGISTRY.lab
-    if current() is None and old is not None:
-        # The old lab was stopped, or its event loop has ended; in that case its engine still has to be stopped.
-        _stop(old)
-        old = None
-    if old is None:
+def _reserve_port(settings: Settings, old: Lab | None, *, explicit: bool) -> socket.socket | None:
+    """Return a listening socket for a new lab; None if it takes over the port of the old lab."""
+    if old is None or not _keeps_port(old, settings, explicit=explicit):
         return bind(settings.host, settings.port, explicit=explicit)
-    if _keeps_port(old, settings, explicit=explicit):
-        bind(settings.host, 0, explicit=True).close()
-        _stop(old)
-        return bind(settings.host, old.port, explicit=explicit and settings.port != 0)
-    sock = bind(settings.host, settings.port, explicit=explicit)
+    bind(settings.host, 0, explicit=True).close()
+    if explicit and settings.port != 0 and not is_lan(old.settings.host):
+        # Another program may have this port on an address at which the old lab does not listen.
+        for address in Addresses(settings=settings, port=settings.port).lan_names:
+            bind(address, settings.port, explicit=True).close()
+    return None
+
+
+async def _move_models(old: Lab, lab: Lab, specs: Sequence[LoadSpec], stages: LaunchStages) -> None:
+    """Check the models of a new lab while the old one answers, then load them in place of its models. A verb of the old
+    lab, whose loop continues meanwhile.
+    """
+    backend, entries = LocalBackend(lab.server), list[ModelEntry]()
+    for spec in specs:
+        entries.append(await show_check(backend, spec, beside=entries))
+    stages.end("the checks")
+    if not specs:
+        return
+    daemon = old.daemon
     try:
-        _stop(old)
+        if daemon is not None:
+            # First, because its turns send requests to the old lab.
+            await on_loop(asyncio.to_thread(daemon.stop))
+        await on_loop(old.engine.make_room(entries[-1].id, limit_s=REQUESTS_S))
+        for spec in specs:
+            await show_load(backend, spec)
+            stages.end(spec.model)
+    except LabError as exc:
+        kept = await _take_back(old, daemon)
+        raise type(exc)(f"{exc.message.removesuffix(NONE_LOADED)}; {kept}", param=exc.param) from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(await _take_back(old, daemon)) from None
     except BaseException:
-        sock.close()
+        await _take_back(old, daemon)
         raise
-    return sock
+
+
+async def _take_back(old: Lab, daemon: LabDaemon | None) -> str:
+    """Load the models of a lab again that was not replaced, and start its daemon, as a part of a verb. Return what the
+    user must know, for a message.
+    """
+    try:
+        model = await on_loop(old.engine.take_back())
+        kept = "the running lab was not replaced" + (f", and {model} is loaded in it again" if model else "")
+    except LabError as exc:
+        kept = f"the running lab was not replaced, but its model could not be loaded again: {exc.message}"
+    if daemon is not None:
+        try:
+            await in_thread(functools.partial(old.start_daemon, tools=daemon.tools))
+        except LabError as exc:
+            kept += f"; its daemon could not be started again: {exc.message}"
+    return kept
+
+
+def _start(lab: Lab, sock: socket.socket | None, old: Lab | None) -> None:
+    """Start a lab, in place of an old one that has ended.
+
+    Args:
+        sock: A listening socket; None if the lab takes over the port of the old one.
+    """
+    try:
+        if sock is None:
+            assert old is not None
+            explicit = lab.server.explicit_port and lab.settings.port != 0
+            sock = bind(lab.settings.host, old.port, explicit=explicit)
+        lab.start(sock)
+    except BaseException as exc:
+        lab.stop()
+        if old is None or not isinstance(exc, HostingError):
+            raise
+        raise type(exc)(f"{exc.message}; the lab at {old.url} has ended, call launch() again", param=exc.param) from exc
+    _REGISTRY.lab = lab
+    # The existing panels of the notebook show the new lab.
+    _REGISTRY.workbench = lab.take_over(_REGISTRY.workbench)
 
 
 def _keeps_port(old: Lab, settings: Settings, *, explicit: bool) -> bool:

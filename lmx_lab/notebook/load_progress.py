@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lmx_lab.backend import Backend, RunningChange, start_load, start_unload
 from lmx_lab.notebook.verbs import on_loop
 from lmx_lab.progress import ProgressBar, bar, status
-from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
+
+if TYPE_CHECKING:
+    from lmx_lab.notebook.local import LocalBackend
 
 
 class FreedMemory(float):
@@ -42,6 +48,31 @@ async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
         return report
     except (KeyboardInterrupt, asyncio.CancelledError):
         await on_loop(load.cancel())
+        raise
+
+
+async def show_check(backend: LocalBackend, spec: LoadSpec, *, beside: Sequence[ModelEntry]) -> ModelEntry:
+    """Check as a part of a verb that a model can be loaded, and show the progress of its download.
+
+    Args:
+        beside: See ``ModelManager.check``.
+
+    Raises:
+        LabError: it cannot be loaded.
+    """
+
+    async def start() -> RunningChange[ModelEntry]:
+        work = functools.partial(backend.check, spec, beside=beside)
+        return RunningChange(lambda report: work(progress=report), f"check {spec.model:.80}")
+
+    check = await on_loop(start())
+    try:
+        with bar(spec.model) as shown:
+            while (step := await on_loop(check.step())) is not None:
+                shown.update(step)
+            return await on_loop(check.result())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        await on_loop(check.cancel())
         raise
 
 

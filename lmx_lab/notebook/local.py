@@ -124,6 +124,12 @@ class LocalBackend:
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         return await self._report_progress(self._services.manager.load(spec), progress)
 
+    async def check(
+        self, spec: LoadSpec, *, beside: Sequence[ModelEntry] = (), progress: Progress | None = None
+    ) -> ModelEntry:
+        """Check that a model can be loaded; see ``ModelManager.check``."""
+        return await self._report_progress(self._services.manager.check(spec, beside=beside), progress)
+
     async def cancel_load(self, model: str) -> None:
         await self._services.manager.cancel_load(model)
 
@@ -230,7 +236,8 @@ class LocalBackend:
 
     @property
     def _services(self) -> InferenceServer:
-        if not self._server.running:
+        # Before the start, the models of a lab that replaces another one are checked and loaded.
+        if self._server.stopped:
             raise HostingError("this server was stopped; run the launch cell again")
         return self._server.services
 

@@ -70,6 +70,8 @@ class LocalServer(LabServer):
         self.addresses = Addresses(settings=settings, port=settings.port)
         # Computed now, for any host and port, so that a setting that can never match is refused before anything starts.
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
+        if (announcement := self._new_announcement()) is not None:
+            announcement.check()
         self.recorder = RequestRecorder(settings.record_to if settings.record != "off" else None)
         try:
             self.services: InferenceServer = create_server(
@@ -173,7 +175,12 @@ class LocalServer(LabServer):
     @property
     def running(self) -> bool:
         """Whether the server accepts requests."""
-        return not self._stopped and self._host is not None and self._host.running
+        return self._host is not None and not self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the server has ended, for whatever reason."""
+        return self._stopped or (self._host is not None and not self._host.running)
 
     async def wait(self) -> None:
         """Wait until the server has ended, for whatever reason. Can be awaited on any loop."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
+from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, did_you_mean
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, Format, ModelEntry, by_model
 from lmx_lab.weights.gguf.config import converted_bytes, refuse_unsupported
@@ -293,11 +293,15 @@ class Catalog:
         return ModelNotFoundError(f"{name} has several models on disk; name one: {', '.join(here)}", param="model")
 
     def _not_found(self, name: str) -> ModelNotFoundError:
-        here = list(by_model(self.scan()))
+        entries = self.scan()
+        here = list(by_model(entries))
+        aliases = [alias for entry in entries for alias in entry.aliases]
+        similar = did_you_mean(name, dict.fromkeys([*here, *STARTERS, ECHO.id, *aliases]))
+        remedy = f"{similar} Available" if similar else "; available"
         shown = ", ".join(here[:NAMED_IN_ERRORS]) + (", …" if len(here) > NAMED_IN_ERRORS else "")
         known = ", ".join(STARTERS)
         return self._ambiguous(name) or ModelNotFoundError(
-            f"there is no model {name[:200]!r} on disk; available are: {shown or 'none yet'}. "
+            f"there is no model {name[:200]!r} on disk{remedy} are: {shown or 'none yet'}. "
             f"Fetch one with `lmx-lab pull ID`: a starter ({known}), or org/name or org/name:Q4_K_M of the hub",
             param="model",
         )

@@ -340,6 +340,73 @@ async def test_all_loads_are_cancelled_when_the_server_stops(lab: Lab) -> None:
 # The state of a load or unload
 
 
+async def test_a_checked_model_is_not_loaded(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    assert await lab.manager.check(LoadSpec(model="two")) == TWO
+    for spec, message in (
+        (LoadSpec(model="three"), "there is no model 'three'"),
+        (LoadSpec(model="two", context_length=0), "context_length is 0"),
+        (LoadSpec(model="two", engine="mlx"), "not on mlx"),
+        (LoadSpec(model="two", pin="embedding"), "two is a chat model"),
+    ):
+        with pytest.raises(LabError, match=message):
+            await lab.manager.check(spec)
+    assert await answer(lab) == "one"
+    assert [spec.model for spec in lab.engine.specs] == ["one"]
+
+
+async def test_models_that_have_made_room_are_loaded_again_when_they_are_taken_back(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    stream = await lab.manager.submit(request(tokens=8000))
+    await lab.manager.make_room("other", limit_s=0)
+    with pytest.raises(NotLoadedError, match="the server was restarted for other before this request ended"):
+        async for _ in stream:
+            pass
+    assert lab.manager.snapshot.state == "loading"
+    with pytest.raises(NotLoadedError, match="a model is being loaded"):
+        await lab.manager.submit(request())
+    with pytest.raises(ModelBusyError, match="other is being loaded"):
+        await lab.manager.load(LoadSpec(model="two"))
+    assert await lab.manager.take_back() == "one"
+    assert await answer(lab) == "one"
+    assert await lab.manager.take_back() is None
+
+
+async def test_a_model_that_cannot_be_loaded_again_leaves_the_manager_usable(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    await lab.manager.make_room("other", limit_s=0)
+    lab.engine.failures["one"] = UnusableModelError("one is broken")
+    with pytest.raises(UnusableModelError, match="one is broken"):
+        await lab.manager.take_back()
+    assert lab.manager.snapshot.state == "empty"
+    assert (await lab.manager.load(LoadSpec(model="two"))).model == "two"
+
+
+async def test_a_load_in_progress_ends_when_its_manager_makes_room(lab: Lab) -> None:
+    lab.engine.hangs = "one"
+    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+    await until(lambda: lab.engine.specs)
+    await lab.manager.make_room("other", limit_s=0)
+    with pytest.raises(NotLoadedError, match="the load of one was cancelled"):
+        await load
+    assert await lab.manager.take_back() is None
+    assert lab.manager.snapshot.state == "empty"
+
+
+async def test_an_interrupted_wait_for_room_does_not_lose_the_models(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    stream = await lab.manager.submit(request(tokens=8000))
+    await anext(stream)
+    waiting = asyncio.create_task(lab.manager.make_room("other", limit_s=600))
+    await until(lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    stream.close()
+    assert await lab.manager.take_back() == "one"
+    assert await answer(lab) == "one"
+
+
 async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended() -> None:
     async with running(replace(SETTINGS, drain_s=600)) as lab:
         await lab.manager.load(LoadSpec(model="one"))

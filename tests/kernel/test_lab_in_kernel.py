@@ -118,6 +118,39 @@ def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab: Not
     assert lab.run("other.close(); print(lab.chat(hi, max_tokens=1).usage.completion_tokens)") == "1"
 
 
+@pytest.mark.parametrize("form", ["{}", "await {}", "async with {}: pass"])
+def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab: Notebook, form: str) -> None:
+    lab.run("stream = iter(lab.chat(hi, stream=True)); first = next(stream); before = lab.engine.residents.main")
+    output = lab.fail(form.format(f"lmx_lab.launch('ecko', loop={lab.mode!r}, port=0, slots=3)"))
+    assert (output.error, "did you mean 'echo'" in output.message) == ("ModelNotFoundError", True)
+    assert lab.run("print(lmx_lab.current() is lab, lab.engine.residents.main is before, bool(next(stream)))") == (
+        "True True True"
+    )
+    assert healthz(lab.port) == 200
+    lab.run("stream = None")
+
+
+def test_the_stop_button_during_the_checks_of_a_launch_leaves_the_lab_as_it_is(lab: Notebook) -> None:
+    lab.run("""
+        from lmx_lab.engine.echo.engine import EchoEngine
+        check, before = EchoEngine.check, lab.engine.residents.main
+        def hang(engine, entry, spec, cancellation, **options):
+            print("started", flush=True)
+            while not threading.Event().wait(0.01):
+                cancellation.check()
+        EchoEngine.check = hang
+        stream = iter(lab.chat(hi, stream=True)); first = next(stream)
+    """)
+    output = lab.interrupt(f"lmx_lab.launch('echo', loop={lab.mode!r}, port=0, slots=3)")
+    assert output.error == "KeyboardInterrupt"
+    lab.run("EchoEngine.check = check")
+    assert lab.run("print(lmx_lab.current() is lab, lab.engine.residents.main is before, bool(next(stream)))") == (
+        "True True True"
+    )
+    assert healthz(lab.port) == 200
+    lab.run("stream = None")
+
+
 def test_the_error_for_a_taken_port_names_the_lab_that_holds_it(lab: Notebook) -> None:
     # From another process, while this kernel is idle.
     source = f"import lmx_lab; lmx_lab.launch(port={lab.port})"

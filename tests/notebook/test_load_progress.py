@@ -22,7 +22,7 @@ WAIT_S = 30.0
 def test_an_interrupt_cancels_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     started, ended = threading.Event(), threading.Event()
 
-    def hang(engine: EchoEngine, entry: Any, spec: Any, cancellation: Cancellation) -> None:
+    def hang(engine: EchoEngine, entry: Any, spec: Any, cancellation: Cancellation, **_: Any) -> None:
         started.set()
         try:
             while True:

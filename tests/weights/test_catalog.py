@@ -67,6 +67,25 @@ def test_without_models_on_disk_the_list_is_empty(catalog: Catalog) -> None:
     assert catalog.scan() == []
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("large-modle", "on disk; did you mean 'large-model'? Available are: large-model. Fetch"),
+        ("smolm2-135m", "on disk; did you mean 'smollm2-135m'? Available are: large-model. Fetch"),
+        ("ecko", "on disk; did you mean 'echo'? Available are: large-model. Fetch"),
+        ("something else", "on disk; available are: large-model. Fetch"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_most_similar_one(
+    catalog: Catalog, settings: Settings, make_model: MakeModel, name: str, remedy: str
+) -> None:
+    make_model(settings.models_folder / "large-model")
+    for look in (catalog.find_formats, catalog.fetch):
+        with pytest.raises(ModelNotFoundError) as caught:
+            look(name)
+        assert caught.value.message.startswith(f"there is no model {name!r} {remedy}")
+
+
 def test_a_ref_of_the_hub_cache_cannot_lead_outside_its_snapshots(
     catalog: Catalog, tmp_path: Path, make_model: MakeModel
 ) -> None:

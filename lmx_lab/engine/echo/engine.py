@@ -301,7 +301,7 @@ class EchoEngine(LoopEngine[EchoCore]):
         """See ``InferenceEngine``."""
         return f"echo-{version('lmx-lab')}"
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
+    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
         """See ``InferenceEngine``."""
         check_options(replace(entry, context_length=CONTEXT_LIMIT), spec)
         read_model(entry, self._settings)

@@ -452,11 +452,11 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
         version = self._version if copy is None else f"{self._version}-{copy.type.lower()}-copy"
         return version if now.batch_invariant else f"{version}-batch-dependent"
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
+    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
         """See ``InferenceEngine``."""
         require_installed(entry.path)
         check_options(entry, spec)
-        limit = limit_bytes(self._settings.memory_limit_bytes)
+        limit = limit_bytes(self._settings.memory_limit_bytes) - other_bytes
         header = read_gguf(entry.path)
         draft = read_draft(entry)
         plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec, draft=draft)

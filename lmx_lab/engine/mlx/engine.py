@@ -119,7 +119,7 @@ class MlxEngine:
 
     # Models
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
+    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
         """See ``InferenceEngine``."""
         check_options(entry, spec)
         if spec.deterministic:
@@ -134,7 +134,7 @@ class MlxEngine:
                 "kv_cache_dtype, or load a GGUF file of the model, such as smollm2-135m-gguf",
                 param="kv_cache_dtype",
             )
-        check_fits(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes))
+        check_fits(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes) - other_bytes)
         # Files that would block a load, or never end, are refused while the current model still answers.
         check_files(entry.path)
         try:

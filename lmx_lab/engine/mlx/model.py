@@ -486,6 +486,6 @@ def check_fits(entry: ModelEntry, *, limit_bytes: int) -> None:
     if entry.load_bytes > limit_bytes:
         draft = f" and its draft model {entry.draft.id} need" if entry.draft is not None else " needs"
         raise OutOfMemoryError(
-            f"{entry.id}{draft} {entry.load_bytes / 1e9:.2f} GB for weights, and {limit_bytes / 1e9:.2f} GB are "
-            "allowed; choose a smaller or more quantized model, or raise memory_limit_bytes"
+            f"{entry.id}{draft} {entry.load_bytes / 1e9:.2f} GB for weights, and {max(0, limit_bytes) / 1e9:.2f} GB "
+            "are allowed; choose a smaller or more quantized model, or raise memory_limit_bytes"
         )

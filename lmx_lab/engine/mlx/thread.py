@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import EngineHost
+from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import EngineDeadError, LabError
 from lmx_lab.settings import Settings
@@ -38,6 +39,7 @@ class EngineThread:
         self._thread: threading.Thread | None = None
         self._core: MlxCore | None = None
         self._dead: BaseException | None = None
+        self._empty_snapshot = EngineSnapshot(memory_is_of_device=memory.is_of_device())
 
     def start(self) -> None:
         """Start the engine thread, or a new one after the old one died."""
@@ -80,7 +82,7 @@ class EngineThread:
     @property
     def snapshot(self) -> EngineSnapshot:
         """The state as of the last step. Never blocks."""
-        return self._core.snapshot if self._core else EngineSnapshot()
+        return self._core.snapshot if self._core else self._empty_snapshot
 
     async def call(self, command: Callable[[MlxCore], T]) -> T:
         """Perform a command on the thread and return its result.

@@ -133,6 +133,21 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(
         assert (await run(manager))[1].model == "tiny"
 
 
+@pytest.mark.parametrize(("before", "after"), EACH_TO_FILES)
+async def test_a_model_that_does_not_fit_beside_the_pinned_one_is_refused_before_anything_is_unloaded(
+    chat_models: Entries, long_models: Entries, embedders: Entries, before: Format, after: Format
+) -> None:
+    async with ModelManager(FEW) as manager:
+        await manager.load_entry(chat_models[before])
+        await pin(manager, embedders[after])
+        main, pinned = manager.residents.main, manager.residents.pinned
+        # Smaller than the memory limit, but larger than what the pinned model leaves of it.
+        size = 2**30 - manager.snapshot.pinned[0].memory_bytes // 2
+        with pytest.raises(OutOfMemoryError, match=r"large needs .*, and 0\.\d\d GB are allowed; choose a smaller"):
+            await manager.load_entry(replace(long_models[after], id="large", size_bytes=size))
+        assert (manager.residents.main, manager.residents.pinned) == (main, pinned)
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 async def test_after_a_failed_first_load_no_model_is_loaded(
     broken: Entries, chat_models: Entries, format_: Format

@@ -1,0 +1,461 @@
+"""Test launches that would replace a running lab and fail: before anything was changed, and during a load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import lmx_lab
+from lmx_lab.engine import registry
+from lmx_lab.engine.cancellation import Cancellation
+from lmx_lab.engine.echo.engine import EchoEngine
+from lmx_lab.errors import (
+    DaemonRunningError,
+    HostingError,
+    InvalidRequestError,
+    LabError,
+    ModelBusyError,
+    ModelNotFoundError,
+    NotLoadedError,
+    OutOfMemoryError,
+    PortTakenError,
+    UnusableModelError,
+)
+from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.notebook import addresses
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
+from tests.daemon.running_daemon import serving as serving_daemon
+from tests.engine.encoders.models import write_tiny_bert
+from tests.gguf_files import unknown_architecture, with_context
+from tests.tiny import write_tiny_llama
+
+WAIT_S = 60.0
+LONG = {"max_tokens": 8000, "ignore_eos": True, "temperature": 0}
+"""An answer that runs longer than any launch that fails at a check."""
+SMALL = 1_000_000
+"""A memory limit that is too small for each model."""
+NO_ROOM = 7_000_000
+"""A memory limit that is sufficient for the weights of a tiny model, but not for a request."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, starter_home: Path, tiny_gguf: Path) -> Path:
+    """A home with models in both formats: usable ones, damaged ones, and some that fail only when they are read."""
+    home = tmp_path_factory.mktemp("replacing")
+    models, starter = home / "models", starter_home / "models" / "smollm2-135m"
+    for seed, name in enumerate(("long", "other")):
+        write_tiny_llama(models / name, starter, seed=seed, context=8192)
+    write_tiny_bert(models / "embedder")
+    write_tiny_bert(models / "reranker", labels=1)
+    for name in ("cut", "no-config", "no-header", "missing-layer"):
+        shutil.copytree(models / "other", models / name)
+    os.truncate(models / "cut" / "model.safetensors", 4096)
+    (models / "no-config" / "config.json").write_text("{")
+    (models / "no-header" / "model.safetensors").write_bytes(bytes(4096))
+    config = models / "missing-layer" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    (home / "files").mkdir()
+    with_context(tiny_gguf, 8192, home / "files").rename(home / "files" / "long-file.gguf")
+    unknown_architecture(tiny_gguf, home / "files").rename(home / "files" / "unknown.gguf")
+    shutil.copyfile(tiny_gguf, home / "files" / "cut-file.gguf")
+    os.truncate(home / "files" / "cut-file.gguf", 100_000)
+    return home
+
+
+@pytest.fixture
+def options(home: Path) -> dict[str, Any]:
+    return {"home": home, "model_folders": [home / "files"], "port": 0, "threads": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_lab_remains() -> Iterator[None]:
+    yield
+    if (lab := lmx_lab.current()) is not None:
+        lab.stop()
+
+
+@pytest.fixture(scope="module", params=["long", "long-file.gguf"], ids=["mlx", "gguf"])
+def model(request: pytest.FixtureRequest) -> str:
+    """A model that answers in this process, or in another one."""
+    name: str = request.param
+    return name
+
+
+MLX_ONLY = pytest.mark.parametrize("model", ["long"], indirect=True, ids=["mlx"])
+
+
+@pytest.fixture
+def running(model: str, options: dict[str, Any]) -> lmx_lab.Lab:
+    """A lab with this model: that of the previous test, if it is unchanged."""
+    return lmx_lab.launch(model, **options)
+
+
+@contextlib.contextmanager
+def unchanged(lab: lmx_lab.Lab) -> Iterator[Iterator[str]]:
+    """Check that the code in the block leaves a lab as it is: its running answer, model, port and panels."""
+    main, workbench, url = lab.engine.residents.main, lab.workbench, lab.url
+    assert main is not None
+    with contextlib.closing(lab.chat("hello", stream=True, **LONG)) as stream:
+        pieces = iter(stream)
+        next(pieces)
+        yield pieces
+        next(pieces)
+    assert (lmx_lab.current(), lab.running, lab.url) == (lab, True, url)
+    # A model that was loaded again is another object.
+    assert lab.engine.residents.main is main
+    assert httpx2.get(f"{url}/readyz").json()["model"] == main.entry.id
+    assert lab.chat("hello", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
+    assert lab.workbench is workbench
+    assert (workbench.backend.state().state, workbench.backend.state().url) == ("running", url)
+
+
+def restored(lab: lmx_lab.Lab, model: str) -> None:
+    """Check that a lab runs again with its model after its place was not taken."""
+    assert (lmx_lab.current(), lab.running, lab.engine.snapshot.model) == (lab, True, model)
+    assert httpx2.get(f"{lab.url}/readyz").json()["model"] == model
+    assert lab.chat("hello", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
+    assert lab.workbench.backend.state().state == "running"
+
+
+# --- models that cannot be loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("logn", ModelNotFoundError, r"there is no model 'logn' on disk; did you mean 'long'\?"),
+        ("/nowhere", ModelNotFoundError, "there is no model '/nowhere'"),
+        ("cut", UnusableModelError, r"model\.safetensors"),
+        ("no-config", UnusableModelError, r"config\.json cannot be read"),
+        ("no-header", UnusableModelError, r"model\.safetensors"),
+        ("cut-file.gguf", UnusableModelError, r"cut-file\.gguf"),
+    ],
+)
+def test_a_model_that_is_missing_or_damaged_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], name: str, error: type[LabError], message: str
+) -> None:
+    with unchanged(running), pytest.raises(error, match=message):
+        lmx_lab.launch(name, slots=3, **options)
+
+
+@pytest.mark.parametrize("name", ["other", "long-file.gguf"])
+def test_a_model_that_is_too_large_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], name: str
+) -> None:
+    with unchanged(running), pytest.raises(OutOfMemoryError, match="GB are allowed; choose a smaller"):
+        lmx_lab.launch(name, memory_limit_bytes=SMALL, **options)
+
+
+@MLX_ONLY
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": "other", "engine": "llama.cpp"}, UnusableModelError, "runs on mlx and not on llama.cpp"),
+        ({"model": "long-file.gguf", "engine": "mlx"}, UnusableModelError, "runs on llama.cpp and not on mlx"),
+        ({"model": "other", "engine": "metal"}, InvalidRequestError, "engine is 'metal'; it must be one of"),
+        ({"model": "other", "embedder": "embeder"}, ModelNotFoundError, "did you mean 'embedder'"),
+        ({"model": "other", "embedder": "other"}, UnusableModelError, "other is a chat model"),
+        ({"reranker": "embedder"}, UnusableModelError, "a reranker is needed here"),
+        ({"model": "unknown-model", "embedder": "embedder", "reranker": "reranker"}, ModelNotFoundError, "no model"),
+        ({"model": "echo", "echo_script": Path("no-script.jsonl")}, UnusableModelError, "no-script"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_arguments_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], arguments: dict[str, Any], error: type[LabError], message: str
+) -> None:
+    with unchanged(running), pytest.raises(error, match=message):
+        lmx_lab.launch(slots=3, **{**options, **arguments})
+
+
+@MLX_ONLY
+def test_models_that_do_not_fit_into_memory_together_leave_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any]
+) -> None:
+    sizes = [running.catalog.resolve(name).size_bytes for name in ("other", "embedder")]
+    with unchanged(running), pytest.raises(OutOfMemoryError, match="other needs"):
+        lmx_lab.launch("other", embedder="embedder", memory_limit_bytes=sum(sizes) - 1, **options)
+
+
+@MLX_ONLY
+def test_an_engine_that_is_not_installed_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "is_installed", lambda: False)
+    with unchanged(running), pytest.raises(UnusableModelError, match=r"not installed: pip install 'lmx-lab\[gguf\]'"):
+        lmx_lab.launch("long-file.gguf", engine="llama.cpp", slots=3, **options)
+
+
+# --- settings and ports
+
+
+@MLX_ONLY
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"slots": 0}, InvalidRequestError, "slots is 0"),
+        ({"slot": 3}, InvalidRequestError, "did you mean 'slots'"),
+        ({"loop": "kernel"}, InvalidRequestError, "running event loop"),
+        ({"api_key": "two words"}, InvalidRequestError, "api_key must be a single word"),
+        ({"cors_origins": ["*"]}, InvalidRequestError, "cors_origins"),
+        ({"record_to": Path("/proc/no-folder/records.sqlite")}, InvalidRequestError, "cannot be used as a recording"),
+        ({"host": "192.0.2.77"}, HostingError, "cannot listen on '192.0.2.77'"),
+        ({"announce": True}, InvalidRequestError, "lan=True"),
+        ({"announce": True, "announce_name": "my.lab", "lan": True}, InvalidRequestError, "without dots"),
+        ({"lan": True, "host": "127.0.0.1"}, InvalidRequestError, "contradict"),
+        ({"daemon": True, "daemon_host": "192.0.2.77"}, HostingError, "cannot listen on '192.0.2.77'"),
+        ({"daemon": True, "cors_origins": ["*"]}, InvalidRequestError, "cors_origins"),
+    ],
+)
+def test_a_setting_that_cannot_work_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], settings: dict[str, Any], error: type[LabError], message: str
+) -> None:
+    with unchanged(running), pytest.raises(error, match=message):
+        lmx_lab.launch("other", **{**options, **settings})
+
+
+@MLX_ONLY
+def test_a_port_in_use_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
+    with bind("127.0.0.1", 0, explicit=True) as other, unchanged(running):
+        taken = other.getsockname()[1]
+        with pytest.raises(PortTakenError):
+            lmx_lab.launch("other", **{**options, "port": taken})
+        with pytest.raises(PortTakenError):
+            lmx_lab.launch("other", slots=3, daemon=True, daemon_port=taken, **options)
+    # Another program has the lab's port on an address at which the lab does not listen yet.
+    monkeypatch.setattr(addresses, "lan_addresses", lambda: ["127.0.0.2"])
+    with bind("127.0.0.2", running.port, explicit=True), unchanged(running), pytest.raises(PortTakenError):
+        lmx_lab.launch("other", **{**options, "port": running.port, "host": "0.0.0.0"})
+
+
+# A socket that zeroconf has opened is left to the garbage collector if another one cannot be opened.
+@pytest.mark.filterwarnings("ignore:.*5353:pytest.PytestUnraisableExceptionWarning")
+@MLX_ONLY
+def test_a_network_on_which_nothing_can_be_announced_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "lan_addresses", lambda: ["192.0.2.77"])
+    with unchanged(running), pytest.raises(HostingError, match=r"multicast DNS cannot be used on 192\.0\.2\.77"):
+        lmx_lab.launch("other", lan=True, announce=True, **options)
+
+
+@MLX_ONLY
+def test_a_daemon_of_another_process_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], home: Path
+) -> None:
+    with serving_daemon(home) as daemon, unchanged(running):
+        with pytest.raises(DaemonRunningError, match=daemon.url):
+            lmx_lab.launch("other", slots=3, daemon=True, daemon_port=0, **options)
+        assert daemon.running
+
+
+# --- interrupts
+
+
+class Hanging:
+    """Loads of the echo engine that hang until they are cancelled."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+
+    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, **_: Any) -> None:
+        self.started.set()
+        waiting = threading.Event()
+        while not waiting.wait(0.01):
+            cancellation.check()
+
+    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        self.started.set()
+        await asyncio.Event().wait()
+        raise AssertionError("a load that hangs has ended")
+
+    def then(self, call: Callable[[], object]) -> threading.Thread:
+        """Call a function when the load hangs, in another thread."""
+
+        def run() -> None:
+            assert self.started.wait(WAIT_S)
+            call()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hanging:
+    hanging = Hanging()
+    if request.param == "check":
+        monkeypatch.setattr(EchoEngine, "check", hanging.check)
+    else:
+        monkeypatch.setattr(EchoEngine, "load", hanging.load)
+    return hanging
+
+
+def interrupt() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@MLX_ONLY
+@pytest.mark.parametrize("hanging", ["check"], indirect=True)
+def test_an_interrupt_during_the_checks_leaves_the_lab_as_it_is(
+    running: lmx_lab.Lab, options: dict[str, Any], hanging: Hanging
+) -> None:
+    with unchanged(running):
+        interrupting = hanging.then(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lmx_lab.launch("echo", slots=3, **options)
+        interrupting.join()
+
+
+# --- loads that fail when the models of the running lab have made room
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": "missing-layer"}, UnusableModelError, "cannot be loaded"),
+        ({"model": "unknown.gguf"}, UnusableModelError, "unknown"),
+        ({"model": "other", "memory_limit_bytes": NO_ROOM}, OutOfMemoryError, "enough for 0 tokens"),
+    ],
+)
+def test_after_a_load_that_fails_the_lab_loads_its_model_again(
+    running: lmx_lab.Lab, options: dict[str, Any], arguments: dict[str, Any], error: type[LabError], message: str
+) -> None:
+    model, requests = running.engine.snapshot.model, len(running.requests)
+    assert model is not None
+    with contextlib.closing(running.chat("hello", stream=True, **LONG)) as stream:
+        pieces = iter(stream)
+        next(pieces)
+        with pytest.raises(error, match=message) as caught:
+            lmx_lab.launch(slots=3, **options, **arguments)
+        assert caught.value.message.endswith(f"; the running lab was not replaced, and {model} is loaded in it again")
+        assert "no model is loaded" not in caught.value.message
+        with pytest.raises(NotLoadedError, match="the server was restarted for"):
+            list(pieces)
+    restored(running, model)
+    assert len(running.requests) == requests + 2
+
+
+@MLX_ONLY
+@pytest.mark.parametrize("hanging", ["load"], indirect=True)
+def test_an_interrupt_during_the_load_loads_the_model_of_the_lab_again(
+    running: lmx_lab.Lab, options: dict[str, Any], hanging: Hanging
+) -> None:
+    answers: list[httpx2.Response] = []
+    refusals: list[LabError] = []
+
+    def use_the_lab() -> None:
+        answers.append(httpx2.get(f"{running.url}/readyz"))
+        body = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
+        answers.append(httpx2.post(f"{running.url}/v1/chat/completions", json=body))
+        # The new lab has the memory now.
+        for change in (lambda: running.load("other"), running.unload):
+            with pytest.raises(ModelBusyError) as caught:
+                change()
+            refusals.append(caught.value)
+        interrupt()
+
+    using = hanging.then(use_the_lab)
+    with pytest.raises(KeyboardInterrupt, match="the running lab was not replaced, and long is loaded in it again"):
+        lmx_lab.launch("echo", slots=3, **options)
+    using.join()
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert "a model is being loaded" in answers[1].json()["error"]["message"]
+    assert [refusal.message.partition(" is being loaded")[0] for refusal in refusals] == ["echo", "echo"]
+    restored(running, "long")
+
+
+def test_after_a_load_that_fails_pinned_models_and_the_daemon_are_there_again(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options |= {"home": tmp_path, "model_folders": [options["home"] / "models"], "daemon": True, "daemon_port": 0}
+    with lmx_lab.launch("long", embedder="embedder", **options) as lab:
+        assert lab.daemon is not None
+
+        @lab.daemon.tool
+        def noon() -> str:
+            return "noon"
+
+        vector, before = lab.embed("a cat"), lab.daemon
+        with pytest.raises(
+            UnusableModelError, match=r"(?s)missing-layer .*; the running lab was not replaced, and long"
+        ):
+            lmx_lab.launch("missing-layer", embedder="embedder", slots=3, **options)
+        restored(lab, "long")
+        assert (lab.embed("a cat") == vector).all()
+        assert lab.daemon is not None
+        assert lab.daemon is not before
+        assert [tool.name for tool in lab.daemon.tools.list_tools()] == ["noon"]
+
+
+def test_a_lab_whose_model_cannot_be_loaded_again_still_runs(tmp_path: Path, options: dict[str, Any]) -> None:
+    models = tmp_path / "models"
+    shutil.copytree(options["home"] / "models" / "long", models / "removed")
+    shutil.copytree(options["home"] / "models" / "missing-layer", models / "missing-layer")
+    with lmx_lab.launch("removed", **{**options, "home": tmp_path}) as lab:
+        (models / "removed" / "config.json").unlink()
+        with pytest.raises(
+            UnusableModelError, match=r"not replaced, but its model could not be loaded again: .*config"
+        ):
+            lmx_lab.launch("missing-layer", slots=3, **{**options, "home": tmp_path})
+        assert (lmx_lab.current(), lab.engine.snapshot.model) == (lab, None)
+        assert lab.load("echo").model == "echo"
+
+
+# --- launches that succeed
+
+
+@MLX_ONLY
+def test_the_memory_of_the_replaced_lab_counts_as_free(running: lmx_lab.Lab, options: dict[str, Any]) -> None:
+    # Sufficient for one of the models, but not for both.
+    limit = running.engine.snapshot.model_memory_bytes * 2 - 1
+    with lmx_lab.launch("other", **{**options, "memory_limit_bytes": limit}) as lab:
+        assert (lab.engine.snapshot.model, lab.port, running.running) == ("other", running.port, False)
+        assert lmx_lab.launch("other", **{**options, "memory_limit_bytes": limit}) is lab
+
+
+@MLX_ONLY
+def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(
+    running: lmx_lab.Lab, options: dict[str, Any]
+) -> None:
+    workbench = running.workbench
+    with lmx_lab.launch("other", embedder="embedder", reranker="reranker", slots=3, **options) as lab:
+        assert lab.engine.snapshot.model == "other"
+        assert {pinned.entry.id for pinned in lab.engine.snapshot.pinned} == {"embedder", "reranker"}
+        assert lab.workbench is workbench
+        assert httpx2.get(f"{lab.url}/readyz").json()["model"] == "other"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        # On another port, and without a model.
+        with lmx_lab.launch(**{**options, "port": port}) as moved:
+            assert (moved.port, moved.engine.snapshot.model, lab.running) == (port, None, False)
+
+
+@MLX_ONLY
+def test_a_port_that_another_program_takes_at_the_last_moment_is_an_error(
+    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
+    taken: list[socket.socket] = []
+    running.server.when_closed(lambda: taken.append(bind("127.0.0.1", running.port, explicit=True)))
+    with pytest.raises(
+        PortTakenError, match=rf"port {running.port} .*; the lab at {running.url} has ended, call launch"
+    ):
+        lmx_lab.launch("other", slots=3, **{**options, "port": running.port})
+    taken[0].close()
+    assert lmx_lab.current() is None
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-models"]
