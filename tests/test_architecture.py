@@ -190,6 +190,18 @@ def room(module: str) -> str:
     return module.split(".", maxsplit=1)[0]
 
 
+def test_only_one_module_makes_data_frames() -> None:
+    """Other ways lose the type of an empty column, or round integers among which values are missing."""
+    # batch.table: vectors of polars, which have a fixed length.
+    makers = {
+        module
+        for module, path in modules().items()
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "DataFrame"
+    }
+    assert makers == {"frames", "batch.table"}
+
+
 def test_every_room_has_a_row() -> None:
     rooms = {room(module) for module in modules()}
     assert rooms <= set(TABLE), f"without a row: {rooms - set(TABLE)}"

@@ -15,8 +15,8 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb
 from lmx_lab.evals.inspect_log import write_inspect_log
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, mean_score, to_json
-from lmx_lab.evals.statistics import PairedTest, Score, calibration, paired_test, pass_at, score_of
-from lmx_lab.frames import html_table, pandas_for
+from lmx_lab.evals.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
+from lmx_lab.frames import Dtype, dtypes_of, html_table, make_table, make_table_of_columns
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RecordedRequest, RequestList
@@ -130,23 +130,16 @@ class Evaluation:
         return [row for row in self.rows if row.score is None or row.score < 1]
 
     def _frame(self, rows: Sequence[EvaluatedRow]) -> pd.DataFrame:
-        names = ["prompt", "expected", "answer", "score", "error"]
+        dtypes: dict[str, Dtype] = {"sample": "int64"} if any(row.sample is not None for row in self.rows) else {}
+        dtypes |= {"prompt": "object", "expected": "object", "answer": "text", "score": "float64", "error": "text"}
         if any(row.choices for row in self.rows):
-            names += ["choices", "logprobs", "probability"]
+            dtypes |= {"choices": "object", "logprobs": "object", "probability": "float64"}
         if any(row.verdict is not None for row in self.rows):
-            names.append("verdict")
-        if any(row.sample is not None for row in self.rows):
-            names.insert(0, "sample")
-        names += ["finish_reason", "prompt_tokens", "output_tokens", "total_s", "request_id"]
-        kinds = {"sample": "int64", "prompt_tokens": "Int64", "output_tokens": "Int64"}
-        kinds |= dict.fromkeys(("score", "probability", "total_s"), "float64")
-        pandas = pandas_for("df")
-        index = pandas.Index([row.label for row in rows])
-        columns = {
-            name: pandas.Series([getattr(row, name) for row in rows], index=index, dtype=kinds.get(name, "object"))
-            for name in names
-        }
-        frame: pd.DataFrame = pandas.DataFrame(columns, index=index)
+            dtypes["verdict"] = "text"
+        dtypes |= {"finish_reason": "text", "prompt_tokens": "Int64", "output_tokens": "Int64", "total_s": "float64"}
+        dtypes["request_id"] = "text"
+        columns = {name: [getattr(row, name) for row in rows] for name in dtypes}
+        frame: pd.DataFrame = make_table_of_columns(columns, dtypes, index=[row.label for row in rows])
         return frame
 
     # Comparison and calibration
@@ -201,7 +194,7 @@ class Evaluation:
         if not rows:
             raise InvalidRequestError("the rows have no choices; pass metric=Choice([...]) to evaluate")
         bins, error = calibration([row.probability or 0.0 for row in rows], [row.score or 0.0 for row in rows])
-        frame: pd.DataFrame = pandas_for("calibration").DataFrame([vars(each) for each in bins])
+        frame: pd.DataFrame = make_table(map(vars, bins), dtypes_of(CalibrationBin), needed_by="calibration")
         frame.attrs["expected_calibration_error"] = error
         return frame
 

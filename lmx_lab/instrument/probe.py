@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from lmx_lab.errors import InvalidRequestError, StorageFullError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 from lmx_lab.instrument.traced_text import integer
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.tensors import encode_header
@@ -32,7 +32,7 @@ MEMORY_BYTES = 2**28
 FOLDS = 5
 SEED = 0
 MAX_STEPS = 1000
-COLUMNS = ("layer", "accuracy", "std", "baseline")
+COLUMNS = {"layer": "int64", "accuracy": "float64", "std": "float64", "baseline": "float64"}
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 28, 40
 TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -267,7 +267,7 @@ class Probe:
             ImportError: pandas is not installed.
         """
         rows = [(at, float(np.mean(of)), float(np.std(of)), self.baseline) for at, of in self.accuracies.items()]
-        frame: pd.DataFrame = pandas_for("df").DataFrame(rows, columns=list(COLUMNS))
+        frame: pd.DataFrame = make_table(rows, COLUMNS)
         frame.attrs["interrupted"] = self.interrupted
         return frame
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lmx_lab.client import AsyncLabClient
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import dtypes_of, make_table
 from lmx_lab.notebook.addresses import lan_addresses
 from lmx_lab.portal import LoopThread
 from lmx_lab.urls import bracketed
@@ -74,9 +74,8 @@ def discover(timeout_s: float = FOUND_S) -> pd.DataFrame:
         ImportError: pandas is not installed.
         HostingError: zeroconf is not installed, or the network does not allow multicast DNS.
     """
-    pandas = pandas_for("discover()")
-    columns = list(FoundLab.__dataclass_fields__)
-    return pandas.DataFrame([asdict(lab) for lab in find_labs(timeout_s)], columns=columns)
+    table: pd.DataFrame = make_table(map(asdict, find_labs(timeout_s)), dtypes_of(FoundLab), needed_by="discover()")
+    return table
 
 
 def find_labs(timeout_s: float = FOUND_S, *, interfaces: Sequence[str] | None = None) -> list[FoundLab]:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.backend import DocumentRanking
-from lmx_lab.frames import align_columns, html_table, pandas_for
+from lmx_lab.frames import align_columns, dtypes_of, html_table, make_table
 from lmx_lab.values.encoding import EncodeReport, RerankMethod
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class RerankResult(Sequence[RankedDocument]):
         Raises:
             ImportError: pandas is not installed.
         """
-        pandas = pandas_for("df")
-        return pandas.DataFrame([vars(row) for row in self._rows], columns=list(COLUMNS))
+        frame: pd.DataFrame = make_table(map(vars, self._rows), dtypes_of(RankedDocument))
+        return frame
 
     def _ipython_display_(self) -> None:
         # After a NotImplementedError, IPython uses the other representations.

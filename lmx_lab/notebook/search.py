@@ -22,7 +22,7 @@ from lmx_lab.batch.vectors import (
     texts_of,
 )
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table, pandas_for
 from lmx_lab.notebook.arguments import embeddings_body, rerank_body
 from lmx_lab.notebook.map import MapOwner, backends_of
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop
@@ -258,7 +258,7 @@ def _searched(data: Any) -> tuple[Any, RowSource]:
         if isinstance(data, pandas.Series):
             table = data.to_frame(data.name if data.name is not None else TEXT)
         elif not isinstance(data, pandas.DataFrame):
-            table = pandas.DataFrame([row for _, row in source.rows], columns=source.columns)
+            table = make_table([row for _, row in source.rows], dict.fromkeys(source.columns or ()))
         source = read_source(table)
     if taken := [name for name in SCORES if name in (source.columns or ())]:
         raise InvalidRequestError(

@@ -73,10 +73,14 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: 
             FoundLab(name=first, address=lab.url, model="echo", key_needed=False),
             FoundLab(name=second, address=keyed.url, model=None, key_needed=True),
         ]
+        found = discovery.discover()
         with attach(NAME.upper()) as remote:
             assert remote.url == lab.url
         with attach(second, api_key="s3cret") as remote:
             assert remote.url == keyed.url
+    assert found["key_needed"].tolist() == [False, True]
+    assert found["model"].isna().tolist() == [False, True]
+    assert discovery.discover().dtypes.to_dict() == found.dtypes.to_dict()
     with pytest.raises(errors.UnreachableError, match=r"\(found: none\); start it with --announce"):
         find_address(NAME)
 
