@@ -7,7 +7,6 @@ imported: a caller who passes one of their tables has imported them.
 from __future__ import annotations
 
 import html
-import importlib
 import json
 import numbers
 import sys
@@ -15,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lmx_lab.extras import import_optional
 
 Dtype = Literal["int64", "Int64", "float32", "float64", "bool", "boolean", "str", "text", "object", "time"]
 """The type of a column, with pandas' names for most of them. None is a missing value, which ``int64`` and ``bool`` do
@@ -29,21 +30,6 @@ _DTYPES: Mapping[Any, tuple[Dtype, Dtype]] = {
     str: ("str", "str"),
 }
 """The types of required and of optional fields."""
-
-
-def pandas_for(name: str) -> Any:
-    """Return the module pandas.
-
-    Args:
-        name: The attribute or function that needs it, for the error message.
-
-    Raises:
-        ImportError: pandas is not installed; the message contains the command that installs it.
-    """
-    try:
-        return importlib.import_module("pandas")
-    except ImportError as exc:
-        raise ImportError(f"{name} needs pandas, which is not installed: pip install 'lmx-lab[lab]'") from exc
 
 
 def dtypes_of(shape: type) -> dict[str, Dtype]:
@@ -87,7 +73,7 @@ def make_table(
         dtypes, index, library, needed_by: As for ``make_table_of_columns``.
 
     Raises:
-        ImportError: as ``make_table_of_columns``.
+        MissingPackageError: as ``make_table_of_columns``.
     """
     given: list[Any] = list(rows)
     if given and isinstance(given[0], Mapping):
@@ -115,16 +101,16 @@ def make_table_of_columns(
             types, or None, which infers the type from the values.
         index: The labels of the rows, for pandas; by default their positions.
         library: The library of the table, which the caller has imported; None for pandas.
-        needed_by: The attribute or function that needs pandas, for the error message.
+        needed_by: The attribute or function that makes the table, for the error message.
 
     Raises:
-        ImportError: pandas is needed and not installed.
+        MissingPackageError: pandas is needed and not installed.
     """
     if library == "polars":
         return _polars_table(sys.modules["polars"], columns, dtypes)
     if library == "pyarrow":
         return _arrow_table(sys.modules["pyarrow"], columns, dtypes)
-    pandas = pandas_for(needed_by)
+    pandas = import_optional("pandas", needed_by)
     table = pandas.DataFrame({name: _pandas_series(pandas, columns[name], dtype) for name, dtype in dtypes.items()})
     if index is not None:
         # Without a dtype, pandas would convert integers among which labels are missing to floats.

@@ -106,7 +106,7 @@ class AnswerCache:
 
         Raises:
             LabError: the file cannot be read, or is closed.
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         sql = "SELECT at, model, data FROM answers ORDER BY at"
         try:

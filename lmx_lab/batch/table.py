@@ -11,7 +11,8 @@ from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Row
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import Dtype, Library, make_table, make_table_of_columns, pandas_for
+from lmx_lab.extras import import_optional
+from lmx_lab.frames import Dtype, Library, make_table, make_table_of_columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +61,7 @@ def read_source(data: Any) -> RowSource:
 
     Raises:
         InvalidRequestError: the data is none of these, or two columns have the same name.
-        ImportError: the answers are returned as a table, and pandas is not installed.
+        MissingPackageError: the answers are returned as a table, and pandas is not installed.
     """
     rows: Iterator[tuple[Any, Row]]
     pandas = sys.modules.get("pandas")
@@ -84,7 +85,7 @@ def read_source(data: Any) -> RowSource:
     if not isinstance(data, Sequence):
         return RowSource(rows=rows, columns=None)
     columns = list(dict.fromkeys(name for value in data for name in _row(value))) or [TEXT]
-    return RowSource(rows=rows, columns=columns, index=pandas_for("map").RangeIndex(len(data)))
+    return RowSource(rows=rows, columns=columns, index=import_optional("pandas", "map").RangeIndex(len(data)))
 
 
 def _of_frame(frame: pd.DataFrame) -> RowSource:
@@ -224,7 +225,7 @@ def answer_frame(
         index: Labels of the rows that were answered. They are repeated if each row has several answers.
         several: Whether each row has several answers.
     """
-    index = pandas_for("map").Index(index)
+    index = import_optional("pandas", "map").Index(index)
     repeated = index if len(index) == len(rows) else index.repeat(len(rows) // len(index))
     frame: pd.DataFrame = make_table(rows, _dtypes(rows, columns, several=several), index=repeated, needed_by="map")
     return frame

@@ -28,7 +28,8 @@ from lmx_lab.bench.statistics import (
     total_interval,
 )
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import make_table, pandas_for
+from lmx_lab.extras import import_optional
+from lmx_lab.frames import make_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,7 +79,7 @@ def compare(
 
     Raises:
         InvalidRequestError: a side has several targets, there is no common case, or a column does not exist.
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     sides = {name: _cases(name, samples, metrics, by) for name, samples in (("a", a), ("b", b))}
     common = [key for key in sides["a"] if key in sides["b"]]
@@ -107,7 +108,7 @@ def _cases(
     """Return the measured rows of each case of a side."""
     rows = measured_rows(samples)
     _check(side, rows, [*metrics, *by])
-    isna = pandas_for("a comparison").isna
+    isna = import_optional("pandas", "a comparison").isna
     # Missing values are replaced by None, because they are not equal to themselves.
     return {
         tuple(None if isna(value) else value for value in key): group

@@ -147,7 +147,7 @@ def frame(samples: Iterable[RequestSample], provenance: Mapping[str, Any] | None
     """Return the samples as a table with a row for each, warm-up included. ``.attrs["provenance"]`` is the provenance.
 
     Raises:
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     table = table_of([row(sample) for sample in samples])
     table.attrs["provenance"] = dict(provenance or {})
@@ -158,7 +158,7 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """Return rows with the fields of ``RequestSample`` as a data frame.
 
     Raises:
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     dtypes = {**dtypes_of(RequestSample), "started_at": "time"}
     table: pd.DataFrame = make_table(rows, dtypes, needed_by="a table of requests")

@@ -37,7 +37,7 @@ def as_frame(samples: Samples) -> pd.DataFrame:
     """Convert samples to a table; a table is returned unchanged.
 
     Raises:
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     if hasattr(samples, "columns"):
         return samples
@@ -71,7 +71,7 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
 
     Raises:
         InvalidRequestError: a column does not exist.
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     table = measured_rows(samples)
     keys = ["run", *MEASURED, *CASE] if by is None else list(by)

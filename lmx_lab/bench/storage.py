@@ -147,7 +147,7 @@ def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataF
     Raises:
         InvalidRequestError: ``path`` does not exist, or the file is not a run.
         OSError: the file cannot be read.
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     source = default_folder() if path is None else Path(path)
     if last is not None and not (isinstance(last, int) and last >= 1):

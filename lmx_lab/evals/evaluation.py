@@ -113,7 +113,7 @@ class Evaluation:
         the request.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         return self._frame(self.rows)
 
@@ -122,7 +122,7 @@ class Evaluation:
         """The rows of ``df`` with a score below 1 or an error. ``lens(label)`` shows the tokens of the answer to a row.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         return self._frame(self._failed())
 
@@ -188,7 +188,7 @@ class Evaluation:
 
         Raises:
             InvalidRequestError: the metric is not ``Choice``.
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [row for row in self.rows if row.probability is not None and row.score is not None]
         if not rows:
@@ -205,7 +205,7 @@ class Evaluation:
 
         Raises:
             InvalidRequestError: there are no choices.
-            ImportError: matplotlib or pandas is not installed.
+            MissingPackageError: matplotlib or pandas is not installed.
         """
         # Imported here, because matplotlib is optional.
         from lmx_lab.bench.plots import NotebookFigure
@@ -233,7 +233,7 @@ class Evaluation:
             tracking_uri: A server or a database, such as ``sqlite:///mlflow.db``; by default MLflow's own setting.
 
         Raises:
-            ImportError: mlflow is not installed.
+            MissingPackageError: mlflow is not installed.
         """
         return to_mlflow(self._exported, experiment=experiment, tracking_uri=tracking_uri)
 
@@ -244,7 +244,7 @@ class Evaluation:
             options: Arguments of ``wandb.init``, such as ``mode="offline"``.
 
         Raises:
-            ImportError: wandb is not installed.
+            MissingPackageError: wandb is not installed.
         """
         return to_wandb(self._exported, project=project, **options)
 
@@ -258,7 +258,7 @@ class Evaluation:
             path: A new file that ends with ``.eval``. Its folder is created.
 
         Raises:
-            ImportError: inspect-ai is not installed.
+            MissingPackageError: inspect-ai is not installed.
             InvalidRequestError: the file exists, cannot be written, or does not end with ``.eval``.
         """
         return write_inspect_log(self._exported, self.rows, path)

@@ -178,7 +178,7 @@ class Experiments(Sequence[Evaluation]):
         the score. ``settings`` and ``versions`` are dictionaries; ``frame`` and ``weights`` are SHA-256 hashes.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         sql = f"SELECT {', '.join(COLUMNS)} FROM experiments ORDER BY id"
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._select(sql)] if self.path.exists() else []

@@ -47,7 +47,7 @@ class LogitAttribution:
         rows of heads are the parts of those of attention.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows: list[tuple[int | None, str, int | None, float]] = [(None, "embedding", None, self.embedding)]
         for block, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):

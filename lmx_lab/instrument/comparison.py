@@ -115,7 +115,7 @@ class Comparison:
         ``first_difference`` the position of the first word that differs from the answer of the first setting.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         frame: pd.DataFrame = make_table(map(self._row, self._answered()), COLUMNS)
         return frame
@@ -125,7 +125,7 @@ class Comparison:
         """A data frame with one row for each answer and each setting under which it was scored.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [
             (cell.prompt, cell.setting.name, under.name, *_sums(score.logprobs))

@@ -112,7 +112,7 @@ class TokenLens(TokenTable):
         engine does not report them.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [
             (

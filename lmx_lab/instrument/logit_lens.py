@@ -66,7 +66,7 @@ class LogitLensTable:
         """A data frame with one row for each block, position and rank (1 is the most likely token).
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         blocks, places, ranks = (axis.ravel() for axis in np.indices(self.ids.shape))
         positions = np.array(self.positions)[places]

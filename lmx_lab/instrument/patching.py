@@ -87,7 +87,7 @@ class PatchSweep:
         ``position`` and ``token`` if values were replaced at several positions together.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         values, places = (axis.ravel() for axis in np.indices(self.logits.shape[:2]))
         positions = [None if self.together else self.positions[at] for at in places]

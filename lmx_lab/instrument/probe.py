@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import copy
 import html
-import importlib
 import math
 import operator
 import shutil
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from lmx_lab.errors import InvalidRequestError, StorageFullError
+from lmx_lab.extras import import_optional
 from lmx_lab.frames import make_table
 from lmx_lab.instrument.traced_text import integer
 from lmx_lab.values.encoding import Vectors
@@ -137,7 +137,7 @@ class ProbeRun:
 
     Raises:
         InvalidRequestError: a label is missing, or a class has too few texts.
-        ImportError: scikit-learn is not installed.
+        MissingPackageError: scikit-learn is not installed.
     """
 
     def __init__(self, texts: Sequence[str], labels: Sequence[Any], *, folds: int = FOLDS) -> None:
@@ -163,8 +163,10 @@ class ProbeRun:
         self._classes = np.array([codes[each] for each in self._labels])
         self.baseline = float(np.bincount(self._classes).max() / len(self._classes))
         """The accuracy of always predicting the most frequent label."""
-        self._pipeline, self._linear = _sklearn("pipeline"), _sklearn("linear_model")
-        self._preprocessing, self._selection = _sklearn("preprocessing"), _sklearn("model_selection")
+        self._pipeline, self._linear, self._preprocessing, self._selection = (
+            import_optional(f"sklearn.{module}", "probe")
+            for module in ("pipeline", "linear_model", "preprocessing", "model_selection")
+        )
 
     @property
     def order(self) -> list[int]:
@@ -221,13 +223,6 @@ def _check_labels(labels: Sequence[Any]) -> None:
             )
 
 
-def _sklearn(module: str) -> Any:
-    try:
-        return importlib.import_module(f"sklearn.{module}")
-    except ImportError as exc:
-        raise ImportError("probe needs scikit-learn, which is not installed: pip install scikit-learn") from exc
-
-
 class Probe:
     """The accuracy of a linear probe at each layer. Notebooks display it as a chart.
 
@@ -264,7 +259,7 @@ class Probe:
         and the accuracy of always predicting the most frequent label.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [(at, float(np.mean(of)), float(np.std(of)), self.baseline) for at, of in self.accuracies.items()]
         frame: pd.DataFrame = make_table(rows, COLUMNS)

@@ -63,7 +63,7 @@ class Replay:
         """A data frame with one row for each position: the id of the token, or the character, in both answers.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         pairs = itertools.zip_longest(*self._sides)
         rows = [(at, one, other, one == other) for at, (one, other) in enumerate(pairs)]

@@ -167,7 +167,7 @@ class RequestList(Sequence[RecordedRequest]):
         a seed has more than 64 bits.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._store.rows()]
         for row in rows:

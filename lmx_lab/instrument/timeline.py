@@ -72,7 +72,7 @@ class Timeline(Sequence[RequestTimeline]):
         its stages (``depth`` 1), such as ``download``.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         parts: list[tuple[int | None, str, RequestTimeline | ModelTimeline]] = [
             *((number, each.request_id, each) for number, each in enumerate(self._requests)),

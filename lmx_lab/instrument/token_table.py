@@ -39,7 +39,7 @@ class TokenTable(Sequence[TokenLogprob]):
         and a dictionary of the most likely tokens at this position with their log-probabilities.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [
             (token.text, token.logprob, _probability(token), {other.text: other.logprob for other in token.top})

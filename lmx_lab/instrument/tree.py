@@ -334,7 +334,7 @@ class AnswerTree:
         The log-probability is missing where the tokens have not been scored; ``branch.logprob`` scores them.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         frame: pd.DataFrame = make_table(map(_row, self), COLUMNS)
         return frame
@@ -452,7 +452,7 @@ class BranchDiff:
         (``replace``, ``delete``, ``insert``), and its text in both answers.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         frame: pd.DataFrame = make_table(self._runs(), DIFF_COLUMNS)
         return frame

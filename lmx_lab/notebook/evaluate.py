@@ -95,7 +95,7 @@ class EvaluateVerbs:
             InvalidRequestError: an argument is invalid, or a column does not exist.
             BatchStoppedError: no further row can be answered or judged, for example because the model was unloaded.
                 The attribute ``frame`` of the error contains the complete answers.
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         started_at = time.time()
         table = _Table(frame, prompt, answer, read_metric(metric))

@@ -304,7 +304,7 @@ class EventsPanel(Panel):
         connection have no ``seq``.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         return make_table(self._rows.cells(), COLUMNS)
 

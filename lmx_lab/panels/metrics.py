@@ -138,7 +138,7 @@ class MetricsPanel(Panel):
         """The samples as a pandas data frame: ``time`` (UTC), and the values, whose names have their units.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         dtypes = dtypes_of(Sample)
         rows = [(sample.at, *values_of(sample)) for sample in self.samples]

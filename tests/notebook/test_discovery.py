@@ -114,7 +114,7 @@ def test_a_lab_for_this_machine_alone_is_not_announced(tmp_path: Path) -> None:
 
 def test_without_zeroconf_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zeroconf", None)
-    with pytest.raises(errors.HostingError, match=r"lmx-lab\[lan\]"):
+    with pytest.raises(errors.MissingPackageError, match=r"lmx-lab\[lan\]"):
         find_labs()
 
 
