@@ -52,6 +52,7 @@
       HostingError
         PortTakenError
         DaemonRunningError
+      MissingPackageError
 
 Programs read ``code``, which never changes after its release; a class without its own code inherits that of its parent.
 The message is for people: it names the value, the limit and the next step. HTTP statuses are in
@@ -400,6 +401,12 @@ class DaemonRunningError(HostingError):
     """A daemon is already running in this home folder."""
 
     code = "daemon-running"
+
+
+class MissingPackageError(LabError, ImportError):
+    """An optional package is not installed; the message contains the command that installs it."""
+
+    code = "package-missing"
 
 
 def _with_subclasses(kind: type[LabError]) -> Iterator[type[LabError]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
+
+from lmx_lab.errors import MissingPackageError
+from lmx_lab.extras import import_optional
 
 BLOCKS = {(True, True): "█", (True, False): "▀", (False, True): "▄", (False, False): " "}
 QUIET_ZONE = 2
@@ -36,6 +38,7 @@ def half_blocks(address: str) -> str:
 
 def _code(address: str) -> Any:
     try:
-        return importlib.import_module("segno").make_qr(address, error="m")
-    except ImportError:
+        segno = import_optional("segno", "a QR code")
+    except MissingPackageError:
         return None
+    return segno.make_qr(address, error="m")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lmx_lab.batch.answer import RowAnswer
-from lmx_lab.batch.table import answer_frame, answer_row
+from lmx_lab.batch.table import DTYPES, answer_row
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 from lmx_lab.instrument.store import create_tables, open_database
 
 if TYPE_CHECKING:
@@ -106,19 +106,20 @@ class AnswerCache:
 
         Raises:
             LabError: the file cannot be read, or is closed.
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        pandas = pandas_for("df")
         sql = "SELECT at, model, data FROM answers ORDER BY at"
         try:
             found = self._executor.submit(lambda: self._connection.execute(sql).fetchall()).result()
         except (RuntimeError, sqlite3.Error) as exc:
             raise LabError(f"the cache {self.path} cannot be read: {exc}; open it again") from exc
         # The model of a vector is the JSON text of its settings.
-        rows = [(at, model, RowAnswer(**json.loads(data))) for at, model, data in found if not model.startswith("[")]
-        frame = answer_frame([answer_row(answer, {}, sample=None) for _, _, answer in rows], range(len(rows)))
-        frame.insert(0, "at", pandas.to_datetime([at for at, _, _ in rows], unit="s", utc=True))
-        frame.insert(1, "model", pandas.Series([model for _, model, _ in rows], dtype="object"))
+        rows = [
+            {"at": at, "model": model, **answer_row(RowAnswer(**json.loads(data)), {}, sample=None)}
+            for at, model, data in found
+            if not model.startswith("[")
+        ]
+        frame: pd.DataFrame = make_table(rows, {"at": "time", "model": "text", **DTYPES})
         return frame
 
     def close(self, *, wait: bool = True) -> None:

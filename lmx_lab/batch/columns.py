@@ -9,10 +9,11 @@ from typing import Any, get_origin
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.frames import Dtype
 
 Schema = Mapping[str, Any] | type[BaseModel]
-DTYPES: Mapping[str, str] = {"integer": "Int64", "number": "float64", "boolean": "boolean"}
-"""The pandas type of a column for each JSON type. Columns of other types contain Python objects."""
+DTYPES: Mapping[str, Dtype] = {"integer": "Int64", "number": "float64", "boolean": "boolean"}
+"""The type of a column for each JSON type. Columns of other types contain Python objects."""
 INT64 = range(-(2**63), 2**63)
 WHOLE_VALUE = "value"
 """Name of the column if the schema does not describe an object with properties."""
@@ -33,7 +34,9 @@ class TypedColumns:
         is_object = isinstance(properties, Mapping) and bool(properties)
         self._is_object = is_object
         members: Mapping[str, Any] = properties if is_object else {WHOLE_VALUE: json_schema}  # type: ignore[assignment]
-        self.dtypes = {name: DTYPES.get(_json_type(member) or "", "object") for name, member in members.items()}
+        self.dtypes: dict[str, Dtype] = {
+            name: DTYPES.get(_json_type(member) or "", "object") for name, member in members.items()
+        }
         """The type of each column."""
 
     @classmethod
@@ -120,11 +123,15 @@ def _is_type(value: object) -> bool:
 
 def _json_type(schema: Any) -> str | None:
     """Return the type that a JSON schema describes, apart from null; None if it describes several types or any."""
-    if not isinstance(schema, Mapping):
-        return None
-    given = schema.get("type")
-    kinds = set(given) if isinstance(given, list) else {given} if given is not None else set()
-    for each in schema.get("anyOf", ()):
-        kinds.add(_json_type(each))
-    kinds.discard("null")
+    kinds = _json_types(schema) - {"null"}
     return kinds.pop() if len(kinds) == 1 else None
+
+
+def _json_types(schema: Any) -> set[str | None]:
+    """Return the types that a JSON schema describes; None stands for any type."""
+    if not isinstance(schema, Mapping):
+        return {None}
+    if "type" not in schema and schema.get("anyOf"):
+        return set().union(*map(_json_types, schema["anyOf"]))
+    given = schema.get("type")
+    return set(given) if isinstance(given, list) else {given}

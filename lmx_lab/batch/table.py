@@ -1,40 +1,37 @@
-"""Read the rows of a table, and create the table of their answers.
-
-polars and pyarrow are not imported here: a caller who passes one of their tables has imported them.
-"""
+"""Read the rows of a table, and create the table of their answers."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Row
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.extras import import_optional
+from lmx_lab.frames import Dtype, Library, make_table, make_table_of_columns
 
 if TYPE_CHECKING:
     import pandas as pd
 
 TEXT = "text"
 """Name of the column if the rows are texts or a series without a name."""
-DTYPES: Mapping[str, str] = {
-    "answer": "object",
-    "reasoning": "object",
-    "finish_reason": "object",
-    "error": "object",
+DTYPES: Mapping[str, Dtype] = {
+    "answer": "text",
+    "reasoning": "text",
+    "finish_reason": "text",
+    "error": "text",
     "prompt_tokens": "Int64",
     "cached_tokens": "Int64",
     "output_tokens": "Int64",
     "ttft_s": "float64",
     "total_s": "float64",
-    "request_id": "object",
+    "request_id": "text",
 }
-"""The columns of each table of answers, with their pandas types."""
+"""The columns of each table of answers, with their types."""
 SAMPLE = "sample"
 """Name of the column that numbers the answers to the same row."""
 VECTOR, ERROR = "embedding", "error"
@@ -55,7 +52,7 @@ class RowSource:
     """Names of the columns; None if they are not known before the first row is read."""
     index: Any = None
     """The index of the table of answers; None if rows are read and answers are returned one by one."""
-    library: Literal["polars", "pyarrow"] | None = None
+    library: Library | None = None
     """The library of the table of rows, and of the table of answers; None for pandas."""
 
 
@@ -64,7 +61,7 @@ def read_source(data: Any) -> RowSource:
 
     Raises:
         InvalidRequestError: the data is none of these, or two columns have the same name.
-        ImportError: the answers are returned as a table, and pandas is not installed.
+        MissingPackageError: the answers are returned as a table, and pandas is not installed.
     """
     rows: Iterator[tuple[Any, Row]]
     pandas = sys.modules.get("pandas")
@@ -88,7 +85,7 @@ def read_source(data: Any) -> RowSource:
     if not isinstance(data, Sequence):
         return RowSource(rows=rows, columns=None)
     columns = list(dict.fromkeys(name for value in data for name in _row(value))) or [TEXT]
-    return RowSource(rows=rows, columns=columns, index=pandas_for("map").RangeIndex(len(data)))
+    return RowSource(rows=rows, columns=columns, index=import_optional("pandas", "map").RangeIndex(len(data)))
 
 
 def _of_frame(frame: pd.DataFrame) -> RowSource:
@@ -168,43 +165,15 @@ def answer_table(
     """
     if source.library is None:
         return answer_frame(rows, source.index, columns, several=several)
-    names, dtypes = _columns(rows, columns, several=several)
-    values = {name: [row[name] for row in rows] for name in names}
-    if source.library == "polars":
-        return _polars_frame(sys.modules["polars"], values, dtypes)
-    return _arrow_table(sys.modules["pyarrow"], values, dtypes)
-
-
-def _polars_frame(polars: Any, values: Mapping[str, list[Any]], dtypes: Mapping[str, str]) -> Any:
-    kinds = {"int64": polars.Int64, "Int64": polars.Int64, "float64": polars.Float64, "boolean": polars.Boolean}
-    series = []
-    for name, column in values.items():
-        kind = kinds.get(dtypes[name]) or (polars.String if name in DTYPES else None)
-        series.append(polars.Series(name, column if kind is not None else _of_one_type(column), dtype=kind))
-    return polars.DataFrame(series)
-
-
-def _arrow_table(pyarrow: Any, values: Mapping[str, list[Any]], dtypes: Mapping[str, str]) -> Any:
-    kinds = {
-        "int64": pyarrow.int64(),
-        "Int64": pyarrow.int64(),
-        "float64": pyarrow.float64(),
-        "boolean": pyarrow.bool_(),
-    }
-    arrays = {}
-    for name, column in values.items():
-        kind = kinds.get(dtypes[name]) or (pyarrow.string() if name in DTYPES else None)
-        arrays[name] = pyarrow.array(column if kind is not None else _of_one_type(column), type=kind)
-    return pyarrow.table(arrays)
+    return make_table(rows, _dtypes(rows, columns, several=several), library=source.library)
 
 
 def vector_table(vectors: Sequence[Any], errors: Sequence[str | None], source: RowSource) -> Any:
     """Create the table of vectors, in the same library as that of the rows. A row without a vector has an error."""
     if source.library is None:
-        pandas = pandas_for("embed_frame")
         columns = {VECTOR: vectors, ERROR: errors}
-        made = {name: pandas.Series(column, index=source.index, dtype="object") for name, column in columns.items()}
-        return pandas.DataFrame(made, index=source.index)
+        dtypes = {VECTOR: "object", ERROR: "text"}
+        return make_table_of_columns(columns, dtypes, index=source.index, needed_by="embed_frame")
     width = next((len(vector) for vector in vectors if vector is not None), 0)
     lists = [None if vector is None else vector.tolist() for vector in vectors]
     if source.library == "polars":
@@ -238,21 +207,13 @@ def select_rows(data: Any, source: RowSource, order: Sequence[int], added: Mappi
     return table
 
 
-def _of_one_type(values: list[Any]) -> list[Any]:
-    """Return texts as they are, and values of other types as JSON texts, because a column has only one type."""
-    if all(value is None or isinstance(value, str) for value in values):
-        return values
-    return [None if value is None else json.dumps(value, default=str) for value in values]
-
-
-def _columns(
-    rows: Sequence[Mapping[str, Any]], columns: TypedColumns | None, *, several: bool
-) -> tuple[list[str], Mapping[str, str]]:
-    """Return the names of the columns of a table of answers, and their pandas types."""
-    dtypes = {SAMPLE: "int64", LOGPROBS: "object", **DTYPES, **(columns.dtypes if columns is not None else {})}
+def _dtypes(rows: Sequence[Mapping[str, Any]], columns: TypedColumns | None, *, several: bool) -> Mapping[str, Dtype]:
+    """Return the columns of a table of answers, with their types."""
+    dtypes: dict[str, Dtype] = {SAMPLE: "int64", LOGPROBS: "object", **DTYPES}
+    dtypes |= columns.dtypes if columns is not None else {}
     first = [SAMPLE, "answer"] if several else ["answer"]
     names = list(rows[0]) if rows else [*first, *(columns.dtypes if columns else ()), *list(DTYPES)[1:]]
-    return names, dtypes
+    return {name: dtypes[name] for name in names}
 
 
 def answer_frame(
@@ -264,10 +225,7 @@ def answer_frame(
         index: Labels of the rows that were answered. They are repeated if each row has several answers.
         several: Whether each row has several answers.
     """
-    names, dtypes = _columns(rows, columns, several=several)
-    pandas = pandas_for("map")
-    index = pandas.Index(index)
+    index = import_optional("pandas", "map").Index(index)
     repeated = index if len(index) == len(rows) else index.repeat(len(rows) // len(index))
-    made = {name: pandas.Series([row[name] for row in rows], index=repeated, dtype=dtypes[name]) for name in names}
-    frame: pd.DataFrame = pandas.DataFrame(made, index=repeated)
+    frame: pd.DataFrame = make_table(rows, _dtypes(rows, columns, several=several), index=repeated, needed_by="map")
     return frame

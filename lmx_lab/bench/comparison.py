@@ -28,12 +28,20 @@ from lmx_lab.bench.statistics import (
     total_interval,
 )
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.extras import import_optional
+from lmx_lab.frames import make_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Better = Literal["a", "b", "-"]
+COLUMNS = {
+    "metric": "str",
+    **dict.fromkeys(("a", "a_low", "a_high", "b", "b_low", "b_high", "ratio", "low", "high"), "float64"),
+    **{"n_a": "int64", "n_b": "int64", "repeats": "int64", "paired": "bool"},
+    **{"output_tokens_a": "float64", "output_tokens_b": "float64", "better": "str"},
+}
+"""Columns of the result, and their types, after those that identify a case."""
 COMPARED = (*CLIENT_METRICS, TOTAL)
 LENGTH_DEPENDENT = ("e2e_ms", TOTAL)
 """Metrics that depend on the length of the answers."""
@@ -71,9 +79,8 @@ def compare(
 
     Raises:
         InvalidRequestError: a side has several targets, there is no common case, or a column does not exist.
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
-    pandas = pandas_for("a comparison")
     sides = {name: _cases(name, samples, metrics, by) for name, samples in (("a", a), ("b", b))}
     common = [key for key in sides["a"] if key in sides["b"]]
     if not common:
@@ -88,7 +95,8 @@ def compare(
         for key in common
         for metric in metrics
     ]
-    table: pd.DataFrame = pandas.DataFrame(compared)
+    dtypes = {name: sides["a"][common[0]][name].dtype for name in by} | COLUMNS
+    table: pd.DataFrame = make_table(compared, dtypes, needed_by="a comparison")
     table.attrs["only_a"] = [key for key in sides["a"] if key not in sides["b"]]
     table.attrs["only_b"] = [key for key in sides["b"] if key not in sides["a"]]
     return table
@@ -100,7 +108,7 @@ def _cases(
     """Return the measured rows of each case of a side."""
     rows = measured_rows(samples)
     _check(side, rows, [*metrics, *by])
-    isna = pandas_for("a comparison").isna
+    isna = import_optional("pandas", "a comparison").isna
     # Missing values are replaced by None, because they are not equal to themselves.
     return {
         tuple(None if isna(value) else value for value in key): group

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 from lmx_lab.bench.intervals import LEVEL
 from lmx_lab.bench.statistics import CASE, MEASURED, METRICS, TOTAL, Samples, summary
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.extras import import_optional, optional_imports
 
-try:
+with optional_imports("a plot"):
     from matplotlib.figure import Figure
-except ImportError as exc:
-    raise ImportError("plots need matplotlib, which is not installed: pip install 'lmx-lab[lab]'") from exc
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +85,7 @@ def by_concurrency(
 
     Raises:
         InvalidRequestError: a metric is unknown, there is no measured request, or there would be more than 20 lines.
-        ImportError: matplotlib or pandas is not installed.
+        MissingPackageError: matplotlib or pandas is not installed.
     """
     return _chart(samples, "concurrency", metrics, level)
 
@@ -98,7 +96,7 @@ def by_prompt_length(
     """Plot the median of each metric over the length of the prompts.
 
     Raises:
-        InvalidRequestError, ImportError: as ``by_concurrency``.
+        InvalidRequestError, MissingPackageError: as ``by_concurrency``.
     """
     return _chart(samples, "prompt_tokens_wanted", metrics, level)
 
@@ -176,7 +174,7 @@ def _name(columns: Sequence[str], key: tuple[Any, ...]) -> str:
 
 
 def _parts(columns: Sequence[str], values: Iterable[Any]) -> list[str]:
-    isna = pandas_for("a plot").isna
+    isna = import_optional("pandas", "a plot").isna
     return [_describe(column, value) for column, value in zip(columns, values, strict=True) if not isna(value)]
 
 

@@ -77,7 +77,7 @@ def run(
 
     Raises:
         InvalidRequestError: a target or the plan is not valid, or the run cannot be stored.
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     frame(())
     cases, shared = _cases(plan), Run(silence_s=silence_s)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import dtypes_of, make_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,16 +102,6 @@ COLUMNS = tuple(field.name for field in fields(RequestSample))
 MAX_INTEGER = 2**63
 _TYPES = {str(field.name): str(field.type) for field in fields(RequestSample)}
 _OPTIONAL = frozenset(name for name in COLUMNS if hasattr(RequestSample, name))
-_KINDS = {
-    "bool": "bool",
-    "int": "int64",
-    "int | None": "Int64",
-    "float | None": "float64",
-    "str": "str",
-    "str | None": "str",
-    "CountedBy | None": "str",
-}
-"""pandas dtypes of the field types."""
 
 
 def new_run() -> str:
@@ -157,23 +147,21 @@ def frame(samples: Iterable[RequestSample], provenance: Mapping[str, Any] | None
     """Return the samples as a table with a row for each, warm-up included. ``.attrs["provenance"]`` is the provenance.
 
     Raises:
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
-    table = table_of([row(sample) for sample in samples], COLUMNS)
+    table = table_of([row(sample) for sample in samples])
     table.attrs["provenance"] = dict(provenance or {})
     return table
 
 
-def table_of(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
-    """Return the rows as a data frame. Absent fields are missing values; the column types do not depend on the rows.
+def table_of(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return rows with the fields of ``RequestSample`` as a data frame.
 
     Raises:
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
-    pandas = pandas_for("a table of requests")
-    table = pandas.DataFrame(rows, columns=list(columns))
-    table = table.astype({name: _KINDS[kind] for name, kind in _TYPES.items()})
-    table["started_at"] = pandas.to_datetime(table["started_at"], utc=True, format="ISO8601").dt.as_unit("us")
+    dtypes = {**dtypes_of(RequestSample), "started_at": "time"}
+    table: pd.DataFrame = make_table(rows, dtypes, needed_by="a table of requests")
     return table
 
 

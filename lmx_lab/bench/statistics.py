@@ -11,7 +11,7 @@ import numpy as np
 from lmx_lab.bench.intervals import LEVEL, NOTHING, Floats, Interval, half_width, median_interval, positions_of
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,7 +37,7 @@ def as_frame(samples: Samples) -> pd.DataFrame:
     """Convert samples to a table; a table is returned unchanged.
 
     Raises:
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     if hasattr(samples, "columns"):
         return samples
@@ -71,9 +71,8 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
 
     Raises:
         InvalidRequestError: a column does not exist.
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
-    pandas = pandas_for("a summary")
     table = measured_rows(samples)
     keys = ["run", *MEASURED, *CASE] if by is None else list(by)
     if unknown := [name for name in keys if name not in table]:
@@ -81,13 +80,13 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
             f"by: there is no column {', '.join(unknown)}; available are {', '.join(table.columns)}", param="by"
         )
     rows = [
-        dict(zip(keys, key, strict=True)) | _summarize(group, level)
+        _summarize(group, level) | dict(zip(keys, key, strict=True))
         for key, group in table.groupby(keys, sort=False, dropna=False)
     ]
     figures = {name: value for name, value in _summarize(table.iloc[:0], level).items() if name not in keys}
     # The types are given explicitly, because pandas cannot infer them without rows.
-    kinds = {name: table[name].dtype for name in keys} | {name: type(value) for name, value in figures.items()}
-    result: pd.DataFrame = pandas.DataFrame(rows, columns=[*keys, *figures]).astype(kinds)
+    dtypes = {name: table[name].dtype for name in keys} | {name: type(value) for name, value in figures.items()}
+    result: pd.DataFrame = make_table(rows, dtypes, needed_by="a summary")
     left = keys if by is not None else [name for name in keys if name in LEFT or result[name].nunique(dropna=False) > 1]
     shown = [*left, "errors", *FIRST]
     result = result[[*shown, *(name for name in (*figures, *keys) if name not in shown)]]

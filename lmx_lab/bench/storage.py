@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from lmx_lab.bench.provenance import provenance as current_provenance
-from lmx_lab.bench.sample import COLUMNS, RequestSample, new_run, read_row, row, table_of
+from lmx_lab.bench.sample import RequestSample, new_run, read_row, row, table_of
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 
@@ -147,7 +147,7 @@ def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataF
     Raises:
         InvalidRequestError: ``path`` does not exist, or the file is not a run.
         OSError: the file cannot be read.
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     source = default_folder() if path is None else Path(path)
     if last is not None and not (isinstance(last, int) and last >= 1):
@@ -165,7 +165,7 @@ def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataF
             log.warning("%s", exc)
         else:
             rows += ({**one, "run": file.stem} for one in found)
-    table = table_of(rows, COLUMNS)
+    table = table_of(rows)
     table.attrs.update(provenance=provenances, skipped=skipped)
     return table
 

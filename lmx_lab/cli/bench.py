@@ -21,6 +21,7 @@ from lmx_lab.cli.options import Command, epilog, settings_with_folders
 from lmx_lab.cli.process import freeze_objects
 from lmx_lab.cli.terminal import print_note
 from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnauthorizedError
+from lmx_lab.extras import install_command
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,7 +69,7 @@ Rate = Annotated[
         "lmx-lab bench --model smollm2-135m",
         "lmx-lab bench --url http://127.0.0.1:8400 -c 1,4,8 -r 3 --plot bench.png",
         "lmx-lab bench --url 127.0.0.1:8400 --compare 127.0.0.1:8080 -r 3 --json",
-        needs="pip install 'lmx-lab[lab]' (for tables), and --model or --url",
+        needs=f"{install_command('pandas')} (for tables), and --model or --url",
         status="0 if all requests succeeded, 1 if one failed (warm-up included), 2 if an argument is not valid, 130 "
         "after Ctrl-C",
     ),
@@ -146,14 +147,12 @@ def _check_output(plot: Path | None) -> None:
     """Check before the measurement that the tables and the plot can be made.
 
     Raises:
-        InvalidRequestError: a package is not installed, or the plot cannot be written.
+        MissingPackageError: a package is not installed.
+        InvalidRequestError: the plot cannot be written.
     """
-    try:
-        benchmark.frame(())
-        if plot is not None:
-            load("lmx_lab.bench.plots:")
-    except ImportError as exc:
-        raise InvalidRequestError(str(exc)) from exc
+    benchmark.frame(())
+    if plot is not None:
+        load("lmx_lab.bench.plots:")
     if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
         raise InvalidRequestError(
             f"--plot is {str(plot)!r}; its suffix must be one of {', '.join(PLOT_SUFFIXES)}", param="--plot"

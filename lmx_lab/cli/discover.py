@@ -11,6 +11,7 @@ from rich.text import Text
 from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, epilog
 from lmx_lab.cli.terminal import out, print_note, single_line
+from lmx_lab.extras import install_command
 
 if TYPE_CHECKING:
     from lmx_lab.notebook.discovery import FoundLab
@@ -24,7 +25,7 @@ MAX_CELL_CHARACTERS = 200
     epilog=epilog(
         "lmx-lab discover",
         "lmx-lab serve --host 0.0.0.0 --announce    let others find a server",
-        needs="zeroconf: pip install 'lmx-lab[lan]'",
+        needs=f"zeroconf: {install_command('zeroconf')}",
     ),
 )
 def discover(

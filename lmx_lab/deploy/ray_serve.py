@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.deploy.replica import ReplicaApp
+from lmx_lab.extras import import_optional
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadOptions, LoadSpec
 
@@ -34,9 +34,9 @@ def application(
 
     Raises:
         InvalidRequestError: a setting or an option is not valid.
-        ImportError: Ray Serve is not installed.
+        MissingPackageError: Ray Serve is not installed.
     """
-    serve = _ray_serve()
+    serve = import_optional("ray.serve", "lmx_lab.deploy.ray_serve")
     settings = settings or Settings.read()
     app = ReplicaApp(settings, LoadSpec.with_options(model, load or {}))
     options = {
@@ -63,10 +63,3 @@ class Replica:
             LabError: requests cannot be answered.
         """
         self.app.check()
-
-
-def _ray_serve() -> Any:
-    try:
-        return importlib.import_module("ray.serve")
-    except ImportError as exc:
-        raise ImportError("Ray Serve is not installed: pip install 'lmx-lab[ray]'") from exc

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from lmx_lab.doctor.finding import Finding
+from lmx_lab.extras import install_command
 from lmx_lab.settings import Settings
 
 try:
@@ -78,7 +79,7 @@ def check_kernel(_: Settings) -> Iterator[Finding]:
             verdict="bad",
             found=f"{found}, but lmx-lab is installed in {sys.executable}",
             means="import lmx_lab fails in new notebooks",
-            remedy=f"{install}, or {python} -m pip install 'lmx-lab[lab]'",
+            remedy=f"{install}, or {python} -m {install_command('ipykernel')}",
         )
         return
     if file is not None or answer["ipykernel"] is not None:
@@ -94,7 +95,7 @@ def _check_ipykernel(python: str, version: str | None) -> Finding:
             verdict="note",
             found=f"not installed in {python}",
             means="notebooks cannot run without it",
-            remedy="pip install 'lmx-lab[lab]'",
+            remedy=install_command("ipykernel"),
         )
     if _parse_version(version) >= _parse_version(least):
         return Finding(topic="ipykernel", verdict="fine", found=version)

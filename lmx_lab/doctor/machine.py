@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lmx_lab.doctor.finding import Finding
+from lmx_lab.extras import install_command
 from lmx_lab.settings import Settings
 from lmx_lab.weights.starters import STARTERS
 
@@ -30,7 +31,7 @@ def check_packages(_: Settings) -> Iterator[Finding]:
         try:
             yield Finding(topic=name, verdict="fine", found=metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield Finding(topic=name, verdict="note", found="not installed", remedy="pip install 'lmx-lab[lab]'")
+            yield Finding(topic=name, verdict="note", found="not installed", remedy=install_command(name))
 
 
 def check_python(version: tuple[int, int, int]) -> Finding:

@@ -16,8 +16,8 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb
 from lmx_lab.evals.inspect_log import write_inspect_log
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, mean_score, to_json
-from lmx_lab.evals.statistics import PairedTest, Score, calibration, paired_test, pass_at, score_of
-from lmx_lab.frames import html_table, pandas_for
+from lmx_lab.evals.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
+from lmx_lab.frames import Dtype, dtypes_of, html_table, make_table, make_table_of_columns
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RecordedRequest, RequestList
@@ -115,7 +115,7 @@ class Evaluation:
         the request.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         return self._frame(self.rows)
 
@@ -124,7 +124,7 @@ class Evaluation:
         """The rows of ``df`` with a score below 1 or an error. ``lens(label)`` shows the tokens of the answer to a row.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         return self._frame(self._failed())
 
@@ -132,23 +132,16 @@ class Evaluation:
         return [row for row in self.rows if row.score is None or row.score < 1]
 
     def _frame(self, rows: Sequence[EvaluatedRow]) -> pd.DataFrame:
-        names = ["prompt", "expected", "answer", "score", "error"]
+        dtypes: dict[str, Dtype] = {"sample": "int64"} if any(row.sample is not None for row in self.rows) else {}
+        dtypes |= {"prompt": "object", "expected": "object", "answer": "text", "score": "float64", "error": "text"}
         if any(row.choices for row in self.rows):
-            names += ["choices", "logprobs", "probability"]
+            dtypes |= {"choices": "object", "logprobs": "object", "probability": "float64"}
         if any(row.verdict is not None for row in self.rows):
-            names.append("verdict")
-        if any(row.sample is not None for row in self.rows):
-            names.insert(0, "sample")
-        names += ["finish_reason", "prompt_tokens", "output_tokens", "total_s", "request_id"]
-        kinds = {"sample": "int64", "prompt_tokens": "Int64", "output_tokens": "Int64"}
-        kinds |= dict.fromkeys(("score", "probability", "total_s"), "float64")
-        pandas = pandas_for("df")
-        index = pandas.Index([row.label for row in rows])
-        columns = {
-            name: pandas.Series([getattr(row, name) for row in rows], index=index, dtype=kinds.get(name, "object"))
-            for name in names
-        }
-        frame: pd.DataFrame = pandas.DataFrame(columns, index=index)
+            dtypes["verdict"] = "text"
+        dtypes |= {"finish_reason": "text", "prompt_tokens": "Int64", "output_tokens": "Int64", "total_s": "float64"}
+        dtypes["request_id"] = "text"
+        columns = {name: [getattr(row, name) for row in rows] for name in dtypes}
+        frame: pd.DataFrame = make_table_of_columns(columns, dtypes, index=[row.label for row in rows])
         return frame
 
     # Comparison and calibration
@@ -197,13 +190,13 @@ class Evaluation:
 
         Raises:
             InvalidRequestError: the metric is not ``Choice``.
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [row for row in self.rows if row.probability is not None and row.score is not None]
         if not rows:
             raise InvalidRequestError("the rows have no choices; pass metric=Choice([...]) to evaluate")
         bins, error = calibration([row.probability or 0.0 for row in rows], [row.score or 0.0 for row in rows])
-        frame: pd.DataFrame = pandas_for("calibration").DataFrame([vars(each) for each in bins])
+        frame: pd.DataFrame = make_table(map(vars, bins), dtypes_of(CalibrationBin), needed_by="calibration")
         frame.attrs["expected_calibration_error"] = error
         return frame
 
@@ -214,7 +207,7 @@ class Evaluation:
 
         Raises:
             InvalidRequestError: there are no choices.
-            ImportError: matplotlib or pandas is not installed.
+            MissingPackageError: matplotlib or pandas is not installed.
         """
         # Imported here, because matplotlib is optional.
         from lmx_lab.bench.plots import NotebookFigure
@@ -248,7 +241,7 @@ class Evaluation:
             tracking_uri: A server or a database, such as ``sqlite:///mlflow.db``; by default MLflow's own setting.
 
         Raises:
-            ImportError: mlflow is not installed.
+            MissingPackageError: mlflow is not installed.
         """
         return to_mlflow(self._exported, experiment=experiment, tracking_uri=tracking_uri)
 
@@ -259,7 +252,7 @@ class Evaluation:
             options: Arguments of ``wandb.init``, such as ``mode="offline"``.
 
         Raises:
-            ImportError: wandb is not installed.
+            MissingPackageError: wandb is not installed.
         """
         return to_wandb(self._exported, project=project, **options)
 
@@ -273,7 +266,7 @@ class Evaluation:
             path: A new file that ends with ``.eval``. Its folder is created.
 
         Raises:
-            ImportError: inspect-ai is not installed.
+            MissingPackageError: inspect-ai is not installed.
             InvalidRequestError: the file exists, cannot be written, or does not end with ``.eval``.
         """
         return write_inspect_log(self._exported, self.rows, path)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.frames import align_columns, html_table, pandas_for
+from lmx_lab.frames import align_columns, html_table, make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import create_tables, open_database
@@ -34,11 +34,13 @@ FILE = "experiments.db"
 APPLICATION = 0x4C4D5845
 """Marks the files of this module: "LMXE" in ASCII."""
 VERSION = 1
-COLUMNS = (
-    *("id", "at", "name", "model", "engine", "metric", "rows", "errors", "score", "low", "high"),
-    *("method", "weights", "frame", "settings", "versions", "machine"),
-)
-"""Columns of the table of all experiments."""
+COLUMNS = {
+    **{"id": "int64", "at": "time", "name": "str", "model": "str", "engine": "str", "metric": "str"},
+    **{"rows": "int64", "errors": "int64", "score": "float64", "low": "float64", "high": "float64"},
+    **{"method": "str", "weights": "str", "frame": "str", "settings": "object", "versions": "object"},
+    **{"machine": "str"},
+}
+"""Columns of the table of all experiments, and their types in a data frame."""
 SCHEMA = f"""
 CREATE TABLE experiments (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -176,16 +178,14 @@ class Experiments(Sequence[Evaluation]):
         the score. ``settings`` and ``versions`` are dictionaries; ``frame`` and ``weights`` are SHA-256 hashes.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        pandas = pandas_for("df")
-        rows = self._select(f"SELECT {', '.join(COLUMNS)} FROM experiments ORDER BY id") if self.path.exists() else []
-        frame: pd.DataFrame = pandas.DataFrame(rows, columns=list(COLUMNS)).set_index("id")
-        return frame.assign(
-            at=pandas.to_datetime(frame["at"].astype(float), unit="s", utc=True),
-            settings=[json.loads(text) for text in frame["settings"]],
-            versions=[json.loads(text) for text in frame["versions"]],
-        )
+        sql = f"SELECT {', '.join(COLUMNS)} FROM experiments ORDER BY id"
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._select(sql)] if self.path.exists() else []
+        for row in rows:
+            row |= {name: json.loads(row[name]) for name in ("settings", "versions")}
+        frame: pd.DataFrame = make_table(rows, COLUMNS).set_index("id")
+        return frame
 
     def _read(self, clause: str, *parameters: object) -> list[Evaluation]:
         if not self.path.exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.evals.rows import RunFacts
 from lmx_lab.evals.statistics import LEVEL, Score
+from lmx_lab.extras import import_optional
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +33,7 @@ class ExportedRun:
 
 def to_mlflow(run: ExportedRun, *, experiment: str, tracking_uri: str | None) -> str:
     """Create a run in MLflow, and return its id. See ``Evaluation.to_mlflow``."""
-    mlflow = import_package("mlflow", "to_mlflow")
+    mlflow = import_optional("mlflow", "to_mlflow")
     client = mlflow.MlflowClient(tracking_uri)
     found = client.get_experiment_by_name(experiment)
     experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
@@ -51,7 +51,7 @@ def to_mlflow(run: ExportedRun, *, experiment: str, tracking_uri: str | None) ->
 
 def to_wandb(run: ExportedRun, *, project: str, **options: Any) -> str:
     """Create a run in Weights & Biases, and return its id. See ``Evaluation.to_wandb``."""
-    wandb = import_package("wandb", "to_wandb")
+    wandb = import_optional("wandb", "to_wandb")
     with wandb.init(project=project, name=run.facts.name, config=_parameters(run), **options) as created:
         created.summary.update(figures(run))
         rows = run.frame.reset_index(names="label").map(_text)
@@ -84,19 +84,3 @@ def figures(run: ExportedRun) -> Mapping[str, float]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def import_package(module: str, name: str, *, package: str = "") -> Any:
-    """Import an optional package for the method ``name``.
-
-    Args:
-        package: The name of its distribution, if this is not ``module``.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    package = package or module
-    try:
-        return importlib.import_module(module)
-    except ImportError as exc:
-        raise ImportError(f"{name} needs {package}, which is not installed: pip install {package}") from exc

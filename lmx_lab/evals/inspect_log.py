@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.evals.exports import PROJECT, ExportedRun, figures, import_package
+from lmx_lab.evals.exports import PROJECT, ExportedRun, figures
 from lmx_lab.evals.rows import EvaluatedRow, answers_by_row, to_plain
 from lmx_lab.evals.statistics import LEVEL
+from lmx_lab.extras import import_optional
 
 SUFFIX = ".eval"
 STOP_REASONS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
@@ -40,7 +41,7 @@ def write_inspect_log(run: ExportedRun, rows: Sequence[EvaluatedRow], path: str 
         raise InvalidRequestError(f"path is {str(file)!r:.200}; give a file that ends with {SUFFIX}", param="path")
     if file.exists():
         raise InvalidRequestError(f"{file} exists already; give another path, or delete it", param="path")
-    log = import_package("inspect_ai.log", "to_inspect", package="inspect-ai")
+    log = import_optional("inspect_ai.log", "to_inspect")
     made = log.EvalLog.model_validate(_log(run, rows))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

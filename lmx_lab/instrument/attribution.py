@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 from lmx_lab.instrument.heatmap import HeatMap
 from lmx_lab.values.tracing import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ("block", "part", "head", "contribution")
+COLUMNS = {"block": "Int64", "part": "str", "head": "Int64", "contribution": "float64"}
 
 
 class LogitAttribution:
@@ -47,7 +47,7 @@ class LogitAttribution:
         rows of heads are the parts of those of attention.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows: list[tuple[int | None, str, int | None, float]] = [(None, "embedding", None, self.embedding)]
         for block, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
@@ -55,8 +55,8 @@ class LogitAttribution:
             rows += [(block, "head", head, float(value)) for head, value in enumerate(self.heads[block])]
             rows.append((block, "mlp", None, float(mlp)))
         rows.append((None, "bias", None, self.bias))
-        frame: pd.DataFrame = pandas_for("df").DataFrame(rows, columns=list(COLUMNS))
-        return frame.astype({"block": "Int64", "head": "Int64"})
+        frame: pd.DataFrame = make_table(rows, COLUMNS)
+        return frame
 
     def heat_map(self) -> HeatMap:
         """Return the heat map of the contributions, with the last block on top."""

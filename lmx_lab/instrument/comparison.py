@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.compare import Cell, ComparisonRun, Prompt, Setting
 from lmx_lab.instrument.lens import ColorBy, TokenLens
@@ -23,11 +23,15 @@ from lmx_lab.values.recording import Record
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = (
-    *("prompt", "setting", "model", "text", "outcome", "tokens", "tokens_per_second", "ttft_s"),
-    *("logprob", "logprob_per_token", "first_difference"),
-)
-SCORE_COLUMNS = ("prompt", "answer", "under", "tokens", "logprob", "logprob_per_token")
+COLUMNS = {
+    **{"prompt": "int64", "setting": "str", "model": "str", "text": "str", "outcome": "str", "tokens": "Int64"},
+    **{"tokens_per_second": "float64", "ttft_s": "float64"},
+    **{"logprob": "float64", "logprob_per_token": "float64", "first_difference": "Int64"},
+}
+SCORE_COLUMNS = {
+    **{"prompt": "int64", "answer": "str", "under": "str", "tokens": "int64"},
+    **{"logprob": "float64", "logprob_per_token": "float64"},
+}
 WORD = re.compile(r"\s*\S+|\s+")
 MAX_WORDS = 2000
 """Length of an answer above which differences are not marked."""
@@ -111,17 +115,17 @@ class Comparison:
         ``first_difference`` the position of the first word that differs from the answer of the first setting.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        frame: pd.DataFrame = pandas_for("df").DataFrame(list(map(self._row, self._answered())), columns=list(COLUMNS))
-        return frame.astype({"first_difference": "Int64"})
+        frame: pd.DataFrame = make_table(map(self._row, self._answered()), COLUMNS)
+        return frame
 
     @property
     def scores(self) -> pd.DataFrame:
         """A data frame with one row for each answer and each setting under which it was scored.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [
             (cell.prompt, cell.setting.name, under.name, *_sums(score.logprobs))
@@ -129,7 +133,7 @@ class Comparison:
             for under in self._run.settings
             if (score := self._run.score_of(cell, under)) is not None
         ]
-        frame: pd.DataFrame = pandas_for("scores").DataFrame(rows, columns=list(SCORE_COLUMNS))
+        frame: pd.DataFrame = make_table(rows, SCORE_COLUMNS, needed_by="scores")
         return frame
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.text_file import write_text_file
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 ColorBy = Literal["probability", "entropy", "rank"]
 Part = Literal["text", "reasoning", "call"]
 """The part of an answer to which a token belongs."""
-COLUMNS = ("position", "token", "id", "bytes", "logprob", "entropy", "rank", "alternatives", "logprob_tokens")
+COLUMNS = {
+    **{"position": "int64", "token": "str", "id": "Int64", "bytes": "object", "logprob": "float64"},
+    **{"entropy": "float64", "rank": "Int64", "alternatives": "object", "logprob_tokens": "object"},
+}
 ALTERNATIVES = 5
 """Number of alternatives that a scoring pass returns for each token."""
 ASK = "send the request with logprobs"
@@ -109,7 +112,7 @@ class TokenLens(TokenTable):
         engine does not report them.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [
             (
@@ -125,8 +128,8 @@ class TokenLens(TokenTable):
             )
             for at, each in enumerate(self._tokens)
         ]
-        frame: pd.DataFrame = pandas_for("df").DataFrame(rows, columns=list(COLUMNS))
-        return frame.astype({"rank": "Int64", "id": "Int64", "logprob": "float64", "entropy": "float64"})
+        frame: pd.DataFrame = make_table(rows, COLUMNS)
+        return frame
 
     def __repr__(self) -> str:
         text = "".join(token.text for token in self._tokens)

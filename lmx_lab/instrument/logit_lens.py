@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table_of_columns
 from lmx_lab.instrument.heatmap import HeatMap
 from lmx_lab.instrument.traced_text import token_label
 from lmx_lab.values.tracing import Trace
@@ -15,7 +15,10 @@ from lmx_lab.values.tracing import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ("block", "position", "token", "rank", "predicted", "id", "logprob")
+COLUMNS = {
+    **{"block": "int64", "position": "int64", "token": "str", "rank": "int64", "predicted": "str"},
+    **{"id": "int64", "logprob": "float32"},
+}
 SHOWN_POSITIONS = 16
 """Maximum number of positions in the display, counted from the last; the data frame contains all."""
 
@@ -63,7 +66,7 @@ class LogitLensTable:
         """A data frame with one row for each block, position and rank (1 is the most likely token).
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         blocks, places, ranks = (axis.ravel() for axis in np.indices(self.ids.shape))
         positions = np.array(self.positions)[places]
@@ -76,7 +79,7 @@ class LogitLensTable:
             self.ids.ravel(),
             self.logprobs.ravel(),
         )
-        frame: pd.DataFrame = pandas_for("df").DataFrame(dict(zip(COLUMNS, columns, strict=True)))
+        frame: pd.DataFrame = make_table_of_columns(dict(zip(COLUMNS, columns, strict=True)), COLUMNS)
         return frame
 
     def heat_map(self) -> HeatMap:

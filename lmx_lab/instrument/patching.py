@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table_of_columns
 from lmx_lab.instrument.heatmap import HeatMap
 from lmx_lab.instrument.traced_text import token_label
 from lmx_lab.values.tracing import Trace
@@ -17,7 +17,10 @@ from lmx_lab.values.tracing import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ("hook", "block", "head", "position", "token", "answer", "other", "difference", "restored")
+COLUMNS = {
+    **{"hook": "str", "block": "int64", "head": "Int64", "position": "Int64", "token": "str"},
+    **{"answer": "float32", "other": "float32", "difference": "float32", "restored": "float32"},
+}
 SHOWN_POSITIONS = 8
 """Maximum number of positions, counted from the last one, for which the display has a heat map of heads."""
 HOOKS_WITH_HEADS = ("hook_z",)
@@ -84,7 +87,7 @@ class PatchSweep:
         ``position`` and ``token`` if values were replaced at several positions together.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         values, places = (axis.ravel() for axis in np.indices(self.logits.shape[:2]))
         positions = [None if self.together else self.positions[at] for at in places]
@@ -105,7 +108,7 @@ class PatchSweep:
                 strict=True,
             )
         )
-        frame: pd.DataFrame = pandas_for("df").DataFrame(columns).astype({"head": "Int64", "position": "Int64"})
+        frame: pd.DataFrame = make_table_of_columns(columns, COLUMNS)
         frame.attrs["interrupted"] = self.interrupted
         return frame
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import copy
 import html
-import importlib
 import math
 import operator
 import shutil
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from lmx_lab.errors import InvalidRequestError, StorageFullError
-from lmx_lab.frames import pandas_for
+from lmx_lab.extras import import_optional
+from lmx_lab.frames import make_table
 from lmx_lab.instrument.traced_text import integer
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.tensors import encode_header
@@ -32,7 +32,7 @@ MEMORY_BYTES = 2**28
 FOLDS = 5
 SEED = 0
 MAX_STEPS = 1000
-COLUMNS = ("layer", "accuracy", "std", "baseline")
+COLUMNS = {"layer": "int64", "accuracy": "float64", "std": "float64", "baseline": "float64"}
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 28, 40
 TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -137,7 +137,7 @@ class ProbeRun:
 
     Raises:
         InvalidRequestError: a label is missing, or a class has too few texts.
-        ImportError: scikit-learn is not installed.
+        MissingPackageError: scikit-learn is not installed.
     """
 
     def __init__(self, texts: Sequence[str], labels: Sequence[Any], *, folds: int = FOLDS) -> None:
@@ -163,8 +163,10 @@ class ProbeRun:
         self._classes = np.array([codes[each] for each in self._labels])
         self.baseline = float(np.bincount(self._classes).max() / len(self._classes))
         """The accuracy of always predicting the most frequent label."""
-        self._pipeline, self._linear = _sklearn("pipeline"), _sklearn("linear_model")
-        self._preprocessing, self._selection = _sklearn("preprocessing"), _sklearn("model_selection")
+        self._pipeline, self._linear, self._preprocessing, self._selection = (
+            import_optional(f"sklearn.{module}", "probe")
+            for module in ("pipeline", "linear_model", "preprocessing", "model_selection")
+        )
 
     @property
     def order(self) -> list[int]:
@@ -221,13 +223,6 @@ def _check_labels(labels: Sequence[Any]) -> None:
             )
 
 
-def _sklearn(module: str) -> Any:
-    try:
-        return importlib.import_module(f"sklearn.{module}")
-    except ImportError as exc:
-        raise ImportError("probe needs scikit-learn, which is not installed: pip install scikit-learn") from exc
-
-
 class Probe:
     """The accuracy of a linear probe at each layer. Notebooks display it as a chart.
 
@@ -264,10 +259,10 @@ class Probe:
         and the accuracy of always predicting the most frequent label.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [(at, float(np.mean(of)), float(np.std(of)), self.baseline) for at, of in self.accuracies.items()]
-        frame: pd.DataFrame = pandas_for("df").DataFrame(rows, columns=list(COLUMNS))
+        frame: pd.DataFrame = make_table(rows, COLUMNS)
         frame.attrs["interrupted"] = self.interrupted
         return frame
 

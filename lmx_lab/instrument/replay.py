@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import Dtype, make_table
 from lmx_lab.values.recording import Provenance, Record
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ("position", "recorded", "replayed", "same")
 HASHES = ("weights", "template")
 """Fields of a provenance that are compared only if both are known."""
 
@@ -64,12 +63,15 @@ class Replay:
         """A data frame with one row for each position: the id of the token, or the character, in both answers.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         pairs = itertools.zip_longest(*self._sides)
         rows = [(at, one, other, one == other) for at, (one, other) in enumerate(pairs)]
-        frame: pd.DataFrame = pandas_for("df").DataFrame(rows, columns=list(COLUMNS))
-        return frame.astype({"recorded": "Int64", "replayed": "Int64"}) if self.unit == "token" else frame
+        side: Dtype = "Int64" if self.unit == "token" else "str"
+        frame: pd.DataFrame = make_table(
+            rows, {"position": "int64", "recorded": side, "replayed": side, "same": "bool"}
+        )
+        return frame
 
     @property
     def _sides(self) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import align_columns, html_table, pandas_for
+from lmx_lab.frames import align_columns, html_table, make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.replay import Replay
@@ -163,17 +163,17 @@ class RequestList(Sequence[RecordedRequest]):
         """A data frame with one row for each request: when it was sent, its model, how it ended, its token counts and
         times, its seed, and the beginning of its answer.
 
+        Numbers that are not known are missing. Seeds are exact: the dtype of the column is ``Int64``, or ``object`` if
+        a seed has more than 64 bits.
+
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        pandas = pandas_for("df")
-        frame: pd.DataFrame = pandas.DataFrame(self._store.rows(), columns=list(COLUMNS))
-        seeds = [None if seed is None else int(seed) for seed in frame["seed"]]
-        return frame.assign(
-            at=pandas.to_datetime(frame["at"], unit="s", utc=True),
-            own=frame["own"].astype(bool),
-            seed=pandas.Series(seeds, dtype=object),
-        )
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._store.rows()]
+        for row in rows:
+            row["seed"] = None if row["seed"] is None else int(row["seed"])
+        frame: pd.DataFrame = make_table(rows, COLUMNS)
+        return frame
 
     def load(self, path: str | os.PathLike[str]) -> RequestList:
         """Return the requests in the file of another lab or an earlier run. The file is not changed.

@@ -68,11 +68,12 @@ CREATE TABLE records (
 );
 PRAGMA user_version = 1;
 """
-COLUMNS = (
-    *("id", "at", "own", "request_id", "model", "outcome", "prompt_tokens", "output_tokens"),
-    *("ttft_s", "total_s", "seed", "text"),
-)
-"""Columns of the table of all records."""
+COLUMNS = {
+    **{"id": "int64", "at": "time", "own": "bool", "request_id": "str", "model": "str", "outcome": "str"},
+    **{"prompt_tokens": "int64", "output_tokens": "Int64", "ttft_s": "float64", "total_s": "float64"},
+    **{"seed": "Int64", "text": "str"},
+}
+"""Columns of the table of all records, and their types in a data frame."""
 ONE = "SELECT records.id, records.data, provenance.data FROM records JOIN provenance ON provenance.id = provenance"
 
 
@@ -265,7 +266,7 @@ class RecordStore:
         return self._read(f"{ONE} WHERE records.id > ? ORDER BY records.id LIMIT {PAGE}", after)
 
     def rows(self, last: int | None = None) -> list[tuple[Any, ...]]:
-        """Return ``COLUMNS`` of the last records, or of all of them, oldest first."""
+        """Return ``COLUMNS`` of the last records, or of all of them, oldest first. Seeds are texts."""
         sql = f"SELECT {', '.join(COLUMNS)} FROM records ORDER BY id DESC LIMIT ?"
         return self._call(lambda: self._connection.execute(sql, (-1 if last is None else last,)).fetchall())[::-1]
 

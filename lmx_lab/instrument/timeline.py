@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 from lmx_lab.instrument.text_file import write_text_file
 from lmx_lab.values.recording import Record
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment, Span, others_during, phase_durations
@@ -20,10 +20,11 @@ from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment, Spa
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = (
-    *("request", "request_id", "model", "outcome", "span", "depth"),
-    *("at", "start_s", "duration_s", "tokens", "step", "requests", "kv_bytes"),
-)
+COLUMNS = {
+    **{"request": "Int64", "request_id": "str", "model": "str", "outcome": "str", "span": "str", "depth": "int64"},
+    **{"at": "time", "start_s": "float64", "duration_s": "float64", "tokens": "int64", "step": "int64"},
+    **{"requests": "int64", "kv_bytes": "int64"},
+}
 COLORS = {
     **{"queued": "#bdbdbd", "prefill": "#5b8ff9", "decode": "#5ad8a6", "paused": "#f6bd16", "slow": "#e8684a"},
     **{"load": "#9270ca", "unload": "#d3c4ec"},
@@ -71,9 +72,8 @@ class Timeline(Sequence[RequestTimeline]):
         its stages (``depth`` 1), such as ``download``.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        pandas = pandas_for("df")
         parts: list[tuple[int | None, str, RequestTimeline | ModelTimeline]] = [
             *((number, each.request_id, each) for number, each in enumerate(self._requests)),
             *((None, "", each) for each in self.models),
@@ -83,10 +83,8 @@ class Timeline(Sequence[RequestTimeline]):
             for number, id_, each in parts
             for span in each.spans()
         ]
-        frame: pd.DataFrame = pandas.DataFrame(rows, columns=list(COLUMNS))
-        return frame.assign(
-            at=pandas.to_datetime(frame["at"], unit="s", utc=True), request=frame["request"].astype("Int64")
-        )
+        frame: pd.DataFrame = make_table(rows, COLUMNS)
+        return frame
 
     def explain(self, at: int = -1) -> str:
         """Explain what the time of a request was spent on, and what the engine did for other requests at that time.

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, overload
 
-from lmx_lab.frames import align_columns, html_table, pandas_for
+from lmx_lab.frames import align_columns, html_table, make_table
 from lmx_lab.values.generation import TokenLogprob
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ("token", "logprob", "probability", "alternatives")
+COLUMNS = {"token": "str", "logprob": "float64", "probability": "float64", "alternatives": "object"}
 SHOWN_ROWS = 40
 
 
@@ -39,21 +39,21 @@ class TokenTable(Sequence[TokenLogprob]):
         and a dictionary of the most likely tokens at this position with their log-probabilities.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         rows = [
             (token.text, token.logprob, _probability(token), {other.text: other.logprob for other in token.top})
             for token in self._tokens
         ]
-        frame: pd.DataFrame = pandas_for("df").DataFrame(rows, columns=list(COLUMNS))
+        frame: pd.DataFrame = make_table(rows, COLUMNS)
         return frame
 
     def __repr__(self) -> str:
-        rows = [COLUMNS, *map(_cells, islice(self._tokens, SHOWN_ROWS))]
+        rows = [tuple(COLUMNS), *map(_cells, islice(self._tokens, SHOWN_ROWS))]
         return "\n".join([*align_columns(rows), *self._footer()])
 
     def _repr_html_(self) -> str:
-        table = html_table(COLUMNS, map(_cells, islice(self._tokens, SHOWN_ROWS)))
+        table = html_table(tuple(COLUMNS), map(_cells, islice(self._tokens, SHOWN_ROWS)))
         return table + "".join(f"<div>{line}</div>" for line in self._footer())
 
     def _footer(self) -> list[str]:

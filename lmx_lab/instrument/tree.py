@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.activations import ActivationCache
 from lmx_lab.instrument.answer import TokenAnswer, continue_answer
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 ROOT = "answer"
 """Name of the first answer of a tree."""
-COLUMNS = ("name", "parent", "at", "token", "tokens", "finish_reason", "logprob", "text")
-DIFF_COLUMNS = ("change", "one", "other")
+COLUMNS = {
+    **{"name": "str", "parent": "str", "at": "Int64", "token": "str", "tokens": "int64"},
+    **{"finish_reason": "str", "logprob": "float64", "text": "str"},
+}
+DIFF_COLUMNS = {"change": "str", "one": "str", "other": "str"}
 SHOWN_CHARACTERS = 60
 WORD = re.compile(r"\s*\S+|\s+")
 NAME_CHARACTERS = 200
@@ -331,10 +334,10 @@ class AnswerTree:
         The log-probability is missing where the tokens have not been scored; ``branch.logprob`` scores them.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        frame: pd.DataFrame = pandas_for("df").DataFrame([_row(branch) for branch in self], columns=list(COLUMNS))
-        return frame.astype({"at": "Int64", "logprob": "float64"})
+        frame: pd.DataFrame = make_table(map(_row, self), COLUMNS)
+        return frame
 
     def to_json(self) -> str:
         """Return the tree as JSON: the model, the token ids of the prompt, and the branches with their tokens."""
@@ -449,9 +452,9 @@ class BranchDiff:
         (``replace``, ``delete``, ``insert``), and its text in both answers.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        frame: pd.DataFrame = pandas_for("df").DataFrame(list(self._runs()), columns=list(DIFF_COLUMNS))
+        frame: pd.DataFrame = make_table(self._runs(), DIFF_COLUMNS)
         return frame
 
     def _runs(self) -> Iterator[tuple[str, str, str]]:

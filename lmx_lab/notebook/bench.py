@@ -33,11 +33,11 @@ class Measurement:
     loop of the server would receive its answers late, and the results would depend on the lab's loop.
 
     Raises:
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
 
     def __init__(self, targets: Sequence[Target], plan: Sweep, recorder: Recorder | None) -> None:
-        frame(())  # Raises ImportError before the measurement.
+        frame(())  # Raises MissingPackageError before the measurement.
         cases = plan.cases()
         self.interrupted = False
         self._targets, self._plan, self._recorder = list(targets), plan, recorder

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import ipaddress
 import re
 import secrets
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lmx_lab.client import AsyncLabClient
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
-from lmx_lab.frames import pandas_for
+from lmx_lab.extras import import_optional
+from lmx_lab.frames import dtypes_of, make_table
 from lmx_lab.notebook.addresses import lan_addresses
 from lmx_lab.portal import LoopThread
 from lmx_lab.urls import bracketed
@@ -71,12 +71,11 @@ def discover(timeout_s: float = FOUND_S) -> pd.DataFrame:
         timeout_s: Time to wait for announcements.
 
     Raises:
-        ImportError: pandas is not installed.
+        MissingPackageError: pandas is not installed.
         HostingError: zeroconf is not installed, or the network does not allow multicast DNS.
     """
-    pandas = pandas_for("discover()")
-    columns = list(FoundLab.__dataclass_fields__)
-    return pandas.DataFrame([asdict(lab) for lab in find_labs(timeout_s)], columns=columns)
+    table: pd.DataFrame = make_table(map(asdict, find_labs(timeout_s)), dtypes_of(FoundLab), needed_by="discover()")
+    return table
 
 
 def find_labs(timeout_s: float = FOUND_S, *, interfaces: Sequence[str] | None = None) -> list[FoundLab]:
@@ -125,7 +124,7 @@ def _browse(timeout_s: float, interfaces: Sequence[str] | None, wanted: str = ""
     Args:
         wanted: The search ends as soon as this name is found.
     """
-    zeroconf = _zeroconf()
+    zeroconf = import_optional("zeroconf", "finding labs")
     names: set[str] = set()
     resolved: list[FoundLab] = []
     is_found = threading.Event()
@@ -193,7 +192,7 @@ class Announcement:
     """
 
     def __init__(self, name: str | None, *, port: int, addresses: Sequence[str], key_needed: bool) -> None:
-        self._zeroconf = _zeroconf()
+        self._zeroconf = import_optional("zeroconf", "announcing a lab")
         self.name = (name or socket.gethostname().partition(".")[0]).strip()
         if not 0 < len(self.name.encode()) <= MAX_NAME_BYTES or not self.name.isprintable():
             raise InvalidRequestError(
@@ -278,15 +277,6 @@ def _is_ipv4(address: str) -> bool:
         return ipaddress.ip_address(address).version == 4
     except ValueError:
         return False
-
-
-def _zeroconf() -> Any:
-    try:
-        return importlib.import_module("zeroconf")
-    except ImportError as exc:
-        raise HostingError(
-            "labs are announced and found with zeroconf, which is not installed: pip install 'lmx-lab[lan]'"
-        ) from exc
 
 
 def _open(zeroconf: Any, interfaces: Sequence[str] | None) -> Any:

@@ -23,7 +23,7 @@ from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, described_prompt, read_metric
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, check_parameters, request_maker
@@ -95,7 +95,7 @@ class EvaluateVerbs:
             InvalidRequestError: an argument is invalid, or a column does not exist.
             BatchStoppedError: no further row can be answered or judged, for example because the model was unloaded.
                 The attribute ``frame`` of the error contains the complete answers.
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         started_at = time.time()
         table = _Table(frame, prompt, answer, read_metric(metric))
@@ -156,7 +156,7 @@ class _Table:
         self.prompts = RowPrompts(prompt)
         self.prompts.check(self.columns)
         self.labelled = list(source.rows)
-        rows = [row for _, row in self.labelled] or pandas_for("evaluate").DataFrame(columns=self.columns)
+        rows = [row for _, row in self.labelled] or make_table((), dict.fromkeys(self.columns), needed_by="evaluate")
         self.given = frame if source.library is None else rows
         """The rows for ``map``, in a form for which ``map`` returns a pandas data frame."""
 

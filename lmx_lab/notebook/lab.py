@@ -403,7 +403,7 @@ class Lab(
         Raises:
             NotLoadedError: no model is loaded.
             InvalidRequestError: an argument is invalid.
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         plan = Sweep(
             prompt_tokens=prompt_tokens,

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.backend import Backend
+from lmx_lab.errors import MissingPackageError
+from lmx_lab.extras import optional_imports
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
@@ -66,7 +68,7 @@ class DisplayMethods:
 
         Raises:
             InvalidRequestError: there is no panel of this name.
-            ImportError: anywidget or ipywidgets is not installed.
+            MissingPackageError: anywidget or ipywidgets is not installed.
         """
         widget = self._display().panel(names)
         self._server.panels_shown()
@@ -110,14 +112,14 @@ class DisplayMethods:
         facts = {"text/plain": repr(self), "text/html": self._repr_html_()}
         try:
             display = self._display()
-        except ImportError:
+        except MissingPackageError:
             return facts
         return display.card(facts, **options)
 
     def _ipython_display_(self) -> None:
         try:
             display = self._display()
-        except ImportError:
+        except MissingPackageError:
             raise NotImplementedError from None  # IPython then uses the MIME bundle.
         display.show(self._repr_mimebundle_(), self._repr_html_)
 
@@ -129,13 +131,11 @@ class DisplayMethods:
         """Return the widgets of this lab.
 
         Raises:
-            ImportError: anywidget or ipywidgets is not installed.
+            MissingPackageError: anywidget or ipywidgets is not installed.
         """
-        try:
+        with optional_imports("a panel"):
             # Imported here, because widgets are optional, and a server without a notebook does not need them.
             from lmx_lab.notebook.display import LabDisplay
-        except ImportError as exc:
-            raise ImportError(f"panels need {exc.name}, which is not installed: pip install 'lmx-lab[lab]'") from exc
         return LabDisplay(self.workbench)
 
 

@@ -137,7 +137,7 @@ class MapVerbs:
             NotLoadedError: no model is loaded.
             InvalidRequestError: an argument is invalid, a column does not exist, or the schema cannot be enforced.
             BatchStoppedError: no further row can be answered. The attribute ``frame`` contains the complete answers.
-            ImportError: the answers are returned as a table, and pandas is not installed.
+            MissingPackageError: the answers are returned as a table, and pandas is not installed.
         """
         source, prompts = _read_rows(frame, prompt)
         columns = None if schema is None else _read_schema(schema)

@@ -101,7 +101,7 @@ class ProbeVerbs:
             NotLoadedError: no chat model is loaded.
             InvalidRequestError: an argument is invalid, or a class has too few texts.
             StorageFullError: the activations need more space than the disk has.
-            ImportError: scikit-learn is not installed.
+            MissingPackageError: scikit-learn is not installed.
         """
         values, classes = _texts(texts, "texts"), _items(labels, "labels")
         if len(values) != len(classes):

@@ -9,7 +9,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.backend import DocumentRanking
-from lmx_lab.frames import align_columns, html_table, pandas_for
+from lmx_lab.errors import MissingPackageError
+from lmx_lab.frames import align_columns, dtypes_of, html_table, make_table
 from lmx_lab.values.encoding import EncodeReport, RerankMethod
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class RerankResult(Sequence[RankedDocument]):
 
     Args:
         documents: All given documents.
-        show: Displays the result as a widget; raises ``ImportError`` where widgets are not installed.
+        show: Displays the result as a widget; raises ``MissingPackageError`` where widgets are not installed.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class RerankResult(Sequence[RankedDocument]):
         """The rows as a pandas data frame with the columns rank, score, index and document.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        pandas = pandas_for("df")
-        return pandas.DataFrame([vars(row) for row in self._rows], columns=list(COLUMNS))
+        frame: pd.DataFrame = make_table(map(vars, self._rows), dtypes_of(RankedDocument))
+        return frame
 
     def _ipython_display_(self) -> None:
         # After a NotImplementedError, IPython uses the other representations.
@@ -91,7 +92,7 @@ class RerankResult(Sequence[RankedDocument]):
             raise NotImplementedError
         try:
             self._show(self)
-        except ImportError:
+        except MissingPackageError:
             raise NotImplementedError from None
 
     def __repr__(self) -> str:

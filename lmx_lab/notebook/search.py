@@ -22,7 +22,8 @@ from lmx_lab.batch.vectors import (
     texts_of,
 )
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError
-from lmx_lab.frames import pandas_for
+from lmx_lab.extras import import_optional
+from lmx_lab.frames import make_table
 from lmx_lab.notebook.arguments import embeddings_body, rerank_body
 from lmx_lab.notebook.map import MapOwner, backends_of
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop
@@ -76,7 +77,7 @@ class SearchVerbs:
             NotLoadedError: no embedding model is in memory, in one of the labs.
             InvalidRequestError: an argument is invalid, the column does not exist, or the labs have different models.
             BatchStoppedError: no further vectors can be computed. The attribute ``frame`` contains those so far.
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         if errors not in ("row", "raise"):
             raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
@@ -135,7 +136,7 @@ class SearchVerbs:
         Raises:
             NotLoadedError: no embedding model is in memory, or ``rerank`` is true and no reranker is in memory.
             InvalidRequestError: an argument is invalid, or the column does not exist.
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         if not isinstance(top_n, int) or isinstance(top_n, bool) or top_n < 1:
             raise InvalidRequestError(f"top_n is {top_n!r:.40}; it must be a whole number, 1 or more", param="top_n")
@@ -254,11 +255,11 @@ def _searched(data: Any) -> tuple[Any, RowSource]:
     source = read_source(data)
     table = data
     if source.library is None:
-        pandas = pandas_for("search")
+        pandas = import_optional("pandas", "search")
         if isinstance(data, pandas.Series):
             table = data.to_frame(data.name if data.name is not None else TEXT)
         elif not isinstance(data, pandas.DataFrame):
-            table = pandas.DataFrame([row for _, row in source.rows], columns=source.columns)
+            table = make_table([row for _, row in source.rows], dict.fromkeys(source.columns or ()))
         source = read_source(table)
     if taken := [name for name in SCORES if name in (source.columns or ())]:
         raise InvalidRequestError(

@@ -37,7 +37,11 @@ VIEW_CHARACTERS = 240
 # Direction marks and terminal controls, with which an event could be displayed as a different one.
 _UNSAFE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 ENVELOPE = ("event", "seq", "at", "session_id", "turn_id")
-COLUMNS = ("time", "seq", "event", "session_id", "turn_id", "batches", "text", "json")
+COLUMNS = {
+    **{"time": "time", "seq": "Int64", "event": "str", "session_id": "str", "turn_id": "str", "batches": "int64"},
+    **{"text": "str", "json": "str"},
+}
+"""Columns of the table of all rows, and their types in a data frame."""
 
 
 class EventRow:

@@ -16,7 +16,7 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import make_table
 from lmx_lab.panels.event_rows import COLUMNS, GROUPS, MAX_ROWS, EventRow, EventRows, RowFilter
 from lmx_lab.panels.event_sessions import SessionTracker
 from lmx_lab.panels.event_source import EventSource
@@ -304,13 +304,9 @@ class EventsPanel(Panel):
         connection have no ``seq``.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        pandas = pandas_for("df")
-        frame = pandas.DataFrame(self._rows.cells(), columns=list(COLUMNS))
-        frame["time"] = pandas.to_datetime(frame["time"], utc=True, format="ISO8601")
-        frame["seq"] = frame["seq"].astype("Int64")
-        return frame
+        return make_table(self._rows.cells(), COLUMNS)
 
     def snapshot_html(self) -> str:
         now = self._connection_view()

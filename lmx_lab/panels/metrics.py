@@ -15,7 +15,7 @@ import traitlets
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import dtypes_of, make_table
 from lmx_lab.panels.charts import LineChart, Series, format_clock
 from lmx_lab.panels.history import KEPT_S
 from lmx_lab.panels.panel import Panel
@@ -138,14 +138,11 @@ class MetricsPanel(Panel):
         """The samples as a pandas data frame: ``time`` (UTC), and the values, whose names have their units.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        pandas = pandas_for("df")
-        samples = self.samples
-        frame = pandas.DataFrame([values_of(sample) for sample in samples], columns=list(FIELDS))
-        times = array("d", (sample.at for sample in samples))
-        frame.insert(0, "time", pandas.to_datetime(times, unit="s", utc=True))
-        return frame
+        dtypes = dtypes_of(Sample)
+        rows = [(sample.at, *values_of(sample)) for sample in self.samples]
+        return make_table(rows, {"time": "time", **{name: dtypes[name] for name in FIELDS}})
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
         super().tick(backend, sample)

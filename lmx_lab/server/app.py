@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import entries_in_memory
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.extras import optional_imports
 from lmx_lab.http.guard import OPEN_PATHS, ASGIApp, GuardPolicy
 from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI
@@ -136,14 +136,9 @@ def create_server(
 def _request_spans(settings: Settings) -> list[RequestSpans]:
     if settings.otel == "off":
         return []
-    try:
+    with optional_imports(f"otel={settings.otel}"):
         # Imported here, because the SDK is optional.
         from lmx_lab.server.telemetry import RequestSpans
-    except ImportError as exc:
-        raise InvalidRequestError(
-            f"otel is {settings.otel}, but the OpenTelemetry SDK is not installed: pip install 'lmx-lab[otel]'",
-            param="otel",
-        ) from exc
     return [RequestSpans(content=settings.otel == "content")]
 
 

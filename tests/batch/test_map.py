@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import pydantic
@@ -147,8 +147,23 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab: lmx_lab.La
 
     checked = lab.map(['{"city":"Rome","days":null}', '{"city":"","days":1}'], "{text}", schema=Trip)
     assert checked["days"].isna().all()
+    assert checked["days"].dtype == "Int64"
     assert checked["city"].tolist() == ["Rome", None]
     assert "no name" in checked["error"][1]
+
+    optional = {
+        "n": int | None,
+        "far": bool | None,
+        "days": Annotated[int, pydantic.Field(ge=0)] | None,
+        "any": int | str,
+    }
+    large = 2**60 + 1
+    rows = [f'{{"n":{large},"far":true,"days":null,"any":1}}', '{"n":null,"far":null,"days":3,"any":"a"}']
+    typed = lab.map([*rows, None], "{text}", schema=optional)
+    assert typed["n"].tolist() == [large, pd.NA, pd.NA]
+    assert typed["far"].tolist() == [True, pd.NA, pd.NA]
+    assert [str(typed[name].dtype) for name in optional] == ["Int64", "boolean", "Int64", "object"]
+    assert lab.map([], "{text}", schema=optional).dtypes.to_dict() == typed.dtypes.to_dict()
 
     huge = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
     large = lab.map([f'{{"days":{10**20}}}', '{"days":7}'], "{text}", schema=huge)
@@ -228,6 +243,10 @@ def test_a_second_run_computes_only_what_is_missing(lab: lmx_lab.Lab, sent: Sent
     with pytest.raises(ContextLengthError):
         lab.map(rows, "{text}", cache=path, temperature=0, errors="raise")
     stored = AnswerCache(path, read_only=True)
+    empty = AnswerCache(tmp_path / "empty.db")
+    assert empty.df.dtypes.to_dict() == stored.df.dtypes.to_dict()
+    assert [str(stored.df[name].dtype) for name in ("at", "output_tokens")] == ["datetime64[us, UTC]", "Int64"]
+    empty.close()
     assert stored.df["answer"].dropna().tolist().count("a") >= 2
     assert set(stored.df["model"]) == {"echo"}
     stored.close()

@@ -52,6 +52,18 @@ def test_tables_of_other_libraries_are_accepted_and_returned(lab: lmx_lab.Lab, m
     assert result.df["score"].dropna().tolist() == [1, 1]
 
 
+def test_integers_and_booleans_are_exact_although_others_are_missing(lab: lmx_lab.Lab, make: Any) -> None:
+    schema = {"n": int | None, "far": bool | None, "x": float | None, "tags": list[str] | None}
+    rows = ['{"n":1152921504606846977,"far":true,"x":0.5,"tags":["a"]}', '{"n":null,"far":null,"x":null,"tags":null}']
+    answers = lab.map(make({"text": [*rows, None]}), "{text}", schema=schema)
+    columns = as_lists(answers)
+    assert columns["n"] == [2**60 + 1, None, None]
+    assert columns["far"] == [True, None, None]
+    assert columns["x"] == [0.5, None, None]
+    empty = lab.map(make({"text": []}), "{text}", schema=schema)
+    assert empty.schema == answers.schema
+
+
 def test_embed_frame_and_search_return_a_table_of_the_same_library(lab: lmx_lab.Lab, make: Any) -> None:
     table = make({"text": ["sea", None, "hill"], "n": [1, 2, 3]})
     vectors = lab.embed_frame(table, "text")

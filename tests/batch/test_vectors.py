@@ -196,6 +196,10 @@ def test_search_returns_the_most_similar_rows_with_their_labels(lab: lmx_lab.Lab
     assert len(lab.search(frame["text"], "sea", top_n=100)) == 4
     assert list(lab.search(["hill", "sea"], "sea", top_n=1).index) == [1]
     assert len(lab.search([], "sea")) == 0
+    rows = [{"text": "sea", "id": 2**60 + 1, "far": True}, {"text": "hill", "id": None, "far": None}]
+    exact = lab.search(rows, "sea", "text")
+    assert exact["id"].tolist() == [2**60 + 1, pd.NA]
+    assert exact["far"].tolist() == [True, pd.NA]
 
 
 def test_equal_and_zero_vectors_are_in_order() -> None:

@@ -48,6 +48,14 @@ def test_neither_of_two_equal_sides_is_better() -> None:
     assert set(table["better"]) == {"-"}
 
 
+def test_the_values_of_a_case_are_exact_although_others_are_missing() -> None:
+    rows = [*side(1.0, cached_tokens=2**60 + 1), *side(1.0)]
+    table = compare(rows, rows, by=("cached_tokens",), metrics=("ttft_ms",))
+    assert table["cached_tokens"].tolist() == [2**60 + 1, pd.NA]
+    none = compare(rows, rows, by=("cached_tokens",), metrics=())
+    assert (len(none), none.dtypes.to_dict()) == (0, table.dtypes.to_dict())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("repeats", "other_run"), [(3, False), (5, True)])
 def test_few_comparisons_of_equal_sides_with_drift_are_significant(repeats: int, other_run: bool) -> None:

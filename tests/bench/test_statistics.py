@@ -156,4 +156,9 @@ def test_a_summary_shows_what_identifies_a_case_and_its_figures_first() -> None:
     assert list(summary(rows, by=["output_tokens", "case"]).columns[:4]) == [
         *("output_tokens", "case", "errors", "total_tok_s")
     ]
+    keyed = [sample(request=at, threads=threads) for at, threads in enumerate([2**60 + 1, None, None])]
+    by_threads = summary(keyed, by=["threads"])
+    assert by_threads["threads"].tolist() == [2**60 + 1, pd.NA]
+    assert by_threads["requests"].tolist() == [1, 2]
+    assert summary([], by=["threads"]).dtypes.to_dict() == by_threads.dtypes.to_dict()
     assert list(frame(rows).columns[:4]) == ["case", "decode_tok_s", "ttft_ms", "itl_ms_p99"]

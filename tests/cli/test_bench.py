@@ -366,8 +366,11 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(
         for module in [name for name in sys.modules if name.startswith("lmx_lab.bench.plots")]:
             patched.delitem(sys.modules, module)
         patched.setitem(sys.modules, missing, None)
-        assert bench("--url", "127.0.0.1:1", *arguments) == 2
-    assert "pip install 'lmx-lab[lab]'" in capsys.readouterr().err
+        assert bench("--url", "127.0.0.1:1", *arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("package-missing: ")
+    assert error.endswith("is not installed: pip install 'lmx-lab[lab]'\n")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 
 from lmx_lab.deploy.ray_serve import Replica, application
 from lmx_lab.deploy.replica import ReplicaApp
-from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.errors import InvalidRequestError, MissingPackageError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 
@@ -86,5 +86,5 @@ def test_invalid_settings_and_a_missing_package_are_reported(monkeypatch: pytest
     with pytest.raises(InvalidRequestError, match="allowed_hosts"):
         ReplicaApp(Settings(allowed_hosts=("*",)), LoadSpec(model="echo"))
     monkeypatch.setitem(sys.modules, "ray.serve", None)
-    with pytest.raises(ImportError, match=r"lmx-lab\[ray\]"):
+    with pytest.raises(MissingPackageError, match=r"lmx-lab\[ray\]"):
         application("echo")

@@ -243,6 +243,19 @@ def test_an_empty_frame_has_no_score(lab: lmx_lab.Lab) -> None:
         assert "nan" in repr(result)
 
 
+def test_labels_and_numbers_are_exact_although_others_are_missing(lab: lmx_lab.Lab) -> None:
+    labels = [2**60 + 1, None, 3]
+    frame = FRAME.iloc[:3].set_axis(pd.Index(labels, dtype="object"))
+    result = lab.evaluate(frame, "{text}", answer="answer", store=False)
+    assert list(result.df.index) == labels
+    assert result.df["output_tokens"].isna().tolist() == [False, False, True]
+    assert result.df["output_tokens"].dtype == "Int64"
+    assert result.lens(2**60 + 1).df["token"][0] == "one"
+    right = lab.evaluate(frame.iloc[:1], "{text}", answer="answer", store=False)
+    assert len(right.failures) == 0
+    assert right.failures.dtypes.to_dict() == right.df.dtypes.to_dict() == result.df.dtypes.to_dict()
+
+
 def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Path) -> None:
     before = len(lab.experiments)
     frame = FRAME.set_index(pd.MultiIndex.from_tuples([("a", np.int64(1)), ("a", 2), ("b", 1), ("b", 2)]))
@@ -264,6 +277,7 @@ def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Pat
     assert table.loc[first.id, "frame"] == table.loc[second.id, "frame"] != ""
     assert table.loc[second.id, "settings"]["prompt"].startswith("function")
     assert pd.isna(table.iloc[-1]["score"])
+    assert Experiments(tmp_path / "none.db").df.dtypes.to_dict() == table.dtypes.to_dict()
     assert "first" in repr(experiments)
     assert "second" in experiments._repr_html_()
     assert [each.name for each in experiments[-3:]] == ["first", "second", "empty"]
@@ -286,6 +300,10 @@ def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Pat
 def test_a_home_without_experiments_and_a_foreign_file(tmp_path: Path) -> None:
     none = Experiments(tmp_path / "experiments.db")
     assert (len(none), len(none.df), list(none)) == (0, 0, [])
+    assert none.df.dtypes.to_dict() == dict.fromkeys(none.df.columns, "str") | {
+        **{"at": "datetime64[us, UTC]", "rows": "int64", "errors": "int64", "settings": "object", "versions": "object"},
+        **dict.fromkeys(("score", "low", "high"), "float64"),
+    }
     assert repr(none).endswith("stored experiments: 0")
     none.delete(1)
     assert not none.path.exists()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import lmx_lab
@@ -151,6 +152,8 @@ def test_a_tree_is_walked_renamed_pruned_compared_and_exported(
     assert diff.logprob == pytest.approx(tree.root.logprob - first.logprob)
     frame = tree.df
     assert list(frame["parent"][1:]) == ["answer", "shore", "answer"]
+    assert list(frame["at"])[:2] == [pd.NA, 2]
+    assert {str(frame[name].dtype) for name in ("at", "tokens")} == {"Int64", "int64"}
     assert list(frame["logprob"].isna()) == [False, False, True, True]
     document = json.loads(tree.save(tmp_path / "tree.json").read_text(encoding="utf-8"))
     assert document["prompt"] == list(reply.prompt_ids)

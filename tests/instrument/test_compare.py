@@ -67,6 +67,7 @@ def test_a_comparison_has_a_grid_frames_scores_and_a_page(lab: lmx_lab.Lab, tmp_
     assert list(frame["text"][frame["setting"] == "greedy"]) == PROMPTS
     assert frame["logprob"].map(math.isfinite).all()
     assert list(frame["first_difference"].isna()) == [True, False, True, False]
+    assert {str(frame[name].dtype) for name in ("tokens", "first_difference")} == {"Int64"}
     # Every answer under every setting, because one load serves both.
     assert len(comparison.scores) == 8
     lens = comparison.lens(0, "sampled", under="greedy")

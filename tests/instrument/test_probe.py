@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import InvalidRequestError, NotLoadedError, StorageFullError
+from lmx_lab.errors import InvalidRequestError, MissingPackageError, NotLoadedError, StorageFullError
 from lmx_lab.instrument import probe as probe_module
 from lmx_lab.instrument.probe import LayerActivations, ProbeRun
 from lmx_lab.notebook import probing
@@ -268,5 +268,5 @@ def test_errors_name_the_text_and_the_layers(lab: lmx_lab.Lab) -> None:
 
 def test_without_scikit_learn_the_error_names_it(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.pipeline", None)
-    with pytest.raises(ImportError, match="pip install scikit-learn"):
+    with pytest.raises(MissingPackageError, match=r"probe needs scikit-learn, .*: pip install 'lmx-lab\[lab\]'"):
         lab.probe(TEXTS, LABELS)

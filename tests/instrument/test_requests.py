@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pandas as pd
 import pytest
 from websockets.sync.client import connect
 
@@ -145,6 +146,35 @@ def test_an_answer_that_was_stopped_is_recorded_with_what_was_delivered(tmp_path
     assert not first.timings
 
 
+def test_the_data_frame_has_exact_seeds_although_greedy_requests_have_none(tmp_path: Path) -> None:
+    with echo_lab(tmp_path) as lab:
+        empty = lab.requests.df
+        lab.chat("one", temperature=0)
+        lab.chat("two", temperature=1, seed=2**60 + 1)
+        frame = lab.requests.df
+        assert list(frame["seed"]) == [pd.NA, 2**60 + 1]
+        assert frame.dtypes.to_dict() == empty.dtypes.to_dict()
+        assert {str(frame[name].dtype) for name in ("seed", "output_tokens")} == {"Int64"}
+        assert (str(frame["own"].dtype), str(frame["at"].dtype)) == ("bool", "datetime64[us, UTC]")
+        assert frame["at"].map(pd.Timestamp.timestamp).tolist() == pytest.approx(
+            [each.record.at for each in lab.requests]
+        )
+        lab.chat("three", temperature=1, seed=2**70)
+        assert list(lab.requests.df["seed"]) == [pd.NA, 2**60 + 1, 2**70]
+
+
+def test_a_request_that_ended_early_has_no_numbers_in_the_data_frame(tmp_path: Path) -> None:
+    records = RecordStore(tmp_path / "requests.db")
+    for changes in ({}, {"answer": None, "outcome": "cancelled"}):
+        records.add(partial(replace, RECORD, **changes), key="")
+    records.close()
+    frame = load_requests(tmp_path / "requests.db").df
+    assert frame["output_tokens"].tolist() == [2, pd.NA]
+    assert str(frame["output_tokens"].dtype) == "Int64"
+    assert frame["ttft_s"].isna().all()
+    assert str(frame["ttft_s"].dtype) == "float64"
+
+
 # --- replay
 
 
@@ -188,6 +218,9 @@ def test_a_difference_is_reported_with_its_position_and_its_cause() -> None:
     # The hash of the recorded weights is not known, so it is not compared.
     assert replay.changed == {"engine": ("e", "e2"), "prompt": ((1, 2), (1,))}
     assert list(replay.df["same"]) == [True, False, False]
+    nothing = replace(RECORD, answer=())
+    assert list(replay.df["recorded"]) == [3, 4, pd.NA]
+    assert replay.df.dtypes.to_dict() == Replay(recorded=nothing, replayed=nothing).df.dtypes.to_dict()
     longer = Replay(recorded=RECORD, replayed=replace(RECORD, answer=None, text="hello!"))
     assert (longer.unit, longer.first_difference) == ("character", 5)
 

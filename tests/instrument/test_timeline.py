@@ -159,6 +159,8 @@ def test_a_timeline_has_a_frame_bars_and_a_file_for_perfetto(lab: lmx_lab.Lab, t
     assert set(of_requests["span"]) <= {"request", *KINDS}
     assert len(of_requests[of_requests["depth"] == 0]) == len(timeline)
     assert list(frame[frame["request"].isna()]["span"]) == ["load", "load"]
+    assert Timeline([]).df.dtypes.to_dict() == frame.dtypes.to_dict()
+    assert (str(frame["request"].dtype), str(frame["at"].dtype)) == ("Int64", "datetime64[us, UTC]")
     assert "echo stop" in repr(timeline)
     bars = re.findall(r"display:flex.*?</td>", timeline._repr_html_())
     assert len(bars) == len(timeline) + len(timeline.models)

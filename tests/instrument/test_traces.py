@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from safetensors.numpy import load_file
 
@@ -150,6 +151,8 @@ def test_single_heads_are_patched_at_each_position_or_at_all_together(lab: lmx_l
     assert sweep.restored[:, 0] == pytest.approx(0, abs=1e-3)  # The first token is the same in both texts.
     frame = sweep.df
     assert list(frame["head"].isna()) == [False] * 12 + [True] * 6 + [False] * 12 + [True] * 6
+    assert {str(frame[name].dtype) for name in ("head", "position")} == {"Int64"}
+    assert (str(frame["answer"].dtype), frame["answer"][0]) == ("float32", sweep.logits[0, 0, 0])
     heads = sweep.heat_map("hook_z", position=1)
     assert (heads.rows, heads.columns) == (["1", "0"], ["0", "1"])
     assert heads.values[1][1] == pytest.approx(sweep.restored[1, 1])
@@ -161,6 +164,7 @@ def test_single_heads_are_patched_at_each_position_or_at_all_together(lab: lmx_l
     together = attached.patch(OTHER, TEXT, hooks="*.hook_z", together=True, **tokens)  # type: ignore[arg-type]
     assert (together.restored.shape, together.positions) == ((4, 1), tuple(range(6)))
     assert together.df["position"].isna().all()
+    assert together.df.dtypes.to_dict() == frame.dtypes.to_dict()
     assert together._repr_html_().count("<svg") == 1
     assert "6 positions" in together._repr_html_()
     one = lab.patch(OTHER, TEXT, hooks="*.hook_z", positions=-1, together=True, **tokens)  # type: ignore[arg-type]
@@ -254,6 +258,8 @@ def test_contributions_add_up_to_the_logit(lab: lmx_lab.Lab) -> None:
     assert total == pytest.approx(parts.logit, abs=1e-3)
     np.testing.assert_allclose(parts.heads.sum(axis=1), parts.attention, atol=1e-4)
     assert list(parts.df.part) == ["embedding", *["attention", "head", "head", "mlp"] * 2, "bias"]
+    assert list(parts.df.block) == [pd.NA, *[0] * 4, *[1] * 4, pd.NA]
+    assert {str(parts.df[name].dtype) for name in ("block", "head")} == {"Int64"}
     assert "head 1" in parts._repr_html_()
     assert "500 minus 600" in repr(parts)
     assert lab.direct_logit_attribution(TEXT, 500).logit == pytest.approx(logits[500], abs=1e-3)

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from tests.kernel.conftest import Notebook, Output
 
 SETUP = """
-import asyncio, lmx_lab
+import asyncio, sys, lmx_lab
 from lmx_lab.client import LabClient
 from lmx_lab.wire.chat import ChatRequest
 lab = lmx_lab.launch('echo', port=0)
+# As if they were not installed.
+sys.modules |= {"pandas": None, "zeroconf": None}
 client = LabClient('http://127.0.0.1:9')
 
 def ask(text, **parameters):
@@ -47,6 +49,8 @@ CALLS = {
     "lmx_lab.attach('http://127.0.0.1:9')": "http://127.0.0.1:9",
     "ChatRequest(model='echo', mesages=[])": "messages",
     "await ask_twice()": "(2 times)",
+    "lab.requests.df": "df needs pandas, which is not installed: pip install 'lmx-lab[lab]'",
+    "lmx_lab.discover()": "finding labs needs zeroconf, which is not installed: pip install 'lmx-lab[lan]'",
 }
 
 

@@ -73,10 +73,14 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: 
             FoundLab(name=first, address=lab.url, model="echo", key_needed=False),
             FoundLab(name=second, address=keyed.url, model=None, key_needed=True),
         ]
+        found = discovery.discover()
         with attach(NAME.upper()) as remote:
             assert remote.url == lab.url
         with attach(second, api_key="s3cret") as remote:
             assert remote.url == keyed.url
+    assert found["key_needed"].tolist() == [False, True]
+    assert found["model"].isna().tolist() == [False, True]
+    assert discovery.discover().dtypes.to_dict() == found.dtypes.to_dict()
     with pytest.raises(errors.UnreachableError, match=r"\(found: none\); start it with --announce"):
         find_address(NAME)
 
@@ -110,7 +114,7 @@ def test_a_lab_for_this_machine_alone_is_not_announced(tmp_path: Path) -> None:
 
 def test_without_zeroconf_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zeroconf", None)
-    with pytest.raises(errors.HostingError, match=r"lmx-lab\[lan\]"):
+    with pytest.raises(errors.MissingPackageError, match=r"lmx-lab\[lan\]"):
         find_labs()
 
 

@@ -185,6 +185,7 @@ def test_log_probabilities_are_a_table() -> None:
     assert repr(table).splitlines()[1].split() == ["'<b>'", "-0.500", "60.7%", "'", "c'", "22.3%"]
     assert "<b>" not in table._repr_html_()
     assert table.df.to_dict("records")[0]["alternatives"] == {"<b>": -0.5, " c": -1.5}
+    assert TokenTable([]).df.dtypes.to_dict() == table.df.dtypes.to_dict()
     assert "60 more tokens" in repr(TokenTable([chosen] * 100))
 
 

@@ -39,6 +39,7 @@ def test_the_data_frame_has_the_same_rows() -> None:
     frame = result(["a", "b"], [0.25, 0.5]).df
     assert list(frame.columns) == list(COLUMNS)
     assert frame.values.tolist() == [[1, 0.5, 1, "b"], [2, 0.25, 0, "a"]]
+    assert result([], []).df.dtypes.to_dict() == frame.dtypes.to_dict()
 
 
 def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

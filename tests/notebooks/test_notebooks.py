@@ -15,6 +15,7 @@ from nbclient import NotebookClient
 
 from lmx_lab.panels.static_fallback import WIDGET_VIEW
 from tests.kernels import without_ports
+from tests.test_extras import OF_MAKE_LAB, modules_outside
 
 pytestmark = pytest.mark.long
 
@@ -44,6 +45,7 @@ ANSWERS = {
     "11_bench_concurrency": "2 users together: ",
     "12_compare_servers": "2 at once: lab on MLX has ",
 }
+BLOCK = "import sys\nfor name in {}:\n    sys.modules.setdefault(name, None)"
 HIDE_LLAMA = "import sys\nsys.modules['xllamacpp'] = None"
 
 
@@ -130,7 +132,12 @@ def replace_parameters(notebook: Any, values: dict[str, Any]) -> None:
 
 
 def outputs_of(notebook: Any, home: Path, folder: Path) -> list[Any]:
-    """Run a notebook that must not fail or write to standard error, and return its outputs."""
+    """Run a notebook that must not fail or write to standard error, and return its outputs.
+
+    Only the packages that ``make lab`` installs can be imported, although the tests need others.
+    """
+    blocked = sorted(modules_outside(*OF_MAKE_LAB))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(BLOCK.format(blocked)))
     client = NotebookClient(
         notebook, timeout=120, config=without_ports(), resources={"metadata": {"path": str(folder)}}
     )

@@ -418,8 +418,9 @@ def test_many_events_make_few_frames_and_bounded_rows(workbench: Workbench) -> N
 
 
 def test_the_data_frame_has_all_rows_and_their_times(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
-    assert list(reader.panel.df.columns) == list(COLUMNS)
-    assert len(reader.panel.df) == 0
+    empty = reader.panel.df
+    assert list(empty.columns) == list(COLUMNS)
+    assert len(empty) == 0
     reader.give(daemon.given, log.created(), log.token("It "), log.token("is"), LOST)
     reader.ask("filter", text="no row has this")
     reader.until(lambda panel: panel.frame["total"] == 1)
@@ -428,6 +429,8 @@ def test_the_data_frame_has_all_rows_and_their_times(reader: Reader, daemon: Scr
     assert (frame["text"][1], frame["batches"][1], frame["seq"][1]) == ("It is", 2, 3)
     assert str(frame["time"][0]) == "2026-11-22 10:00:00.123000+00:00"
     assert frame["seq"].isna().tolist() == [False, False, True]
+    assert frame.dtypes.to_dict() == empty.dtypes.to_dict()
+    assert [str(frame[name].dtype) for name in ("time", "seq")] == ["datetime64[us, UTC]", "Int64"]
     assert json.loads(frame["json"][0])["data"]["session"]["title"] == "Weather"
 
 

@@ -209,9 +209,13 @@ def test_the_data_frame_has_times_and_units(watched: Watched) -> None:
     assert set(FIELDS) == set(Sample.model_fields) - {"type", "at"}
 
 
-def test_without_samples_the_data_frame_is_empty(watched: Watched) -> None:
+def test_without_samples_the_data_frame_has_the_same_columns_and_types(watched: Watched) -> None:
+    empty = watched.panel.df
+    watched.take(seconds(3, memory_active_gb=1.5))
     frame = watched.panel.df
-    assert (len(frame), str(frame["time"].dtype)[:10]) == (0, "datetime64")
+    assert (len(empty), len(frame)) == (0, 3)
+    assert empty.dtypes.to_dict() == frame.dtypes.to_dict()
+    assert [str(frame[name].dtype) for name in ("time", "active_requests")] == ["datetime64[us, UTC]", "int64"]
 
 
 def test_without_pandas_the_error_says_what_to_install(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

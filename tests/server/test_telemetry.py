@@ -26,7 +26,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 import lmx_lab
 from lmx_lab.engine import ChatPrompt, GenerationRequest
-from lmx_lab.errors import InvalidRequestError, PortTakenError
+from lmx_lab.errors import InvalidRequestError, MissingPackageError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.server import telemetry
 from lmx_lab.server.generation import RequestEnd
@@ -487,7 +487,7 @@ def test_a_start_whose_port_is_taken_ends_the_exporter_and_another_start_exports
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "lmx_lab.server.telemetry")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(InvalidRequestError, match=r"pip install 'lmx-lab\[otel\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'lmx-lab\[otel\]'"):
         lmx_lab.Lab(Settings(home=tmp_path, port=0, otel="spans"), loop="thread")
 
 

@@ -21,11 +21,12 @@ from typing import Any
 import psutil
 
 from lmx_lab.errors import LabError, OutOfMemoryError, UnusableModelError
+from lmx_lab.extras import install_command
 from lmx_lab.settings import without_secrets
 
 SCRIPT = Path(__file__).with_name("worker.py")
 PACKAGE = "xllamacpp"
-INSTALL = "pip install 'lmx-lab[gguf]'"
+INSTALL = install_command(PACKAGE)
 MEASURE_S = 0.2
 """Interval at which the memory of the process is compared with its limit."""
 STACK_BYTES = 2**30

@@ -1,0 +1,242 @@
+"""Test that each optional package is in an extra, and that its absence is one line with the command to install it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import nbformat
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from lmx_lab.errors import LabError, MissingPackageError
+from lmx_lab.extras import OPTIONAL, import_optional, install_command
+from tests.command_line import run_command
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+OF_DEVELOPMENT = {"dev", "parity", "cluster"}
+OF_MAKE_LAB = ("lab", "gguf")
+"""The extras that ``make lab`` and ``make demo`` install; ``tests/package/test_install.py`` tests that they do."""
+WITHOUT_ERROR = {"IPython", "jupyter_core", "minify", "segno"}
+"""Modules without which the package works: those of a kernel, of the build of the panels, and of a QR code."""
+WITH_OTHERS = {"traitlets"}
+"""Modules that other optional packages require."""
+PROGRAM = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import lmx_lab
+from lmx_lab.settings import Settings
+
+module, use, home = sys.argv[1:]
+settings = Settings(home=Path(home), port=0)
+# As if it were not installed.
+sys.modules[module] = None
+try:
+    exec(use)
+except lmx_lab.LabError as exc:
+    print(f"{exc.code}: {exc.message}")
+"""
+USES = {
+    "anywidget": "lmx_lab.Lab(settings).panel()",
+    "ipywidgets": "lmx_lab.Lab(settings).metrics()",
+    "pandas": "lmx_lab.Lab(settings).requests.df",
+    "matplotlib": "from lmx_lab.bench import by_concurrency",
+    "sklearn": "from lmx_lab.instrument.probe import ProbeRun; ProbeRun(['a', 'b', 'c', 'd'], [0, 0, 1, 1], folds=2)",
+    "xllamacpp": "from lmx_lab.engine.llama_cpp.process import require_installed; require_installed(Path('a.gguf'))",
+    "zeroconf": "lmx_lab.discover(0.1)",
+    "opentelemetry.exporter": "lmx_lab.Lab(replace(settings, otel='spans'))",
+    "opentelemetry.sdk": "lmx_lab.Lab(replace(settings, otel='content'))",
+    "ray": "from lmx_lab.deploy.ray_serve import application; application('echo')",
+    "mlflow": "from tests.evals.test_exports import *; Evaluation(FACTS, ROWS).to_mlflow()",
+    "wandb": "from tests.evals.test_exports import *; Evaluation(FACTS, ROWS).to_wandb()",
+    "inspect_ai": "from tests.evals.test_exports import *; Evaluation(FACTS, ROWS).to_inspect('a.eval')",
+}
+"""A use of each optional module that the package imports."""
+
+
+def names(requirements: Iterable[str]) -> set[str]:
+    """Return the names of the required packages."""
+    return {canonicalize_name(Requirement(each).name) for each in requirements}
+
+
+def with_dependencies(requirements: Sequence[str]) -> set[str]:
+    """Return the names of required packages and of all that they require on this machine."""
+    found: dict[str, frozenset[str]] = {}
+    waiting = [each for each in map(Requirement, requirements) if is_needed(each)]
+    while waiting:
+        requirement = waiting.pop()
+        name, before = canonicalize_name(requirement.name), found.get(canonicalize_name(requirement.name))
+        extras = (before or frozenset()) | requirement.extras
+        if extras == before:
+            continue
+        found[name] = extras
+        try:
+            further = [Requirement(each) for each in requires(requirement.name) or ()]
+        except PackageNotFoundError:
+            continue
+        waiting += [each for each in further if any(is_needed(each, extra) for extra in ("", *extras))]
+    return set(found)
+
+
+def is_needed(requirement: Requirement, extra: str = "") -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+@functools.cache
+def packages_of_modules() -> Mapping[str, list[str]]:
+    """Return the installed packages of each top-level module. Reading them takes a second."""
+    return {module: list(map(canonicalize_name, packages)) for module, packages in packages_distributions().items()}
+
+
+@functools.cache
+def modules_outside(*extras: str) -> frozenset[str]:
+    """Return the installed top-level modules that these extras of the package do not install."""
+    installed = with_dependencies([*PROJECT["dependencies"], *(each for extra in extras for each in EXTRAS[extra])])
+    return frozenset(
+        module
+        for module, packages in packages_of_modules().items()
+        if not installed.intersection(packages) and module not in {"lmx_lab", "pip", "tests"}
+    )
+
+
+def imported(code: str) -> Iterator[str]:
+    """Yield the modules that some code imports, also with ``import_optional``: those in ``OPTIONAL``, and the top-level
+    modules of all others.
+    """
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Import():
+                yield from (known_name(alias.name) for alias in node.names)
+            case ast.ImportFrom(module=str(module)):
+                yield known_name(module)
+            case ast.Call(func=ast.Name(id="import_optional"), args=[ast.Constant(value=str(module)), *_]):
+                yield known_name(module)
+            case ast.Call(
+                func=ast.Name(id="import_optional"),
+                args=[ast.JoinedStr(values=[ast.Constant(value=beginning), *_]), *_],
+            ):
+                yield known_name(str(beginning))
+
+
+def known_name(module: str) -> str:
+    return next((name for name in OPTIONAL if f"{module}.".startswith(f"{name}.")), module.partition(".")[0])
+
+
+@functools.cache
+def optional_modules() -> frozenset[str]:
+    """Return the modules that the package imports although it does not require them."""
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "lmx_lab").rglob("*.py"))
+    found = {module for source in sources for module in imported(source)} - sys.stdlib_module_names - {"lmx_lab"}
+    required = set(packages_of_modules()) - modules_outside()
+    return frozenset(found - required)
+
+
+# All files of the package are parsed.
+@pytest.mark.slow
+def test_the_package_imports_no_other_optional_modules() -> None:
+    assert optional_modules() - WITHOUT_ERROR - WITH_OTHERS == set(USES)
+    assert set(USES) <= set(OPTIONAL)
+
+
+@pytest.mark.parametrize("module", OPTIONAL)
+def test_the_extra_of_a_module_installs_its_package(module: str) -> None:
+    package, extra = OPTIONAL[module]
+    if extra is None:
+        assert package not in {name for requirements in EXTRAS.values() for name in names(requirements)}
+        assert install_command(module) == f"pip install {package}"
+    else:
+        assert package in names(EXTRAS[extra])
+        assert install_command(module) == f"pip install 'lmx-lab[{extra}]'"
+    assert package in packages_of_modules().get(module, [package])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - OF_DEVELOPMENT))
+def test_each_package_of_an_extra_that_is_imported_can_be_named(extra: str) -> None:
+    modules = {
+        module for module, packages in packages_of_modules().items() if names(EXTRAS[extra]).intersection(packages)
+    }
+    assert modules & optional_modules() <= set(OPTIONAL) | WITH_OTHERS
+
+
+# Each starts a program. The tests of the modules that use a package test its message, too.
+@pytest.mark.long
+@pytest.mark.parametrize("module", USES)
+def test_without_a_package_its_use_is_one_line_with_the_command_that_installs_it(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, module, USES[module], tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    package = "llama.cpp" if module == "xllamacpp" else OPTIONAL[module][0]
+    assert f"{package}, which is not installed: {install_command(module)}" in line
+    if module != "xllamacpp":
+        assert line.startswith("package-missing: ")
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("pandas", ["bench", "--url", "127.0.0.1:1"]),
+        ("zeroconf", ["discover"]),
+        ("opentelemetry.sdk", ["serve", "--model", "echo", "--port", "0", "--otel", "spans"]),
+        ("zeroconf", ["serve", "--port", "0", "--host", "0.0.0.0", "--announce"]),
+    ],
+)
+def test_a_command_without_a_package_prints_one_line(
+    module: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "lmx_lab.server.telemetry", raising=False)
+    for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    done = run_command(tmp_path, *arguments)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("package-missing: ")
+    assert line.endswith(f"which is not installed: {install_command(module)}")
+    assert done.status == 1
+
+
+def test_an_installed_package_that_is_damaged_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    for content, message in (
+        ("import no_such_dependency", "no_such_dependency"),
+        ("raise ImportError('libx.so: cannot open shared object file')", "libx.so"),
+    ):
+        (tmp_path / "wandb" / "__init__.py").write_text(content)
+        importlib.invalidate_caches()
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "wandb", raising=False)
+        with pytest.raises(ImportError, match=message) as caught:
+            import_optional("wandb", "to_wandb")
+        assert not isinstance(caught.value, LabError)
+
+
+def test_the_error_is_an_import_error_for_callers_that_catch_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "segno", None)
+    with pytest.raises(ImportError) as caught:
+        import_optional("segno", "a QR code")
+    assert isinstance(caught.value, MissingPackageError)
+    assert str(caught.value) == "a QR code needs segno, which is not installed: pip install 'lmx-lab[lan]'"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_imports_only_what_make_lab_installs(path: Path) -> None:
+    """``tests/notebooks`` runs each notebook without the other modules."""
+    cells = nbformat.read(path, as_version=4).cells
+    code = "\n".join(re.sub(r"(?m)^\s*[%!].*", "", cell.source) for cell in cells if cell.cell_type == "code")
+    assert not set(imported(code)) & modules_outside(*OF_MAKE_LAB)
