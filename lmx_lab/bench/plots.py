@@ -238,7 +238,8 @@ def _draw_bars(panel: Axes, lines: dict[str, pd.DataFrame], metric: str) -> list
         drawn.append(bar)
         rotation = 90 if len(lines) > MAX_WIDE_LABELS else 0
         if math.isfinite(value):
-            panel.bar_label(bar, [f"{value:.4g}"], padding=3, rotation=rotation)
+            label = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+            panel.bar_label(bar, [label], padding=3, rotation=rotation)
         elif any(map(math.isfinite, values)):
             # bar_label omits the label of NaN.
             panel.annotate(UNKNOWN, (at, 0), (0, 3), textcoords="offset points", ha="center", rotation=rotation)

@@ -12,7 +12,7 @@ import pytest
 from lmx_lab.bench import RequestSample, by_concurrency, by_prompt_length, summary
 from lmx_lab.bench.plots import MAX_LINES
 from lmx_lab.errors import InvalidRequestError
-from tests.bench.rows import run_of
+from tests.bench.rows import run_of, sample
 
 pytestmark = pytest.mark.slow
 
@@ -106,3 +106,14 @@ def test_a_single_case_is_drawn_as_a_bar_with_its_value() -> None:
     assert [text.get_text() for text in panel.texts] == ["35"]
     assert panel.get_xlabel() == "1 concurrent"
     assert not len(panel.get_xticks())
+
+
+@pytest.mark.parametrize(("value", "label"), [(0.0, "0"), (0.01234, "0.01234"), (999.96, "1000"), (15854.2, "15,854")])
+def test_a_bar_has_its_value_with_four_digits_or_without_decimals(value: float, label: str) -> None:
+    (panel,) = by_concurrency([sample(ttft_ms=value)], metrics=("ttft_ms",)).axes
+    assert [text.get_text() for text in panel.texts] == [label]
+
+
+def test_a_bar_without_a_value_says_so_beside_others() -> None:
+    (panel,) = by_concurrency([sample(ttft_ms=8.0), sample(target="other")], metrics=("ttft_ms",)).axes
+    assert [(text.get_text(), text.xy) for text in panel.texts] == [("8", (0, 8)), ("not known", (1, 0))]
