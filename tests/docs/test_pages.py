@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,20 @@ from tests.docs.pages import (
 
 README_LINES = 120
 """Two screens; everything longer belongs in ``docs``."""
-OTHER_FLAGS = {"--json", "--raw", "--no-deps", "--to", "--only", "--quick", "--count", "--kills", "--seed"}
+OTHER_FLAGS = {
+    "--json",
+    "--raw",
+    "--no-deps",
+    "--to",
+    "--only",
+    "--quick",
+    "--count",
+    "--kills",
+    "--seed",
+    "--allow-root",
+}
 OTHER_FLAGS |= {"--map", "--column", "--into", "--cache", "--temperature", "--system"}
-"""Flags of curl, ``%%lmx``, pip, nbconvert and ``python -m soak``."""
+"""Flags of curl, ``%%lmx``, pip, nbconvert, JupyterLab and ``python -m soak``."""
 
 
 def page_name(page: Path) -> str:
@@ -45,6 +57,24 @@ def page_name(page: Path) -> str:
 
 def test_the_readme_is_two_screens_long() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "install.md", DOCS / "contributing.md"], ids=page_name)
+def test_the_first_two_commands_run_the_quickstart_and_the_tests(page: Path) -> None:
+    first = next(block for block in code_blocks(page) if block.language == "bash")
+    assert re.findall(r"^make (\w+)", first.text, flags=re.MULTILINE) == ["demo", "test"]
+    assert first.text == next(iter(code_blocks(README))).text
+
+
+def test_ci_runs_the_targets_that_are_named_with_all_tests_of_the_second_command() -> None:
+    targets = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1].removeprefix("exec ")
+    for page in (README, DOCS / "contributing.md"):
+        assert f"CI runs `{targets}`" in page.read_text(encoding="utf-8")
+    # Of all tests, ``make test`` leaves some out.
+    for target, selection in (("test", ' -m "not long"'), (targets.split()[-1], "")):
+        planned = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        (options,) = re.findall(r"-m pytest --durations .*--no-loadscope-reorder(.*)", planned)
+        assert options.partition(" ||")[0] == selection
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=page_name)
