@@ -307,8 +307,9 @@ class ModelManager:
     async def make_room(self, model: str, *, limit_s: float) -> None:
         """Unload all models for those of another manager of this process, which takes the place of this one.
 
-        Loads in progress are cancelled. Until ``take_back`` or ``stop``, this manager loads nothing, and its state is
-        that a model is being loaded. Cancelling the caller does not cancel the unload.
+        Loads in progress are cancelled, and an unload no longer waits for answers. Until ``take_back`` or ``stop``,
+        this manager loads nothing, and its state is that a model is being loaded. Cancelling the caller does not cancel
+        the unload.
 
         Args:
             model: The model that is loaded next, for messages.

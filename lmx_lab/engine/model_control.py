@@ -494,6 +494,8 @@ class ModelControl:
     async def make_room(self, model: str, limit_s: float) -> None:
         """See ``ModelManager.make_room``."""
         self.cancel_all()
+        if self._last_unload is not None:
+            self._last_unload.set_wait(False)
         self._taken_back.clear()
         unloaded: asyncio.Future[str | None] = self._loop.create_future()
         lending = self._lending = self._start_task(self._lend(model, limit_s, unloaded), "lmx-lab make room")

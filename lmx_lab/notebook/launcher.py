@@ -273,6 +273,7 @@ async def _move_models(old: Lab, lab: Lab, specs: Sequence[LoadSpec], stages: La
             # First, because its turns send requests to the old lab.
             await on_loop(asyncio.to_thread(daemon.stop))
         await on_loop(old.engine.make_room(entries[-1].id, limit_s=REQUESTS_S))
+        stages.end("the end of running answers")
         for spec in specs:
             await show_load(backend, spec)
             stages.end(spec.model)

@@ -393,6 +393,20 @@ async def test_a_load_in_progress_ends_when_its_manager_makes_room(lab: Lab) -> 
     assert lab.manager.snapshot.state == "empty"
 
 
+async def test_an_unload_without_a_time_limit_ends_when_its_manager_makes_room(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    stream = await lab.manager.submit(request(tokens=8000))
+    await anext(stream)
+    unload = asyncio.create_task(lab.manager.unload(wait=True))
+    await until(lambda: lab.manager.snapshot.unloading is not None)
+    await lab.manager.make_room("other", limit_s=600)
+    assert await unload > 0
+    with pytest.raises(NotLoadedError, match="the model was unloaded before this request ended"):
+        async for _ in stream:
+            pass
+    assert await lab.manager.take_back() is None
+
+
 async def test_an_interrupted_wait_for_room_does_not_lose_the_models(lab: Lab) -> None:
     await lab.manager.load(LoadSpec(model="one"))
     stream = await lab.manager.submit(request(tokens=8000))

@@ -145,8 +145,10 @@ def restored(lab: lmx_lab.Lab, model: str) -> None:
 def test_a_model_that_is_missing_or_damaged_leaves_the_lab_as_it_is(
     running: lmx_lab.Lab, options: dict[str, Any], name: str, error: type[LabError], message: str
 ) -> None:
-    with unchanged(running), pytest.raises(error, match=message):
-        lmx_lab.launch(name, slots=3, **options)
+    # With the same settings, the load is refused by the lab itself.
+    for settings in ({}, {"slots": 3}):
+        with unchanged(running), pytest.raises(error, match=message):
+            lmx_lab.launch(name, **options, **settings)
 
 
 @pytest.mark.parametrize("name", ["other", "long-file.gguf"])
@@ -194,6 +196,19 @@ def test_an_engine_that_is_not_installed_leaves_the_lab_as_it_is(
     monkeypatch.setattr(registry, "is_installed", lambda: False)
     with unchanged(running), pytest.raises(UnusableModelError, match=r"not installed: pip install 'lmx-lab\[gguf\]'"):
         lmx_lab.launch("long-file.gguf", engine="llama.cpp", slots=3, **options)
+
+
+def test_a_first_launch_that_cannot_load_its_model_leaves_a_server_for_the_corrected_one(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    if (lab := lmx_lab.current()) is not None:
+        lab.stop()
+    with pytest.raises(ModelNotFoundError, match="did you mean 'echo'"):
+        lmx_lab.launch("ecko", **{**options, "home": tmp_path})
+    first = lmx_lab.current()
+    assert first is not None
+    with lmx_lab.launch("echo", **{**options, "home": tmp_path}) as lab:
+        assert (lab, lab.engine.snapshot.model) == (first, "echo")
 
 
 # --- settings and ports
