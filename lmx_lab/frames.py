@@ -46,8 +46,8 @@ def _dtype_of(hint: Any) -> Dtype:
 
 
 def optional_dtype(values: Iterable[Any]) -> Dtype | None:
-    """Return the nullable type of integers or Booleans among which values are missing; None for all other values, whose
-    type pandas infers without rounding them.
+    """Return the nullable type of integers or Booleans among which values are missing; None for other values, because
+    the type that pandas infers for them can represent all of them.
     """
     kinds = {type(value) for value in values}
     known = kinds - {NoneType}

@@ -179,9 +179,12 @@ def _has_type(value: Any, kind: str) -> bool:
 
 def _is_time(text: Any) -> bool:
     try:
-        return datetime.fromisoformat(text).tzinfo is not None
-    except (TypeError, ValueError):
+        moment = datetime.fromisoformat(text)
+        # Fails if the time in UTC is before the year 1 or after 9999.
+        moment.astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):
         return False
+    return moment.tzinfo is not None
 
 
 def _finite(value: Any) -> Any:

@@ -124,7 +124,7 @@ def test_unknown_fields_are_dropped_and_absent_ones_are_missing(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("started_at", wrong) for wrong in ("yesterday", None, "2026-01-01")),
+        *(("started_at", wrong) for wrong in ("yesterday", None, "2026-01-01", "0001-01-01T00:00:00+10:00")),
         *(("request", wrong) for wrong in ("1", 2**70)),
         *(("target", None), ("repeat", True), ("concurrency", 1.5)),
     ],

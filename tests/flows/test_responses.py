@@ -21,7 +21,7 @@ from tests.contract.formats.formats import Responses
 from tests.flows.conftest import ENDLESS_TEXT, serving, wait_until, wait_until_idle
 
 PATH = "/v1/responses"
-GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** " /[0-9]{20}/ "\\n"'}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** " /[0-9]{100}/ "\\n"'}
 CODE = {"type": "grammar", "syntax": "regex", "definition": "[a-c]{3}"}
 NO_ARGUMENTS = {"type": "object", "properties": {}}
 TOOLS: list[dict[str, Any]] = [
@@ -82,7 +82,7 @@ def test_calls_have_the_names_and_inputs_of_the_format(http: httpx2.Client) -> N
     assert only_item(call("patch", input='a\n"b"')) == patch
     # A custom tool that is forced gets an input that its grammar generates.
     forced = only_item("hello", tool_choice={"type": "custom", "name": "patch"})
-    assert re.fullmatch(r"\*\*\* [0-9]{20}\n", forced["input"])
+    assert re.fullmatch(r"\*\*\* [0-9]{100}\n", forced["input"])
     assert only_item("abc", tool_choice={"type": "custom", "name": "code"})["input"] == "abc"
 
 

@@ -16,8 +16,6 @@ import asyncio, sys, lmx_lab
 from lmx_lab.client import LabClient
 from lmx_lab.wire.chat import ChatRequest
 lab = lmx_lab.launch('echo', port=0)
-# As if they were not installed.
-sys.modules |= {"pandas": None, "zeroconf": None}
 client = LabClient('http://127.0.0.1:9')
 
 def ask(text, **parameters):
@@ -27,6 +25,9 @@ async def ask_twice():
     async with asyncio.TaskGroup() as group:
         for _ in range(2):
             group.create_task(lab.achat("hi", top_p=2))
+
+# As if they were not installed.
+sys.modules |= {"pandas": None, "zeroconf": None}
 """
 HANDLER = """
 from lmx_lab.notebook import short_errors
