@@ -20,9 +20,8 @@ from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
-from tests.gguf_files import Tensor, read_gguf, renamed
-from tests.gguf_models import write_tiny_gguf
-from tests.tiny import write_tiny_llama
+from tests.support.gguf import Tensor, read_gguf, renamed, write_tiny_gguf
+from tests.support.models import write_tiny_llama
 
 CONTEXT_TOKENS = 8192
 LARGE = {

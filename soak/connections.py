@@ -19,7 +19,7 @@ from soak.programs import SMALL_CACHE, Daemon, Home, Server, end_and_check, wait
 from soak.resources import Allowance, ResourceMonitor
 from soak.row import Row
 from soak.soak import Soak
-from tests.daemon.scripted import Scripted, says
+from tests.support.model_server import Scripted, says
 
 IDLE, QUICK_IDLE = 256, 64
 """Number of idle connections of each kind."""

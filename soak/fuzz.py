@@ -54,7 +54,7 @@ therefore varies by 10 MB, while the memory that malloc has in use stays the sam
 request is detected."""
 MCP_SERVERS = {"asking": "ask", "free": "allow"}
 """MCP servers of the daemon during the whole run, and their permissions."""
-COUNTING = ROOT / "tests" / "daemon" / "counting_mcp.py"
+COUNTING = ROOT / "tests" / "support" / "mcp_servers" / "counting.py"
 # uvicorn logs to memory only; this prints its messages about exceptions with the rest of the output.
 PRINT_UVICORN_LOG = "import logging; logging.getLogger('uvicorn').addHandler(logging.StreamHandler())"
 COMPLAINT = re.compile(r"^Traceback| ERROR |^Exception |never retrieved|never awaited|Warning: ", re.MULTILINE)

@@ -27,8 +27,8 @@ from soak.programs import END_S, Command, Daemon, Home, record_leftovers, wait_u
 from soak.report import print_line
 from soak.row import Row
 from soak.soak import Soak
-from tests.daemon.daemon_process import TERMINAL, Follower, Program, check_log, whole_log
-from tests.daemon.scripted import Scripted, calls, says
+from tests.support.daemons import TERMINAL, Follower, Program, check_log, whole_log
+from tests.support.model_server import Scripted, calls, says
 
 KILLS, QUICK_KILLS = 100, 3
 ROUND = 25
@@ -51,7 +51,7 @@ WATCHDOG_SHARE = 0.1
 daemon may also have ended them."""
 CLOCK_S = 1.0
 """Allowed difference between the time of an event and the end of its turn in the database."""
-TOOL = ROOT / "tests" / "daemon" / "counting_mcp.py"
+TOOL = ROOT / "tests" / "support" / "mcp_servers" / "counting.py"
 """An MCP server whose tool records each of its calls."""
 
 

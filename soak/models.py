@@ -14,10 +14,8 @@ from benchmarks.models import minilm
 from benchmarks.paths import ROOT
 from soak.row import Row
 from soak.soak import Soak
-from tests.engine.encoders.models import write_tiny_bert
-from tests.gguf_files import with_values
-from tests.gguf_models import kept, starter_gguf, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
-from tests.tiny import teach_thinking, write_tiny_llama
+from tests.support.gguf import kept, starter_gguf, with_values, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
+from tests.support.models import teach_thinking, write_tiny_bert, write_tiny_llama
 
 Engine = Literal["MLX", "llama.cpp"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)

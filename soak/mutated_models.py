@@ -18,8 +18,8 @@ from soak.fuzzing.drawing import draw_cases
 from soak.fuzzing.values import Raw, changed_bodies, to_json
 from soak.models import is_installed, write_models
 from soak.soak import Soak
-from tests.gguf_files import TEMPLATE_KEY, GgufFile, read_gguf
-from tests.tiny import THINKER_TEMPLATE
+from tests.support.gguf import TEMPLATE_KEY, GgufFile, read_gguf
+from tests.support.models import THINKER_TEMPLATE
 
 Change = Callable[[random.Random, Path, Path], None]
 """Reads a valid file and writes a changed one."""

@@ -30,7 +30,7 @@ from soak.chat_requests import Body, ReferenceChat, long_body
 from soak.programs import Daemon, Home, Server, end_and_check, wait_until
 from soak.row import Row
 from soak.soak import Soak
-from tests.tiny import write_tiny_llama
+from tests.support.models import write_tiny_llama
 
 NOTICED_S = 30.0
 WATCHED_S = 60.0

@@ -7,6 +7,7 @@ import copy
 import copyreg
 import functools
 import gc
+import json
 import os
 import re
 import shutil
@@ -24,7 +25,10 @@ from hypothesis import HealthCheck, settings
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.tiny import teach_thinking, write_tiny_llama
+
+# Before their import, so that failed assertions in these modules show their values, as those in tests do.
+pytest.register_assert_rewrite("tests.support")
+from tests.support.models import LLAMA, safetensors_bytes, teach_thinking, write_tiny_llama  # noqa: E402
 
 # The process that distributes the tests loads this file too, before it starts the others. Packages that are slow to
 # import are therefore imported by the fixtures that need them.
@@ -266,7 +270,7 @@ def thinker(thinker_home: Path) -> ModelEntry:
 @pytest.fixture(scope="session")
 def smollm2_gguf(starter_home: Path) -> Path:
     """The real SmolLM2 as a GGUF file, which is downloaded once and kept between runs."""
-    from tests.gguf_models import starter_gguf
+    from tests.support.gguf import starter_gguf
 
     return starter_gguf(starter_home)
 
@@ -274,7 +278,7 @@ def smollm2_gguf(starter_home: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny_gguf(starter_home: Path, smollm2: ModelEntry, smollm2_gguf: Path) -> Path:
     """The weights of ``tiny`` as a GGUF file, with the tokenizer and chat template of SmolLM2."""
-    from tests.gguf_models import kept, write_tiny_gguf
+    from tests.support.gguf import kept, write_tiny_gguf
 
     return kept(starter_home, "tiny", lambda target: write_tiny_gguf(target, smollm2_gguf, smollm2.path))
 
@@ -282,7 +286,7 @@ def tiny_gguf(starter_home: Path, smollm2: ModelEntry, smollm2_gguf: Path) -> Pa
 @pytest.fixture(scope="session")
 def minilm_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
     """The real all-MiniLM-L6-v2 as a GGUF file."""
-    from tests.gguf_models import kept, write_minilm_gguf
+    from tests.support.gguf import kept, write_minilm_gguf
 
     return kept(starter_home, "minilm", lambda target: write_minilm_gguf(target, minilm.path))
 
@@ -290,6 +294,26 @@ def minilm_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
 @pytest.fixture(scope="session")
 def reranker_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
     """A cross-encoder with random weights and a context of 64 tokens, as a GGUF file; it is fast and deterministic."""
-    from tests.gguf_models import kept, write_reranker_gguf
+    from tests.support.gguf import kept, write_reranker_gguf
 
     return kept(starter_home, "reranker", lambda target: write_reranker_gguf(target, minilm.path))
+
+
+@pytest.fixture(scope="session")
+def echo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a home with the model ``other``, which is listed but cannot be loaded: its weights are one tensor."""
+    home = tmp_path_factory.mktemp("echo-home")
+    other = home / "models" / "other"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text(json.dumps(LLAMA))
+    (other / "tokenizer.json").write_text("{}")
+    (other / "model.safetensors").write_bytes(safetensors_bytes())
+    return home
+
+
+@pytest.fixture(scope="session")
+def long_gguf(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Path:
+    """``tiny`` with a context of 8,192 tokens, so that a request runs as long as a test needs."""
+    from tests.support.gguf import with_context
+
+    return with_context(tiny_gguf, 8192, tmp_path_factory.mktemp("long-gguf"))

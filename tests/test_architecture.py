@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, code_blocks
+from tests.support.docs import DOCS, code_blocks
 
 # `make check` runs these tests.
 pytestmark = pytest.mark.slow
@@ -278,6 +279,22 @@ def test_modules_and_functions_stay_readable() -> None:
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 if size > 60:
                     wrong.append(f"{module}.{node.name}: {size} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_test_imports_a_test() -> None:
+    """What several folders share is in ``tests/support``. A helper that one folder uses may be in this folder."""
+    wrong = []
+    for top in ("tests", "soak", "benchmarks"):
+        for path in sorted((ROOT.parent / top).rglob("*.py")):
+            place = path.relative_to(ROOT.parent)
+            # In the text, because some tests contain programs.
+            for module in re.findall(r"\b(?:from|import) (tests\b[\w.]*)", path.read_text(encoding="utf-8")):
+                folder, _, name = module.rpartition(".")
+                is_helper = folder == ".".join(place.parent.parts) and name != "conftest" and name[:5] != "test_"
+                is_itself = module == ".".join(place.with_suffix("").parts)
+                if not (f"{module}.".startswith("tests.support.") or is_helper or is_itself):
+                    wrong.append(f"{place} imports {module}")
     assert not wrong, "\n".join(wrong)
 
 

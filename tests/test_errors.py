@@ -9,10 +9,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.errors import LabError
 from lmx_lab.http.error_bodies import respond, status_of
-
-
-def classes(root: type[LabError] = LabError) -> list[type[LabError]]:
-    return [root, *(found for child in root.__subclasses__() for found in classes(child))]
+from tests.support.asking import error_classes
 
 
 def documented_tree() -> list[tuple[str, str | None]]:
@@ -29,11 +26,11 @@ def documented_tree() -> list[tuple[str, str | None]]:
 
 
 def test_the_tree_in_the_docstring_has_all_classes() -> None:
-    real = [(kind.__name__, None if kind is LabError else kind.__mro__[1].__name__) for kind in classes()]
+    real = [(kind.__name__, None if kind is LabError else kind.__mro__[1].__name__) for kind in error_classes()]
     assert sorted(documented_tree(), key=str) == sorted(real, key=str)
 
 
-@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
 def test_every_error_has_a_status_and_a_body(kind: type[LabError]) -> None:
     response = respond(kind("what, the limit, the next step"), request_id="req_1")
     assert 400 <= status_of(kind("")) == response.status_code < 600

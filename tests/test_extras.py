@@ -9,25 +9,24 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from lmx_lab.errors import LabError, MissingPackageError
 from lmx_lab.extras import OPTIONAL, import_optional, install_command
-from tests.command_line import run_command
+from tests.support.commands import run_command
+from tests.support.extras import (
+    EXTRAS,
+    OF_MAKE_LAB,
+    modules_outside,
+    names,
+    packages_of_modules,
+)
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = PROJECT["optional-dependencies"]
 OF_DEVELOPMENT = {"dev", "parity", "cluster"}
-OF_MAKE_LAB = ("lab", "gguf")
-"""The extras that ``make lab`` and ``make demo`` install; ``tests/package/test_install.py`` tests that they do."""
 WITHOUT_ERROR = {"IPython", "jupyter_core", "minify", "segno"}
 """Modules without which the package works: those of a kernel, of the build of the panels, and of a QR code."""
 WITH_OTHERS = {"traitlets"}
@@ -60,56 +59,11 @@ USES = {
     "opentelemetry.exporter": "lmx_lab.Lab(replace(settings, otel='spans'))",
     "opentelemetry.sdk": "lmx_lab.Lab(replace(settings, otel='content'))",
     "ray": "from lmx_lab.deploy.ray_serve import application; application('echo')",
-    "mlflow": "from tests.evals.test_exports import *; Evaluation(FACTS, ROWS).to_mlflow()",
-    "wandb": "from tests.evals.test_exports import *; Evaluation(FACTS, ROWS).to_wandb()",
-    "inspect_ai": "from tests.evals.test_exports import *; Evaluation(FACTS, ROWS).to_inspect('a.eval')",
+    "mlflow": "from tests.support.samples import EVALUATION; EVALUATION.to_mlflow()",
+    "wandb": "from tests.support.samples import EVALUATION; EVALUATION.to_wandb()",
+    "inspect_ai": "from tests.support.samples import EVALUATION; EVALUATION.to_inspect('a.eval')",
 }
 """A use of each optional module that the package imports."""
-
-
-def names(requirements: Iterable[str]) -> set[str]:
-    """Return the names of the required packages."""
-    return {canonicalize_name(Requirement(each).name) for each in requirements}
-
-
-def with_dependencies(requirements: Sequence[str]) -> set[str]:
-    """Return the names of required packages and of all that they require on this machine."""
-    found: dict[str, frozenset[str]] = {}
-    waiting = [each for each in map(Requirement, requirements) if is_needed(each)]
-    while waiting:
-        requirement = waiting.pop()
-        name, before = canonicalize_name(requirement.name), found.get(canonicalize_name(requirement.name))
-        extras = (before or frozenset()) | requirement.extras
-        if extras == before:
-            continue
-        found[name] = extras
-        try:
-            further = [Requirement(each) for each in requires(requirement.name) or ()]
-        except PackageNotFoundError:
-            continue
-        waiting += [each for each in further if any(is_needed(each, extra) for extra in ("", *extras))]
-    return set(found)
-
-
-def is_needed(requirement: Requirement, extra: str = "") -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-
-
-@functools.cache
-def packages_of_modules() -> Mapping[str, list[str]]:
-    """Return the installed packages of each top-level module. Reading them takes a second."""
-    return {module: list(map(canonicalize_name, packages)) for module, packages in packages_distributions().items()}
-
-
-@functools.cache
-def modules_outside(*extras: str) -> frozenset[str]:
-    """Return the installed top-level modules that these extras of the package do not install."""
-    installed = with_dependencies([*PROJECT["dependencies"], *(each for extra in extras for each in EXTRAS[extra])])
-    return frozenset(
-        module
-        for module, packages in packages_of_modules().items()
-        if not installed.intersection(packages) and module not in {"lmx_lab", "pip", "tests"}
-    )
 
 
 def imported(code: str) -> Iterator[str]:

@@ -14,7 +14,8 @@ import pytest
 from lmx_lab.errors import HostingError
 from lmx_lab.http.uvicorn_server import bind, serve
 from lmx_lab.portal import HostedLoop, LoopThread, receive
-from tests.http.serving import HealthApp, fetch, script_result
+from tests.support.programs import script_result
+from tests.support.sockets import HealthApp, fetch
 
 WAIT_S = 60
 
@@ -205,7 +206,7 @@ SCRIPT = """
 import atexit, asyncio, sys, threading, urllib.request
 from lmx_lab.http.uvicorn_server import bind, serve
 from lmx_lab.portal import LoopThread
-from tests.http.serving import HealthApp, fetch
+from tests.support.sockets import HealthApp, fetch
 app, thread = HealthApp(), LoopThread()
 thread.start()
 host = thread.run(serve(app, bind("127.0.0.1", 0, explicit=True)))

@@ -10,9 +10,8 @@ from typing import Any
 from soak.fuzzing.values import Raw, to_json
 from soak.models import is_installed, tiny
 from soak.soak import Soak
-from tests.engine.encoders.models import write_tiny_bert
-from tests.gguf_files import with_template
-from tests.tiny import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
+from tests.support.gguf import with_template
+from tests.support.models import THINKER_TEMPLATE, teach_thinking, write_tiny_bert, write_tiny_llama
 
 CONTEXT_TOKENS = 8192
 LOOPS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "{% endfor %}" * 4

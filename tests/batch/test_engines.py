@@ -18,7 +18,7 @@ from lmx_lab.batch.servers import WAITING
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
-from tests.batch.test_map import stored_answers
+from tests.batch.stored import stored_answers
 
 pytestmark = pytest.mark.slow
 COLUMNS = {"days": Annotated[int, Field(ge=0, le=99)], "far": bool, "kind": Literal["sea", "hills"]}

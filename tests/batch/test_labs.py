@@ -23,7 +23,7 @@ from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelRecords
 from lmx_lab.wire.embeddings import EmbeddingsBody
-from tests.engine.encoders.models import write_tiny_bert
+from tests.support.models import write_tiny_bert
 
 ROWS = [f"row {number}" for number in range(24)]
 GONE = "the server is gone"

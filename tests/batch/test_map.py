@@ -33,6 +33,7 @@ from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 from lmx_lab.wire.chat import ChatRequest
+from tests.batch.stored import stored_answers
 
 TRIP = {"city": str, "days": int, "far": bool, "kind": Literal["sea", "hills"]}
 WAIT_S = 60.0
@@ -360,20 +361,6 @@ def test_after_a_kill_only_missing_rows_are_computed(lab: lmx_lab.Lab, sent: Sen
     assert lab.map(rows, "{text}", cache=path)["answer"].tolist() == rows
     assert len(sent.requests) == 120 - stored
     assert stored_answers(path) == 120
-
-
-def stored_answers(path: Path) -> int:
-    if not path.exists():
-        threading.Event().wait(0.02)
-        return 0
-    connection = sqlite3.connect(path)
-    try:
-        threading.Event().wait(0.02)
-        return int(connection.execute("SELECT count(*) FROM answers").fetchone()[0])
-    except sqlite3.OperationalError:  # The table was not created yet.
-        return 0
-    finally:
-        connection.close()
 
 
 def test_an_empty_table_has_the_columns_of_several_answers(lab: lmx_lab.Lab) -> None:

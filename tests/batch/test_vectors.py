@@ -27,7 +27,7 @@ from lmx_lab.errors import (
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings
 from lmx_lab.wire.embeddings import EmbeddingsBody
-from tests.engine.encoders.models import write_tiny_bert
+from tests.support.models import write_tiny_bert
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from lmx_lab.bench import RequestSample, compare, frame
 from lmx_lab.errors import InvalidRequestError
-from tests.bench.rows import run_of, sample
+from tests.support.samples import run_of, sample
 
 SPREAD = list(np.random.default_rng(0).uniform(50, 150, 12))
 

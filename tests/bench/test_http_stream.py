@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedEvent, TimedRequest
 from lmx_lab.client.http_response import ChunkedDecoder
 from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
-from tests.client.raw import HEAD, answering, streamed, whole
+from tests.support.sockets import HEAD, answering, streamed, whole
 
 pytestmark = pytest.mark.anyio
 EVENTS = ("data: one\n\n", ": waits\n\n", "data: two\r\n\r\ndata:three\n\n")

@@ -18,8 +18,21 @@ from lmx_lab.bench.prompts import prompt_hash
 from lmx_lab.bench.sample import RequestSample
 from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.errors import InvalidRequestError, UnreachableError
-from tests.bench.scripts import WORDS, after_calibration, collect
-from tests.daemon.scripted import DROP, STALL, Gate, Script, Scripted, chunk, ending, json_answer, refuses, token
+from tests.support.model_server import (
+    DROP,
+    STALL,
+    WORDS,
+    Gate,
+    Script,
+    Scripted,
+    after_calibration,
+    chunk,
+    ending,
+    json_answer,
+    refuses,
+    token,
+)
+from tests.support.samples import collect
 
 pytestmark = pytest.mark.anyio
 CASE: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 4, "requests": 3, "warm_up": 0}

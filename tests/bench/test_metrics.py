@@ -9,7 +9,7 @@ import pytest
 from lmx_lab.bench.metrics import Chunk, ServerMetrics, Trace, measure_chunk
 from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
 from lmx_lab.errors import EngineError, UnreachableError
-from tests.daemon.scripted import event
+from tests.support.model_server import event
 
 
 def metrics(*chunks: Chunk) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from lmx_lab.bench import RequestSample, by_concurrency, by_prompt_length, summary
 from lmx_lab.bench.plots import MAX_LINES
 from lmx_lab.errors import InvalidRequestError
-from tests.bench.rows import run_of, sample
+from tests.support.samples import run_of, sample
 
 pytestmark = pytest.mark.slow
 

@@ -21,10 +21,9 @@ from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
-from tests.bench.rows import sample
-from tests.bench.scripts import WORDS, after_calibration, collect
-from tests.daemon.scripted import STALL, Scripted, token
-from tests.flows.conftest import serving
+from tests.support.labs import serving
+from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
+from tests.support.samples import collect, sample
 
 SWEEP = Sweep(prompt_tokens=8, output_tokens=4, concurrency=(1, 2), requests=4, repeats=2)
 CASE = Case(prompt_tokens=8, output_tokens=4, requests=4)

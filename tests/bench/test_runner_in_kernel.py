@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.scripts import WORDS, after_calibration
-from tests.daemon.scripted import STALL, Scripted, token
-from tests.kernel.conftest import Notebook
+from tests.support.kernels import Notebook
+from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
 
 pytestmark = pytest.mark.slow
 

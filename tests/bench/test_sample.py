@@ -12,7 +12,7 @@ import pytest
 
 from lmx_lab.bench import frame
 from lmx_lab.bench.sample import COLUMNS, RunClock, row
-from tests.bench.rows import sample
+from tests.support.samples import sample
 
 
 def test_every_sample_is_a_row_and_the_table_has_the_provenance() -> None:

@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.bench import frame, summary
 from lmx_lab.bench.statistics import busy_s, token_counts_differ
 from lmx_lab.errors import InvalidRequestError
-from tests.bench.rows import run_of, sample
+from tests.support.samples import run_of, sample
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pandas.testing import assert_frame_equal
 from lmx_lab.bench import Recorder, RequestSample, frame, load, save
 from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.errors import InvalidRequestError
-from tests.bench.rows import run_of, sample
+from tests.support.samples import run_of, sample
 
 FACTS = {"commit": "abc", "seeds": [0]}
 MAYBE_TEXT = st.none() | st.text()
@@ -74,7 +74,7 @@ def test_a_truncated_file_is_loaded_up_to_its_last_complete_line(tmp_path: Path,
 KILLED = """
 import os, signal, sys
 from lmx_lab.bench import Recorder
-from tests.bench.rows import run_of
+from tests.support.samples import run_of
 with Recorder(sys.argv[1], provenance={}) as kept:
     for one in run_of([1.0, 2.0, 3.0]):
         kept.add(one)

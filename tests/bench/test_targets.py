@@ -29,9 +29,9 @@ from lmx_lab.errors import (
 )
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.bench.scripts import WORDS, collect
-from tests.daemon.scripted import STALL, Scripted, chunk, ending, event, json_answer, token
-from tests.flows.conftest import serving, wait_until_idle
+from tests.support.labs import serving, wait_until_idle
+from tests.support.model_server import STALL, WORDS, Scripted, chunk, ending, event, json_answer, token
+from tests.support.samples import collect
 
 pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}

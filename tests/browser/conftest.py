@@ -10,14 +10,9 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Error, expect
 
 from lmx_lab.values.models import ModelEntry
-from tests.browser.chromium import chromium, machine_only
-from tests.browser.jupyterlab import WAIT_MS, JupyterLab, Tab
-from tests.engine.encoders.models import write_tiny_bert
-from tests.panels.endless_model import write_endless_llama
+from tests.support.browser import LAUNCH, SLEEP, WAIT_MS, JupyterLab, Tab, chromium, machine_only
+from tests.support.models import write_endless_llama, write_tiny_bert
 
-LAUNCH = "import lmx_lab, os, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"
-SLEEP = "until = time.time() + 200\nwhile time.time() < until and not os.path.exists('awake'): time.sleep(0.05)"
-"""A cell that sleeps until a file exists in the notebook's folder."""
 RESET = """if lab.engine.snapshot.model != 'tiny': lab.load('tiny')
 lab.workbench.submit(lab.panel('chat').do_clear({})).result(60)"""
 """Restores the state that all tests expect."""

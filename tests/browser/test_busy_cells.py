@@ -6,20 +6,14 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import httpx2
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.conftest import LAUNCH, SLEEP
-from tests.browser.jupyterlab import JupyterLab, Tab
-from tests.browser.test_metrics_panel import chart_moves
-from tests.browser.test_models_panel import button, row
+from tests.support.browser import LAUNCH, SLEEP, JupyterLab, Tab, chart_moves, model_button, model_row, sleeping
 
-SLEEPING = 2
-"""Index of the cell that sleeps."""
 ANSWER = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 1500, "ignore_eos": True}
 
 
@@ -50,29 +44,11 @@ def busy(request: pytest.FixtureRequest) -> Tab:
     return tab
 
 
-def is_asleep(tab: Tab) -> bool:
-    return bool(tab.cell(SLEEPING).locator(".jp-InputPrompt").inner_text() == "[*]:")
-
-
-@contextmanager
-def sleeping(tab: Tab) -> Iterator[None]:
-    """Let the cell sleep during the block."""
-    awake = tab.lab.folder / "awake"
-    awake.unlink(missing_ok=True)
-    tab.start(SLEEPING)
-    try:
-        tab.wait(lambda: is_asleep(tab), "the cell is running")
-        yield
-        assert is_asleep(tab)
-    finally:
-        awake.touch()
-
-
 def test_the_chart_moves_and_unload_works(busy: Tab) -> None:
     with sleeping(busy):
         chart_moves(busy)
-        button(busy, "Unload tiny").click()
-        expect(row(busy, "tiny")).to_contain_text("on disk")
+        model_button(busy, "Unload tiny").click()
+        expect(model_row(busy, "tiny")).to_contain_text("on disk")
         chart_moves(busy)
     assert busy.kernel("print(lab.engine.snapshot.model)") == "None"
 
@@ -120,10 +96,10 @@ def test_unload_bypasses_a_kernel_that_does_not_answer(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
     before = len(panels.messages)
     panels.disconnect()
-    button(panels, "Unload tiny").click()
+    model_button(panels, "Unload tiny").click()
     panels.wait(lambda: httpx2.get(f"{url}/readyz", timeout=60).status_code == 503, "the server has unloaded")
     panels.reconnect()
-    expect(row(panels, "tiny")).to_contain_text("on disk")
+    expect(model_row(panels, "tiny")).to_contain_text("on disk")
     # The kernel receives the request late, which has no effect.
     panels.wait(lambda: any(answers_unload(each) for _, each in panels.messages[before:]), "the kernel has received it")
     panels.kernel("lab.load('tiny')")

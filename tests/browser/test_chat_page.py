@@ -15,12 +15,18 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 from lmx_lab.notebook import Lab
 from lmx_lab.panels.conversation import from_json
 from lmx_lab.settings import Settings
-from tests.browser.axe import serious_violations
-from tests.browser.chromium import FOREIGN, machine_only
-from tests.browser.jupyterlab import WAIT_MS
 from tests.browser.main_thread import described, traced_tasks
-from tests.browser.test_keyboard import CONTROL, FOCUSED, MARK, OUTLINE
-from tests.flows.conftest import serving
+from tests.support.browser import (
+    CONTROL,
+    FOCUSED_CONTROL,
+    FOREIGN,
+    MARK_CONTROLS,
+    OUTLINE,
+    WAIT_MS,
+    machine_only,
+    serious_violations,
+)
+from tests.support.labs import serving
 
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1280, "height": 800}
@@ -277,8 +283,8 @@ def test_every_control_is_reached_by_keyboard_and_has_a_name(
             if opener:
                 page.get_by_role("button", name=opener, exact=True).press("Enter")
                 root = page.get_by_role("dialog")
-            count, reached = root.evaluate(MARK), []
-            while (focused := page.evaluate(FOCUSED)) is not None and focused[0] not in reached:
+            count, reached = root.evaluate(MARK_CONTROLS), []
+            while (focused := page.evaluate(FOCUSED_CONTROL)) is not None and focused[0] not in reached:
                 assert page.evaluate(OUTLINE) != "none", f"control {focused} shows no focus"
                 reached.append(focused[0])
                 page.keyboard.press("Tab")

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import expect
 
-from tests.browser.jupyterlab import Tab
-
-LONG = 20_000
-"""Tokens of an answer that is still running when a test checks it."""
-
-
-def ask(tab: Tab, text: str, *, max_tokens: int = 40) -> Locator:
-    """After the end of the previous answer, type and send a message. Returns the panel when it displays the message."""
-    chat = tab.panel("Chat")
-    expect(chat.get_by_role("button", name="Send")).to_be_visible()
-    count = chat.locator(".user").count()
-    knobs = chat.locator("details", has_text="sampling")
-    if not knobs.evaluate("node => node.open"):
-        knobs.locator("summary").click()
-    chat.get_by_label("max_tokens").fill(str(max_tokens))
-    chat.get_by_label("message").focus()
-    tab.page.keyboard.type(text)
-    tab.page.keyboard.press("Enter")
-    expect(chat.locator(".user")).to_have_count(count + 1)
-    return chat
+from tests.support.browser import LONG_ANSWER, Tab, ask
 
 
 def test_an_answer_streams_and_ends_with_its_cost(panels: Tab) -> None:
-    chat = ask(panels, "Tell me a story.", max_tokens=LONG)
+    chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     expect(chat.get_by_role("button", name="Stop")).to_be_visible()
     answer = chat.locator(".assistant .text:not(.dim)").last
     panels.wait(answer.inner_text, "the answer begins")
@@ -42,7 +23,7 @@ def test_an_answer_streams_and_ends_with_its_cost(panels: Tab) -> None:
 
 
 def test_an_answer_is_stopped_by_mouse_and_the_transcript_cleared(panels: Tab) -> None:
-    chat = ask(panels, "Tell me a story.", max_tokens=LONG)
+    chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer begins")
     chat.get_by_role("button", name="Stop").click()
     expect(chat.locator(".assistant").last).to_contain_text("stopped")

@@ -8,49 +8,24 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Locator, expect
 
-from tests.browser.axe import serious_violations
-from tests.browser.conftest import SLEEP
-from tests.browser.jupyterlab import JupyterLab, Tab, seconds, updates
-from tests.browser.test_busy_cells import sleeping
-from tests.browser.test_metrics_view import NEXT_FRAMES
-from tests.browser.test_themes import CONTRASTS, MIN_CONTRAST
-from tests.browser.test_traffic import MAX_UPDATES_PER_S
+from tests.support.browser import (
+    ALL_EVENTS,
+    CONTRASTS,
+    EVENT_IMPORTS,
+    MAX_UPDATES_PER_S,
+    MIN_CONTRAST,
+    NEXT_FRAMES,
+    RESET_EVENTS,
+    SCRIPTED_EVENTS,
+    SLEEP,
+    JupyterLab,
+    Tab,
+    seconds,
+    serious_violations,
+    sleeping,
+    updates,
+)
 
-BEGIN = """
-import os, time
-from lmx_lab.panels.layout import compose_panels
-from lmx_lab.panels.workbench import Workbench
-from lmx_lab.panels.event_rows import GROUPS
-from tests.panels.scripted_daemon import Flood, LIVE, ScriptedDaemon, ScriptedLog
-from tests.panels.scripted_backend import ScriptedBackend
-bench, daemon = Workbench(ScriptedBackend()), ScriptedDaemon()
-bench.follow_events(daemon)
-async def put(*events):
-    for event in events: daemon.given.put_nowait(event)
-give = lambda *events: bench.submit(put(*events)).result(30)
-"""
-RESET = """
-daemon, log = ScriptedDaemon(), ScriptedLog(f"log-{time.time_ns()}")
-bench.follow_events(daemon)
-panel = bench.panels["events"]
-give(LIVE)
-while panel._source is not daemon or panel.connection["state"] != "live": time.sleep(0.02)
-bench.submit(panel.do_filter({"groups": list(GROUPS), "session": "", "text": ""})).result(30)
-bench.submit(panel.do_clear({})).result(30)
-"""
-EVERYTHING = """
-failed = {"code": "lmx-timeout", "message": "the model's server has not answered", "type": "x"}
-call = {"call_id": "c", "name": "weather", "arguments": {"city": "Ulm"}}
-end = {"call_id": "c", "name": "weather", "status": "error", "text": "no network", "truncated": False, "elapsed_s": 0.2}
-give(log.created(), log.event("turn.started", {"model": "tiny"}), log.token("Let me see.", kind="turn.thinking"),
-     *(log.token("It is sunny. ") for _ in range(20)), log.message("It is sunny."), log.event("tool.start", call),
-     log.event("tool.end", end), log.event("daemon.unheard", {"of": 1}, session=None, turn=None),
-     log.event("turn.error", {"error": failed, "text": "", "stats": None}, turn="turn-0"),
-     ConnectionState(state="waiting", attempts=2, retry_in_s=2.0, error=UnreachableError("refused")),
-     log.reset(500), log.snapshot(500, partial="It is"), LIVE, log.token(" sunny, and warm."), log.permission_request(),
-     log.permission_request("per-2", tool="files__write", arguments={"path": "notes.txt", "text": "one\\ntwo"}))
-"""
-IMPORTS = "from lmx_lab.client.event_receiver import ConnectionState\nfrom lmx_lab.errors import UnreachableError\n"
 # The rows that are visible, without those that are drawn beyond the edges.
 VISIBLE = """(box) => {
     const {top, bottom} = box.getBoundingClientRect();
@@ -63,11 +38,11 @@ VISIBLE = """(box) => {
 
 @pytest.fixture(scope="module")
 def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
-    jupyterlab.write("events.ipynb", [BEGIN, "compose_panels(bench, ['events'])", SLEEP])
+    jupyterlab.write("events.ipynb", [SCRIPTED_EVENTS, "compose_panels(bench, ['events'])", SLEEP])
     tab.open("events.ipynb")
     tab.run(0)
     tab.run(1)
-    tab.kernel(IMPORTS)
+    tab.kernel(EVENT_IMPORTS)
     yield tab
     tab.open("events.ipynb")
     tab.close_notebook()
@@ -76,7 +51,7 @@ def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
 @pytest.fixture
 def events(notebook: Tab) -> Tab:
     """A notebook with the panel, without rows; its daemon has not sent events yet."""
-    notebook.kernel(RESET)
+    notebook.kernel(RESET_EVENTS)
     expect(rows(notebook)).to_have_count(0)
     return notebook
 
@@ -184,7 +159,7 @@ def test_an_event_is_shown_and_copied_as_text(events: Tab) -> None:
 @pytest.mark.parametrize("theme", ["dark", "light"])
 def test_a_session_can_be_followed_and_stopped_with_enough_contrast(events: Tab, theme: str) -> None:
     panel = events.panel("Events")
-    events.kernel(EVERYTHING)
+    events.kernel(ALL_EVENTS)
     panel.get_by_label("session", exact=True).select_option("ses-1")
     expect(panel.locator(".output .text").last).to_have_text("It is sunny, and warm.")
     expect(rows(events).filter(has_text="daemon.unheard")).to_have_count(0)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.jupyterlab import JupyterLab, Tab
-from tests.browser.test_events_panel import BEGIN, EVERYTHING, IMPORTS, RESET
-from tests.browser.test_lifecycle import ask
-
-# Marks each visible control of a panel with its number in the order of the document, and returns their number.
-MARK = """(root) => {
-    const controls = root.querySelectorAll("button, input, select, textarea, summary, [tabindex='0']");
-    const visible = [...controls].filter((node) => node.checkVisibility() && !node.disabled);
-    visible.forEach((node, number) => (node.dataset.number = number));
-    visible[0].focus();
-    return visible.length;
-}"""
-FOCUSED = """() => {
-    const {dataset, tagName} = document.activeElement;
-    return dataset.number === undefined ? null : [Number(dataset.number), tagName];
-}"""
-CONTROL = re.compile(r"- \'?(button|textbox|searchbox|combobox|checkbox|spinbutton)(?: \"([^\"]*))?", re.MULTILINE)
-"""A control in a snapshot of the accessibility tree: its role and its name."""
-OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
+from tests.support.browser import (
+    ALL_EVENTS,
+    CONTROL,
+    EVENT_IMPORTS,
+    FOCUSED_CONTROL,
+    MARK_CONTROLS,
+    OUTLINE,
+    RESET_EVENTS,
+    SCRIPTED_EVENTS,
+    JupyterLab,
+    Tab,
+    ask_echo,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +29,15 @@ def all_panels(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
         "keyboard.ipynb",
         [
             "import lmx_lab\nlab = lmx_lab.launch('echo', port=0)",
-            BEGIN + "bench = lab.workbench; bench.follow_events(daemon)",
+            SCRIPTED_EVENTS + "bench = lab.workbench; bench.follow_events(daemon)",
             "lab.panel('models', 'metrics', 'chat', 'rerank', 'events')",
         ],
     )
     tab.open("keyboard.ipynb")
     for cell in range(3):
         tab.run(cell)
-    tab.kernel(IMPORTS + RESET + EVERYTHING)
-    ask(tab, "What can be reached?")
+    tab.kernel(EVENT_IMPORTS + RESET_EVENTS + ALL_EVENTS)
+    ask_echo(tab, "What can be reached?")
     yield tab
     tab.open("keyboard.ipynb")
     tab.close_notebook()
@@ -57,8 +50,8 @@ def test_tab_reaches_every_control_in_order_and_each_has_a_name(all_panels: Tab,
         if not fold.evaluate("node => node.parentElement.open"):
             fold.press("Enter")
     reached: list[int] = []
-    count = panel.evaluate(MARK)
-    while (focused := all_panels.page.evaluate(FOCUSED)) is not None:
+    count = panel.evaluate(MARK_CONTROLS)
+    while (focused := all_panels.page.evaluate(FOCUSED_CONTROL)) is not None:
         assert all_panels.page.evaluate(OUTLINE) != "none", f"control {focused} shows no focus"
         reached.append(focused[0])
         all_panels.page.keyboard.press("Tab")
@@ -73,7 +66,7 @@ def test_tab_reaches_every_control_in_order_and_each_has_a_name(all_panels: Tab,
 def test_a_question_is_edited_saved_and_loaded_by_keyboard(all_panels: Tab) -> None:
     page, chat = all_panels.page, all_panels.panel("Chat")
     answers = chat.locator(".assistant .text:not(.dim)")
-    ask(all_panels, "Second.")
+    ask_echo(all_panels, "Second.")
     chat.locator(".user").first.get_by_role("button", name="edit").press("Enter")
     box = chat.get_by_label("message")
     expect(box).to_be_focused()
@@ -99,4 +92,4 @@ def test_a_question_is_edited_saved_and_loaded_by_keyboard(all_panels: Tab) -> N
         chat.get_by_role("button", name="Load").press("Enter")
     chooser.value.set_files(saved)
     expect(answers).to_have_text(["Edited."])
-    ask(all_panels, "And now?")
+    ask_echo(all_panels, "And now?")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.jupyterlab import JupyterLab, Tab
+from tests.support.browser import JupyterLab, Tab
 
 
 @pytest.fixture(scope="module", autouse=True)

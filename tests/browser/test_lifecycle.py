@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import expect
 
-from tests.browser.jupyterlab import JupyterLab, Tab
+from tests.support.browser import JupyterLab, Tab, ask_echo
 
 NAME = "lifecycle.ipynb"
 ATTACHED = "attached.ipynb"
@@ -54,25 +54,13 @@ def run_all(tab: Tab) -> None:
     assert tab.kernel("print(lab.panel() is not None)") == "True"
 
 
-def ask(tab: Tab, text: str) -> Locator:
-    """Send a message in the chat panel, and return the panel when it shows the answer, which is the same text."""
-    chat = tab.panel("Chat")
-    count = chat.locator(".assistant").count()
-    chat.get_by_label("message").fill(text)
-    tab.page.keyboard.press("Enter")
-    expect(chat.locator(".assistant")).to_have_count(count + 1)
-    expect(chat.locator(".assistant .text:not(.dim)").last).to_have_text(text)
-    expect(chat.get_by_role("button", name="Send")).to_be_visible()
-    return chat
-
-
 def test_running_all_cells_again_keeps_the_lab_and_the_conversation(notebook: Tab) -> None:
     url = notebook.kernel("print(lab.url)")
-    chat = ask(notebook, "Before.")
+    chat = ask_echo(notebook, "Before.")
     run_all(notebook)
     assert notebook.kernel("print(lab.url)") == url
     expect(chat.locator(".assistant .text:not(.dim)").last).to_have_text("Before.")
-    ask(notebook, "After.")
+    ask_echo(notebook, "After.")
     expect(notebook.page.locator(NOTES)).to_have_count(0)
 
 
@@ -84,7 +72,7 @@ def test_a_restarted_kernel_shows_one_note_until_the_cells_run_again(notebook: T
     expect(notebook.panel("Models").locator(".shared")).to_contain_text("run the cells again")
     run_all(notebook)
     expect(notebook.page.locator(NOTES)).to_have_count(0)
-    ask(notebook, "And now?")
+    ask_echo(notebook, "And now?")
     notebook.forgive(NOT_FOUND)
 
 
@@ -95,7 +83,7 @@ def test_a_second_notebook_attaches_to_the_lab_of_the_first(notebook: Tab, jupyt
     try:
         run_all(notebook)
         expect(notebook.panel("Chat").locator(".name")).to_have_text("echo")
-        ask(notebook, "From the second notebook.")
+        ask_echo(notebook, "From the second notebook.")
         notebook.panel("Models").get_by_role("button", name="Unload echo").click()
         expect(notebook.panel("Chat").locator(".name")).to_have_text("no model is loaded")
         notebook.open(NAME)
@@ -115,7 +103,7 @@ def test_a_second_notebook_attaches_to_the_lab_of_the_first(notebook: Tab, jupyt
 
 
 def test_a_notebook_reopened_after_its_kernel_died_shows_what_was_seen(notebook: Tab) -> None:
-    ask(notebook, "Remember this.")
+    ask_echo(notebook, "Remember this.")
     expect(notebook.outputs(SHOWN).locator(".lmx-snapshot")).to_contain_text("Remember this.")
     notebook.save()
     notebook.start_code("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
@@ -127,6 +115,6 @@ def test_a_notebook_reopened_after_its_kernel_died_shows_what_was_seen(notebook:
     notebook.open(NAME)
     expect(notebook.outputs(SHOWN).locator(".lmx-snapshot")).to_contain_text("Remember this.")
     run_all(notebook)
-    ask(notebook, "And now?")
+    ask_echo(notebook, "And now?")
     notebook.forgive(NOT_FOUND)
     notebook.forgive(CANCELLED)

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
-from tests.browser.jupyterlab import Tab
-from tests.browser.test_chat_panel import LONG, ask
-
-
-def drawn(tab: Tab) -> str:
-    """Return the pixels of the first chart."""
-    return str(tab.panel("Metrics").locator("canvas").first.evaluate("canvas => canvas.toDataURL()"))
-
-
-def chart_moves(tab: Tab) -> None:
-    before = drawn(tab)
-    tab.wait(lambda: drawn(tab) != before, "the chart moves")
+from tests.support.browser import LONG_ANSWER, Tab, ask, chart_moves, drawn
 
 
 def test_the_chart_moves_while_an_answer_streams(panels: Tab) -> None:
     metrics = panels.panel("Metrics")
-    ask(panels, "Tell me a story.", max_tokens=LONG)
+    ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     decode = metrics.locator("figcaption").first.locator("b").first
     panels.wait(lambda: float(decode.inner_text().split()[0]) > 0, "decoding shows")
     chart_moves(panels)

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Locator, Page
 from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, pack_columns, window
 from lmx_lab.wire.admin import Sample
+from tests.support.browser import NEXT_FRAMES
 
 NOON = 1_800_000_000.0
 COLORS = ["31,131,214", "194,87,26", "168,92,196"]
@@ -57,7 +58,6 @@ ROWS = f"""(canvases) => canvases.map((canvas) => {{
     const rows = (color) => colors.flatMap((each, at) => each === color ? [Math.floor(at / width) / height] : []);
     return {COLORS}.map((color) => [...new Set(rows(color))]);
 }})"""
-NEXT_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from lmx_lab.panels import assets
 from lmx_lab.panels.models import ModelsPanel
 from lmx_lab.qr_code import data_uri
-from tests.browser.jupyterlab import Tab
-from tests.browser.test_chat_panel import LONG, ask
+from tests.support.browser import LONG_ANSWER, Tab, ask, model_button, model_row
 
 # The panel on an empty page. Its kernel replies when a direct request was sent to the server, which does not respond.
 SCRIPT = """async ([code, phone_code]) => {
@@ -42,35 +41,27 @@ store_speeds(lab.settings, Speeds(model="smollm2-135m", measured_at=0, busy_perc
 UNMEASURED = "(lab.settings.home / FILE).unlink()"
 
 
-def row(tab: Tab, model: str) -> Locator:
-    return tab.panel("Models").get_by_role("row").filter(has=tab.page.get_by_role("rowheader", name=model, exact=True))
-
-
-def button(tab: Tab, name: str) -> Locator:
-    return tab.panel("Models").get_by_role("button", name=name, exact=True)
-
-
 def test_each_model_has_its_engine_and_one_line_says_which_is_faster(panels: Tab) -> None:
     # With other panels beside it, not all columns are visible, but this one is.
     expect(panels.panel("Models").get_by_role("columnheader", name="engine")).to_be_visible()
-    expect(row(panels, "tiny").get_by_role("cell", name="mlx").first).to_be_visible()
+    expect(model_row(panels, "tiny").get_by_role("cell", name="mlx").first).to_be_visible()
     line = panels.panel("Models").get_by_text("for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files")
     expect(line).to_have_count(0)
     panels.kernel(MEASURED)
-    button(panels, "Refresh").click()
+    model_button(panels, "Refresh").click()
     expect(line).to_be_visible()
     panels.kernel(UNMEASURED)
-    button(panels, "Refresh").click()
+    model_button(panels, "Refresh").click()
     expect(line).to_have_count(0)
 
 
 def test_load_and_unload_by_mouse(panels: Tab) -> None:
-    button(panels, "Load tiny-two").click()
-    expect(row(panels, "tiny-two")).to_contain_text("loaded")
-    expect(row(panels, "tiny")).to_contain_text("on disk")
+    model_button(panels, "Load tiny-two").click()
+    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(model_row(panels, "tiny")).to_contain_text("on disk")
     assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny-two"
-    button(panels, "Unload tiny-two").click()
-    expect(row(panels, "tiny-two")).to_contain_text("on disk")
+    model_button(panels, "Unload tiny-two").click()
+    expect(model_row(panels, "tiny-two")).to_contain_text("on disk")
     assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
@@ -79,21 +70,21 @@ def test_load_and_unload_by_keyboard_keep_the_focus(panels: Tab) -> None:
     name.focus()
     panels.page.keyboard.type("tiny-two")
     panels.page.keyboard.press("Enter")
-    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
     expect(name).to_be_focused()
     expect(name).to_have_value("")
     for _ in range(30):
         panels.page.keyboard.press("Tab")
-        if button(panels, "Unload tiny-two").evaluate("node => node === document.activeElement"):
+        if model_button(panels, "Unload tiny-two").evaluate("node => node === document.activeElement"):
             break
     panels.page.keyboard.press("Space")
-    expect(row(panels, "tiny-two")).to_contain_text("on disk")
-    expect(button(panels, "Load tiny-two")).to_be_focused()
+    expect(model_row(panels, "tiny-two")).to_contain_text("on disk")
+    expect(model_button(panels, "Load tiny-two")).to_be_focused()
 
 
 def test_a_double_click_on_load_loads_once(panels: Tab) -> None:
-    button(panels, "Load tiny-two").dblclick()
-    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    model_button(panels, "Load tiny-two").dblclick()
+    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
     assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny-two"
 
 
@@ -107,36 +98,36 @@ def test_loading_an_unknown_model_is_an_error_that_can_be_dismissed(panels: Tab)
 
 
 def test_a_load_waits_for_a_running_answer_and_shows_it(panels: Tab) -> None:
-    chat = ask(panels, "Tell me a story.", max_tokens=LONG)
+    chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer has started")
-    button(panels, "Load tiny-two").click()
+    model_button(panels, "Load tiny-two").click()
     expect(panels.panel("Models")).to_contain_text("waiting for running answers (1)")
     chat.get_by_role("button", name="Stop").click()
-    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
     expect(chat.locator(".assistant").last).to_contain_text("stopped")
 
 
 def test_an_unload_says_how_many_answers_are_left_and_can_wait_or_stop_them(panels: Tab) -> None:
-    chat = ask(panels, "Tell me a story.", max_tokens=LONG)
+    chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer has started")
-    button(panels, "Unload tiny").click()
+    model_button(panels, "Unload tiny").click()
     models = panels.panel("Models")
     job = models.locator(".job")
     expect(job).to_contain_text(re.compile(r"^tinyunloading, 1 answer left \(\d+ s\)"))
-    expect(row(panels, "tiny")).to_contain_text("unloading")
-    expect(button(panels, "Unload tiny")).to_have_count(0)
+    expect(model_row(panels, "tiny")).to_contain_text("unloading")
+    expect(model_button(panels, "Unload tiny")).to_have_count(0)
     # The remaining time is updated.
     first = job.inner_text()
     panels.wait(lambda: job.inner_text() != first, "the remaining time has changed")
     state = panels.kernel("print(lab)")
     assert "tiny" in state
     assert "unloading, 1 answer left (" in state
-    button(panels, "Wait tiny").focus()
+    model_button(panels, "Wait tiny").focus()
     panels.page.keyboard.press("Enter")
     expect(job).to_contain_text("unloading, 1 answer left (no time limit)")
-    expect(button(panels, "Wait tiny")).to_be_hidden()
-    button(panels, "Stop now tiny").click()
-    expect(row(panels, "tiny")).to_contain_text("on disk")
+    expect(model_button(panels, "Wait tiny")).to_be_hidden()
+    model_button(panels, "Stop now tiny").click()
+    expect(model_row(panels, "tiny")).to_contain_text("on disk")
     expect(job).to_have_count(0)
     expect(chat.locator(".assistant").last).to_contain_text("requested to stop running requests immediately")
     assert panels.kernel("print(lab.engine.snapshot.model)") == "None"

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 
 import pytest
 from playwright.sync_api import Locator, expect
 
-from tests.browser.jupyterlab import Tab
-
-QUERIES = (f"where is the cat, number {number}" for number in itertools.count())
-"""A new query for each ranking, so that a test does not accept the result of an earlier one."""
-DOCUMENTS = ["the dog runs", "the cat sits on the mat", "berlin is the capital of germany"]
-
-
-def rank(tab: Tab, documents: str) -> Locator:
-    """Fill in the form, rank by keyboard, and return the panel when it displays the result."""
-    rerank, query = tab.panel("Rerank"), next(QUERIES)
-    rerank.get_by_label("Query").fill(query)
-    rerank.get_by_label("Documents").fill(documents)
-    tab.page.keyboard.press("Control+Enter")
-    expect(rerank.get_by_role("status").filter(has_text=re.compile(f"{query}$"))).to_be_visible()
-    return rerank
+from tests.support.browser import DOCUMENTS, Tab, rank
 
 
 def column(rerank: Locator, name: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import Locator, expect
 
-from tests.browser.jupyterlab import Tab
+from tests.support.browser import Tab
 
 DOCUMENTS = "Bread is baked.\nright to left: \u202eabc\n" + "A long one. " * 100
 SLOW = "import asyncio\nlab.workbench.backend.rerank = lambda *_, **__: asyncio.sleep(3600)"

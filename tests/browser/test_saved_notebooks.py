@@ -10,10 +10,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.axe import serious_violations
-from tests.browser.conftest import LAUNCH
-from tests.browser.jupyterlab import JupyterLab, Tab, updates
-from tests.browser.test_traffic import names
+from tests.support.browser import LAUNCH, JupyterLab, Tab, panel_names, serious_violations, updates
 
 MAX_BYTES = 300_000
 UPDATES = 1000
@@ -52,7 +49,7 @@ def closing(tab: Tab) -> Iterator[None]:
 
 @pytest.mark.long
 def test_a_thousand_updates_do_not_grow_the_notebook(panels: Tab, jupyterlab: JupyterLab) -> None:
-    (metrics,) = [comm for comm, name in names(panels).items() if name == "metrics"]
+    (metrics,) = [comm for comm, name in panel_names(panels).items() if name == "metrics"]
     expect(panels.panel("Metrics").locator("canvas").first).to_be_visible()
     # Hidden, because a browser cannot draw so often.
     panels.command("notebook:hide-all-cell-outputs")

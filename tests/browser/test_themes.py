@@ -5,58 +5,8 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.axe import serious_violations
-from tests.browser.conftest import LAUNCH
-from tests.browser.jupyterlab import Tab
-from tests.browser.test_chat_panel import ask
-from tests.browser.test_rerank_panel import DOCUMENTS, rank
+from tests.support.browser import CONTRASTS, DOCUMENTS, LAUNCH, MIN_CONTRAST, Tab, ask, rank, serious_violations
 
-MIN_CONTRAST = 4.5
-"""WCAG 2.2, 1.4.3, level AA."""
-# Returns the contrast of each visible text to its background. Colours are painted on a canvas, to convert any notation
-# to numbers and to blend translucent colours with the colours behind them.
-CONTRASTS = """(root) => {
-    const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-    const over = (below, color, opacity = 1) => {
-        canvas.globalAlpha = 1;
-        canvas.fillStyle = `rgb(${below.join()})`;
-        canvas.fillRect(0, 0, 1, 1);
-        canvas.globalAlpha = opacity;
-        canvas.fillStyle = color;
-        canvas.fillRect(0, 0, 1, 1);
-        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-    };
-    const ancestors = (node) => (node ? [...ancestors(node.parentElement), node] : []);
-    const behind = (node) => ancestors(node).reduce(
-        (below, each) => over(below, getComputedStyle(each).backgroundColor), [255, 255, 255]);
-    const opacity = (node) => ancestors(node).reduce((all, each) => all * getComputedStyle(each).opacity, 1);
-    const light = (color) => {
-        const [r, g, b] = color.map((part) => part / 255).map((part) =>
-            part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const contrast = (node, style) => {
-        const below = behind(node);
-        const [dark, bright] = [light(below), light(over(below, style.color, opacity(node)))].sort((a, b) => a - b);
-        return (bright + 0.05) / (dark + 0.05);
-    };
-    const found = [];
-    const seen = (node) => {
-        const {width, height} = node.getBoundingClientRect();
-        return width > 1 && height > 1 && node.checkVisibility({visibilityProperty: true});
-    };
-    const note = (node, text, pseudo) => {
-        const style = getComputedStyle(node, pseudo);
-        if (text.trim() && seen(node)) found.push([text.trim().slice(0, 60), contrast(node, style)]);
-    };
-    for (const node of root.querySelectorAll("*")) {
-        const own = [...node.childNodes].filter((each) => each.nodeType === 3).map((each) => each.data).join("");
-        if (!node.matches("input, textarea, select")) note(node, own);
-        else if (node.value) note(node, node.value);
-        else note(node, node.placeholder ?? "", "::placeholder");
-    }
-    return found;
-}"""
 GRID = ".jp-Notebook:not(.lm-mod-hidden) .widget-gridbox"
 PANELS = ("Models", "Metrics", "Chat", "Rerank")
 

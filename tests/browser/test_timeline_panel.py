@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.axe import serious_violations
-from tests.browser.jupyterlab import Tab
-from tests.browser.test_themes import CONTRASTS, MIN_CONTRAST
+from tests.support.browser import CONTRASTS, MIN_CONTRAST, Tab, serious_violations
 
 PANEL = "timeline"
 """The panel that ``one_panel`` shows."""

@@ -8,10 +8,7 @@ import httpx2
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.conftest import LAUNCH
-from tests.browser.jupyterlab import Tab
-from tests.browser.test_chat_panel import ask
-from tests.browser.test_models_panel import button, row
+from tests.support.browser import LAUNCH, Tab, ask, model_button, model_row
 
 SHOWN = 1
 """Index of the cell that displays the panels."""
@@ -25,10 +22,10 @@ def test_a_second_tab_shows_the_same_and_works(panels: Tab, another_tab: Callabl
     other.open("panels.ipynb")
     expect(other.panel("Chat").locator(".user").last).to_contain_text("What do both tabs show?")
     assert other.panel("Chat").locator(".text").all_inner_texts() == chat.locator(".text").all_inner_texts()
-    button(other, "Load tiny-two").click()
+    model_button(other, "Load tiny-two").click()
     for tab in (other, panels):
-        expect(row(tab, "tiny-two")).to_contain_text("loaded")
-        expect(row(tab, "tiny")).to_contain_text("on disk")
+        expect(model_row(tab, "tiny-two")).to_contain_text("loaded")
+        expect(model_row(tab, "tiny")).to_contain_text("on disk")
     expect(other.panel("Metrics").locator("canvas")).to_have_count(4)
 
 
@@ -70,9 +67,9 @@ def test_a_closed_panel_is_shown_again_with_the_right_state(panels: Tab) -> None
     expect(panels.panel("Models")).to_have_count(0)
     panels.kernel("lab.load('tiny-two')")
     panels.run(SHOWN)
-    expect(row(panels, "tiny-two")).to_contain_text("loaded")
-    button(panels, "Unload tiny-two").click()
-    expect(row(panels, "tiny-two")).to_contain_text("on disk")
+    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
+    model_button(panels, "Unload tiny-two").click()
+    expect(model_row(panels, "tiny-two")).to_contain_text("on disk")
 
 
 def test_a_cleared_output_is_restored_with_the_current_state(panels: Tab) -> None:
@@ -80,7 +77,7 @@ def test_a_cleared_output_is_restored_with_the_current_state(panels: Tab) -> Non
     expect(panels.panel("Models")).to_have_count(0)
     panels.kernel("lab.load('tiny-two')")
     panels.run(SHOWN)
-    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
 
 
 def test_a_stopped_server_is_shown_and_then_the_next_one(panels: Tab) -> None:
@@ -95,7 +92,7 @@ def test_a_stopped_server_is_shown_and_then_the_next_one(panels: Tab) -> None:
         expect(panels.panel(name).locator(".state")).to_be_hidden()
         expect(panels.panel(name).locator(".name")).to_have_text("tiny-bert" if name == "Rerank" else "tiny")
     expect(panels.page.locator(".shared:visible")).to_have_count(0)
-    expect(row(panels, "tiny")).to_contain_text("loaded")
+    expect(model_row(panels, "tiny")).to_contain_text("loaded")
     chat = ask(panels, "Are you back?")
     expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
 
@@ -105,19 +102,19 @@ def test_a_suspended_tab_shows_the_right_state_when_it_resumes(panels: Tab) -> N
     panels.freeze()
     assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
     panels.thaw()
-    expect(row(panels, "tiny-two")).to_contain_text("loaded")
-    expect(row(panels, "tiny")).to_contain_text("on disk")
+    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(model_row(panels, "tiny")).to_contain_text("on disk")
 
 
 def test_lost_state_is_requested_again(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
-    expect(row(panels, "tiny")).to_contain_text("loaded")
+    expect(model_row(panels, "tiny")).to_contain_text("loaded")
     with panels.deaf():
         assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
         panels.page.wait_for_timeout(1000)
-        expect(row(panels, "tiny")).to_contain_text("loaded")
-    expect(row(panels, "tiny-two")).to_contain_text("loaded")
-    expect(row(panels, "tiny")).to_contain_text("on disk")
+        expect(model_row(panels, "tiny")).to_contain_text("loaded")
+    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(model_row(panels, "tiny")).to_contain_text("on disk")
 
 
 def test_a_browser_shows_the_right_state_after_a_lost_connection(panels: Tab) -> None:
@@ -125,6 +122,6 @@ def test_a_browser_shows_the_right_state_after_a_lost_connection(panels: Tab) ->
     panels.disconnect()
     assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
     panels.reconnect()
-    expect(row(panels, "tiny-two")).to_contain_text("loaded")
-    button(panels, "Unload tiny-two").click()
-    expect(row(panels, "tiny-two")).to_contain_text("on disk")
+    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
+    model_button(panels, "Unload tiny-two").click()
+    expect(model_row(panels, "tiny-two")).to_contain_text("on disk")

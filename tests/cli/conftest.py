@@ -10,8 +10,8 @@ import pytest
 import typer.main
 
 from lmx_lab.daemon.daemon import Daemon
-from tests.daemon.running_daemon import serving
-from tests.daemon.scripted import Scripted, says
+from tests.support.daemons import serving
+from tests.support.model_server import Scripted, says
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -14,7 +14,7 @@ import typer
 
 from lmx_lab.cli import app as application
 from lmx_lab.cli.app import run
-from tests.command_line import CLOSED, WAIT_S, Running, environment, run_command
+from tests.support.commands import CLOSED, WAIT_S, Running, environment, run_command
 
 COMMANDS = ("serve", "daemon", "chat", "events", "bench", "pull", "models", "doctor")
 PROGRAM = [sys.executable, "-m", "lmx_lab"]

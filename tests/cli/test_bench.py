@@ -17,11 +17,11 @@ from lmx_lab.bench import load
 from lmx_lab.bench.sample import COLUMNS, frame
 from lmx_lab.cli import bench_tables
 from lmx_lab.cli.app import run
-from tests.bench.rows import run_of, sample
-from tests.bench.scripts import WORDS, after_calibration
-from tests.command_line import Running, run_command
-from tests.daemon.scripted import STALL, Scripted, refuses, token
-from tests.flows.conftest import serving, wait_until
+from tests.support.commands import Running, run_command
+from tests.support.labs import serving
+from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, refuses, token
+from tests.support.samples import run_of, sample
+from tests.support.waiting import until
 
 SMALL = ("-p", "48", "-n", "8", "--requests", "3")
 
@@ -196,7 +196,7 @@ def test_a_lab_without_a_model_is_one_line(home: Path, capsys: pytest.CaptureFix
 @pytest.mark.slow
 def test_a_lab_that_loads_models_on_demand_is_measured(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(home, "echo", swap=True, idle_unload_s=0.2) as lab:
-        wait_until(lambda: "0.2 s" in httpx2.get(f"{lab.url}/readyz").text)
+        until(lambda: "0.2 s" in httpx2.get(f"{lab.url}/readyz").text)
         for named in ([], ["--model", "default"]):
             assert bench("--url", lab.url, *named, *SMALL, "--no-record") == 0, capsys.readouterr().err
 
@@ -205,7 +205,7 @@ def test_ctrl_c_prints_the_results_so_far(tmp_path: Path) -> None:
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server:
 
         def interrupt(command: Running) -> None:
-            wait_until(lambda: len(server.bodies) == 5)
+            until(lambda: len(server.bodies) == 5)
             command.send_signal(signal.SIGINT)
 
         ended = run_command(tmp_path, "bench", "--url", server.url, *SMALL, meanwhile=interrupt)

@@ -9,8 +9,8 @@ import pytest
 
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
-from tests.command_line import Running, run_command
-from tests.daemon.scripted import STALL, Gate, Scripted, calls, refuses, says, token
+from tests.support.commands import Running, run_command
+from tests.support.model_server import STALL, Gate, Scripted, calls, refuses, says, token
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.cli import app as application
-from tests.command_line import SIGNALS, Running, run_command
+from tests.support.commands import SIGNALS, Running, run_command
 
 
 def state() -> object:

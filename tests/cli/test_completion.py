@@ -13,8 +13,8 @@ import pytest
 from lmx_lab.cli.completion import complete_model, complete_pull, complete_session
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
-from tests.command_line import WAIT_S, environment, run_command
-from tests.daemon.running_daemon import serving
+from tests.support.commands import WAIT_S, environment, run_command
+from tests.support.daemons import serving
 
 SCRIPT = Path(sys.executable).with_name("lmx-lab")
 

@@ -12,8 +12,7 @@ import pytest
 
 from lmx_lab.cli import daemon
 from lmx_lab.daemon.daemon import Daemon
-from tests.command_line import WAIT_S, Running, run_command
-from tests.command_process import status
+from tests.support.commands import WAIT_S, Running, run_command, status
 
 MCP = {"mcpServers": {"none": {"command": "/no/such/program", "args": ["a b"], "env": {"KEY": "hidden-value"}}}}
 QUESTION = "Add them?"

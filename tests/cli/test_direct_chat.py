@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
-from tests.command_line import Running, run_command
+from tests.support.commands import Running, run_command
 
 UNUSED_PORT = 9
 """The port of the discard service, which no program uses."""

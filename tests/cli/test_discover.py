@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.notebook import discovery
-from tests.command_line import run_command
-from tests.flows.conftest import serving
+from tests.support.commands import run_command
+from tests.support.labs import serving
 
 LOOPBACK = ["127.0.0.1"]
 NAME = "[bold]Anna's <lab>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.command_line import run_command
+from tests.support.commands import run_command
 
 
 def test_nothing_is_broken_on_this_machine(tiny_home: Path) -> None:

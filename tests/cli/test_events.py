@@ -11,8 +11,8 @@ import pytest
 
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
-from tests.command_line import Running, run_command
-from tests.daemon.running_daemon import serving, settled, write_tokens
+from tests.support.commands import Running, run_command
+from tests.support.daemons import serving, settled, write_tokens
 
 
 @pytest.mark.usefixtures("hello")

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from lmx_lab.notebook.lab import Lab
-from tests.command_line import Ended, Running, run_command
-from tests.flows.conftest import ENDLESS, PACE, serving, wait_until
+from tests.support.asking import ENDLESS
+from tests.support.commands import Ended, Running, run_command
+from tests.support.labs import PACE, serving
+from tests.support.waiting import until
 
 UNUSED_PORT = 9
 """The port of the discard service, which no program uses."""
@@ -50,7 +52,7 @@ def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab: Lab) -
         running.send_signal(signal.SIGINT)
 
     def stop_answer(running: Running) -> None:
-        wait_until(lambda: "no time limit" in str(lab.engine.snapshot.unloading))
+        until(lambda: "no time limit" in str(lab.engine.snapshot.unloading))
         stream.close()
 
     with closing(lab.chat("hello", stream=True, **ENDLESS)) as stream:

@@ -6,8 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
-from tests.command_line import run_command
-from tests.quantized_copies import EXACT, LOSSY, store_copy
+from tests.support.commands import run_command
+from tests.support.gguf import EXACT, LOSSY, store_copy
 
 
 def test_a_model_on_the_disk_is_not_downloaded_again(starter_home: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command_process import WAIT_S, Serving, serving
+from tests.support.commands import WAIT_S, Serving, serving
 
 END_S = 20.0
 """The documentation promises 5 s, but this machine may be busy."""

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.qr_code import half_blocks
-from tests.command_line import Running, run_command
-from tests.command_process import request, serving, status
+from tests.support.commands import Running, request, run_command, serving, status
 
 CHAT = "/v1/chat/completions"
 

@@ -8,8 +8,18 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.client.chat_chunks import MAX_CALLS, CompleteToolCall, TokenUsage
-from tests.client.chat_answers import pieces, read
-from tests.daemon.scripted import DONE, Scripted, chunk, ending, event, json_answer, says, token
+from tests.support.model_server import (
+    DONE,
+    Scripted,
+    chunk,
+    ending,
+    event,
+    json_answer,
+    pieces,
+    read_answer,
+    says,
+    token,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +33,7 @@ def called(name: str = "add", arguments: Any = "{}", **fields: Any) -> dict[str,
 
 
 async def test_text_thoughts_and_usage_are_read() -> None:
-    text, thinking, found, reason, usage = await read(says("Hel", "lo", thinks=["Hm", "."]))
+    text, thinking, found, reason, usage = await read_answer(says("Hel", "lo", thinks=["Hm", "."]))
     assert (text, thinking, found, reason, usage) == ("Hello", "Hm.", (), "stop", TokenUsage(prompt=5, completion=4))
 
 
@@ -72,7 +82,7 @@ async def test_text_thoughts_and_usage_are_read() -> None:
 )
 async def test_tool_calls_are_assembled_from_pieces_of_all_servers(deltas: list[list[dict[str, Any]]]) -> None:
     script = [*(delta(tool_calls=items) for items in deltas), *ending("tool_calls")]
-    assert (await read(script))[2] == (
+    assert (await read_answer(script))[2] == (
         CompleteToolCall(id="a", name="add", arguments='{"x": 1}'),
         CompleteToolCall(id="b", name="sub", arguments="{}"),
     )
@@ -80,7 +90,7 @@ async def test_tool_calls_are_assembled_from_pieces_of_all_servers(deltas: list[
 
 async def test_tool_calls_may_have_no_id() -> None:
     """As mlx_lm.server sends them: whole, in one delta."""
-    found = (await read([delta(tool_calls=[called(), called()]), *ending("tool_calls")]))[2]
+    found = (await read_answer([delta(tool_calls=[called(), called()]), *ending("tool_calls")]))[2]
     assert [(call.id, call.name) for call in found] == [(None, "add"), (None, "add")]
 
 
@@ -90,13 +100,13 @@ async def test_the_older_function_call_is_read_as_a_tool_call() -> None:
         delta(function_call={"arguments": ": 1}"}),
         *ending("function_call"),
     ]
-    _, _, found, reason, _ = await read(script)
+    _, _, found, reason, _ = await read_answer(script)
     assert (found, reason) == ((CompleteToolCall(id=None, name="add", arguments='{"x": 1}'),), "function_call")
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "content_filter", "tool_calls", "eos_token"])
 async def test_finish_reasons_are_passed_on(reason: str) -> None:
-    assert (await read(says("a", finish=reason)))[3] == reason
+    assert (await read_answer(says("a", finish=reason)))[3] == reason
 
 
 @pytest.mark.parametrize(
@@ -106,12 +116,12 @@ async def test_finish_reasons_are_passed_on(reason: str) -> None:
 async def test_a_complete_answer_instead_of_a_stream_is_read(message: dict[str, Any]) -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 1}
     answer = json_answer({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
-    assert await read(answer) == ("hi", "hm", (), "stop", TokenUsage(prompt=3, completion=1))
+    assert await read_answer(answer) == ("hi", "hm", (), "stop", TokenUsage(prompt=3, completion=1))
 
 
 async def test_a_complete_answer_with_tool_calls_is_read() -> None:
     answer = json_answer({"choices": [{"message": {"content": None, "tool_calls": [called(id="a")]}}]})
-    assert (await read(answer))[2] == (CompleteToolCall(id="a", name="add", arguments="{}"),)
+    assert (await read_answer(answer))[2] == (CompleteToolCall(id="a", name="add", arguments="{}"),)
 
 
 @pytest.mark.parametrize(
@@ -132,23 +142,25 @@ async def test_a_complete_answer_with_tool_calls_is_read() -> None:
     ],
 )
 async def test_unusual_chunks_are_read(odd: bytes) -> None:
-    assert (await read([odd, *ending()]))[0] == "a"
+    assert (await read_answer([odd, *ending()]))[0] == "a"
 
 
 async def test_of_several_answers_the_first_is_read() -> None:
     second = event({"choices": [{"index": 1, "delta": {"content": "b"}, "finish_reason": "length"}]})
-    text, _, _, reason, _ = await read([token("a"), second, *ending()])
+    text, _, _, reason, _ = await read_answer([token("a"), second, *ending()])
     assert (text, reason) == ("a", "stop")
 
 
 async def test_usage_of_null_is_unknown() -> None:
-    assert (await read([token("a"), chunk({}, finish="stop"), event({"choices": [], "usage": None}), DONE]))[4] is None
+    assert (await read_answer([token("a"), chunk({}, finish="stop"), event({"choices": [], "usage": None}), DONE]))[
+        4
+    ] is None
 
 
 @pytest.mark.parametrize("count", ["1e999", "-1e999", "NaN", "Infinity", "9" * 4000])
 async def test_an_implausible_count_is_unknown(count: str) -> None:
     odd = b'data: {"choices":[],"usage":{"prompt_tokens":%s,"completion_tokens":1}}\n\n' % count.encode()
-    text, _, _, reason, usage = await read([token("a"), chunk({}, finish="stop"), odd, DONE])
+    text, _, _, reason, usage = await read_answer([token("a"), chunk({}, finish="stop"), odd, DONE])
     assert (text, reason, usage) == ("a", "stop", TokenUsage(prompt=None, completion=1))
 
 
@@ -162,11 +174,11 @@ async def test_halves_of_surrogate_pairs_in_names_are_replaced() -> None:
 async def test_halves_of_surrogate_pairs_are_joined() -> None:
     halves = [b'data: {"choices":[{"delta":{"content":"%s"}}]}\n\n' % half for half in (b"a\\ud83d", b"\\ude00b")]
     alone = b'data: {"choices":[{"delta":{"content":"\\ude00"}}]}\n\n'
-    assert (await read([*halves, alone, *ending()]))[0] == "a\U0001f600b�"
+    assert (await read_answer([*halves, alone, *ending()]))[0] == "a\U0001f600b�"
 
 
 async def test_the_number_and_length_of_tool_calls_are_limited() -> None:
     with pytest.raises(errors.EngineError, match="at once"):
-        await read([delta(tool_calls=[called(id=str(number)) for number in range(MAX_CALLS + 1)]), *ending()])
+        await read_answer([delta(tool_calls=[called(id=str(number)) for number in range(MAX_CALLS + 1)]), *ending()])
     with pytest.raises(errors.EngineError, match="characters"):
-        await read([delta(tool_calls=[called(arguments="x" * 600_000, index=0)]) for _ in range(2)] + ending())
+        await read_answer([delta(tool_calls=[called(arguments="x" * 600_000, index=0)]) for _ in range(2)] + ending())

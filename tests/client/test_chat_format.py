@@ -13,9 +13,9 @@ from lmx_lab import errors
 from lmx_lab.client.chat_chunks import ToolCallAssembler
 from lmx_lab.client.chat_format import ChatFormatClient
 from lmx_lab.notebook import Lab
-from tests.client.chat_answers import BODY, pieces, read
-from tests.client.raw import Endless, answering, streamed
-from tests.daemon.scripted import (
+from tests.support.labs import serving
+from tests.support.model_server import (
+    BODY,
     DONE,
     DROP,
     STALL,
@@ -25,11 +25,13 @@ from tests.daemon.scripted import (
     chunk,
     event,
     json_answer,
+    pieces,
+    read_answer,
     refuses,
     says,
     token,
 )
-from tests.flows.conftest import serving
+from tests.support.sockets import Endless, answering, streamed
 
 pytestmark = pytest.mark.anyio
 # --- requests
@@ -71,12 +73,12 @@ async def test_comments_are_returned_as_remarks() -> None:
 
 
 async def test_done_may_be_missing_after_the_finish_reason() -> None:
-    assert (await read([token("a"), chunk({}, finish="stop")]))[:1] == ("a",)
-    assert (await read([token("a"), chunk({}, finish="stop"), DROP]))[:1] == ("a",)
+    assert (await read_answer([token("a"), chunk({}, finish="stop")]))[:1] == ("a",)
+    assert (await read_answer([token("a"), chunk({}, finish="stop"), DROP]))[:1] == ("a",)
 
 
 async def test_the_finish_reason_may_be_missing_before_done() -> None:
-    assert (await read([token("a"), DONE]))[3] is None
+    assert (await read_answer([token("a"), DONE]))[3] is None
 
 
 async def test_a_stream_that_stays_open_after_its_end_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
-from tests.client.raw import answering, whole
-from tests.flows.conftest import serving
-from tests.tiny import write_tiny_llama
+from tests.support.labs import serving
+from tests.support.models import write_tiny_llama
+from tests.support.sockets import answering, whole
 
 pytestmark = pytest.mark.anyio
 KEY = "open-sesame-42"

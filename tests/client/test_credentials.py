@@ -9,37 +9,25 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.client.credentials import STATE, Credentials
-from lmx_lab.daemon.home import DaemonHome
+from lmx_lab.client.credentials import Credentials
 from lmx_lab.errors import InvalidRequestError, UnreachableError
-from lmx_lab.wire.daemon import StateFile
-
-TOKEN = "open-sesame-42"
-
-
-def write(home: Path, **changes: Any) -> Path:
-    """Write the state file of a daemon, which need not run."""
-    fields = {"pid": 1, "started_at": "2026-11-21T10:00:00.123Z", "daemon_id": "dmn_1", "host": "127.0.0.1"}
-    folder = home / "daemon"
-    folder.mkdir(parents=True, exist_ok=True)
-    DaemonHome(folder).publish(StateFile.model_validate({**fields, "port": 4321, "token": TOKEN, **changes}))
-    return folder / STATE
+from tests.support.daemons import TOKEN, write_state
 
 
 def test_the_state_file_of_a_home_is_read(tmp_path: Path) -> None:
-    write(tmp_path)
+    write_state(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     assert (credentials.url, credentials.token, credentials.daemon_id) == ("http://127.0.0.1:4321", TOKEN, "dmn_1")
 
 
 def test_the_default_home_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path)
+    write_state(tmp_path)
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     assert Credentials.from_home().daemon_id == "dmn_1"
 
 
 def test_the_token_is_in_no_repr(tmp_path: Path) -> None:
-    write(tmp_path)
+    write_state(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     assert TOKEN not in f"{credentials!r} {credentials} {credentials.endpoint!r} {credentials.endpoint}"
 
@@ -51,14 +39,14 @@ def test_without_a_daemon_the_message_says_how_to_start_one(tmp_path: Path) -> N
 
 
 def test_a_file_that_others_may_read_is_not_trusted(tmp_path: Path) -> None:
-    write(tmp_path).chmod(0o644)
+    write_state(tmp_path).chmod(0o644)
     with pytest.raises(UnreachableError, match=r"other users have access .*644"):
         Credentials.from_home(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_a_path_that_is_not_a_regular_file_is_not_trusted(tmp_path: Path, kind: str) -> None:
-    path = write(tmp_path)
+    path = write_state(tmp_path)
     path.rename(tmp_path / "elsewhere")
     match kind:
         case "link":
@@ -75,7 +63,7 @@ def test_a_path_that_is_not_a_regular_file_is_not_trusted(tmp_path: Path, kind: 
     "text", ["", "[]", f'{{"token": "{TOKEN}"', f'{{"token": "{TOKEN}", "port": "{TOKEN}"}}', "\x00" * 100_000]
 )
 def test_invalid_content_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
-    write(tmp_path).write_text(text)
+    write_state(tmp_path).write_text(text)
     with pytest.raises(UnreachableError, match="not a valid state file") as caught:
         Credentials.from_home(tmp_path)
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
@@ -83,7 +71,7 @@ def test_invalid_content_is_refused_without_showing_it(tmp_path: Path, text: str
 
 @pytest.mark.parametrize("changes", [{"token": f"{TOKEN} two"}, {"host": ""}, {"port": 99_999}])
 def test_a_state_with_invalid_values_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    write(tmp_path, **changes)
+    write_state(tmp_path, **changes)
     with pytest.raises(UnreachableError, match="not a valid state file") as caught:
         Credentials.from_home(tmp_path)
     assert caught.value.__traceback__ is not None
@@ -96,21 +84,21 @@ def test_a_state_with_invalid_values_is_refused(tmp_path: Path, changes: dict[st
 
 
 def test_a_restarted_daemon_is_found(tmp_path: Path) -> None:
-    path = write(tmp_path)
+    path = write_state(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     assert not credentials.refresh()
     path.unlink()
     assert not credentials.refresh()
-    write(tmp_path, port=4322, token="other", daemon_id="dmn_2")
+    write_state(tmp_path, port=4322, token="other", daemon_id="dmn_2")
     assert credentials.refresh()
     assert (credentials.url, credentials.token, credentials.daemon_id) == ("http://127.0.0.1:4322", "other", "dmn_2")
     assert not credentials.refresh()
 
 
 def test_a_file_that_is_not_trusted_changes_nothing(tmp_path: Path) -> None:
-    write(tmp_path)
+    write_state(tmp_path)
     credentials = Credentials.from_home(tmp_path)
-    write(tmp_path, port=4322).chmod(0o640)
+    write_state(tmp_path, port=4322).chmod(0o640)
     assert not credentials.refresh()
     assert credentials.url == "http://127.0.0.1:4321"
 

@@ -20,13 +20,12 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.storage.event_log import record_pruned
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed, McpTestPassed
 from lmx_lab.wire.sessions import CancelTurns, ChangeSession, ForkSession, SessionMessage, SubmitTurn
-from tests.client.raw import RawServer, answering, whole
-from tests.client.test_credentials import write
-from tests.daemon.running_daemon import serving, write_tokens
-from tests.daemon.scripted import STALL, Scripted, calls, says, token
+from tests.support.daemons import serving, write_state, write_tokens
+from tests.support.mcp import COUNTING
+from tests.support.model_server import STALL, Scripted, calls, says, token
+from tests.support.sockets import RawServer, answering, whole
 
 pytestmark = pytest.mark.anyio
-COUNTING = Path(__file__).parent.parent / "daemon" / "counting_mcp.py"
 TOKEN = "open-sesame-42"
 
 
@@ -358,7 +357,7 @@ def permissions(*ids: str) -> bytes:
 )
 async def test_another_server_at_the_address_does_not_get_the_token(tmp_path: Path, answer: bytes) -> None:
     with answering(answer) as server:
-        write(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
+        write_state(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
             with pytest.raises(errors.UnreachableError) as caught:
                 await client.submit_turn("s", SubmitTurn(content="hi"))
@@ -372,7 +371,7 @@ async def test_another_server_at_the_address_does_not_get_the_token(tmp_path: Pa
 
 async def test_another_server_after_a_lost_connection_does_not_get_the_token(tmp_path: Path) -> None:
     with answering(health("dmn_1"), b"", health("dmn_2")) as server:
-        write(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
+        write_state(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
             with pytest.raises(errors.UnreachableError, match="dmn_2"):
                 await client.state()
@@ -403,7 +402,7 @@ async def test_the_token_is_in_no_traceback_and_no_log(tmp_path: Path, caplog: p
     caplog.set_level(logging.DEBUG)
     text = ""
     with answering(health("dmn_1"), b"", health("dmn_1"), whole("<html>", kind="text/html")) as server:
-        write(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
+        write_state(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
             for request in (client.fork_session("s", ForkSession()), client.state()):
                 with pytest.raises(errors.UnreachableError) as caught:
@@ -433,22 +432,22 @@ async def test_a_restarted_daemon_is_found(tmp_path: Path) -> None:
 
 async def test_a_refused_token_is_read_again_once(daemon: Daemon, home: Path, tmp_path: Path) -> None:
     fields = {"port": daemon.port, "daemon_id": daemon.daemon_id}
-    write(tmp_path, token="an-old-one", **fields)
+    write_state(tmp_path, token="an-old-one", **fields)
     network = Recorded()
     async with AsyncDaemonClient.discover(tmp_path, transport=network) as client:
         with pytest.raises(errors.UnauthorizedError):
             await client.state()
         assert [path for path, _ in network.requests] == ["/v3/health", "/v3/daemon"]
-        write(tmp_path, token=daemon.token, **fields)
+        write_state(tmp_path, token=daemon.token, **fields)
         assert (await client.fork_session((await client.session()).session_id, ForkSession())).forked_from
 
 
 async def test_a_new_address_is_checked_as_well(tmp_path: Path) -> None:
     with answering(health("dmn_1"), permissions()) as first, answering(health("dmn_3")) as second:
-        write(tmp_path, port=port(first), token=TOKEN, daemon_id="dmn_1")
+        write_state(tmp_path, port=port(first), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
             await client.permissions()
-            write(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
+            write_state(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
             assert client.credentials.refresh()
             with pytest.raises(errors.UnreachableError, match="dmn_3"):
                 await client.permissions()
@@ -459,11 +458,11 @@ async def test_a_request_that_may_have_been_executed_is_not_repeated_at_another_
     with answering(health("dmn_2")) as second:
 
         def restart_meanwhile() -> Iterator[bytes]:
-            write(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
+            write_state(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
             yield b""
 
         with answering(health("dmn_1"), restart_meanwhile()) as first:
-            write(tmp_path, port=port(first), token=TOKEN, daemon_id="dmn_1")
+            write_state(tmp_path, port=port(first), token=TOKEN, daemon_id="dmn_1")
             async with AsyncDaemonClient.discover(tmp_path) as client:
                 with pytest.raises(errors.ConnectionLostError):
                     await client.fork_session("s", ForkSession())

@@ -10,7 +10,7 @@ from lmx_lab.client import LabClient
 from lmx_lab.client.errors import DAEMON, UnexpectedResponse, lab_server_error, parse_error, was_sent
 from lmx_lab.errors import ERROR_CLASSES, CursorExpiredError, LabError, UnreachableError
 from lmx_lab.http.error_bodies import respond
-from tests.test_errors import classes
+from tests.support.asking import error_classes
 
 
 def answer(
@@ -20,11 +20,11 @@ def answer(
 
 
 def test_the_table_has_every_code() -> None:
-    assert set(ERROR_CLASSES) == {kind.code for kind in classes()}
+    assert set(ERROR_CLASSES) == {kind.code for kind in error_classes()}
     assert all(kind.code == code for code, kind in ERROR_CLASSES.items())
 
 
-@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
 def test_a_servers_error_is_the_same_error_in_the_client(kind: type[LabError]) -> None:
     response = respond(kind("why, and what to do", param="messages.0", retry_after_s=1.5), request_id="req_1")
     retry_after = response.headers["retry-after"]

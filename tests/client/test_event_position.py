@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lmx_lab.client.cursors import Cursor
 from lmx_lab.client.daemon_events import daemon_event
 from lmx_lab.client.event_position import Delivery, EventPosition
-from tests.client.event_server import event, heartbeat, hello, reset, snapshot, synced
+from tests.support.events import event, heartbeat, hello, reset, snapshot, synced
 
 
 def process(position: EventPosition, *texts: str) -> list[Delivery]:

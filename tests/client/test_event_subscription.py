@@ -30,7 +30,7 @@ from lmx_lab.errors import (
     UnreachableError,
     WrongServerError,
 )
-from tests.client.event_server import (
+from tests.support.events import (
     CUT,
     HALF,
     STAY,

@@ -14,9 +14,9 @@ from lmx_lab.client import backoff
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent, TurnDoneEvent, TurnErrorEvent, TurnTokenEvent
 from lmx_lab.errors import DaemonRestartedError
-from tests.daemon.daemon_process import Program
-from tests.daemon.scripted import Scripted, counted
-from tests.daemon.tcp_proxy import Proxy, Through
+from tests.support.daemons import Program
+from tests.support.model_server import Scripted, counted
+from tests.support.sockets import Proxy, Through
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 TOKENS = 60

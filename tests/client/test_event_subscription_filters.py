@@ -18,7 +18,7 @@ from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.errors import InvalidRequestError, QueueFullError
-from tests.daemon.running_daemon import serving, settled, write_tokens
+from tests.support.daemons import serving, settled, write_tokens
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 20.0

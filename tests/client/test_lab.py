@@ -38,9 +38,10 @@ from lmx_lab.wire.admin import Heartbeat, ModelEvent, NotReady, RequestEvent, Sa
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingItem, EmbeddingList, EmbeddingsBody, EncodingUsage
 from lmx_lab.wire.rerank import RerankBody, RerankItem, RerankResults
-from tests.client.raw import Endless, RawServer, answering, streamed, whole
-from tests.flows.conftest import serving, wait_until
-from tests.tiny import write_tiny_llama
+from tests.support.labs import serving
+from tests.support.models import write_tiny_llama
+from tests.support.sockets import Endless, RawServer, answering, streamed, whole
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 KEY = "open-sesame-42"
@@ -79,7 +80,7 @@ def lab(long_home: Path) -> Iterator[Lab]:
 async def client(lab: Lab) -> AsyncIterator[AsyncLabClient]:
     async with AsyncLabClient(lab.url, api_key=KEY) as client:
         yield client
-    wait_until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
+    until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
 
 
 async def until_running(lab: Lab) -> None:

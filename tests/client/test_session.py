@@ -38,10 +38,10 @@ from lmx_lab.errors import (
     UnreachableError,
 )
 from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides
-from tests.daemon.running_daemon import UPSTREAM as UNREACHABLE
-from tests.daemon.running_daemon import serving
-from tests.daemon.scripted import STALL, Gate, Made, Scripted, Scripts, calls, refuses, says, thought, token
-from tests.daemon.tcp_proxy import Proxy, Through
+from tests.support.daemons import UPSTREAM as UNREACHABLE
+from tests.support.daemons import serving
+from tests.support.model_server import STALL, Gate, Made, Scripted, Scripts, calls, refuses, says, thought, token
+from tests.support.sockets import Proxy, Through
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 20.0

@@ -13,16 +13,12 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.encoders.models import write_tiny_bert
-from tests.flows.conftest import serving
-from tests.tiny import write_tiny_llama
+from tests.contract.openapi import CONTEXT, HERE
+from tests.support.labs import serving
+from tests.support.models import write_tiny_bert, write_tiny_llama
 
 if TYPE_CHECKING:
     from tests.contract.openapi import OpenApiContract
-
-CONTEXT = 64
-"""Context length in tokens, so that all answers are short."""
-HERE = Path(__file__).parent
 
 
 def read_contract(url: str, **options: Any) -> OpenApiContract:

@@ -33,7 +33,7 @@ from lmx_lab.instrument.probe import LayerActivations, Probe, ProbeRun
 from lmx_lab.panels import charts
 from lmx_lab.panels.charts import LineChart, Series
 from lmx_lab.values.tracing import Trace
-from tests.bench.rows import sample
+from tests.support.samples import sample
 
 NAME = "lab"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -98,3 +98,8 @@ class OpenApiContract:
         for path, methods in self.schema.raw_schema["paths"].items():
             for method, operation in methods.items():
                 yield method.upper(), path, operation
+
+
+CONTEXT = 64
+"""Context length in tokens, so that all answers are short."""
+HERE = Path(__file__).parent

@@ -9,9 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.contract.conftest import HERE
-from tests.contract.openapi import OpenApiContract, code_of
-from tests.flows.conftest import serving
+from tests.contract.openapi import HERE, OpenApiContract, code_of
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 SOCKET = "/v1/chat/stream"

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.notebook import Lab
-from tests.contract.conftest import CONTEXT, HERE
-from tests.contract.openapi import EXAMPLES, OpenApiContract
-from tests.flows.conftest import serving
-from tests.gguf_files import with_context
+from tests.contract.openapi import CONTEXT, EXAMPLES, HERE, OpenApiContract
+from tests.support.gguf import with_context
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.long
 

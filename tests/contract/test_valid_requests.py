@@ -11,9 +11,9 @@ import pytest
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.contract.conftest import HERE
-from tests.contract.openapi import OpenApiContract
-from tests.flows.conftest import serving
+from tests.contract.openapi import HERE, OpenApiContract
+from tests.support.labs import serving
+from tests.support.mcp import COUNTING
 
 pytestmark = pytest.mark.slow
 HELLO = [{"role": "user", "content": "hello"}]
@@ -198,7 +198,7 @@ def test_permissions_match_the_document(api: OpenApiContract, daemon: Daemon) ->
 
 
 def test_mcp_servers_match_the_document(api: OpenApiContract, tmp_path: Path) -> None:
-    program = Path(__file__).parent.parent / "daemon" / "counting_mcp.py"
+    program = COUNTING
     args = ["-I", str(program), str(tmp_path / "notes"), "0"]
     counting = {"name": "counting"}
     config = {**counting, "command": sys.executable, "args": args, "start_timeout_s": 60}

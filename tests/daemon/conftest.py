@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.daemon.storage.store import Store
-from tests.daemon.scripted import Scripted
-from tests.daemon.turn_fixtures import TurnHarness, check_invariants, daemon
+from tests.support.daemons import TurnHarness, check_invariants, daemon
+from tests.support.model_server import Scripted
 
 
 @pytest.fixture

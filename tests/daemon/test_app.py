@@ -13,7 +13,7 @@ from websockets.exceptions import InvalidStatus
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.http.uvicorn_server import recent_logs
-from tests.daemon.running_daemon import WAIT_S, client, connect, frames_until, serving
+from tests.support.daemons import WAIT_S, client, connect, frames_until, serving
 
 pytestmark = pytest.mark.anyio
 ALLOWED = "http://localhost:3000"

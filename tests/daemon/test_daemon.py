@@ -25,8 +25,8 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.home import DaemonHome, read_state
 from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
 from lmx_lab.settings import Settings
-from tests.daemon.running_daemon import UPSTREAM, client, serving, settled
-from tests.daemon.scripted import STALL, Gate, Scripted, says
+from tests.support.daemons import UPSTREAM, client, serving, settled
+from tests.support.model_server import STALL, Gate, Scripted, says
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from lmx_lab.errors import AdminForbiddenError, LabError
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
-from tests.docs.pages import DOCS, code_blocks
+from tests.support.docs import DOCS, code_blocks
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 ray = pytest.importorskip("ray", reason="Ray is not in this environment; make cluster has one with it")

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.values.models import ModelEntry
-from tests.docs.page_runner import PageRunner
-from tests.docs.pages import PAGES, ROOT, Block, code_blocks
-from tests.tiny import write_tiny_llama
+from tests.support.docs import PAGES, ROOT, Block, PageRunner, code_blocks
+from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.long
 

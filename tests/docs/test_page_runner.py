@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.page_runner import PageRunner
-from tests.docs.pages import README, Block, anchors, code_blocks, links, table_rows
+from tests.support.docs import README, Block, PageRunner, anchors, code_blocks, links, table_rows
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lmx_lab.notebook import Lab
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.docs.pages import (
+from tests.support.docs import (
     DOCS,
     PAGES,
     PAGES_WITH_LINKS,

@@ -17,7 +17,7 @@ from lmx_lab.errors import LabError
 from lmx_lab.http.error_bodies import status_of
 from lmx_lab.settings import CHOICES, PREFIX, RANGES, Settings
 from lmx_lab.values.models import LoadOptions
-from tests.docs.pages import DOCS, ROOT, inline_code, table_rows
+from tests.support.docs import DOCS, ROOT, inline_code, table_rows
 
 CONFIGURATION = DOCS / "configuration.md"
 TROUBLESHOOTING = DOCS / "troubleshooting.md"

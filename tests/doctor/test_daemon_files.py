@@ -10,8 +10,8 @@ import pytest
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.doctor.daemon_files import check_daemon_files
 from lmx_lab.settings import Settings
-from tests.daemon.running_daemon import serving
 from tests.doctor.findings import EXPLAINED_FAULT, finding_about, summary
+from tests.support.daemons import serving
 
 
 @pytest.fixture

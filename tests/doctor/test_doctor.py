@@ -13,8 +13,8 @@ import pytest
 from lmx_lab import doctor
 from lmx_lab.doctor import models
 from lmx_lab.settings import Settings
-from tests.command_line import run_command
 from tests.doctor.findings import finding_about
+from tests.support.commands import run_command
 
 
 def test_every_problem_is_one_line_with_a_remedy_and_a_fault_is_exit_status_one(

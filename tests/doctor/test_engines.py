@@ -17,8 +17,8 @@ from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.speeds import Speeds, conditions
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
-from tests.command_line import run_command
-from tests.quantized_copies import LOSSY, store_copy
+from tests.support.commands import run_command
+from tests.support.gguf import LOSSY, store_copy
 
 ENVIRON = {"HF_HUB_OFFLINE": "1", "LMX_LAB_THREADS": "1", "LMX_LAB_PORT": "0"}
 

@@ -17,9 +17,9 @@ import pytest
 from lmx_lab.doctor import jupyter
 from lmx_lab.doctor.jupyter import check_kernel, check_proxy
 from lmx_lab.settings import Settings
-from tests.command_line import WAIT_S
-from tests.doctor.connections import wait_until_listening
 from tests.doctor.findings import EXPLAINED_FAULT, EXPLAINED_NOTE, finding_about, summary
+from tests.support.commands import WAIT_S
+from tests.support.waiting import until_listening
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def jupyter_server(folder: Path, *, proxy: bool) -> Iterator[psutil.Process]:
                 assert process.poll() is None, (folder / "log").read_text()
                 pause.wait(0.05)
             (written,) = (folder / "runtime").glob(f"jpserver-{process.pid}.json")
-            wait_until_listening(json.loads(written.read_text())["port"])
+            until_listening(json.loads(written.read_text())["port"])
             yield psutil.Process(process.pid)
         finally:
             process.terminate()

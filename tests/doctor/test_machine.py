@@ -13,8 +13,8 @@ import pytest
 
 from lmx_lab.doctor.machine import check_disk, check_python
 from lmx_lab.settings import Settings
-from tests.command_line import WAIT_S, environment
 from tests.doctor.findings import EXPLAINED_FAULT, finding_about, summary
+from tests.support.commands import WAIT_S, environment
 
 MOUNT = "mount -t tmpfs -o size=16m none {folder} && exec {python} -c '{script}'"
 CHECK_DISK = """

@@ -11,10 +11,10 @@ from lmx_lab.doctor.ports import check_labs, check_port
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.browser.jupyterlab import free_port
-from tests.doctor.connections import wait_until_listening
 from tests.doctor.findings import EXPLAINED_NOTE, finding_about, summary
-from tests.flows.conftest import serving as lab_serving
+from tests.support.labs import serving as lab_serving
+from tests.support.sockets import free_port
+from tests.support.waiting import until_listening
 
 LISTEN = """import http.server, sys
 print("listening", flush=True)
@@ -26,7 +26,7 @@ def test_the_program_that_took_the_port_is_named() -> None:
     with subprocess.Popen([sys.executable, "-c", LISTEN, str(port)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        wait_until_listening(port)
+        until_listening(port)
         finding = finding_about("port", check_port(Settings(port=port)))
         holder.kill()
     assert summary(finding) == EXPLAINED_NOTE

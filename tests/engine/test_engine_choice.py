@@ -23,12 +23,12 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineChoice, Format, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.starters import STARTERS
-from tests.engine.test_speeds import SPEEDS
-from tests.quantized_copies import EXACT, LOSSY
-from tests.server.conftest import ENTRY
+from tests.support.engines import SPEEDS
+from tests.support.gguf import EXACT, LOSSY
+from tests.support.models import TINY_ENTRY
 
 NAME = "smollm2-135m"
-MLX = replace(ENTRY, id=NAME, path=Path("/models") / NAME)
+MLX = replace(TINY_ENTRY, id=NAME, path=Path("/models") / NAME)
 GGUF = replace(MLX, path=Path("/models/file.gguf"), format="gguf", aliases=(f"{NAME}-gguf",))
 EXACT_COPY = replace(GGUF, path=Path("/quantized/exact.gguf"), aliases=(), copy=EXACT)
 LOSSY_COPY = replace(GGUF, path=Path("/quantized/lossy.gguf"), aliases=(f"{NAME}:Q4_0",), copy=LOSSY)

@@ -15,7 +15,7 @@ from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import fail_next_step, finish, numbers, request, run, until_idle
+from tests.support.engines import fail_next_step, finish, numbers, request, run, until_idle
 
 pytestmark = pytest.mark.long
 

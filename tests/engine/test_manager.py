@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
@@ -12,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import ChatPrompt, EmbeddingRequest, GenerationRequest, ModelManager, RerankRequest
-from lmx_lab.engine.echo.engine import EchoEngine
-from lmx_lab.engine.interface import EngineHost
-from lmx_lab.engine.model_control import ModelControl
+from lmx_lab.engine import EmbeddingRequest, RerankRequest
 from lmx_lab.errors import (
     EngineDeadError,
     GenerationTimeoutError,
@@ -28,113 +24,18 @@ from lmx_lab.errors import (
     QueueFullError,
     UnusableModelError,
 )
-from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
-from lmx_lab.weights import Catalog, Listing
+from lmx_lab.values.models import LoadSpec, ModelEntry
+from tests.engine.slow_engine import ONE, SETTINGS, TWO, Lab, answer, request, running
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
-SETTINGS = Settings(slots=2, queue_limit=2, echo_tokens_per_s=1000, downloads=False)
 WAIT_S = 20.0
-
-
-def echo_entry(id_: str, kind: Kind = "chat") -> ModelEntry:
-    """A model of the echo engine with another id."""
-    return replace(ECHO, id=id_, path=Path("echo") / id_, context_length=8192, kind=kind, more_kinds=())
-
-
-ONE, TWO, EMBEDDER = echo_entry("one"), echo_entry("two"), echo_entry("embedder", "embedding")
-
-
-class FakeCatalog(Catalog):
-    """A catalog of these models, which are not on disk."""
-
-    def __init__(self, *entries: ModelEntry) -> None:
-        super().__init__(SETTINGS)
-        self.known = {entry.id: entry for entry in entries}
-
-    def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
-        if name not in self.known:
-            raise ModelNotFoundError(f"there is no model {name!r}", param="model")
-        return [self.known[name]]
-
-    def check(self, entry: ModelEntry) -> None:
-        """All models are complete."""
-
-    async def alisting(self) -> Listing:
-        return Listing(entries=tuple(self.known.values()))
-
-
-class SlowEngine(EchoEngine):
-    """An echo engine whose loads wait while ``go_on`` is not set, and that records what it loads."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings, EngineHost())
-        self.resume = threading.Event()
-        self.resume.set()
-        self.specs: list[LoadSpec] = []
-        self.failures: dict[str, LabError] = {}
-        self.hangs = ""
-
-    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        self.specs.append(spec)
-        while not self.resume.is_set() or entry.id == self.hangs:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        if entry.id in self.failures:
-            raise self.failures[entry.id]
-        return await super().load(entry, spec)
-
-
-class Lab:
-    """A manager, its engine and the progress that it reports."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.manager = ModelManager(settings, FakeCatalog(ONE, TWO, EMBEDDER))
-        self.engine = SlowEngine(settings)
-        self.manager._engines["echo"] = self.engine
-        self.progress: list[LoadProgress] = []
-        self.manager.add_observer(self.progress.append)
-
-    @property
-    def stages(self) -> list[tuple[str, str]]:
-        return [(step.model, step.stage) for step in self.progress]
-
-    @property
-    def control(self) -> ModelControl:
-        assert self.manager._control is not None
-        return self.manager._control
-
-
-@contextlib.asynccontextmanager
-async def running(settings: Settings = SETTINGS) -> AsyncIterator[Lab]:
-    lab = Lab(settings)
-    async with lab.manager:
-        yield lab
 
 
 @pytest.fixture
 async def lab() -> AsyncIterator[Lab]:
     async with running() as lab:
         yield lab
-
-
-def request(model: str | None = None, *, tokens: int = 5, text: str = "hello") -> GenerationRequest:
-    prompt = ChatPrompt(messages=({"role": "user", "content": text},))
-    return GenerationRequest(prompt=prompt, model=model, max_tokens=tokens, ignore_eos=True)
-
-
-async def answer(lab: Lab, model: str | None = None, **options: Any) -> str:
-    """Submit a request; return the model that answered it."""
-    async with await lab.manager.submit(request(model, **options)) as stream:
-        async for _ in stream:
-            pass
-    assert stream.report is not None
-    return stream.report.model
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def on_another_loop(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
@@ -155,7 +56,7 @@ async def test_callers_on_several_event_loops_join_one_load(lab: Lab) -> None:
     lab.engine.resume.clear()
     spec = LoadSpec(model="one")
     loads = [asyncio.create_task(lab.manager.load(spec)), on_another_loop(lab.manager.load(spec))]
-    await until(lambda: lab.engine.specs)
+    await auntil(lambda: lab.engine.specs)
     joined = asyncio.create_task(lab.manager.load(spec))
     await asyncio.sleep(0.05)
     lab.engine.resume.set()
@@ -166,7 +67,7 @@ async def test_callers_on_several_event_loops_join_one_load(lab: Lab) -> None:
 async def test_a_cancelled_caller_does_not_cancel_the_load_of_another(lab: Lab) -> None:
     lab.engine.resume.clear()
     first, second = [asyncio.create_task(lab.manager.load(LoadSpec(model="one"))) for _ in range(2)]
-    await until(lambda: lab.engine.specs)
+    await auntil(lambda: lab.engine.specs)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -177,10 +78,10 @@ async def test_a_cancelled_caller_does_not_cancel_the_load_of_another(lab: Lab) 
 async def test_a_load_continues_after_all_its_callers_were_cancelled(lab: Lab) -> None:
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await until(lambda: lab.engine.specs)
+    await auntil(lambda: lab.engine.specs)
     load.cancel()
     lab.engine.resume.set()
-    await until(lambda: lab.manager.snapshot.model == "one")
+    await auntil(lambda: lab.manager.snapshot.model == "one")
 
 
 async def test_the_spec_reaches_the_engine_unchanged(lab: Lab) -> None:
@@ -208,7 +109,7 @@ async def test_an_engine_that_does_not_run_the_format_is_refused_before_anything
 async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces_it(lab: Lab) -> None:
     lab.engine.resume.clear()
     first = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await until(lambda: lab.engine.specs)
+    await auntil(lambda: lab.engine.specs)
     with pytest.raises(ModelBusyError, match="one is being loaded; try again when that is done"):
         await lab.manager.load(LoadSpec(model="two"))
     waiting = asyncio.create_task(lab.manager.load(LoadSpec(model="two"), if_busy="wait"))
@@ -230,9 +131,9 @@ async def test_an_unload_cancels_a_load_and_the_previous_model_is_loaded_again(l
     await lab.manager.load(LoadSpec(model="one"))
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
-    await until(lambda: len(lab.engine.specs) == 2)
+    await auntil(lambda: len(lab.engine.specs) == 2)
     unload = asyncio.create_task(lab.manager.unload(*name))
-    await until(lambda: len(lab.engine.specs) == 3)
+    await auntil(lambda: len(lab.engine.specs) == 3)
     lab.engine.resume.set()
     assert await unload == 0
     with pytest.raises(NotLoadedError, match="load of two was cancelled; the previous model one is loaded again"):
@@ -256,7 +157,7 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(lab: Lab) 
 async def test_a_load_is_cancelled_by_its_name_while_an_engine_performs_it(lab: Lab) -> None:
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await until(lambda: lab.engine.specs)
+    await auntil(lambda: lab.engine.specs)
     with pytest.raises(InvalidRequestError, match="two is not being loaded; there is nothing to cancel"):
         await lab.manager.cancel_load("two")
     with pytest.raises(InvalidRequestError, match="two is not loaded"):
@@ -273,7 +174,9 @@ async def test_a_model_stays_loaded_if_the_load_that_waits_for_its_requests_is_c
         stream = await lab.manager.submit(request(tokens=8000))
         await anext(stream)
         load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
-        await until(lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining")
+        await auntil(
+            lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining"
+        )
         await lab.manager.cancel_load("two")
         with pytest.raises(NotLoadedError, match="the load of two was cancelled; one is still loaded"):
             await load
@@ -315,7 +218,7 @@ async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab: Lab, mo
 async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab: Lab) -> None:
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await until(lambda: lab.engine.specs)
+    await auntil(lambda: lab.engine.specs)
     await asyncio.to_thread(lab.manager.stop)
     with pytest.raises(EngineDeadError, match="the engine was stopped"):
         await load
@@ -330,7 +233,7 @@ async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab: Lab) -
 async def test_all_loads_are_cancelled_when_the_server_stops(lab: Lab) -> None:
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await until(lambda: lab.engine.specs)
+    await auntil(lambda: lab.engine.specs)
     await lab.manager.cancel_loads()
     with pytest.raises(NotLoadedError, match="the load of one was cancelled: the server stops"):
         await load
@@ -385,7 +288,7 @@ async def test_a_model_that_cannot_be_loaded_again_leaves_the_manager_usable(lab
 async def test_a_load_in_progress_ends_when_its_manager_makes_room(lab: Lab) -> None:
     lab.engine.hangs = "one"
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await until(lambda: lab.engine.specs)
+    await auntil(lambda: lab.engine.specs)
     await lab.manager.make_room("other", limit_s=0)
     with pytest.raises(NotLoadedError, match="the load of one was cancelled"):
         await load
@@ -398,7 +301,7 @@ async def test_an_unload_without_a_time_limit_ends_when_its_manager_makes_room(l
     stream = await lab.manager.submit(request(tokens=8000))
     await anext(stream)
     unload = asyncio.create_task(lab.manager.unload(wait=True))
-    await until(lambda: lab.manager.snapshot.unloading is not None)
+    await auntil(lambda: lab.manager.snapshot.unloading is not None)
     await lab.manager.make_room("other", limit_s=600)
     assert await unload > 0
     with pytest.raises(NotLoadedError, match="the model was unloaded before this request ended"):
@@ -412,7 +315,7 @@ async def test_an_interrupted_wait_for_room_does_not_lose_the_models(lab: Lab) -
     stream = await lab.manager.submit(request(tokens=8000))
     await anext(stream)
     waiting = asyncio.create_task(lab.manager.make_room("other", limit_s=600))
-    await until(lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining")
+    await auntil(lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining")
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -428,7 +331,9 @@ async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended() ->
         stream = await lab.manager.submit(request(tokens=8000))
         await anext(stream)
         unload = asyncio.create_task(lab.manager.unload())
-        await until(lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining")
+        await auntil(
+            lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining"
+        )
         change = lab.manager.snapshot.change
         assert change is not None
         assert (change.kind, change.model, change.requests_left) == ("unload", "one", 1)
@@ -445,7 +350,7 @@ async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended() ->
 async def test_the_state_of_a_load_can_be_read(lab: Lab) -> None:
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await until(lambda: lab.engine.specs)
+    await auntil(lambda: lab.engine.specs)
     snapshot = lab.manager.snapshot
     assert snapshot.state == "loading"
     assert snapshot.change is not None
@@ -461,7 +366,7 @@ async def test_the_state_of_a_load_can_be_read(lab: Lab) -> None:
 async def test_an_idle_model_is_unloaded_and_this_is_reported() -> None:
     async with running(replace(SETTINGS, idle_unload_s=0.05)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
-        await until(lambda: ("one", "unloaded") in lab.stages)
+        await auntil(lambda: ("one", "unloaded") in lab.stages)
         assert lab.progress[-1].message == "idle for 0.05 s"
         assert lab.manager.snapshot.idle_model == "one"
         with pytest.raises(NotLoadedError, match="one was unloaded because it was idle; load one first"):
@@ -475,13 +380,13 @@ async def test_each_request_starts_the_idle_time_again() -> None:
         assert before is not None
         await asyncio.sleep(0.01)
         await answer(lab)
-        await until(lambda: lab.control._idle_timer is not None and lab.control._idle_timer.when() > before.when())
+        await auntil(lambda: lab.control._idle_timer is not None and lab.control._idle_timer.when() > before.when())
 
 
 async def test_in_swap_mode_a_request_loads_an_idle_model_again() -> None:
     async with running(replace(SETTINGS, idle_unload_s=0.05, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
-        await until(lambda: ("one", "unloaded") in lab.stages)
+        await auntil(lambda: ("one", "unloaded") in lab.stages)
         assert await answer(lab) == "one"
 
 
@@ -550,7 +455,7 @@ async def test_in_swap_mode_the_time_limit_of_a_request_includes_the_load() -> N
             await lab.manager.submit(replace(request("one"), timeout_s=0.5))
         lab.engine.resume.set()
         # The load continues, as that of any other caller.
-        await until(lambda: lab.manager.snapshot.model == "one")
+        await auntil(lambda: lab.manager.snapshot.model == "one")
         assert await answer(lab, "two") == "two"
 
 
@@ -559,12 +464,12 @@ async def test_a_cancelled_request_in_swap_mode_leaves_its_turn_to_the_next_one(
         await lab.manager.load(LoadSpec(model="one"))
         lab.engine.resume.clear()
         cancelled = asyncio.create_task(answer(lab, "two"))
-        await until(lambda: len(lab.engine.specs) == 2)
+        await auntil(lambda: len(lab.engine.specs) == 2)
         cancelled.cancel()
         waiting = asyncio.create_task(answer(lab, "one"))
         lab.engine.resume.set()
         assert await waiting == "one"
-        await until(lambda: not lab.control.swaps)
+        await auntil(lambda: not lab.control.swaps)
 
 
 # The queue
@@ -587,7 +492,7 @@ async def test_the_queue_limit_holds_for_all_event_loops_together(lab: Lab) -> N
     assert await on_another_loop(submit_two()) == "queue-full"
     for stream in streams:
         await stream.aclose()
-    await until(lambda: lab.manager.residents.main.admission.active == 0)  # type: ignore[union-attr]
+    await auntil(lambda: lab.manager.residents.main.admission.active == 0)  # type: ignore[union-attr]
     assert await answer(lab) == "one"
 
 

@@ -14,7 +14,7 @@ from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, Un
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, LoadProgress, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog, Progress
-from tests.engine.test_model_lookup import TINY
+from tests.support.models import TINY_ENTRY
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 class FakeCatalog(Catalog):
     """A catalog whose results the tests set."""
 
-    def __init__(self, found: ModelEntry | Exception, fetched: ModelEntry | Exception = TINY) -> None:
+    def __init__(self, found: ModelEntry | Exception, fetched: ModelEntry | Exception = TINY_ENTRY) -> None:
         super().__init__(Settings(home=Path("/nowhere")))
         self.found, self.fetched = found, fetched
         self.fetches: list[str] = []
@@ -56,15 +56,15 @@ def finder(catalog: Catalog, *, downloads: bool = True) -> tuple[ModelFinder, li
 
 
 async def test_a_model_on_disk_is_not_downloaded() -> None:
-    catalog = FakeCatalog(TINY)
-    assert await finder(catalog)[0].find(LoadSpec(model="org/name"), local=True) == TINY
+    catalog = FakeCatalog(TINY_ENTRY)
+    assert await finder(catalog)[0].find(LoadSpec(model="org/name"), local=True) == TINY_ENTRY
     assert catalog.fetches == []
 
 
 @pytest.mark.parametrize("missing", [MISSING, INCOMPLETE])
 async def test_a_missing_or_incomplete_model_is_downloaded(missing: Exception) -> None:
     found, progress = finder(FakeCatalog(missing))
-    assert await found.find(LoadSpec(model="org/name"), local=True) is TINY
+    assert await found.find(LoadSpec(model="org/name"), local=True) is TINY_ENTRY
     assert progress == [LoadProgress(model="org/name", stage="download", done_bytes=1, total_bytes=2)]
 
 

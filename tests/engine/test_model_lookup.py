@@ -22,33 +22,17 @@ from lmx_lab.engine.model_lookup import (
     unknown_model,
     with_models_on_disk,
 )
-from lmx_lab.errors import (
-    InvalidRequestError,
-    LabError,
-    ModelNotFoundError,
-    NotLoadedError,
-    OtherModelLoadedError,
-)
+from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError, OtherModelLoadedError
 from lmx_lab.values.engine import EngineSnapshot, PinnedModel
-from lmx_lab.values.models import ECHO, Kind, ModelEntry
+from lmx_lab.values.models import ECHO, Kind
+from tests.support.models import TINY_ENTRY
 
-TINY = ModelEntry(
-    id="tiny",
-    path=Path("/models/tiny"),
-    kind="chat",
-    architecture="llama",
-    format="mlx",
-    size_bytes=7,
-    quantization=None,
-    context_length=512,
-    source="store",
-)
-MINILM = replace(TINY, id="minilm", path=Path("/models/minilm"), kind="embedding")
-READY = EngineSnapshot(state="ready", entry=TINY)
+MINILM = replace(TINY_ENTRY, id="minilm", path=Path("/models/minilm"), kind="embedding")
+READY = EngineSnapshot(state="ready", entry=TINY_ENTRY)
 EMPTY = EngineSnapshot()
 LOADING = EngineSnapshot(state="loading")
 PINNED = replace(READY, pinned=(PinnedModel(entry=MINILM, memory_bytes=1),))
-DISK = [TINY, MINILM]
+DISK = [TINY_ENTRY, MINILM]
 
 
 # Names
@@ -71,12 +55,12 @@ DISK = [TINY, MINILM]
 def test_a_path_names_a_loaded_model_for_callers_on_this_machine(
     name: str | None, local: bool, id_: str | None
 ) -> None:
-    assert loaded_id(name, [TINY], local=local) == id_
+    assert loaded_id(name, [TINY_ENTRY], local=local) == id_
 
 
 @pytest.mark.parametrize("local", [True, False])
 def test_a_loaded_quantization_answers_to_its_repository_too(local: bool) -> None:
-    quantized = replace(TINY, id="org/name:Q4_K_M", source="hub", format="gguf")
+    quantized = replace(TINY_ENTRY, id="org/name:Q4_K_M", source="hub", format="gguf")
     for name, id_ in (("org/name", "org/name:Q4_K_M"), ("org/name:Q8_0", "org/name:Q8_0"), ("org/na", "org/na")):
         assert loaded_id(name, [quantized], local=local) == id_
     folder = replace(MINILM, id="org/name")
@@ -106,18 +90,18 @@ def test_other_ids_are_the_same_for_all_callers(name: str) -> None:
 
 
 def test_callers_elsewhere_may_use_the_name_that_they_see() -> None:
-    entry = replace(TINY, id=str(TINY.path), source="path")
-    assert loaded_id(TINY.path.name, [entry], local=False) == entry.id
+    entry = replace(TINY_ENTRY, id=str(TINY_ENTRY.path), source="path")
+    assert loaded_id(TINY_ENTRY.path.name, [entry], local=False) == entry.id
     assert loaded_id("other", [entry], local=False) == "other"
 
 
 def test_the_preferred_kind_answers() -> None:
-    reranker = replace(TINY, id="judge", kind="rerank")
-    assert find_model([MINILM, reranker, TINY], None, RERANK) is reranker
-    assert find_model([MINILM, TINY], None, RERANK) is MINILM
+    reranker = replace(TINY_ENTRY, id="judge", kind="rerank")
+    assert find_model([MINILM, reranker, TINY_ENTRY], None, RERANK) is reranker
+    assert find_model([MINILM, TINY_ENTRY], None, RERANK) is MINILM
     assert find_model([MINILM, reranker], "minilm", RERANK) is MINILM
     assert find_model([MINILM], None, CHAT) is None
-    assert find_model([MINILM, TINY], "other", ANY_KIND) is None
+    assert find_model([MINILM, TINY_ENTRY], "other", ANY_KIND) is None
 
 
 def test_an_unload_that_names_another_model_is_refused() -> None:
@@ -139,8 +123,8 @@ def test_an_unload_that_names_another_model_is_refused() -> None:
 def test_the_refusal_by_a_model_that_is_being_unloaded_does_not_mention_its_kind(
     kind: Kind, kinds: Kinds, named: bool
 ) -> None:
-    now = EngineSnapshot(state="ready", entry=replace(TINY, kind=kind))
-    error = refusal(now, TINY.id if named else None, kinds)
+    now = EngineSnapshot(state="ready", entry=replace(TINY_ENTRY, kind=kind))
+    error = refusal(now, TINY_ENTRY.id if named else None, kinds)
     assert isinstance(error, NotLoadedError)
     assert error.message.startswith("tiny is being unloaded; load one first")
 
@@ -200,7 +184,7 @@ def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(
 
 
 def test_a_refusal_lists_five_models_on_disk_and_those_of_the_preferred_kind_first() -> None:
-    disk = [*(replace(MINILM, id=f"e{at}") for at in range(9)), replace(TINY, id="judge", kind="rerank")]
+    disk = [*(replace(MINILM, id=f"e{at}") for at in range(9)), replace(TINY_ENTRY, id="judge", kind="rerank")]
     message = with_models_on_disk(NONE, None, disk, READY, RERANK).message
     assert message.endswith("on disk: judge, e0, e1, e2, e3, …")
     message = with_models_on_disk(NONE, None, [], READY, RERANK).message

@@ -11,14 +11,14 @@ import pytest
 from lmx_lab.engine.registry import choose_engine
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ECHO, LoadSpec, ModelEntry
-from tests.server.conftest import ENTRY
+from tests.support.models import TINY_ENTRY
 
-GGUF = replace(ENTRY, id="org/name:Q4_K_M", path=Path("/models/name-q4_k_m.gguf"), format="gguf")
+GGUF = replace(TINY_ENTRY, id="org/name:Q4_K_M", path=Path("/models/name-q4_k_m.gguf"), format="gguf")
 
 
 @pytest.mark.parametrize(
     ("entry", "engine"),
-    [(ENTRY, "auto"), (ENTRY, "mlx"), (GGUF, "auto"), (GGUF, "llama.cpp"), (ECHO, "auto")],
+    [(TINY_ENTRY, "auto"), (TINY_ENTRY, "mlx"), (GGUF, "auto"), (GGUF, "llama.cpp"), (ECHO, "auto")],
 )
 def test_the_engine_of_the_format_is_accepted_by_name(entry: ModelEntry, engine: Any) -> None:
     choose_engine(entry, LoadSpec(model=entry.id, engine=engine))
@@ -28,7 +28,11 @@ def test_the_engine_of_the_format_is_accepted_by_name(entry: ModelEntry, engine:
     ("entry", "engine", "message"),
     [
         (GGUF, "mlx", "has the format gguf, which runs on llama.cpp and not on mlx; leave out engine, or convert"),
-        (ENTRY, "llama.cpp", "has the format mlx, which runs on mlx and not on llama.cpp; leave out engine, or load"),
+        (
+            TINY_ENTRY,
+            "llama.cpp",
+            "has the format mlx, which runs on mlx and not on llama.cpp; leave out engine, or load",
+        ),
         (ECHO, "mlx", "has the format echo, which runs on echo and not on mlx; leave out engine, or load another"),
     ],
 )

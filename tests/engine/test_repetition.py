@@ -13,8 +13,7 @@ from lmx_lab.engine import ChatPrompt, GenerationRequest, ModelManager, Sampling
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import LoadSpec, ModelEntry
-from tests.engine.conftest import finish_with_logprobs
-from tests.engine.llama_cpp.conftest import entry_of
+from tests.support.engines import entry_of, finish_with_logprobs
 
 pytestmark = pytest.mark.anyio
 TOPICS = (

@@ -11,18 +11,11 @@ import pytest
 from lmx_lab.engine import measure
 from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.measure import measure_speeds
-from lmx_lab.engine.speeds import FILE, Speeds, age_in_words, conditions, read_speeds, store_speeds
+from lmx_lab.engine.speeds import FILE, age_in_words, conditions, read_speeds, store_speeds
 from lmx_lab.errors import EngineError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineName, ModelEntry
-
-SPEEDS = Speeds(
-    model="smollm2-135m",
-    measured_at=1_760_000_000.0,
-    tokens_per_second={"mlx": 24.2, "llama.cpp": 110.4},
-    busy_percent=3.0,
-    made_with={},
-)
+from tests.support.engines import SPEEDS
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
 from lmx_lab.values.models import LoadSpec, Unloading
-from tests.engine.test_manager import SETTINGS, Lab, answer, request, running, until
+from tests.engine.slow_engine import SETTINGS, Lab, answer, request, running
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 PATIENT = replace(SETTINGS, drain_s=600)
@@ -29,7 +30,7 @@ async def start_answer(lab: Lab, model: str | None = None) -> TokenStream:
 async def start_unload(lab: Lab, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     """Start a load or unload, and wait until it waits for answers."""
     task = asyncio.create_task(work)
-    await until(lambda: lab.manager.snapshot.unloading is not None)
+    await auntil(lambda: lab.manager.snapshot.unloading is not None)
     return task
 
 
@@ -70,9 +71,9 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it() -> None
         with pytest.raises(InvalidRequestError, match="two is not loaded, one is"):
             await lab.manager.unload("two")
         joined = [asyncio.create_task(lab.manager.unload(*name, wait=True)) for name in ((), ("one",))]
-        await until(lambda: reported(lab)[-1] == ("one", 2, False))
+        await auntil(lambda: reported(lab)[-1] == ("one", 2, False))
         await first.aclose()
-        await until(lambda: reported(lab)[-1] == ("one", 1, False))
+        await auntil(lambda: reported(lab)[-1] == ("one", 1, False))
         stopping = asyncio.create_task(lab.manager.unload(wait=False))
         error = await end_of(second)
         assert error.message == (
@@ -131,7 +132,7 @@ async def test_an_unload_continues_after_its_callers_were_cancelled() -> None:
             await unload
         assert lab.manager.snapshot.unloading is not None
         await stream.aclose()
-        await until(lambda: lab.stages[-1] == ("one", "unloaded"))
+        await auntil(lambda: lab.stages[-1] == ("one", "unloaded"))
 
 
 async def test_the_model_that_a_load_replaces_is_unloading_and_can_be_stopped_by_its_name() -> None:
@@ -157,7 +158,7 @@ async def test_waiting_for_a_load_to_replace_a_model_ends_if_the_load_is_cancell
         stream = await start_answer(lab)
         load = await start_unload(lab, lab.manager.load(LoadSpec(model="two")))
         waiting = asyncio.create_task(lab.manager.unload("one", wait=True))
-        await until(lambda: reported(lab)[-1] == ("one", 1, False))
+        await auntil(lambda: reported(lab)[-1] == ("one", 1, False))
         assert await lab.manager.unload() == 0, "cancels the load"
         with pytest.raises(NotLoadedError, match="the load of two was cancelled; one is still loaded"):
             await load

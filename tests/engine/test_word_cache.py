@@ -16,9 +16,8 @@ from lmx_lab.engine.requests import TextPrompt
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import request
-from tests.engine.encoders.models import load, write_tiny_qwen3
-from tests.tiny import write_tiny_llama
+from tests.support.engines import request
+from tests.support.models import load, write_tiny_llama, write_tiny_qwen3
 
 pytestmark = [
     pytest.mark.slow,

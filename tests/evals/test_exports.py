@@ -12,24 +12,7 @@ import pytest
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.evaluation import Evaluation
-from lmx_lab.evals.rows import EvaluatedRow, RunFacts
-
-FACTS = RunFacts(
-    at=1e9,
-    name="capitals",
-    model="m",
-    engine="mlx",
-    weights="abc",
-    settings={"prompt": "{country}", "metric": {"name": "contains"}, "parameters": {"temperature": 0}},
-    frame="def",
-    versions={"lmx-lab": "1"},
-    machine="Linux",
-)
-ROWS = [
-    EvaluatedRow(label="fr", prompt="France", expected="Paris", answer="Paris", score=1.0),
-    EvaluatedRow(label="jp", prompt="Japan", expected="Tokyo", answer="Kyoto", score=0.0),
-    EvaluatedRow(label="x", prompt=None, expected=None, answer=None, score=None, error="missing"),
-]
+from tests.support.samples import FACTS, ROWS
 
 
 @pytest.mark.long

@@ -22,10 +22,9 @@ from lmx_lab.errors import GenerationTimeoutError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.wire.sessions import CreateSession, Decision
-from tests.daemon.scripted import Scripted, calls, says
-from tests.daemon.turn_fixtures import ASKS, check_invariants, daemon
-from tests.engine.conftest import finish, request, run
-from tests.engine.llama_cpp.conftest import entry_of
+from tests.support.daemons import ASKS, check_invariants, daemon
+from tests.support.engines import entry_of, finish, request, run
+from tests.support.model_server import Scripted, calls, says
 
 pytestmark = pytest.mark.anyio
 HOUR_S, DAY_S = 3600.0, 86_400.0

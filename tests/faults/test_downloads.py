@@ -23,9 +23,9 @@ from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.weights.hub.verify import MARKER, mark_unverified
-from tests.faults.hub_server import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirect_forever
-from tests.flows.conftest import wait_until
-from tests.weights.conftest import LLAMA, safetensors_bytes
+from tests.support.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirect_forever
+from tests.support.models import LLAMA, safetensors_bytes
+from tests.support.waiting import until
 
 WEIGHTS = "model.safetensors"
 FETCH = """
@@ -192,7 +192,7 @@ def kill_half_way(server: Hub, home: Path, cache: Path) -> None:
     half, proceed = threading.Event(), threading.Event()
 
     def pause(handler: Handler) -> None:
-        wait_until(lambda: partial(cache) != [] and complete_files(cache) == server.files.keys() - {WEIGHTS})
+        until(lambda: partial(cache) != [] and complete_files(cache) == server.files.keys() - {WEIGHTS})
         half.set()
         proceed.wait(60)
 

@@ -30,12 +30,12 @@ from lmx_lab.errors import EngineError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.contract.formats.formats import Chat, Format, Problem, Request, Socket
-from tests.engine.conftest import fail_next_step, finish, mlx_thread, numbers, request, run, until_idle
-from tests.engine.llama_cpp.conftest import process_of
-from tests.faults.chat_requests import WAIT_S
 from tests.faults.fault_injection import inject
-from tests.flows.conftest import serving, wait_until, wait_until_idle
+from tests.support.asking import CHAT_WAIT_S
+from tests.support.engines import fail_next_step, finish, mlx_thread, numbers, process_of, request, run, until_idle
+from tests.support.formats import Chat, Format, Problem, Request, Socket
+from tests.support.labs import serving, wait_until_idle
+from tests.support.waiting import until
 
 DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "^[0-9]{60}$"}}}
 
@@ -91,7 +91,7 @@ class End:
 def answer_of(lab: Lab, way: str, request: Request) -> End:
     """Send a request, and return how it ended."""
     form, stream = WAYS[way]
-    with httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
+    with httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as http:
         if way == "by_socket":
             frames = form.frames(form.streamed(http, request))
         else:
@@ -148,7 +148,7 @@ def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: FaultPoint, wa
     with monkeypatch.context() as patched:
         fault = inject(patched, place.at, place.exc, at_call=place.call)
         # Two requests run, and one waits.
-        ends = [future.result(WAIT_S) for future in send_all(lab, [way] * 3, request)]
+        ends = [future.result(CHAT_WAIT_S) for future in send_all(lab, [way] * 3, request)]
     assert fault.happened
     failed = [end for end in ends if end.problem is not None]
     assert 1 <= len(failed) <= (1 if place.alone else 2)
@@ -225,16 +225,19 @@ def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(
 ) -> None:
     # Longer on llama.cpp, where requests might end before all three run at once.
     name, tokens = ("tiny", 450) if made_for == "mlx" else (str(long_gguf), 7000)
-    with serving(tiny_home, name, slots=3, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
+    with (
+        serving(tiny_home, name, slots=3, threads=1) as lab,
+        httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as http,
+    ):
         before = lab.engine.snapshot.output_tokens
         futures = send_all(lab, [*WAYS], Request(max_tokens=tokens, extra={"ignore_eos": True}))
-        wait_until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.output_tokens > before)
+        until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.output_tokens > before)
         if made_for == "mlx":
             asyncio.run(fail_next_step(lab.engine, SystemExit("injected")))
         else:
             psutil.Process(process_of(lab.engine)._process.pid).kill()
         for way, future in zip(WAYS, futures, strict=True):
-            end = future.result(WAIT_S)
+            end = future.result(CHAT_WAIT_S)
             assert end.problem is not None
             assert end.problem.code == "internal-error"
             assert "load a model" in end.problem.message

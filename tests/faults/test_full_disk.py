@@ -26,10 +26,10 @@ from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.fingerprint import with_marks
 from lmx_lab.weights.hub import download
 from lmx_lab.wire.events import ToolOutput
-from tests.daemon.daemon_process import Program
-from tests.faults.chat_requests import CHAT, WAIT_S
-from tests.faults.hub_server import REPO, Handler, git_id, hub_with, whole
-from tests.flows.conftest import chat_body, serving
+from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
+from tests.support.daemons import Program
+from tests.support.hub import REPO, Handler, git_id, hub_with, whole
+from tests.support.labs import serving
 
 NUMBERS = re.compile(r"\d+ bytes are free")
 MIB = 2**20
@@ -94,15 +94,15 @@ def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_space_is_free(
         real = download.download
         monkeypatch.setattr(download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
         server.faults["model.safetensors"] = half_then_full
-        answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=WAIT_S)
+        answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=CHAT_WAIT_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage-full")
         assert re.search(r"\d+ bytes are needed, \d+ bytes are free", answer.json()["error"]["message"])
         assert list(disk.folder.rglob("*.incomplete")) == []
         assert "model.safetensors" not in files_of(disk.folder)
         disk.free()
         server.faults.clear()
-        assert httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=WAIT_S).status_code == 200
-        assert httpx2.post(lab.url + CHAT, json=chat_body(model=REPO), timeout=WAIT_S).status_code == 200
+        assert httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=CHAT_WAIT_S).status_code == 200
+        assert httpx2.post(lab.url + CHAT, json=chat_body(model=REPO), timeout=CHAT_WAIT_S).status_code == 200
 
 
 def test_a_conversion_that_fills_the_disk_leaves_no_files_and_succeeds_when_space_is_free(

@@ -18,11 +18,11 @@ from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import pin, run
-from tests.engine.llama_cpp.conftest import entry_of
-from tests.faults.chat_requests import CHAT, WAIT_S
-from tests.flows.conftest import chat_body, serving, wait_until
-from tests.gguf_files import unknown_architecture
+from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
+from tests.support.engines import entry_of, pin, run
+from tests.support.gguf import unknown_architecture
+from tests.support.labs import serving
+from tests.support.waiting import until
 
 SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
 HANGING_SCRIPT = """\
@@ -90,7 +90,7 @@ async def wait_until_hanging(work: asyncio.Task[object], hangs: HangingProcesses
 async def cancelled(load: asyncio.Task[object]) -> str:
     """Return the error message of a cancelled load."""
     with pytest.raises(NotLoadedError) as error:
-        await asyncio.wait_for(load, WAIT_S)
+        await asyncio.wait_for(load, CHAT_WAIT_S)
     return error.value.message
 
 
@@ -109,7 +109,7 @@ async def test_an_unload_cancels_a_hanging_load_and_the_previous_model_is_loaded
     previous = manager.snapshot.model
     load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     hangs(False)
-    await asyncio.wait_for(manager.unload(), WAIT_S)
+    await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
     end = "no model is loaded" if previous is None else f"the previous model {previous} is loaded again"
     assert await cancelled(load) == f"the load of long was cancelled; {end}"
     assert hangs.processes == 0
@@ -141,7 +141,7 @@ async def test_another_load_can_replace_a_hanging_load(
     other = tiny if format_ == "mlx" else entry_of(tiny_gguf)
     with pytest.raises(ModelBusyError, match="long is being loaded"):
         await manager.load_entry(other)
-    await asyncio.wait_for(manager.load_entry(other, if_busy="replace"), WAIT_S)
+    await asyncio.wait_for(manager.load_entry(other, if_busy="replace"), CHAT_WAIT_S)
     assert await cancelled(load) == "the load of long was cancelled: tiny is loaded instead"
     assert hangs.processes == 0
     assert (await run(manager))[1].model == "tiny"
@@ -156,7 +156,7 @@ async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(
         manager.load_entry(entry_of(tiny_gguf, "second"), if_busy="replace")
     )
     assert "second is loaded instead" in await cancelled(first)
-    await asyncio.wait_for(manager.unload(), WAIT_S)
+    await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
     assert "the load of second was cancelled" in await cancelled(second)
     assert hangs.processes == 0
     await manager.load_entry(tiny)
@@ -184,9 +184,9 @@ async def test_loading_the_previous_model_again_can_be_replaced_too(
 ) -> None:
     await manager.load_entry(entry_of(tiny_gguf))
     load = await start_hanging_load(manager, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
-    await asyncio.wait_for(manager.load_entry(tiny, if_busy="replace"), WAIT_S)
+    await asyncio.wait_for(manager.load_entry(tiny, if_busy="replace"), CHAT_WAIT_S)
     with pytest.raises(UnusableModelError, match=r"bad magic.*could not be loaded again either: .* was cancelled"):
-        await asyncio.wait_for(load, WAIT_S)
+        await asyncio.wait_for(load, CHAT_WAIT_S)
     assert hangs.processes == 0
     assert (await run(manager))[1].model == "tiny"
 
@@ -199,18 +199,18 @@ async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(
     hangs(True)
     pinning: asyncio.Task[object] = asyncio.create_task(pin(manager, entry_of(minilm_gguf, "minilm")))
     await wait_until_hanging(pinning, hangs)
-    await asyncio.wait_for(manager.unload(), WAIT_S)
+    await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
     assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
     # A load waits until the memory of the pinned model is known.
     load: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf)))
     await asyncio.sleep(0.3)
     assert not load.done()
-    await asyncio.wait_for(manager.unload(), WAIT_S)
+    await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
     assert await cancelled(load) == "the load of tiny was cancelled; no model is loaded"
     assert not pinning.done()
     await asyncio.to_thread(manager.stop)
     with pytest.raises(LabError):
-        await asyncio.wait_for(pinning, WAIT_S)
+        await asyncio.wait_for(pinning, CHAT_WAIT_S)
     assert hangs.processes == 0
 
 
@@ -219,20 +219,20 @@ async def test_stopping_the_manager_cancels_a_hanging_load(long_gguf: Path, hang
     async with ModelManager(SETTINGS) as manager:
         load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     with pytest.raises(LabError, match="the engine was stopped"):
-        await asyncio.wait_for(load, WAIT_S)
+        await asyncio.wait_for(load, CHAT_WAIT_S)
     assert hangs.processes == 0
 
 
 def test_a_server_accepts_an_unload_while_a_load_hangs(
     tiny_home: Path, long_gguf: Path, hangs: HangingProcesses
 ) -> None:
-    with serving(tiny_home, None, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
+    with serving(tiny_home, None, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as http:
         hangs(True)
         answers: list[httpx2.Response] = []
         body = {"model": str(long_gguf)}
         load = threading.Thread(target=lambda: answers.append(http.post("/admin/models/load", json=body)))
         load.start()
-        wait_until(lambda: hangs.has_begun)
+        until(lambda: hangs.has_begun)
         # The error tells the client to retry after a second.
         refused = http.post(CHAT, json=chat_body(model="default"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
@@ -242,7 +242,7 @@ def test_a_server_accepts_an_unload_while_a_load_hangs(
         # The hanging load is not replaced, because a client waits for it.
         assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 409
         assert http.post("/admin/models/unload").status_code == 200
-        load.join(WAIT_S)
+        load.join(CHAT_WAIT_S)
         (answer,) = answers
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no-model-loaded")
         assert "was cancelled; no model is loaded" in answer.json()["error"]["message"]

@@ -19,12 +19,12 @@ from lmx_lab.errors import EngineDeadError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import run
-from tests.engine.llama_cpp.conftest import llama_core, process_of
-from tests.faults.chat_requests import CHAT, WAIT_S
-from tests.flows.conftest import chat_body, serving, wait_until
-from tests.gguf_files import with_context
-from tests.tiny import write_tiny_llama
+from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
+from tests.support.engines import llama_core, process_of, run
+from tests.support.gguf import with_context
+from tests.support.labs import serving
+from tests.support.models import write_tiny_llama
+from tests.support.waiting import until
 
 SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
 FORMATS: tuple[Format, ...] = ("mlx", "gguf")
@@ -154,7 +154,7 @@ def test_a_server_reports_damaged_files_of_a_loaded_model(
     tiny_home: Path, copy: Callable[[Format], Path], format_: Format, damage: str
 ) -> None:
     path = copy(format_)
-    with serving(tiny_home, str(path), threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
+    with serving(tiny_home, str(path), threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as http:
         if damage == "removed":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
@@ -167,7 +167,7 @@ def test_a_server_reports_damaged_files_of_a_loaded_model(
             assert "truncated" in again.json()["error"]["message"]
         if (format_, damage) == ("gguf", "cut"):
             # The file is memory-mapped, so its process is stopped soon.
-            wait_until(lambda: http.get("/readyz").status_code == 503)
+            until(lambda: http.get("/readyz").status_code == 503)
         else:
             (record,) = [it for it in http.get("/admin/models").json()["models"] if it["path"] == str(path)]
             assert record["loaded"]

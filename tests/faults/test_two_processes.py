@@ -14,10 +14,9 @@ import httpx2
 import pytest
 
 from lmx_lab.values.models import ModelEntry
-from tests.command_process import Serving
-from tests.faults.chat_requests import CHAT, WAIT_S
-from tests.faults.hub_server import REPO, Hub, hub_with, instead
-from tests.flows.conftest import chat_body
+from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
+from tests.support.commands import Serving
+from tests.support.hub import REPO, Hub, hub_with, instead
 
 pytestmark = pytest.mark.long
 
@@ -37,7 +36,7 @@ def two_servers(home: Path, *arguments: str) -> Iterator[list[httpx2.Client]]:
         for each in started:
             stack.callback(each.close)
         yield [
-            stack.enter_context(httpx2.Client(base_url=f"http://127.0.0.1:{each.port}", timeout=WAIT_S))
+            stack.enter_context(httpx2.Client(base_url=f"http://127.0.0.1:{each.port}", timeout=CHAT_WAIT_S))
             for each in started
         ]
 
@@ -92,7 +91,7 @@ def test_a_file_that_two_processes_convert_at_the_same_time_is_converted_once(tm
         process.stdin.write("\n")
         process.stdin.flush()
     for process in processes:
-        output, _ = process.communicate(timeout=WAIT_S)
+        output, _ = process.communicate(timeout=CHAT_WAIT_S)
         outputs.append(output.split())
         assert process.returncode == 0
     (model,) = [path for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")]

@@ -6,53 +6,16 @@ server for the session.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
-from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.encoders.models import write_tiny_bert
-from tests.tiny import write_tiny_llama
-from tests.weights.conftest import LLAMA, safetensors_bytes
-
-HELLO = [{"role": "user", "content": "hello"}]
-SEA = [{"role": "user", "content": "The sea is wide and deep, and what it says it says again and again."}]
-"""A message with more tokens than ``echo_body`` requests, so that the echo engine always has enough to repeat."""
-ENDLESS: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
-"""An answer of half a minute at ``PACE``, which the tests cancel."""
-ENDLESS_TEXT = "a " * 10_000
-"""A message whose repetition takes ten seconds at ``PACE``, for formats without ``ignore_eos``."""
-PACE = 1000.0
-"""Tokens per second of the echo engine, so that an answer can be cancelled while it is generated."""
-
-
-@contextlib.contextmanager
-def serving(home: Path, model: str | None, **settings: Any) -> Iterator[Lab]:
-    with Lab(Settings(home=home, port=0, **settings), loop="thread") as lab:
-        lab.start()
-        if model is not None:
-            lab.load(model)
-        yield lab
-
-
-@pytest.fixture(scope="session")
-def echo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a home with the model ``other``, which is listed but cannot be loaded: its weights are one tensor."""
-    home = tmp_path_factory.mktemp("echo-home")
-    other = home / "models" / "other"
-    other.mkdir(parents=True)
-    (other / "config.json").write_text(json.dumps(LLAMA))
-    (other / "tokenizer.json").write_text("{}")
-    (other / "model.safetensors").write_bytes(safetensors_bytes())
-    return home
+from tests.support.labs import PACE, serving
+from tests.support.models import write_tiny_bert, write_tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -136,30 +99,3 @@ def tiny_http(tiny_lab: Lab) -> Iterator[httpx2.Client]:
 def fresh_tiny_http(fresh_tiny_lab: Lab) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=fresh_tiny_lab.url, timeout=60) as client:
         yield client
-
-
-def echo_body(**changes: Any) -> dict[str, Any]:
-    return {"model": "echo", "messages": SEA, "temperature": 0, "max_tokens": 8, **changes}
-
-
-def chat_body(**changes: Any) -> dict[str, Any]:
-    return {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 8, **changes}
-
-
-def events(text: str) -> list[str]:
-    """Return the data of server-sent events, in order and without comments."""
-    blocks = text.split("\n\n")
-    assert blocks.pop() == ""
-    assert all(block.startswith(("data: ", ": ")) and "\n" not in block for block in blocks)
-    return [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
-
-
-def wait_until_idle(lab: Lab) -> None:
-    wait_until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition is true. The time limit is that of the test."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)

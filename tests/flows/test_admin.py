@@ -16,9 +16,10 @@ import pytest
 
 from lmx_lab.notebook import Lab
 from lmx_lab.values.models import ModelEntry
-from tests.flows.conftest import ENDLESS, PACE, chat_body, echo_body, serving
-from tests.tiny import write_tiny_llama
-from tests.weights.conftest import gguf_bytes
+from tests.support.asking import ENDLESS, chat_body, echo_body
+from tests.support.gguf import gguf_bytes
+from tests.support.labs import PACE, serving
+from tests.support.models import write_tiny_llama
 
 CHAT = "/v1/chat/completions"
 

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import HELLO, echo_body
+from tests.support.asking import HELLO, echo_body, error_of
 
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -24,16 +24,6 @@ TOOL = {"type": "function", "function": {"name": "look"}}
 def _next_good_request_works(http: httpx2.Client) -> Iterator[None]:
     yield
     assert http.post(PATH, json=echo_body(max_tokens=1)).status_code == 200
-
-
-def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert error["code"] == code
-    assert error["message"]
-    assert set(error) == {"code", "message", "type", "param", "retryable", "request_id"}
-    assert not error["retryable"], "the same request can never succeed"
-    return error
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,9 @@ from openai.types.chat import ChatCompletionMessage
 
 from lmx_lab.notebook import Lab
 from lmx_lab.server import chat
-from tests.flows.conftest import (
-    ENDLESS,
-    HELLO,
-    chat_body,
-    echo_body,
-    events,
-    wait_until,
-    wait_until_idle,
-)
+from tests.support.asking import ENDLESS, HELLO, chat_body, echo_body, events
+from tests.support.labs import wait_until_idle
+from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
 
@@ -99,7 +93,7 @@ def test_choices_of_a_cancelled_request_free_all_their_slots(lab: Lab, http: htt
     with http.stream("POST", PATH, json=echo_body(stream=True, n=2, **ENDLESS)) as response:
         next(response.iter_text())
         # The snapshot may be older than the first token.
-        wait_until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests > 0)
+        until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests > 0)
     wait_until_idle(lab)
 
 

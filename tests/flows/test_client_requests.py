@@ -47,7 +47,7 @@ from lmx_lab.wire.ollama import (
     OllamaVersion,
 )
 from lmx_lab.wire.responses import ModelResponse, ResponseEvent
-from tests.flows.conftest import serving
+from tests.support.labs import serving
 
 FOLDER = Path(__file__).parents[1] / "client_requests"
 Check = Callable[[str], None]

@@ -13,9 +13,9 @@ import pytest
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.wire.compatibility import Hints
-from tests.docs.pages import DOCS, table_rows
-from tests.flows.conftest import echo_body, events, serving
-from tests.flows.test_bad_input import error_of
+from tests.support.asking import echo_body, error_of, events
+from tests.support.docs import DOCS, table_rows
+from tests.support.labs import serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HINTS = {name: {"some": ["value", 1]} for name in Hints.model_fields}

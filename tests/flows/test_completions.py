@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from lmx_lab.notebook import Lab
 from lmx_lab.values.models import ModelEntry
-from tests.flows.conftest import ENDLESS, chat_body, echo_body, events, serving, wait_until_idle
-from tests.flows.test_bad_input import error_of
+from tests.support.asking import ENDLESS, chat_body, echo_body, error_of, events
+from tests.support.labs import serving, wait_until_idle
 
 PATH = "/v1/completions"
 SEA = "The sea is wide and deep, and what it says it says again."

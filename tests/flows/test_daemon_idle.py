@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import websockets
 
-from tests.daemon.daemon_process import TERMINAL, WAIT_S, Program
-from tests.daemon.scripted import Scripted, refuses, says
+from tests.support.daemons import PROCESS_WAIT_S, TERMINAL, Program
+from tests.support.model_server import Scripted, refuses, says
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 TURNS = 60
@@ -38,7 +38,7 @@ async def ends_and_looks(program: Program, chance: random.Random) -> list[str]:
     seen: list[str] = []
     async with (
         program.client() as http,
-        websockets.connect(address, additional_headers=headers, proxy=None, open_timeout=WAIT_S) as events,
+        websockets.connect(address, additional_headers=headers, proxy=None, open_timeout=PROCESS_WAIT_S) as events,
     ):
         for session_id in "abc":
             await http.post("/sessions", json={"session_id": session_id})

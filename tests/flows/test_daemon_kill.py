@@ -14,8 +14,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.daemon.daemon_process import WAIT_S, Follower, Program, check_log, whole_log
-from tests.daemon.scripted import Scripted, calls, says
+from tests.support.daemons import PROCESS_WAIT_S, Follower, Program, check_log, whole_log
+from tests.support.mcp import COUNTING
+from tests.support.model_server import Scripted, calls, says
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 KILLS = 10
@@ -23,7 +24,6 @@ TURNS = 3
 """Number of turns that are submitted for each kill."""
 PAUSE_S = 0.004
 TOOL_S = 0.03
-SERVER = Path(__file__).parents[1] / "daemon" / "counting_mcp.py"
 
 
 def script(body: dict[str, Any]) -> list[Any]:
@@ -106,7 +106,7 @@ async def wait_for_moment(chance: random.Random, follower: Follower, *, early: b
         return any(event["event"] == "turn.done" for event in follower.events[seen:])
 
     async with follower.changed:
-        await asyncio.wait_for(follower.changed.wait_for(has_worked), WAIT_S)
+        await asyncio.wait_for(follower.changed.wait_for(has_worked), PROCESS_WAIT_S)
     await asyncio.sleep(chance.uniform(0.0, 0.3))
 
 
@@ -115,7 +115,7 @@ async def set_up(program: Program, notes: Path) -> None:
         server = {
             "name": "counting",
             "command": sys.executable,
-            "args": [str(SERVER), str(notes), str(TOOL_S)],
+            "args": [str(COUNTING), str(notes), str(TOOL_S)],
             "permission": "allow",
         }
         assert (await http.post("/mcp/servers", json=server)).status_code == 201

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.daemon_process import Follower, Program, check_log
-from tests.daemon.scripted import Gate, Scripted, counted
+from tests.support.daemons import Follower, Program, check_log
+from tests.support.model_server import Gate, Scripted, counted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 TOKENS = 2000

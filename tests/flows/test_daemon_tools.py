@@ -13,8 +13,7 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.daemon.daemon_process import check_log
-from tests.daemon.running_daemon import client
+from tests.support.daemons import check_log, client
 
 pytestmark = pytest.mark.long
 

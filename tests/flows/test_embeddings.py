@@ -22,10 +22,9 @@ from tokenizers import Tokenizer
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
 from lmx_lab.values.models import ModelEntry
-from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
-from tests.flows.test_bad_input import error_of
-from tests.flows.test_events_of_requests import watching
-from tests.flows.test_metrics import scrape
+from tests.support.asking import chat_body, error_of
+from tests.support.labs import scrape, serving, wait_until_idle, watching
+from tests.support.waiting import until
 
 PATH = "/v1/embeddings"
 MODEL = "echo"
@@ -198,11 +197,11 @@ def test_a_client_that_disconnects_cancels_the_computation(minilm: ModelEntry, s
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost:{lab.port}\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", lab.port)) as leaving:
             leaving.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-            wait_until(lambda: lab.engine.snapshot.active_requests > 0)
-        wait_until(lambda: len(seen) == 1)
+            until(lambda: lab.engine.snapshot.active_requests > 0)
+        until(lambda: len(seen) == 1)
         wait_until_idle(lab)
         assert lab.embed(SEA).shape == (384,)
-        wait_until(lambda: len(seen) == 2)
+        until(lambda: len(seen) == 2)
     assert [(event["kind"], event["finish_reason"]) for event in seen] == [
         ("embedding", "cancelled"),
         ("embedding", "stop"),

@@ -14,7 +14,7 @@ from lmx_lab.engine import registry
 from lmx_lab.engine.speeds import Speeds, conditions, store_speeds
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.command_line import run_command
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.slow
 DETAIL = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files (of "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,29 +13,11 @@ from openai import OpenAI
 
 from lmx_lab.http import event_stream
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import ENDLESS, PACE, SEA, chat_body, echo_body, serving, wait_until, wait_until_idle
+from tests.support.asking import ENDLESS, SEA, chat_body, echo_body
+from tests.support.labs import PACE, serving, wait_until_idle, watching
+from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
-
-
-@contextmanager
-def watching(lab: Lab) -> Iterator[list[dict[str, Any]]]:
-    """Yield a list to which the request events from now on are appended."""
-    seen: list[dict[str, Any]] = []
-    with httpx2.stream("GET", f"{lab.url}/admin/events?include=requests", timeout=60) as response:
-        lines = response.iter_lines()
-        next(lines)
-
-        def read() -> None:
-            for line in lines:
-                if '"type":"request"' in line:
-                    seen.append(json.loads(line.removeprefix("data: ")))
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        yield seen
-        lab.stop()
-        reader.join()
 
 
 def test_each_end_is_reported_once(echo_home: Path) -> None:
@@ -54,9 +34,9 @@ def test_each_end_is_reported_once(echo_home: Path) -> None:
         with http.stream("POST", PATH, json=echo_body(stream=True, **ENDLESS)) as response:
             wait_for(response.iter_lines(), '"delta":{"content":')
         wait_until_idle(lab)
-        wait_until(lambda: len(seen) == 8)
+        until(lambda: len(seen) == 8)
         lab.chat("hello", max_tokens=1)
-        wait_until(lambda: len(seen) == 9)
+        until(lambda: len(seen) == 9)
     ends = [(event["finish_reason"], event["code"]) for event in seen]
     length = ("length", None)
     refused = ("error", "context-length-exceeded")
@@ -73,7 +53,7 @@ def test_a_deleted_stream_of_a_lab_is_reported_too(echo_home: Path) -> None:
     with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, watching(lab) as seen:
         for _ in lab.chat("hello again and again", stream=True, ignore_eos=True, max_tokens=30_000):
             break
-        wait_until(lambda: len(seen) == 1)
+        until(lambda: len(seen) == 1)
     assert seen[0]["finish_reason"] == "cancelled"
 
 

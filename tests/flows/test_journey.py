@@ -19,7 +19,8 @@ import pytest
 
 import lmx_lab
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import chat_body, serving, wait_until_idle
+from tests.support.asking import chat_body
+from tests.support.labs import serving, wait_until_idle
 
 PACKAGE = Path(lmx_lab.__file__).parent
 LIMIT = 20

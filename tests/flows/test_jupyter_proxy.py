@@ -24,7 +24,9 @@ from lmx_lab import urls
 from lmx_lab.errors import UnreachableError
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import Lab, attach
-from tests.flows.conftest import ENDLESS, PACE, echo_body, serving, wait_until, wait_until_idle
+from tests.support.asking import ENDLESS, echo_body
+from tests.support.labs import PACE, serving, wait_until_idle
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +93,7 @@ def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jupyter]:
             stderr=log,
         )
     try:
-        wait_until(lambda: _answers(jupyter) or server.poll() is not None)
+        until(lambda: _answers(jupyter) or server.poll() is not None)
         assert server.poll() is None, (home / "log").read_text()
         yield jupyter
     finally:

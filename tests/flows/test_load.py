@@ -13,7 +13,9 @@ import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import chat_body, events, serving, wait_until, wait_until_idle
+from tests.support.asking import chat_body, events
+from tests.support.labs import serving, wait_until_idle
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -81,7 +83,7 @@ def test_a_client_that_pauses_reading_receives_everything_and_does_not_delay_oth
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", busy.port))
         reader.sendall(head.encode() + body)
-        wait_until(lambda: busy.engine.snapshot.active_requests == 1)
+        until(lambda: busy.engine.snapshot.active_requests == 1)
         served = post_all(busy, [chat_body(model="default") for _ in range(3)])
         assert [response and response.status_code for response in served] == [200] * 3
         # The engine does not wait for the client: the generation ends and frees its slot before the client reads.

@@ -11,7 +11,8 @@ import pytest
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.messages import chat_request
 from lmx_lab.wire.messages import MessagesRequest
-from tests.flows.conftest import HELLO, serving
+from tests.support.asking import HELLO
+from tests.support.labs import serving
 
 PATH = "/v1/messages"
 TOOLS = [{"name": "clock", "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}}}]

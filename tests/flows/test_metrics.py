@@ -9,25 +9,12 @@ from typing import Any
 
 import httpx2
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import ENDLESS, echo_body, serving
+from tests.support.asking import ENDLESS, echo_body
+from tests.support.labs import scrape, serving
 
 CHAT = "/v1/chat/completions"
-
-
-def scrape(http: httpx2.Client) -> dict[str, float]:
-    """Return the samples by name; the name of a sample with labels is ``name{a=b}``."""
-    response = http.get("/metrics")
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    found = {}
-    for family in text_string_to_metric_families(response.text):
-        for sample in family.samples:
-            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
-            found[sample.name.removeprefix("lmx_lab_") + (f"{{{labels}}}" if labels else "")] = sample.value
-    return found
 
 
 def test_a_request_is_counted(fresh_http: httpx2.Client) -> None:

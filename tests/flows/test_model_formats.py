@@ -15,8 +15,8 @@ from lmx_lab.engine import engine_choice
 from lmx_lab.errors import LabError
 from lmx_lab.notebook import Lab
 from lmx_lab.values.models import ModelEntry
-from tests.flows.conftest import serving
-from tests.quantized_copies import EXACT, store_copy
+from tests.support.gguf import EXACT, store_copy
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 NAME = "smollm2-135m"

@@ -15,7 +15,7 @@ from lmx_lab.notebook import Lab
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.notebook.jupyter_server import find_notebook_server
 from lmx_lab.settings import Settings
-from tests.flows.conftest import serving
+from tests.support.labs import serving
 
 WEBVIEW = "vscode-webview://1k2j3h4g5f6d"
 PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}

@@ -13,7 +13,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
 from lmx_lab.server.ollama import engine_request, listed_name, requested_model
 from lmx_lab.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, read_duration
-from tests.flows.conftest import HELLO
+from tests.support.asking import HELLO
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 COUNTERS = {

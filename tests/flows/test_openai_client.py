@@ -16,7 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import serving
+from tests.support.labs import serving
 
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "smollm2-135m"

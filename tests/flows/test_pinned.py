@@ -14,7 +14,8 @@ import lmx_lab
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.flows.conftest import chat_body, serving
+from tests.support.asking import chat_body
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from pydantic_core import from_json
 
-from tests.flows.conftest import chat_body, serving
+from tests.support.asking import chat_body
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.long
 

@@ -15,8 +15,9 @@ from openai.types.chat import ChatCompletion
 from websockets.sync.client import connect
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import HELLO, chat_body, events, serving
 from tests.flows.schemas import DIGIT, SHORT, closed
+from tests.support.asking import HELLO, chat_body, events
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 PATH = "/v1/chat/completions"

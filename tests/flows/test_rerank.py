@@ -11,7 +11,7 @@ import pytest
 
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
 from lmx_lab.notebook import Lab
-from tests.flows.test_bad_input import error_of
+from tests.support.asking import error_of
 
 PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
 PATH = PATHS[0]

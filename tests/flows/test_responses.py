@@ -17,8 +17,10 @@ from lmx_lab.notebook import Lab
 from lmx_lab.server.responses.convert import convert_request, input_items
 from lmx_lab.server.responses.writer import ResponseWriter
 from lmx_lab.wire.responses import ResponsesRequest
-from tests.contract.formats.formats import Responses
-from tests.flows.conftest import ENDLESS_TEXT, serving, wait_until, wait_until_idle
+from tests.support.asking import ENDLESS_TEXT
+from tests.support.formats import Responses
+from tests.support.labs import serving, wait_until_idle
+from tests.support.waiting import until
 
 PATH = "/v1/responses"
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** " /[0-9]{100}/ "\\n"'}
@@ -176,7 +178,7 @@ def test_a_failing_answer_in_the_background_ends_with_its_error(tmp_path: Path) 
     script.write_text('{"text": "one two", "error": "broken", "code": "internal-error"}\n')
     with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
         begun = http.post(PATH, json=body(background=True)).json()
-        wait_until(lambda: http.get(f"{PATH}/{begun['id']}").json()["status"] != "in_progress")
+        until(lambda: http.get(f"{PATH}/{begun['id']}").json()["status"] != "in_progress")
         ended = http.get(f"{PATH}/{begun['id']}").json()
     assert (ended["status"], ended["error"]["code"]) == ("failed", "server_error")
     assert "broken" in ended["error"]["message"]
@@ -253,10 +255,10 @@ def test_a_response_in_the_background_ends_or_is_cancelled(client: openai.OpenAI
     wait_until_idle(lab)
     done = client.responses.create(model="echo", input="one two", background=True)
     assert (done.status, done.output) == ("in_progress", [])
-    wait_until(lambda: client.responses.retrieve(done.id).status == "completed")
+    until(lambda: client.responses.retrieve(done.id).status == "completed")
     assert client.responses.cancel(done.id).output_text == "one two"
     running = [client.responses.create(model="echo", input=ENDLESS_TEXT, background=True) for _ in range(2)]
-    wait_until(lambda: lab.engine.snapshot.active_requests == 2)
+    until(lambda: lab.engine.snapshot.active_requests == 2)
     with pytest.raises(openai.BadRequestError, match="is in_progress"):
         client.responses.create(model="echo", previous_response_id=running[0].id, input="more")
     assert client.responses.cancel(running[0].id).status == "cancelled"
@@ -275,7 +277,7 @@ def test_a_response_in_the_background_that_fails_has_ended(
 
     monkeypatch.setattr(ResponseWriter, "delta", fail)
     failing = client.responses.create(model="echo", input="one two", background=True)
-    wait_until(lambda: client.responses.retrieve(failing.id).status == "failed")
+    until(lambda: client.responses.retrieve(failing.id).status == "failed")
     error = client.responses.retrieve(failing.id).error
     assert error is not None
     assert "server's log" in error.message
@@ -285,4 +287,4 @@ def test_a_response_in_the_background_that_fails_has_ended(
 def test_a_server_stops_with_a_response_in_the_background(tmp_path: Path) -> None:
     with serving(tmp_path, "echo", echo_tokens_per_s=100) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(PATH, json=body(input=ENDLESS_TEXT, background=True)).json()["status"] == "in_progress"
-        wait_until(lambda: lab.engine.snapshot.active_requests == 1)
+        until(lambda: lab.engine.snapshot.active_requests == 1)

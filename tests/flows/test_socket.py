@@ -20,7 +20,9 @@ from lmx_lab.http import uvicorn_server
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.flows.conftest import ENDLESS, HELLO, echo_body, wait_until, wait_until_idle
+from tests.support.asking import ENDLESS, HELLO, echo_body
+from tests.support.labs import wait_until_idle
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -136,10 +138,10 @@ def test_a_client_that_closes_with_a_servers_code_leaves_the_queue(lab: Lab) -> 
             ask(running, **ENDLESS)
             receive(running)
         ask(third, **ENDLESS)
-        wait_until(lambda: lab.engine.snapshot.queued_requests == 1)
+        until(lambda: lab.engine.snapshot.queued_requests == 1)
         read = read_tokens(lab)
         third.close(1012)
-        wait_until(lambda: lab.engine.snapshot.queued_requests == 0)
+        until(lambda: lab.engine.snapshot.queued_requests == 0)
     wait_until_idle(lab)
     assert read_tokens(lab) == read, "it was begun, for nobody"
 
@@ -166,7 +168,7 @@ def test_a_slow_client_receives_the_error_of_a_server_that_stops(
         with connect(address(lab), sock=client, max_queue=1, max_size=None) as socket:
             ask(socket, max_tokens=1500, ignore_eos=True, logprobs=True, top_logprobs=20)
             receive(socket)
-            wait_until(lambda: lab.engine.snapshot.output_tokens > 600)
+            until(lambda: lab.engine.snapshot.output_tokens > 600)
             stopping = aside.submit(lab.stop)
             wait_until_idle(lab)
             # The server closes next. Less than a tenth of the answer of more than a megabyte is in transit.

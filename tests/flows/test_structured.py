@@ -19,9 +19,10 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import HELLO, chat_body, echo_body, serving, wait_until, wait_until_idle
 from tests.flows.schemas import DIGIT, MODELS, PLAIN, RECURSIVE, SHORT, Customer, Person, closed
-from tests.flows.test_cancellation import Way, open_request
+from tests.support.asking import HELLO, Transfer, chat_body, echo_body, open_request
+from tests.support.labs import serving, wait_until_idle
+from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
 LARGE = closed(text={"type": "string", "minLength": 6000})
@@ -247,11 +248,11 @@ def one_slot(long_home: Path) -> Iterator[Lab]:
 
 
 @pytest.mark.parametrize("way", ["sse", "whole", "socket"])
-def test_cancelling_a_constrained_answer_frees_the_slot(one_slot: Lab, way: Way) -> None:
+def test_cancelling_a_constrained_answer_frees_the_slot(one_slot: Lab, way: Transfer) -> None:
     before = one_slot.engine.snapshot.output_tokens
     body = {**chat_body(model="default", response_format=schema_format(LARGE)), "max_tokens": 7500}
     with open_request(one_slot, way, body):
-        wait_until(lambda: one_slot.engine.snapshot.output_tokens > before + 5)
+        until(lambda: one_slot.engine.snapshot.output_tokens > before + 5)
     wait_until_idle(one_slot)
     assert one_slot.engine.snapshot.output_tokens - before < 6000
     with OpenAI(base_url=f"{one_slot.url}/v1", api_key="anything", max_retries=0) as client:

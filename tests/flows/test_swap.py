@@ -14,8 +14,10 @@ import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
-from tests.engine.conftest import unload_when_idle_for
-from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
+from tests.support.asking import chat_body
+from tests.support.engines import unload_when_idle_for
+from tests.support.labs import serving, wait_until_idle
+from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
 TWO = ("tiny", "tiny-two")
@@ -55,7 +57,7 @@ def test_default_loads_the_model_that_was_unloaded_because_it_was_idle(tiny_home
     ):
         ask(client, "tiny-two")
         asyncio.run(unload_when_idle_for(lab.engine, 0.001))
-        wait_until(lambda: lab.engine.snapshot.unload_cause == "idle")
+        until(lambda: lab.engine.snapshot.unload_cause == "idle")
         asyncio.run(unload_when_idle_for(lab.engine, None))
         assert ask(client, "default").json()["model"] == "tiny-two"
 
@@ -121,7 +123,7 @@ def test_a_request_waits_for_the_load_of_an_administrator(swapping: Lab, client:
             target=client.post, args=("/admin/models/load",), kwargs={"json": {"model": "tiny-two"}}
         )
         load.start()
-        wait_until(lambda: swapping.engine.snapshot.change is not None)
+        until(lambda: swapping.engine.snapshot.change is not None)
         answers: list[httpx2.Response] = []
         request = threading.Thread(target=lambda: answers.append(ask(client, "tiny")))
         request.start()
@@ -166,7 +168,7 @@ def test_the_number_of_requests_that_wait_for_models_is_limited(tiny_home: Path)
                 thread.start()
             control = lab.engine._control
             assert control is not None
-            wait_until(lambda: len(control.swaps) == 2)
+            until(lambda: len(control.swaps) == 2)
             control.swaps.swap_s = 7.0
             refused = ask(client, "tiny")
         for thread in waiting:

@@ -10,8 +10,8 @@ import pytest
 
 from lmx_lab.engine.echo.vocabulary import BEGIN, echo_vocabulary
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import HELLO, serving
-from tests.flows.test_bad_input import error_of
+from tests.support.asking import HELLO, error_of
+from tests.support.labs import serving
 
 TEXT = "sea é"
 TOKENS = echo_vocabulary().encode(TEXT)

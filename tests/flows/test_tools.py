@@ -16,8 +16,9 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import HELLO, echo_body, serving
 from tests.flows.schemas import DIGIT, SHORT, closed
+from tests.support.asking import HELLO, echo_body
+from tests.support.labs import serving
 
 PATH = "/v1/chat/completions"
 TEMPERATURE: list[Any] = [{"role": "user", "content": "What is the temperature in Paris, in celsius?"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmx_lab.http import protocol
-from tests.http.serving import SHORT_S, disconnected
+from tests.support.sockets import SHORT_S, disconnected
 
 
 @pytest.fixture

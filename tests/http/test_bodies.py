@@ -26,7 +26,8 @@ from lmx_lab.http.guard import local_policy
 from lmx_lab.http.middleware import wrap_app
 from lmx_lab.http.uvicorn_server import RunningServer
 from lmx_lab.wire.limits import CONTAINER_LIMIT, ITEM_LIMIT, MEMBERS_LIMIT, Structure
-from tests.http.serving import RawClient, connect_raw, running, wait_until
+from tests.support.sockets import RawClient, connect_raw, running
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 LARGE = b" " * SMALL_BODY_BYTES
@@ -183,7 +184,7 @@ async def test_freed_memory_is_returned_once_after_large_bodies_and_after_reques
     for _ in range(3):
         await read_json(large, queue, list)
     last = time.monotonic()
-    await wait_until(lambda: trimmed)
+    await auntil(lambda: trimmed)
     assert time.monotonic() - last > 0.5
     assert queue._trimming is None
     (thread,) = trimmed
@@ -192,7 +193,7 @@ async def test_freed_memory_is_returned_once_after_large_bodies_and_after_reques
     app = wrap_app(application(), lambda: local_policy(80))
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
         await client.get("/none")
-    await wait_until(lambda: len(trimmed) == 2)
+    await auntil(lambda: len(trimmed) == 2)
 
 
 async def test_a_body_that_waits_for_others_too_long_is_refused_and_a_single_one_is_not(
@@ -282,7 +283,7 @@ async def test_large_bodies_share_a_memory_limit_and_small_ones_are_not_counted(
     ):
         body = body_of(LARGE_BYTES)
         begin(slow, host, body, part=LARGE_BYTES - 1)
-        await wait_until(lambda: memory.used_bytes == LARGE_BYTES - 1 - SMALL_BODY_BYTES)
+        await auntil(lambda: memory.used_bytes == LARGE_BYTES - 1 - SMALL_BODY_BYTES)
 
         code, said, head = await status(second, host, body)
         assert (code, said["error"]["code"], said["error"]["retryable"]) == (429, "queue-full", True)
@@ -302,8 +303,8 @@ async def test_a_client_that_disconnects_in_the_middle_releases_its_memory() -> 
     async with serving(memory_bytes=50_000) as (host, memory):
         async with connect_raw(host) as slow:
             begin(slow, host, body_of(LARGE_BYTES), part=LARGE_BYTES - 1)
-            await wait_until(lambda: memory.used_bytes > 0)
-        await wait_until(lambda: memory.used_bytes == 0)
+            await auntil(lambda: memory.used_bytes > 0)
+        await auntil(lambda: memory.used_bytes == 0)
 
 
 @pytest.mark.parametrize("content", [b"[1", b'{"a": 1}'])

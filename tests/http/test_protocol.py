@@ -22,8 +22,8 @@ from lmx_lab.http import protocol
 from lmx_lab.http.error_bodies import on_bug, status_for
 from lmx_lab.http.uvicorn_server import RunningServer
 from lmx_lab.wire.errors import ErrorBody
-from tests.conftest import ROOT
-from tests.http.serving import (
+from tests.support.programs import ROOT
+from tests.support.sockets import (
     GET,
     READ_LATER_S,
     SHORT_S,
@@ -34,8 +34,8 @@ from tests.http.serving import (
     disconnected,
     opened,
     running,
-    wait_until,
 )
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 
@@ -140,7 +140,7 @@ async def test_an_incomplete_body_is_answered_with_408_and_the_application_sees_
     async with running(app) as host, connect_raw(host) as client:
         client.send(begin)
         assert "body" in check_timeout_error(await client.read_to_end(drip))
-        await wait_until(lambda: disconnected == ["/read"])
+        await auntil(lambda: disconnected == ["/read"])
 
 
 @pytest.mark.usefixtures("short")
@@ -209,10 +209,10 @@ async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(
     monkeypatch.setattr(protocol, "LATE_S", SHORT_S / 5)
     async with running(app) as host, connect_raw(host) as client:
         client.send(GET[:9])
-        await wait_until(lambda: bool(host._server.server_state.connections))
+        await auntil(lambda: bool(host._server.server_state.connections))
         (connection,) = host._server.server_state.connections
         assert isinstance(connection, protocol.HttpProtocol)
-        await wait_until(lambda: bool(connection.conn.trailing_data[0]))
+        await auntil(lambda: bool(connection.conn.trailing_data[0]))
         time.sleep(3 * SHORT_S)  # noqa: ASYNC251 (that is the case)
         # Data that arrives in the next moment counts too.
         await asyncio.sleep(SHORT_S / 10)
@@ -277,7 +277,7 @@ async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: p
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)
     async with running(app) as host, httpx2.AsyncClient(base_url=host.url, trust_env=False, timeout=WAIT_S) as http:
         async with connect(host.url.replace("http", "ws"), proxy=None) as socket_, connect_raw(host) as client:
-            await wait_until(lambda: len(host._server.server_state.connections) == 2)
+            await auntil(lambda: len(host._server.server_state.connections) == 2)
             answer = await http.get("/read")
             assert answer.status_code == FULL
             ErrorBody.model_validate_json(answer.content)
@@ -293,7 +293,7 @@ async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: p
             assert await socket_.recv() == "hello"
             client.send(GET)
             assert (await client.read_response()).startswith(b"HTTP/1.1 200 ")
-        await wait_until(lambda: not host._server.server_state.connections)
+        await auntil(lambda: not host._server.server_state.connections)
         assert (await http.get("/read")).status_code == 200
 
 
@@ -327,7 +327,7 @@ SERVER = f"""
 import asyncio, logging, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 from lmx_lab.http.uvicorn_server import bind, serve
-from tests.http.serving import lifespan, respond
+from tests.support.sockets import lifespan, respond
 
 async def app(scope, receive, send):
     if scope["type"] == "lifespan":

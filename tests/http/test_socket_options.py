@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lmx_lab.http import socket_options
-from tests.http.serving import GET, app, connect_raw, running
+from tests.support.sockets import GET, app, connect_raw, running
 
 pytestmark = pytest.mark.anyio
 

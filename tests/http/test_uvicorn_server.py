@@ -16,7 +16,8 @@ from websockets.exceptions import ConnectionClosed
 from lmx_lab.errors import HostingError, PortTakenError
 from lmx_lab.http import uvicorn_server
 from lmx_lab.http.uvicorn_server import bind, recent_logs, serve
-from tests.http.serving import ROOT, HealthApp, fetch
+from tests.support.programs import ROOT
+from tests.support.sockets import HealthApp, fetch
 
 WAIT_S = 60
 
@@ -125,7 +126,7 @@ def test_the_probe_detects_whether_a_program_listens():
 SERVER = """
 import asyncio, sys
 from lmx_lab.http.uvicorn_server import bind, serve
-from tests.http.serving import HealthApp
+from tests.support.sockets import HealthApp
 async def main():
     host = await serve(HealthApp(name=sys.argv[1]), bind("127.0.0.1", 0, explicit=True))
     print(host.port, flush=True)

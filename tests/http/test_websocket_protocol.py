@@ -17,17 +17,8 @@ from websockets.frames import CloseCode, Frame, Opcode
 from lmx_lab.http import websocket_protocol
 from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
 from lmx_lab.http.websocket_protocol import WebSocketProtocol
-from tests.http.serving import (
-    SHORT_S,
-    WAIT_S,
-    answer_to,
-    app,
-    connect_raw,
-    lifespan,
-    opened,
-    running,
-    wait_until,
-)
+from tests.support.sockets import SHORT_S, WAIT_S, answer_to, app, connect_raw, lifespan, opened, running
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 SOCKET = (
@@ -103,7 +94,7 @@ async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_p
     client.sendall(SOCKET)
     async with asyncio.timeout(WAIT_S):
         await ended.wait()
-        await wait_until(lambda: not host._server.server_state.connections)
+        await auntil(lambda: not host._server.server_state.connections)
     client.close()
     await host.stop()
 
@@ -217,7 +208,7 @@ async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counte
             connect(url, proxy=None) as third,
         ):
             sending = [asyncio.create_task(first.send(slowly()))]
-            await wait_until(lambda: held_by(host) >= size)
+            await auntil(lambda: held_by(host) >= size)
             sending.append(asyncio.create_task(second.send(slowly())))
             with pytest.raises(ConnectionClosed) as refused:
                 await second.recv()

@@ -17,7 +17,7 @@ from lmx_lab.panels.lens import LensPanel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
-from tests.panels.scripted_backend import Reader
+from tests.support.panels import Reader
 
 pytestmark = pytest.mark.slow
 

@@ -2,109 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.kernels import a_kernel
-
-WAIT_S = 60
-
-
-@dataclass
-class Output:
-    """The output of a cell so far."""
-
-    text: str = ""
-    stderr: str = ""
-    error: str | None = None
-    message: str = ""
-    traceback: list[str] = field(default_factory=list)
-    shown: list[dict[str, Any]] = field(default_factory=list)
-
-
-class Notebook:
-    """A running kernel, and its cells."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.stderr = ""
-        self.manager = a_kernel()
-        # A kernel is terminated after half of this time; the tests check that it ends by itself.
-        self.manager.shutdown_wait_time = 2 * WAIT_S
-        self._asked = ""
-        self.manager.start_kernel(env={**os.environ, "LMX_LAB_HOME": str(home)})
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=WAIT_S)
-        self.process = self.manager.provisioner.process
-
-    def start(self, code: str) -> None:
-        self._asked = self.client.execute(textwrap.dedent(code), store_history=False)
-
-    def read(self, until: str | None = None) -> Output:
-        """Return the output up to a text, or to the end of the cell."""
-        output = Output()
-        while until is None or until not in output.text:
-            message = self.client.get_iopub_msg(timeout=WAIT_S)
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream" and content["name"] == "stdout":
-                output.text += content["text"]
-            elif kind == "stream":
-                output.stderr += content["text"]
-                self.stderr += content["text"]
-            elif kind == "error":
-                output.error, output.message = content["ename"], content["evalue"]
-                output.traceback = "\n".join(content["traceback"]).splitlines()
-            elif kind == "update_display_data" and "lmx-snapshot" in content.get("data", {}).get("text/html", ""):
-                pass  # An update of an earlier output.
-            elif kind in ("display_data", "execute_result", "update_display_data"):
-                output.shown.append(content["data"])
-            elif kind == "status" and content["execution_state"] == "idle" and self._is_of_cell(message):
-                break
-        return output
-
-    def _is_of_cell(self, message: dict[str, Any]) -> bool:
-        # During the start, several requests have asked whether the kernel is ready; their replies are skipped.
-        return bool(message["parent_header"].get("msg_id") == self._asked)
-
-    def run(self, code: str) -> str:
-        """Return the printed text of a cell that must not fail."""
-        self.start(code)
-        output = self.read()
-        assert output.error is None, (output.error, output.message, output.text)
-        return output.text.strip()
-
-    def fail(self, code: str) -> Output:
-        self.start(code)
-        output = self.read()
-        assert output.error is not None, output.text
-        return output
-
-    def interrupt(self, code: str) -> Output:
-        """Run a cell until it has printed "started", press the stop button, and return the rest of its output."""
-        self.start(code)
-        self.read(until="started")
-        self.manager.interrupt_kernel()
-        return self.read()
-
-    def close(self) -> None:
-        self.client.stop_channels()
-        if self.manager.is_alive():
-            # Ends the kernel at once, except while coverage is measured, which then stores its data.
-            self.manager.signal_kernel(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(WAIT_S)
-            self.manager.shutdown_kernel(now=True)
-        self.manager.cleanup_resources()
+from tests.support.kernels import Notebook
 
 
 @pytest.fixture

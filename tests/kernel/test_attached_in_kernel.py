@@ -9,9 +9,10 @@ import pytest
 
 import lmx_lab
 from lmx_lab.values.models import ModelEntry
-from tests.flows.conftest import serving, wait_until
-from tests.kernel.conftest import Notebook
-from tests.tiny import write_tiny_llama
+from tests.support.kernels import Notebook
+from tests.support.labs import serving
+from tests.support.models import write_tiny_llama
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_the_stop_button_ends_the_generation_on_the_server(lab: lmx_lab.Lab, not
             print("started", end="")
         """)
     assert output.error == "KeyboardInterrupt"
-    wait_until(lambda: lab.engine.snapshot.active_requests == 0)
+    until(lambda: lab.engine.snapshot.active_requests == 0)
     assert lab.engine.snapshot.output_tokens < 7500
     assert notebook.run("print(far.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
 

@@ -10,8 +10,8 @@ import threading
 import pytest
 from websockets.sync.client import connect
 
-from tests.docs.pages import README, code_blocks
-from tests.kernel.conftest import WAIT_S, Notebook
+from tests.support.docs import README, code_blocks
+from tests.support.kernels import WAIT_S, Notebook
 
 SETUP = """
 import asyncio, json, pathlib, subprocess, threading, time, urllib.request

@@ -12,7 +12,7 @@ import pytest
 from lmx_lab.daemon.home import DaemonHome, read_state
 
 if TYPE_CHECKING:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
 LAUNCH = "import lmx_lab, time; lab = lmx_lab.launch('tiny', port=0, daemon=True, daemon_port=0); print(lab.daemon.url)"
 WAIT_S = 20

@@ -8,7 +8,7 @@ from queue import Empty
 
 import pytest
 
-from tests.kernels import a_kernel
+from tests.support.kernels import a_kernel
 
 SETUP = """
 import asyncio, atexit, signal

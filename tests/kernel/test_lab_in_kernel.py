@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.kernels import healthz
+
 if TYPE_CHECKING:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
 SETUP = """
 import asyncio, os, threading, psutil, lmx_lab
@@ -44,7 +46,7 @@ UNREST = ("was destroyed", "never retrieved", "Exception ignored", "Traceback")
 
 @pytest.fixture(scope="module", params=["kernel", "thread"])
 def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Notebook]:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
     notebook = Notebook(tiny_home)
     notebook.mode = request.param
@@ -75,15 +77,6 @@ def tiny_lab(running: Notebook) -> Notebook:
     """A kernel with a lab and a model on MLX."""
     running.port = int(running.run(LAUNCH_TINY.format(mode=running.mode)))
     return running
-
-
-def healthz(port: int) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("GET", "/healthz")
-        return connection.getresponse().status
-    finally:
-        connection.close()
 
 
 def launch(notebook: Notebook, arguments: str = "port=0") -> str:
@@ -380,7 +373,7 @@ def test_a_restarted_kernel_gets_its_port_back(fresh_notebook: Notebook) -> None
 
 @pytest.mark.long
 def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_home: Path) -> None:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
     notebook = Notebook(starter_home)
     try:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.kernel.test_lab_in_kernel import healthz
+from tests.support.kernels import healthz
 
 if TYPE_CHECKING:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
 LAUNCH = "lab = lmx_lab.launch('tiny', port=0); print(lab.mode, lab.port)"
 WAIT_S = 60
@@ -22,7 +22,7 @@ WAIT_S = 60
 
 @pytest.fixture(scope="module")
 def notebook(tiny_home: Path) -> Iterator[Notebook]:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
     notebook = Notebook(tiny_home)
     notebook.run("%load_ext lmx_lab")

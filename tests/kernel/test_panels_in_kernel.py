@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
 LAUNCH = "import lmx_lab, threading\nlab = lmx_lab.launch('tiny', port=0, loop={mode!r})\npanel = lab.panel('models')"
 WAIT_S = 60
@@ -23,7 +23,7 @@ print("released", released.wait(60))
 
 @pytest.fixture(scope="module", params=["kernel", "thread"])
 def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Notebook]:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
     notebook = Notebook(tiny_home)
     notebook.mode = request.param

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
 HOSTILE = "<img src=x onerror=alert(1)> and some words"
 

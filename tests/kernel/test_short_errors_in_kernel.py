@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kernel.conftest import Notebook, Output
+    from tests.support.kernels import Notebook, Output
 
 SETUP = """
 import asyncio, sys, lmx_lab
@@ -57,7 +57,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def notebook(tiny_home: Path) -> Iterator[Notebook]:
-    from tests.kernel.conftest import Notebook
+    from tests.support.kernels import Notebook
 
     notebook = Notebook(tiny_home)
     notebook.run(SETUP)

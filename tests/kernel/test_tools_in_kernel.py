@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernel.conftest import Notebook
+from tests.support.kernels import Notebook
 
 
 def test_the_output_of_a_tool_appears_below_the_cell_that_registered_it(fresh_notebook: Notebook) -> None:

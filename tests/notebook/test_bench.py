@@ -17,11 +17,11 @@ from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.bench.scripts import WORDS, after_calibration
-from tests.daemon.scripted import STALL, Scripted, token
-from tests.flows.conftest import serving, wait_until
-from tests.kernel.conftest import Notebook
-from tests.tiny import write_tiny_llama
+from tests.support.kernels import Notebook
+from tests.support.labs import serving
+from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
+from tests.support.models import write_tiny_llama
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 KEY = "open-sesame-42"
@@ -147,7 +147,7 @@ async def test_a_remote_lab_has_the_awaited_form_too(far: lmx_lab.Lab) -> None:
 
 def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
     def wait() -> None:
-        wait_until(true)
+        until(true)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=wait)
@@ -166,7 +166,7 @@ def test_an_interrupt_stops_running_requests_and_keeps_the_rows(
         waiting = interrupt_when(lambda: len(other.bodies) == 5)
         rows = measured.bench(**SMALL, compare=other.url, record=tmp_path)
         waiting.join()
-        wait_until(lambda: other.left == 1)
+        until(lambda: other.left == 1)
     assert rows.attrs["interrupted"] is True
     assert rows["error"].isna().all()
     assert rows[rows["target"] != "lab"]["warm_up"].tolist() == [True, False]

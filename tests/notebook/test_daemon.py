@@ -17,7 +17,7 @@ from lmx_lab.daemon.home import read_state
 from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
 from lmx_lab.notebook.daemon import merge_events
 from lmx_lab.settings import Settings
-from tests.daemon.running_daemon import client, serving
+from tests.support.daemons import client, serving
 
 
 @pytest.fixture

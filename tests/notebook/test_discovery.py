@@ -17,7 +17,7 @@ from lmx_lab.notebook import discovery
 from lmx_lab.notebook.discovery import Announcement, FoundLab, find_address, find_labs, is_name
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
-from tests.flows.conftest import serving
+from tests.support.labs import serving
 
 LOOPBACK = ["127.0.0.1"]
 NAME = "<b>Anna's lab"

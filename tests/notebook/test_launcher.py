@@ -15,7 +15,7 @@ import lmx_lab
 from lmx_lab.errors import HostingError, InvalidRequestError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import launcher
-from tests.flows.conftest import wait_until
+from tests.support.waiting import until
 
 WAIT_S = 60.0
 
@@ -87,7 +87,7 @@ def test_a_replaced_lab_does_not_change_the_panels_of_the_next_one(tmp_path: Pat
         assert first.workbench is not workbench
         assert first.snapshot().server.state == "stopped"
         count = len(workbench.history.samples)
-        wait_until(lambda: len(workbench.history.samples) > count)
+        until(lambda: len(workbench.history.samples) > count)
         assert second.snapshot().server.state == "running"
 
 

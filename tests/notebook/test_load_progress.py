@@ -13,7 +13,7 @@ import pytest
 import lmx_lab
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.echo.engine import EchoEngine
-from tests.flows.conftest import serving
+from tests.support.labs import serving
 
 WAIT_S = 30.0
 

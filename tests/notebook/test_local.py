@@ -25,9 +25,9 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights import Progress
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
-from tests.engine.conftest import unload_when_idle_for
-from tests.engine.encoders.models import write_tiny_bert
-from tests.panels.scripted_backend import Reader
+from tests.support.engines import unload_when_idle_for
+from tests.support.models import write_tiny_bert
+from tests.support.panels import Reader
 
 pytestmark = pytest.mark.anyio
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from lmx_lab.notebook.remote_server import attach
 from lmx_lab.notebook.reply import Reply, read_reply
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
-from tests.flows.conftest import serving, wait_until
-from tests.tiny import write_tiny_llama
+from tests.support.labs import serving
+from tests.support.models import write_tiny_llama
+from tests.support.waiting import auntil, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SALT = ("How salty is the sea?", ["Bread.", "Sea salt.", "Sand."])
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,6 @@ async def watched(backend: Backend) -> AsyncIterator[list[Any]]:
     await asyncio.wait([task])
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
 async def answer(backend: Backend, **parameters: Any) -> Reply:
     return await read_reply(backend, chat_request("hello", {"temperature": 0, **parameters}))
 
@@ -90,12 +84,12 @@ async def test_log_probabilities_are_received(backend: Backend) -> None:
 async def test_samples_state_and_ends_of_requests_are_received(lab: lmx_lab.Lab, backend: Backend) -> None:
     assert (backend.state().state, backend.sample()) == ("running", None)
     async with watched(backend) as received:
-        await until(lambda: backend.sample() is not None)
+        await auntil(lambda: backend.sample() is not None)
         state = backend.state()
         assert (state.state, state.model, state.url, state.note) == ("running", "tiny", lab.url, "")
         assert state.disk == f"the disk of 127.0.0.1:{lab.port}"
         await answer(backend, max_tokens=3)
-        await until(lambda: any(isinstance(event, RequestEvent) for event in received))
+        await auntil(lambda: any(isinstance(event, RequestEvent) for event in received))
 
 
 async def test_an_answer_and_its_cost_are_those_of_the_lab(lab: lmx_lab.Lab, backend: Backend) -> None:
@@ -119,7 +113,7 @@ async def test_an_answer_that_waits_for_a_slot_has_a_status_and_can_be_closed(
     waiting.close()
     await running.aclose()
     await asyncio.to_thread(
-        wait_until, lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0
+        until, lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0
     )
 
 
@@ -134,10 +128,10 @@ async def test_leaving_an_answer_stops_it_on_the_server(lab: lmx_lab.Lab, backen
         stream.close()
     else:
         task = asyncio.create_task(answer(backend, **parameters))
-        await until(lambda: lab.engine.snapshot.output_tokens > before)
+        await auntil(lambda: lab.engine.snapshot.output_tokens > before)
         task.cancel()
         await asyncio.wait([task])
-    await until(lambda: lab.engine.snapshot.active_requests == 0)
+    await auntil(lambda: lab.engine.snapshot.active_requests == 0)
     assert lab.engine.snapshot.output_tokens - before < 7500
 
 
@@ -145,12 +139,12 @@ async def test_loads_and_unloads_are_published(tiny_home: Path) -> None:
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         backend = backend_of(far)
         async with watched(backend) as received:
-            await until(lambda: backend.sample() is not None)
+            await auntil(lambda: backend.sample() is not None)
             assert (await backend.load(LoadSpec(model="tiny"))).model == "tiny"
-            await until(lambda: backend.state().model == "tiny")
+            await auntil(lambda: backend.state().model == "tiny")
             assert [record.loaded for record in (await backend.models()).models] == [True, False]
             assert await backend.unload() > 0
-            await until(lambda: backend.state().model is None)
+            await auntil(lambda: backend.state().model is None)
         stages = [event.stage for event in received if isinstance(event, ModelEvent)]
         assert [stages[-2], stages[-1]] == ["loaded", "unloaded"]
         with pytest.raises(errors.NotLoadedError):
@@ -173,23 +167,23 @@ async def test_a_restarted_server_is_detected(tiny_home: Path) -> None:
         far = stack.enter_context(attach(lab.url))
         backend = backend_of(far)
         async with watched(backend):
-            await until(lambda: backend.sample() is not None)
+            await auntil(lambda: backend.sample() is not None)
             await asyncio.to_thread(lab.stop)
-            await until(lambda: backend.state().state == "unreachable")
+            await auntil(lambda: backend.state().state == "unreachable")
             assert lab.url in backend.state().note
             assert backend.sample() is None
             with pytest.raises(errors.UnreachableError):
                 await backend.models()
             again = lmx_lab.Lab(lmx_lab.Settings(home=tiny_home, port=lab.port), loop="thread")
             stack.enter_context(again)
-            await until(lambda: backend.state().state == "running" and backend.sample() is not None)
+            await auntil(lambda: backend.state().state == "running" and backend.sample() is not None)
         far.stop()
         assert (backend.state().state, backend.sample()) == ("stopped", None)
 
 
 async def test_a_silent_server_is_lagging(backend: RemoteBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     async with watched(backend):
-        await until(lambda: backend.sample() is not None)
+        await auntil(lambda: backend.sample() is not None)
         monkeypatch.setattr("lmx_lab.notebook.remote.LATE_S", -1.0)
         state = backend.state()
         assert (state.state, backend.sample()) == ("lagging", None)
@@ -200,6 +194,6 @@ def test_panels_show_a_remote_lab_and_stop_with_it(lab: lmx_lab.Lab) -> None:
     with attach(lab.url) as far:
         panel = far.metrics()
         assert far.metrics() is panel
-        wait_until(lambda: bool(far.workbench.history.samples))
+        until(lambda: bool(far.workbench.history.samples))
         assert panel.server["state"] == "running"
-    wait_until(lambda: panel.server["state"] == "stopped")
+    until(lambda: panel.server["state"] == "stopped")

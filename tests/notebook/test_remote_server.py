@@ -26,9 +26,10 @@ from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
-from tests.client.raw import answering, streamed, whole
-from tests.flows.conftest import serving, wait_until
-from tests.tiny import write_tiny_llama
+from tests.support.labs import serving
+from tests.support.models import write_tiny_llama
+from tests.support.sockets import answering, streamed, whole
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 KEY = "open-sesame-42"
@@ -57,7 +58,7 @@ def encoders(starter_home: Path, minilm: Any) -> Iterator[lmx_lab.Lab]:
 
 
 def wait_until_idle(lab: lmx_lab.Lab) -> None:
-    wait_until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
+    until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
 
 
 def threads() -> set[str]:
@@ -237,7 +238,7 @@ def test_an_interrupt_ends_the_generation_on_the_server(lab: lmx_lab.Lab, far: l
     before = lab.engine.snapshot.output_tokens
 
     def interrupt() -> None:
-        wait_until(lambda: lab.engine.snapshot.output_tokens > before)
+        until(lambda: lab.engine.snapshot.output_tokens > before)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -284,26 +285,26 @@ def test_a_deleted_lab_ends_its_connection_and_its_panels(lab: lmx_lab.Lab) -> N
     far = attach(lab.url, api_key=KEY)
     far._repr_mimebundle_()
     workbench, gone = far.workbench, weakref.ref(far)
-    wait_until(lambda: workbench.backend.sample() is not None)
+    until(lambda: workbench.backend.sample() is not None)
     own = {thread.name for thread in set(threading.enumerate()) - before}
     assert own >= {"lmx-lab-attached", "lmx-lab-panels"}
     del far
     gc.collect()
-    wait_until(lambda: gone() is None)
+    until(lambda: gone() is None)
     assert workbench.backend.state().state == "stopped"
-    wait_until(lambda: not {it for it in set(threading.enumerate()) - before if it.name.startswith("lmx-lab")})
+    until(lambda: not {it for it in set(threading.enumerate()) - before if it.name.startswith("lmx-lab")})
 
 
 def test_panels_keep_their_connection_until_those_of_another_one_are_shown(lab: lmx_lab.Lab) -> None:
     first = attach(lab.url, api_key=KEY).metrics()
     gc.collect()
-    wait_until(lambda: first.server["model"] == "tiny")
+    until(lambda: first.server["model"] == "tiny")
     second = attach(lab.url, api_key=KEY).metrics()
     gc.collect()
-    wait_until(lambda: first.server["state"] == "stopped")
-    wait_until(lambda: second.server["model"] == "tiny")
+    until(lambda: first.server["state"] == "stopped")
+    until(lambda: second.server["model"] == "tiny")
     remote_server._PANEL_CONNECTIONS[lab.url].close()
-    wait_until(lambda: second.server["state"] == "stopped")
+    until(lambda: second.server["state"] == "stopped")
     assert lab.url not in remote_server._PANEL_CONNECTIONS
 
 

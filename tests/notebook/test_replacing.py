@@ -35,10 +35,9 @@ from lmx_lab.errors import (
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import addresses
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
-from tests.daemon.running_daemon import serving as serving_daemon
-from tests.engine.encoders.models import write_tiny_bert
-from tests.gguf_files import unknown_architecture, with_context
-from tests.tiny import write_tiny_llama
+from tests.support.daemons import serving as serving_daemon
+from tests.support.gguf import unknown_architecture, with_context
+from tests.support.models import write_tiny_bert, write_tiny_llama
 
 WAIT_S = 60.0
 LONG = {"max_tokens": 8000, "ignore_eos": True, "temperature": 0}

@@ -20,7 +20,7 @@ from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.portal import LoopThread
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, ToolCallDelta
-from tests.server.test_translate import report
+from tests.support.asking import report
 
 LIVE = [
     "<script>",

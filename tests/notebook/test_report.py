@@ -14,13 +14,13 @@ import pytest
 from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, write_report
-from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
+from lmx_lab.notebook.snapshot import take_snapshot
 from lmx_lab.panels.history import EndedRequest
-from lmx_lab.wire.admin import Compute, ModelRecord, ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecords, RequestEvent
+from tests.notebook.snapshots import STATE, sample, snapshot
 
 HOSTILE = "<script>alert(1)</script><img src='http://evil.example/x' onerror=\"x\">\x00\u202e\ud800&amp;"
 VOID = {"meta", "br", "img", "link", "hr", "input"}
-STATE = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400", model="tiny")
 
 
 class Page(HTMLParser):
@@ -54,25 +54,10 @@ class Page(HTMLParser):
         return [tag for tag, _ in self.elements]
 
 
-def sample(at: float, **values: float) -> Sample:
-    zero = dict.fromkeys(set(Sample.model_fields) - {"type", "at"}, 0)
-    return Sample(at=at, **{**zero, **values})
-
-
 def ended(at: float, **fields: object) -> EndedRequest:
     usual = {"model": "tiny", "finish_reason": "stop", "prompt_tokens": 5, "completion_tokens": 7}
     speeds = {"tokens_per_second": 20.0, "ttft_ms": 100.0}
     return EndedRequest(at=at, event=RequestEvent.model_validate({"request_id": "r", **usual, **speeds, **fields}))
-
-
-def record(name: str) -> ModelRecord:
-    places = {"path": "/m", "loaded": True, "vram_gb": 0.27, "format": "mlx", "kind": "chat", "size_gb": 0.26}
-    return ModelRecord.model_validate({"id": name, **places, "quantization": None, "context_length": 8192})
-
-
-def snapshot(*models: str, state: ServerState = STATE, now: Sample | None = None) -> Snapshot:
-    compute = Compute(blas="openblas", detail="2 threads", threads=2, gflops=80.0)
-    return take_snapshot(state, ModelRecords(models=[record(name) for name in models], compute=compute), now)
 
 
 def rows(text: str, section: str) -> list[list[str]]:

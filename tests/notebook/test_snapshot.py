@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.notebook.test_report import sample, snapshot
+from tests.notebook.snapshots import sample, snapshot
 
 
 def test_a_snapshot_has_server_model_measurements_machine_and_versions() -> None:

@@ -13,7 +13,9 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
-from tests.flows.conftest import ENDLESS, PACE, serving, wait_until
+from tests.support.asking import ENDLESS
+from tests.support.labs import PACE, serving
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 STATE = r"unloading, 1 answer left \((\d+ s|stopping now|no time limit)\)"
@@ -48,7 +50,7 @@ def test_an_interrupt_ends_the_wait_but_not_the_unload(
     lab: lmx_lab.Lab, server: lmx_lab.Lab, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt() -> None:
-        wait_until(lambda: "unloading, 1 answer left (" in capfd.readouterr().err)
+        until(lambda: "unloading, 1 answer left (" in capfd.readouterr().err)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with running_answer(lab) as pieces:
@@ -80,12 +82,12 @@ async def test_a_cancelled_unload_continues_and_can_wait_without_a_limit(lab: lm
     pieces = aiter(stream)
     await anext(pieces)
     unload = asyncio.create_task(lab.aunload())
-    await asyncio.to_thread(wait_until, lambda: server.engine.snapshot.unloading is not None)
+    await asyncio.to_thread(until, lambda: server.engine.snapshot.unloading is not None)
     unload.cancel()
     with pytest.raises(asyncio.CancelledError):
         await unload
     waiting = asyncio.create_task(lab.aunload(wait=True))
-    await asyncio.to_thread(wait_until, lambda: "no time limit" in str(server.engine.snapshot.unloading))
+    await asyncio.to_thread(until, lambda: "no time limit" in str(server.engine.snapshot.unloading))
     await stream.aclose()
     assert await waiting > 0
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.notebooks.test_notebooks import FOLDER, NOTEBOOKS
+from tests.support.docs import NOTEBOOK_FOLDER, NOTEBOOKS
 
 pytestmark = pytest.mark.long
 
-GALLERY = FOLDER / "gallery.py"
+GALLERY = NOTEBOOK_FOLDER / "gallery.py"
 
 
 def cells(path: Path) -> list[tuple[str, str]]:
@@ -50,7 +50,7 @@ def test_links_between_notebooks_lead_somewhere() -> None:
 
 def test_a_notebook_becomes_a_page_that_needs_no_other_host(starter_home: Path, minilm: object, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, GALLERY, tmp_path, FOLDER / "03_rerank.ipynb"],
+        [sys.executable, GALLERY, tmp_path, NOTEBOOK_FOLDER / "03_rerank.ipynb"],
         env={**os.environ, "LMX_LAB_HOME": str(starter_home)},
         capture_output=True,
         text=True,

@@ -14,13 +14,11 @@ import pytest
 from nbclient import NotebookClient
 
 from lmx_lab.panels.static_fallback import WIDGET_VIEW
-from tests.kernels import without_ports
-from tests.test_extras import OF_MAKE_LAB, modules_outside
+from tests.support.docs import NOTEBOOK_FOLDER, NOTEBOOKS
+from tests.support.extras import OF_MAKE_LAB, modules_outside
+from tests.support.kernels import without_ports
 
 pytestmark = pytest.mark.long
-
-FOLDER = Path(__file__).parent.parent.parent / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # Values that replace the parameters cells, as with papermill.
 SMALL = {
     "10_bench_decode": {"engine": "mlx", "prompt_tokens": [48, 96], "output_tokens": 8, "requests": 2, "repeats": 1},
@@ -56,7 +54,7 @@ def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
 
 
 def test_the_demo_ends_with_a_sensible_answer_its_speed_and_the_addresses(starter_home: Path) -> None:
-    command: list[str | Path] = [sys.executable, FOLDER / "demo.py", FOLDER / "00_quickstart.ipynb"]
+    command: list[str | Path] = [sys.executable, NOTEBOOK_FOLDER / "demo.py", NOTEBOOK_FOLDER / "00_quickstart.ipynb"]
     done = subprocess.run(
         command, env={**os.environ, "LMX_LAB_HOME": str(starter_home)}, capture_output=True, text=True, check=False
     )
@@ -84,7 +82,7 @@ def test_a_notebook_runs_from_top_to_bottom(path: Path, starter_home: Path, smol
 def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(
     stem: str, tiny_home: Path, tmp_path: Path
 ) -> None:
-    notebook = nbformat.read(FOLDER / f"{stem}.ipynb", as_version=4)
+    notebook = nbformat.read(NOTEBOOK_FOLDER / f"{stem}.ipynb", as_version=4)
     replace_parameters(notebook, {"model": "tiny", **SMALL[stem]})
     # Simulate that the extra is not installed.
     notebook.cells.insert(0, nbformat.v4.new_code_cell(HIDE_LLAMA))
@@ -100,7 +98,7 @@ def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(
 def test_both_engines_and_both_other_servers_are_compared_in_one_table(
     tiny_home: Path, tiny_gguf: Path, tmp_path: Path
 ) -> None:
-    notebook = nbformat.read(FOLDER / "12_compare_servers.ipynb", as_version=4)
+    notebook = nbformat.read(NOTEBOOK_FOLDER / "12_compare_servers.ipynb", as_version=4)
     replace_parameters(notebook, {"model": "tiny", **SMALL["12_compare_servers"], "gguf": str(tiny_gguf)})
     check = nbformat.v4.new_code_cell(
         "print(rows.groupby('target')['engine'].first().to_dict(), rows['error'].count())"
@@ -150,7 +148,7 @@ def outputs_of(notebook: Any, home: Path, folder: Path) -> list[Any]:
 def test_the_demo_fails_when_a_cell_fails(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("raise ValueError('broken cell')")])
     nbformat.write(notebook, tmp_path / "broken.ipynb")
-    command: list[str | Path] = [sys.executable, FOLDER / "demo.py", tmp_path / "broken.ipynb"]
+    command: list[str | Path] = [sys.executable, NOTEBOOK_FOLDER / "demo.py", tmp_path / "broken.ipynb"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ValueError: broken cell" in done.stdout
@@ -161,7 +159,7 @@ def test_the_demo_prints_an_output_while_its_cell_still_runs(tmp_path: Path) -> 
     source = f"print('begun')\nopen({str(tmp_path / 'go')!r}).read()"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     nbformat.write(notebook, tmp_path / "waiting.ipynb")
-    command: list[str | Path] = [sys.executable, FOLDER / "demo.py", tmp_path / "waiting.ipynb"]
+    command: list[str | Path] = [sys.executable, NOTEBOOK_FOLDER / "demo.py", tmp_path / "waiting.ipynb"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         assert "begun\n" in demo.stdout

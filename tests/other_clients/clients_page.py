@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.docs.page_runner import CURLRC, run_command
-from tests.docs.pages import DOCS, Block, code_blocks
+from tests.support.docs import CURLRC, DOCS, Block, code_blocks, run_command
 
 PAGE = DOCS / "clients.md"
 SERVE = "lmx-lab serve "

@@ -23,12 +23,11 @@ import pytest
 from playwright.sync_api import Page
 
 from lmx_lab.values.models import ModelEntry
-from tests.browser.chromium import chromium
-from tests.browser.jupyterlab import WAIT_MS
-from tests.command_process import Serving, serving
-from tests.docs.pages import ROOT, table_rows
 from tests.other_clients.clients_page import PAGE, run_section, serve_arguments
 from tests.other_clients.try_agents import AGENTS
+from tests.support.browser import WAIT_MS, chromium
+from tests.support.commands import Serving, serving
+from tests.support.docs import ROOT, table_rows
 
 pytestmark = pytest.mark.long
 

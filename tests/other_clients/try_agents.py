@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.command_process import Serving, request
 from tests.other_clients.clients_page import section
+from tests.support.commands import Serving, request
 
 ADDRESS = "127.0.0.1:8400"
 BUG, FIXED = "result -= price", "result += price"

@@ -18,10 +18,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.command_process import Serving, serving
-from tests.docs.pages import ROOT
 from tests.other_clients.clients_page import run_section, serve_arguments
 from tests.other_clients.request_recorder import recording
+from tests.support.commands import Serving, serving
+from tests.support.docs import ROOT
 
 EXPECTED: Mapping[str, Sequence[str]] = {
     "anthropic-python": ("Paris", "end_turn", "tokens"),

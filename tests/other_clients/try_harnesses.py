@@ -18,10 +18,10 @@ import lmx_lab
 from lmx_lab.evals import Choice
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.command_process import Serving, serving
-from tests.docs.pages import ROOT
-from tests.gguf_models import starter_gguf
 from tests.other_clients.clients_page import run_section
+from tests.support.commands import Serving, serving
+from tests.support.docs import ROOT
+from tests.support.gguf import starter_gguf
 
 TOLERANCE = 1e-3
 """Largest difference of two log-likelihoods. Other requests may change the order of sums on a CPU."""

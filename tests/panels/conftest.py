@@ -12,11 +12,8 @@ from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.panels.endless_model import write_endless_llama
-from tests.panels.scripted_backend import ScriptedBackend
-
-CONTEXT = 8192
-"""Context length in tokens. At one millisecond per token, an answer lasts longer than the rest of a test."""
+from tests.support.models import ENDLESS_CONTEXT, write_endless_llama
+from tests.support.panels import ScriptedBackend
 
 
 @pytest.fixture
@@ -43,7 +40,7 @@ def endless_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) 
     """A lab's home with ``tiny`` and ``tiny-two``, whose answers last until a test stops them."""
     home = tmp_path_factory.mktemp("endless-home")
     for seed, name in enumerate(("tiny", "tiny-two")):
-        write_endless_llama(home / "models" / name, smollm2.path, seed=seed, context=CONTEXT)
+        write_endless_llama(home / "models" / name, smollm2.path, seed=seed, context=ENDLESS_CONTEXT)
     return home
 
 

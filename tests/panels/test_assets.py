@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from lmx_lab.panels.layout import PANELS
 from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.panel import Panel
 from lmx_lab.server.pages import BUILT, ICON_SIZES, chat_page, icon_png, routes_page
+from tests.support.programs import needs_node, node
 
 MAX_BYTES = 94 * 1024
 """Maximum size of the code of all panels that do not need a daemon. uPlot is 51 KiB of it."""
@@ -24,19 +23,10 @@ MAX_BYTES_WITH_DAEMON = 11 * 1024
 CLASSES = list(PANELS.values())
 UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
 OWN = sorted(path.name for path in assets.FOLDER.glob("*.js"))
-NODE = shutil.which("node")
-needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed; the browser tests run the same code")
 
 
 def modules() -> dict[str, str]:
     return {name: assets.script(*panel.SCRIPTS) for name, panel in PANELS.items()}
-
-
-def node(*arguments: str) -> str:
-    assert NODE is not None
-    done = subprocess.run([NODE, *arguments], capture_output=True, text=True, timeout=180, check=False)
-    assert not done.returncode, done.stderr
-    return done.stdout
 
 
 def test_all_panels_together_are_small() -> None:

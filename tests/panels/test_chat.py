@@ -12,8 +12,8 @@ from lmx_lab.errors import ContextLengthError, NotLoadedError
 from lmx_lab.panels.chat import ChatPanel, describe_ending
 from lmx_lab.panels.conversation import MAX_CHARACTERS
 from lmx_lab.panels.workbench import Workbench
-from tests.panels.conftest import CONTEXT
-from tests.panels.scripted_backend import Reader, Refused, ScriptedBackend, cost, delta
+from tests.support.models import ENDLESS_CONTEXT
+from tests.support.panels import Reader, Refused, ScriptedBackend, cost, delta
 
 
 @pytest.fixture
@@ -310,9 +310,9 @@ def test_a_real_answer_is_stopped(lab: lmx_lab.Lab, real_reader: Reader) -> None
 
 
 def test_a_real_prompt_that_is_too_long_is_refused_with_both_numbers(real_reader: Reader) -> None:
-    real_reader.ask("send", text="long " * 2 * CONTEXT)
+    real_reader.ask("send", text="long " * 2 * ENDLESS_CONTEXT)
     real_reader.until(lambda panel: len(panel.messages) == 2)
-    assert str(CONTEXT) in real_reader.panel.messages[-1]["error"]
+    assert str(ENDLESS_CONTEXT) in real_reader.panel.messages[-1]["error"]
 
 
 def test_unloading_ends_a_running_answer(

@@ -17,8 +17,17 @@ from lmx_lab.panels.event_rows import COLUMNS, MAX_ROWS, EventRows, RowFilter
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.layout import compose_panels
 from lmx_lab.panels.workbench import Workbench
-from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBackend
-from tests.panels.scripted_daemon import LIVE, Flood, ScriptedDaemon, ScriptedLog, permission_record
+from tests.support.panels import (
+    LIVE,
+    WAIT_S,
+    Flood,
+    Reader,
+    Refused,
+    ScriptedBackend,
+    ScriptedDaemon,
+    ScriptedLog,
+    permission_record,
+)
 
 LOST = ConnectionState(state="waiting", attempts=1, retry_in_s=0.4, error=UnreachableError("no answer"))
 

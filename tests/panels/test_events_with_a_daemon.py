@@ -12,9 +12,9 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook.daemon import LabEvents
 from lmx_lab.panels.events import EventsPanel
 from lmx_lab.panels.workbench import Workbench
-from tests.daemon.running_daemon import client, serving
-from tests.daemon.scripted import STALL, Script, Scripted, calls, says, token
-from tests.panels.scripted_backend import Reader
+from tests.support.daemons import client, serving
+from tests.support.model_server import STALL, Script, Scripted, calls, says, token
+from tests.support.panels import Reader
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from lmx_lab.panels import lens
 from lmx_lab.panels.lens import LensPanel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
-from tests.panels.scripted_backend import Reader, Refused
+from tests.support.panels import Reader, Refused
 
 pytestmark = pytest.mark.usefixtures("quick")
 

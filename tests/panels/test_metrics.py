@@ -20,7 +20,7 @@ from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_columns, window
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import RequestEvent, Sample
-from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBackend
+from tests.support.panels import WAIT_S, Reader, Refused, ScriptedBackend
 
 NOON = 1_800_000_000.0
 DECODE = FIELDS.index("decode_tokens_per_second")

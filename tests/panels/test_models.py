@@ -14,8 +14,8 @@ from lmx_lab.panels.models import MAX_ROWS, ModelsPanel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.values.models import Unloading
 from lmx_lab.wire.admin import ModelEvent, Preference
-from tests.panels.scripted_backend import Reader, Refused, ScriptedBackend, record
-from tests.quantized_copies import EXACT, LOSSY
+from tests.support.gguf import EXACT, LOSSY
+from tests.support.panels import Reader, Refused, ScriptedBackend, record
 
 
 @pytest.fixture

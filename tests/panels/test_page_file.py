@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.panels import assets
-from tests.panels.test_assets import needs_node, node
+from tests.support.programs import needs_node, node
 
 pytestmark = needs_node
 STUBS = """

@@ -31,8 +31,8 @@ from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT
-from tests.engine.encoders.models import write_tiny_bert
-from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBackend
+from tests.support.models import write_tiny_bert
+from tests.support.panels import WAIT_S, Reader, Refused, ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("quick")
 PAIR = "Bread is baked.\nSea water is salty."

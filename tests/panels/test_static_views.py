@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 
 from lmx_lab.panels import static_fallback
 from lmx_lab.panels.static_fallback import StaticViews
-from tests.kernels import without_ports
+from tests.support.kernels import without_ports
 
 CELLS = (
     "import lmx_lab\nlab = lmx_lab.launch('echo', daemon=False, port=0)\nchat = lab.panel('chat')",

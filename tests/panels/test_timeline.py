@@ -11,7 +11,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.panels.timeline import MAX_PARTS, TimelinePanel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.values.timeline import EngineStep, ModelTimeline, RequestTimeline, ServerTimeline
-from tests.panels.scripted_backend import Reader, Refused, ScriptedBackend
+from tests.support.panels import Reader, Refused, ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("quick")
 ONE = RequestTimeline(

@@ -11,7 +11,7 @@ import pytest
 import lmx_lab
 from lmx_lab.errors import HostingError
 from lmx_lab.wire.admin import Sample
-from tests.flows.conftest import wait_until
+from tests.support.waiting import until
 
 WAIT_S = 60.0
 
@@ -22,8 +22,8 @@ def test_the_history_has_samples_and_requests(tiny_home: Path) -> None:
         history = lab.workbench.history
         count = len(history.requests)
         lab.chat("hello", max_tokens=5, ignore_eos=True)
-        wait_until(lambda: len(history.requests) > count)
-        wait_until(lambda: bool(history.samples) and history.samples[-1].memory_active_gb > 0)
+        until(lambda: len(history.requests) > count)
+        until(lambda: bool(history.samples) and history.samples[-1].memory_active_gb > 0)
         assert history.requests[-1].event.completion_tokens == 5
 
 
@@ -33,7 +33,7 @@ def test_the_panels_loop_of_a_stopped_lab_ends_after_a_request(tmp_path: Path, m
         pass
     with pytest.raises(HostingError, match="launch"):
         lab.workbench.submit(lab.workbench.backend.unload()).result(WAIT_S)
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"])
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"])
 
 
 def test_a_backend_that_fails_once_does_not_stop_the_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,4 +52,4 @@ def test_a_backend_that_fails_once_does_not_stop_the_timer(tmp_path: Path, monke
         monkeypatch.setattr(backend, "sample", fail_once)
         assert failed.wait(WAIT_S)
         count = len(lab.workbench.history.samples)
-        wait_until(lambda: len(lab.workbench.history.samples) > count)
+        until(lambda: len(lab.workbench.history.samples) > count)

@@ -11,7 +11,7 @@ import torch
 
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens, load_encoder
 from lmx_lab.values.encoding import Vectors
-from tests.engine.encoders.models import entry, run, write_json, write_tokenizer
+from tests.support.models import entry, run, write_json, write_tokenizer
 
 TOLERANCE = 1e-4
 SIZES = {

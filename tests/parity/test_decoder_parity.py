@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="torch is not in this environment; m
 
 import transformers  # noqa: E402
 
-from tests.engine.encoders.models import logit_score_files, pooling_files  # noqa: E402
 from tests.parity.reference import SIZES, build, check, last, padded, save, texts  # noqa: E402
+from tests.support.models import logit_score_files, pooling_files  # noqa: E402
 
 LAST = pooling_files("lasttoken", normalize=False)
 LENGTHS = (3, 17, 11, 1)

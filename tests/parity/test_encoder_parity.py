@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch", reason="torch is not in this environment; m
 import transformers  # noqa: E402
 
 from lmx_lab.engine.encoders import TextTokens  # noqa: E402
-from tests.engine.encoders.models import pooling_files, run  # noqa: E402
 from tests.parity.reference import SIZES, build, check, mean, padded, save, texts  # noqa: E402
+from tests.support.models import pooling_files, run  # noqa: E402
 
 MEAN = pooling_files("mean_tokens", normalize=False)
 FAMILIES = {

@@ -9,13 +9,8 @@ import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
-from tests.daemon.running_daemon import serving as serving_daemon
-from tests.flows.conftest import echo_home, serving
-
-__all__ = ["echo_home"]
-
-KEY = "a-key-that-nobody-is-shown"
-FRIEND = "http://friend.example:3000"
+from tests.support.daemons import serving as serving_daemon
+from tests.support.labs import FRIEND, KEY, serving
 
 
 @pytest.fixture(scope="package")

@@ -10,8 +10,8 @@ import pytest
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.addresses import lan_addresses
-from tests.security.conftest import FRIEND, KEY
-from tests.security.raw_http import HANDSHAKE, WAIT_S, post, send
+from tests.support.labs import FRIEND, KEY
+from tests.support.sockets import HANDSHAKE, RAW_WAIT_S, post, send
 
 # For each kind: the value, with {port} for the server's port, and whether it is allowed.
 HOSTS = {
@@ -168,7 +168,7 @@ def test_other_machines_cannot_connect_by_default(open_lab: Lab, daemon: Daemon)
     # The last is an address that every Linux machine has, but only servers on all interfaces listen on it.
     for address, port in product([*lan_addresses(), "127.0.0.2"], (open_lab.port, daemon.port)):
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((address, port), WAIT_S)
+            socket.create_connection((address, port), RAW_WAIT_S)
 
 
 def test_a_valid_request_is_answered_after_all_of_these(open_lab: Lab) -> None:

@@ -26,10 +26,11 @@ from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusa
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.notebook import Lab
 from lmx_lab.values.models import ModelEntry
-from tests.engine.mlx.families import FAMILIES
-from tests.flows.conftest import serving, wait_until
-from tests.gguf_files import with_template
-from tests.tiny import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
+from tests.support.families import FAMILIES
+from tests.support.gguf import with_template
+from tests.support.labs import serving
+from tests.support.models import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 0.5
@@ -350,6 +351,6 @@ def test_a_template_that_loops_in_llama_cpp_stops_its_process_and_the_model_is_l
             answer = http.post("/v1/chat/completions", json=chat(TRIGGER))
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
             assert "chat template ran longer than the limit of 1 s" in answer.text
-        wait_until(lambda: not child.is_running())
+        until(lambda: not child.is_running())
         assert http.get("/healthz").status_code == 200
-        wait_until(lambda: http.post("/v1/chat/completions", json=chat("hello")).status_code == 200)
+        until(lambda: http.post("/v1/chat/completions", json=chat("hello")).status_code == 200)

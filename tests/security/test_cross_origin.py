@@ -12,8 +12,8 @@ from playwright.sync_api import Browser, Page
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
-from tests.browser.chromium import ARGUMENTS, chromium
-from tests.flows.conftest import serving
+from tests.support.browser import CHROMIUM_ARGUMENTS, chromium
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 PAGE = b"<!doctype html><meta charset=utf-8><title>evil</title><iframe name=frame hidden></iframe>"
@@ -111,7 +111,7 @@ def tiny_lab(tiny_home: Path) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    arguments = [each for each in ARGUMENTS if "host-resolver" not in each]
+    arguments = [each for each in CHROMIUM_ARGUMENTS if "host-resolver" not in each]
     with chromium([*arguments, REBOUND]) as browser:
         yield browser
 

@@ -16,9 +16,9 @@ from playwright.sync_api import Browser
 from lmx_lab.notebook import Lab
 from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
-from tests.browser.chromium import chromium
-from tests.flows.conftest import serving
-from tests.tiny import write_tiny_llama
+from tests.support.browser import chromium
+from tests.support.labs import serving
+from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 EVIL = (

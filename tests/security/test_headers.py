@@ -8,8 +8,8 @@ import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
-from tests.security.conftest import FRIEND, KEY
-from tests.security.raw_http import HANDSHAKE, WAIT_S, Answer, send
+from tests.support.labs import FRIEND, KEY
+from tests.support.sockets import HANDSHAKE, RAW_WAIT_S, Answer, send
 
 EXPECTED = {
     "x-content-type-options": "nosniff",
@@ -80,7 +80,7 @@ def test_headers_of_the_error_for_a_foreign_host(keyed_lab: Lab, daemon: Daemon)
 
 
 def test_headers_of_a_stream(open_lab: Lab) -> None:
-    with socket.create_connection(("127.0.0.1", open_lab.port), WAIT_S) as sock:
+    with socket.create_connection(("127.0.0.1", open_lab.port), RAW_WAIT_S) as sock:
         sock.sendall(f"GET /admin/events HTTP/1.1\r\nHost: 127.0.0.1:{open_lab.port}\r\n\r\n".encode())
         data = b""
         while b"\r\n\r\n" not in data:

@@ -8,7 +8,7 @@ import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
-from tests.security.raw_http import send
+from tests.support.sockets import send
 
 # Sent unchanged in the request line, because client libraries normalize some of them.
 SPELLINGS = [

@@ -29,9 +29,9 @@ from lmx_lab.weights.hub.download import download
 from lmx_lab.weights.package_index import _extract_members
 from lmx_lab.weights.starters import Starter
 from lmx_lab.weights.store import Progress, ignore_progress
-from tests.faults.hub_server import Hub
-from tests.flows.conftest import serving
-from tests.tiny import write_tiny_llama
+from tests.support.hub import Hub
+from tests.support.labs import serving
+from tests.support.models import write_tiny_llama
 
 MUCH = 2**29
 """Upper limit of the memory that a rejection may use, in bytes."""

@@ -17,7 +17,7 @@ import pytest
 from websockets.sync.client import connect
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import serving
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 ELSEWHERE = {"host": "elsewhere.example"}

@@ -29,10 +29,10 @@ from lmx_lab.notebook import Lab
 from lmx_lab.settings import SECRETS as VARIABLES
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.command_process import Serving, serving
-from tests.flows.conftest import wait_until
-from tests.security.conftest import KEY
-from tests.security.raw_http import HANDSHAKE, post, send
+from tests.support.commands import Serving, serving
+from tests.support.labs import KEY
+from tests.support.sockets import HANDSHAKE, post, send
+from tests.support.waiting import until
 
 ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b1m\u202eright-to-left\u2066\u200f\r\b"
 """Colors, a window title, a C1 control, bidirectional overrides, a carriage return and a backspace."""
@@ -225,7 +225,7 @@ def test_an_mcp_server_receives_its_configured_environment_but_no_token(daemon: 
         headers = {"authorization": f"Bearer {daemon.token}"}
         answer = httpx2.post(f"{daemon.url}/v3/mcp/servers", json=config, headers=headers, timeout=60)
         assert answer.status_code < 500, answer.text
-    wait_until(lambda: seen.exists() and seen.read_text() != "")
+    until(lambda: seen.exists() and seen.read_text() != "")
     given = seen.read_text()
     assert found(daemon.token, given) == found(KEY, given) == []
 

@@ -20,10 +20,10 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import MIB, check_files, open_regular, read_regular
-from tests.engine.conftest import run
-from tests.faults.chat_requests import CHAT, WAIT_S
-from tests.flows.conftest import chat_body, serving
-from tests.tiny import write_tiny_llama
+from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
+from tests.support.engines import run
+from tests.support.labs import serving
+from tests.support.models import write_tiny_llama
 
 MUCH = 2**29
 """Upper limit of the memory that a rejection may use, in bytes."""
@@ -188,7 +188,7 @@ async def test_the_engine_rejects_a_special_file_before_it_unloads_a_model(
     async with ModelManager(Settings(slots=2, threads=1)) as manager:
         await manager.load_entry(good)
         with pytest.raises(UnusableModelError, match=r"tokenizer\.json is a FIFO"):
-            await asyncio.wait_for(manager.load_entry(bad), WAIT_S)
+            await asyncio.wait_for(manager.load_entry(bad), CHAT_WAIT_S)
         assert manager.snapshot.entry == good
         assert manager.snapshot.state == "ready"
         assert (await run(manager))[1].output_tokens == 8
@@ -202,7 +202,7 @@ def test_a_server_with_special_files_lists_rejects_and_serves_without_delay(lab:
 
     async def ask() -> None:
         limits = httpx2.Limits(max_connections=3 * AT_ONCE)
-        async with httpx2.AsyncClient(base_url=lab.url, timeout=WAIT_S, limits=limits) as http:
+        async with httpx2.AsyncClient(base_url=lab.url, timeout=CHAT_WAIT_S, limits=limits) as http:
             routes = ["/v1/models", "/admin/models", "/v1/models/good"]
             for answer in await asyncio.gather(*(http.get(route) for route in routes * AT_ONCE)):
                 assert answer.status_code == 200

@@ -22,9 +22,9 @@ from lmx_lab.values.encoding import EncodeReport
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadProgress
 from lmx_lab.weights import Catalog
-from tests.server.conftest import ENTRY
+from tests.support.models import TINY_ENTRY
 
-EMBEDDER = replace(ENTRY, id="minilm", kind="embedding")
+EMBEDDER = replace(TINY_ENTRY, id="minilm", kind="embedding")
 REPORT = EncodeReport(model="minilm", texts=2, tokens=7, queue_s=0.25, compute_s=0.5, peak_memory_bytes=1)
 
 

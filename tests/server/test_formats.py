@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from lmx_lab.engine import AnswerFormat
 from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.server.translate import generation_request
-from tests.server.test_translate import chat
+from tests.support.asking import chat
 
 
 def answer_format(**changes: Any) -> AnswerFormat | None:

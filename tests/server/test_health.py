@@ -10,7 +10,7 @@ from lmx_lab.http.error_bodies import status_of
 from lmx_lab.server.health import problem
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
-from tests.server.conftest import ENTRY
+from tests.support.models import TINY_ENTRY
 
 SETTINGS = Settings(idle_unload_s=300, stall_limit_s=60)
 
@@ -41,6 +41,6 @@ def test_each_reason_has_its_code_and_names_the_next_step(now: EngineSnapshot, c
 
 
 def test_a_loaded_model_is_ready_only_while_its_engine_runs() -> None:
-    now = EngineSnapshot(state="ready", entry=ENTRY)
+    now = EngineSnapshot(state="ready", entry=TINY_ENTRY)
     assert problem(now, settings=SETTINGS) is None
     assert problem(now, settings=SETTINGS, alive=False) is not None

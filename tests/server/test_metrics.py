@@ -16,9 +16,9 @@ from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.generation import GenerationReport
-from tests.server.conftest import ENTRY
+from tests.support.models import TINY_ENTRY
 
-ODD = replace(ENTRY, id='odd "name"\n')
+ODD = replace(TINY_ENTRY, id='odd "name"\n')
 REPORT = GenerationReport(
     model="tiny",
     finish_reason="stop",

@@ -15,10 +15,8 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from lmx_lab.notebook import Lab
-from tests.browser.axe import serious_violations
-from tests.browser.chromium import chromium
-from tests.browser.jupyterlab import WAIT_MS
-from tests.flows.conftest import serving
+from tests.support.browser import WAIT_MS, chromium, serious_violations
+from tests.support.labs import serving
 
 ELSEWHERE = re.compile("^https://")
 

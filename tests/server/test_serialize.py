@@ -14,7 +14,7 @@ from lmx_lab.server.translate import chat_logprobs, timings, usage
 from lmx_lab.values.generation import Delta, FinishReason, TokenLogprob, ToolCallDelta
 from lmx_lab.wire.chat import ChatChunk, SocketToken
 from lmx_lab.wire.completions import Completion, CompletionLogprobs
-from tests.server.test_translate import report
+from tests.support.asking import report
 
 TOP = TokenLogprob(token=6, text="y", bytes=b"y", logprob=-0.5)
 LOGPROB = TokenLogprob(token=5, text='x"\n', bytes=b'x"\n', logprob=-1.25, top=(TOP,))

@@ -34,7 +34,7 @@ from lmx_lab.server.span_attributes import CONTENT_CHARACTERS, answer_attributes
 from lmx_lab.server.telemetry import EXPORTER_LOG, RequestSpans
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta
-from tests.flows.conftest import wait_until
+from tests.support.waiting import until
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TEXT = "the sea is wide"
@@ -120,7 +120,7 @@ def leave(lab: lmx_lab.Lab) -> str:
     body = {"messages": [{"role": "user", "content": TEXT}], "stream": True, "max_tokens": 10_000, "ignore_eos": True}
     with httpx2.stream("POST", f"{lab.url}/v1/chat/completions", json=body) as answer:
         next(line for line in answer.iter_lines() if "the" in line)
-    wait_until(lambda: not lab.engine.snapshot.active_requests)
+    until(lambda: not lab.engine.snapshot.active_requests)
     return str(answer.headers["x-request-id"])
 
 

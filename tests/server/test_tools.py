@@ -16,7 +16,7 @@ from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.generation import ToolCallDelta, merge_tool_calls
 from lmx_lab.wire import tools
-from tests.server.test_translate import chat
+from tests.support.asking import chat
 
 USER = {"role": "user", "content": "hello"}
 

@@ -21,43 +21,13 @@ from lmx_lab.server.translate import (
     total_usage,
     usage,
 )
-from lmx_lab.values.generation import FinishReason, GenerationReport, TokenLogprob
-from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.wire.completions import CompletionRequest
-
-
-def chat(**changes: Any) -> ChatRequest:
-    return ChatRequest.model_validate({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **changes})
+from tests.support.asking import chat, report
 
 
 def completion(**changes: Any) -> CompletionRequest:
     return CompletionRequest.model_validate({"model": "tiny", "prompt": "hello", **changes})
-
-
-def report(
-    *,
-    prompt: int = 10,
-    cached: int = 0,
-    from_disk: int = 0,
-    output: int = 5,
-    decode_s: float = 2.0,
-    reasoning: int = 0,
-    finish: FinishReason = "stop",
-) -> GenerationReport:
-    return GenerationReport(
-        model="tiny",
-        finish_reason=finish,
-        reasoning_tokens=reasoning,
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        disk_cached_tokens=from_disk,
-        output_tokens=output,
-        queue_s=0.0,
-        prefill_s=1.0,
-        ttft_s=1.1,
-        decode_s=decode_s,
-        peak_memory_bytes=0,
-    )
 
 
 def refusal(make: Any, **changes: Any) -> str | None:

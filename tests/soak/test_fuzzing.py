@@ -24,7 +24,7 @@ from soak.fuzzing.families import Family, families
 from soak.fuzzing.frames import BINARY, TEXT, SocketCase, frame
 from soak.fuzzing.requests import Case
 from soak.fuzzing.values import Raw, changed_bodies, json_paths, replace_at, to_json
-from tests.client.raw import answering
+from tests.support.sockets import answering
 
 pytestmark = pytest.mark.long
 

@@ -16,7 +16,7 @@ from soak.hostile.senders import Answer
 from soak.mutated_models import PARTS, MutatedModels
 from soak.mutations import MutatedLoads
 from soak.soak import Soak
-from tests.tiny import write_tiny_llama
+from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.long
 

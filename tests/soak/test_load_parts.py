@@ -21,8 +21,8 @@ from soak.programs import SMALL_CACHE, Command, Home, Server, end_and_check, rec
 from soak.row import Row
 from soak.slow_hub import SlowHub
 from soak.soak import Soak
-from tests.client.raw import answering, streamed, whole
-from tests.tiny import write_tiny_llama
+from tests.support.models import write_tiny_llama
+from tests.support.sockets import answering, streamed, whole
 
 pytestmark = pytest.mark.long
 

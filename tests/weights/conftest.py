@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.starters import STARTERS, Starter
+from tests.support.gguf import HIDDEN, byte_symbols, gguf_bytes, random_tensor, tiny_metadata
+from tests.support.models import LLAMA, safetensors_bytes
 
 MakeModel = Callable[..., Path]
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048}
 
 
 @pytest.fixture(autouse=True)
@@ -53,84 +52,9 @@ def make_model() -> MakeModel:
     return make
 
 
-def safetensors_bytes(dtype: str = "F16", count: int = 4) -> bytes:
-    header = json.dumps({"w": {"dtype": dtype, "shape": [count], "data_offsets": [0, 2 * count]}}).encode()
-    return struct.pack("<Q", len(header)) + header + bytes(2 * count)
-
-
-def _text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def _value(value: Any) -> bytes:
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    kind, pack = {
-        str: (8, _text),
-        int: (5, lambda v: struct.pack("<i", v)),
-        float: (6, lambda v: struct.pack("<f", v)),
-    }[type(value[0])]
-    return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(map(pack, value))
-
-
-def gguf_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
-    """Return a GGUF file; a tensor is (shape with the contiguous dimension first, type number, data)."""
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
-    head += b"".join(_text(key) + _value(value) for key, value in metadata.items())
-    data = b""
-    for name, (shape, kind, content) in tensors.items():
-        head += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, len(data))
-        data += content + bytes(-len(content) % 32)
-    return head + bytes(-len(head) % 32) + data
-
-
 @pytest.fixture
 def gguf() -> Callable[..., bytes]:
     return gguf_bytes
-
-
-def byte_symbols() -> list[str]:
-    """Return GPT-2's printable symbol of each byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
-
-
-HIDDEN, LAYERS = 256, 1
-FORMATS = {
-    "F32": (0, 1),
-    "F16": (1, 1),
-    "Q4_0": (2, 32),
-    "Q4_1": (3, 32),
-    "Q8_0": (8, 32),
-    "Q4_K": (12, 256),
-    "Q6_K": (14, 256),
-}
-BLOCK_BYTES = {"F32": 4, "F16": 2, "Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q4_K": 144, "Q6_K": 210}
-
-
-def random_tensor(kind: str, *shape: int) -> tuple[tuple[int, ...], int, bytes]:
-    number, block = FORMATS[kind]
-    raw = np.random.default_rng(sum(shape)).integers(
-        0, 256, (int(np.prod(shape)) // block, BLOCK_BYTES[kind]), np.uint8
-    )
-    if kind == "F32":
-        raw = np.ones(shape, np.float32)
-    elif kind == "F16":
-        raw = np.full(shape, 0.01, np.float16)
-    else:
-        # The half floats at the beginning (in Q6_K at the end) are the scales: small and finite.
-        half = np.float16(0.01).tobytes()
-        raw[:, -2:] = raw[:, :2] = np.frombuffer(half, np.uint8)
-        if kind == "Q4_1":
-            raw[:, 2:4] = np.frombuffer(half, np.uint8)
-    return shape, number, raw.tobytes()
 
 
 @pytest.fixture
@@ -152,26 +76,6 @@ def tiny_llama() -> Callable[..., bytes]:
         return gguf_bytes(tiny_metadata(tokens) | dict(metadata or {}), tensors)
 
     return make
-
-
-def tiny_metadata(tokens: list[str]) -> dict[str, Any]:
-    return {
-        "general.architecture": "llama",
-        "llama.context_length": 512,
-        "llama.embedding_length": HIDDEN,
-        "llama.block_count": LAYERS,
-        "llama.feed_forward_length": HIDDEN,
-        "llama.attention.head_count": 4,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * (len(tokens) - 3) + [3, 3, 4],
-        "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.bos_token_id": 257,
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.chat_template": "<|im_start|>{{ messages[0]['content'] }}<|im_end|>",
-    }
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.scan import ModelLocation, join_formats, read_folder
-from tests.quantized_copies import EXACT, LOSSY
+from tests.support.gguf import EXACT, LOSSY
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MakeModel = Callable[..., Path]

@@ -13,7 +13,7 @@ import pytest
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.scan import ModelLocation, folder_locations
 from lmx_lab.weights.scanner import Listing, Root, Scanner
-from tests.tiny import write_tiny_llama
+from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 WAIT_S = 30.0

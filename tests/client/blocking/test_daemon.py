@@ -27,10 +27,10 @@ from lmx_lab.wire.sessions import (
     SubmitTurn,
     TurnOverrides,
 )
-from tests.client.blocking.test_portal import run_script
-from tests.daemon.running_daemon import serving
-from tests.daemon.scripted import STALL, Scripted, calls, says, token
-from tests.flows.conftest import wait_until
+from tests.support.daemons import serving
+from tests.support.model_server import STALL, Scripted, calls, says, token
+from tests.support.programs import run_script
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 HELLO = says("Hello ", "there.", thinks=["Hm."])
@@ -127,7 +127,7 @@ def test_a_policy_can_be_one_decision_for_all(session: Session) -> None:
 
 def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
     def press() -> None:
-        wait_until(true)
+        until(true)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
@@ -275,7 +275,7 @@ def test_another_thread_can_read_the_states_of_the_connection(client: DaemonClie
         thread = threading.Thread(target=lambda: states.extend(state.state for state in events.states()))
         thread.start()
         events.opened()
-        wait_until(lambda: "live" in states)
+        until(lambda: "live" in states)
     thread.join()
     assert states[-1] == "closed"
 
@@ -336,7 +336,7 @@ def test_a_daemon_is_shut_down(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         with DaemonClient.discover(tmp_path) as client:
             client.shut_down(mode="now")
-            wait_until(lambda: not daemon.running)
+            until(lambda: not daemon.running)
             with suppress(errors.LabError):
                 client.health()
         with pytest.raises(errors.UnreachableError):

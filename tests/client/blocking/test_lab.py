@@ -25,8 +25,9 @@ from lmx_lab.wire.admin import ModelEvent, NotReady, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
-from tests.flows.conftest import serving, wait_until, wait_until_idle
-from tests.tiny import write_tiny_llama
+from tests.support.labs import serving, wait_until_idle
+from tests.support.models import write_tiny_llama
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 KEY = "open-sesame-42"
@@ -116,7 +117,7 @@ def test_many_threads_can_use_one_client(client: LabClient) -> None:
 
 def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
     def press() -> None:
-        wait_until(true)
+        until(true)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
@@ -212,7 +213,7 @@ async def test_an_exception_of_progress_ends_the_wait_but_not_the_load(
     async with AsyncLabClient(lab.url) as async_client:
         with LabClient(lab.url) as client, pytest.raises(errors.InvalidRequestError, match="no more"):
             _ = client.load("tiny", progress=fail) if blocking else await async_client.load("tiny", progress=fail)
-    wait_until(lambda: lab.engine.snapshot.model == "tiny")
+    until(lambda: lab.engine.snapshot.model == "tiny")
 
 
 async def test_a_failed_load_raises_its_error_with_and_without_progress(lab: Lab) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +17,9 @@ from lmx_lab.client.blocking.portal import Portal
 from lmx_lab.client.blocking.stream import MAX_PENDING_CALLS, BlockingStream, CallbackQueue, run_with_callbacks
 from lmx_lab.http import uvicorn_server
 from lmx_lab.portal import LoopThread
-from tests.client.raw import Endless, answering, whole
-from tests.flows.conftest import wait_until
+from tests.support.programs import run_script
+from tests.support.sockets import Endless, answering, lab_app, whole
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 ALIVE = whole('{"status": "ok"}')
@@ -28,23 +27,12 @@ THREAD = "lmx-lab-client"
 EVENT_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-lmx-lab: 0\r\n\r\n"
 
 
-async def app(scope: Any, receive: Any, send: Any) -> None:
-    """A server that answers like a lab to every request."""
-    if scope["type"] == "lifespan":
-        for event in ("startup", "shutdown"):
-            await receive()
-            await send({"type": f"lifespan.{event}.complete"})
-        return
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-lmx-lab", b"9.9")]})
-    await send({"type": "http.response.body", "body": b"{}"})
-
-
 @contextmanager
 def served(host: str = "127.0.0.1") -> Iterator[uvicorn_server.RunningServer]:
     """Run the server on an event loop in a thread."""
     thread = LoopThread("test-server")
     thread.start()
-    server = thread.run(uvicorn_server.serve(app, uvicorn_server.bind(host, 0, explicit=False)))
+    server = thread.run(uvicorn_server.serve(lab_app, uvicorn_server.bind(host, 0, explicit=False)))
     try:
         yield server
     finally:
@@ -103,12 +91,6 @@ client = LabClient({server.url!r})
 stream = client.events()
 next(stream), next(stream)
 """)
-
-
-def run_script(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -285,7 +267,7 @@ def test_a_source_is_left_in_the_way_the_stream_is_left(way: str, left: str) -> 
     gc.disable()
     try:
         del stream
-        wait_until(lambda: source.left is not None)
+        until(lambda: source.left is not None)
     finally:
         gc.enable()
     assert source.left == left

@@ -9,9 +9,7 @@ import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
-from tests.flows.conftest import PACE, echo_home, serving
-
-__all__ = ["echo_home"]
+from tests.support.labs import PACE, serving
 
 
 @pytest.fixture(scope="session")

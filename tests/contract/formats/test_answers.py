@@ -10,14 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.contract.formats.formats import FORMATS, STOP, Answer, Format, Request, each_format
-from tests.flows.conftest import serving
+from tests.support.formats import CLOCK, FORMATS, STOP, Answer, Format, Request, each_format
+from tests.support.labs import serving
 
-CLOCK = {
-    "name": "clock",
-    "description": "Tells the time.",
-    "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]},
-}
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
 CALLED = ("clock", {"zone": "UTC"})
 FORCED = Answer(calls=(("clock", {"zone": ""}),), finish="tool_calls")

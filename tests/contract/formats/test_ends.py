@@ -15,8 +15,10 @@ import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
-from tests.contract.formats.formats import FORMATS, Chat, Format, Request, Socket, each_format
-from tests.flows.conftest import ENDLESS_TEXT, PACE, serving, wait_until, wait_until_idle
+from tests.support.asking import ENDLESS_TEXT
+from tests.support.formats import FORMATS, Chat, Format, Request, Socket, each_format
+from tests.support.labs import PACE, serving, wait_until_idle
+from tests.support.waiting import until
 
 ENDLESS = Request(messages=[{"role": "user", "content": ENDLESS_TEXT}], max_tokens=30_000)
 """A request whose answer of ten seconds no test reads to its end."""
@@ -121,7 +123,7 @@ def test_a_server_that_stops_ends_all_answers_with_an_error(echo_home: Path) -> 
     ):
         streams = {form: pool.submit(form.streamed, http, ENDLESS) for form in FORMATS}
         wholes = {form: pool.submit(form.post, http, ENDLESS) for form in HTTP_FORMATS}
-        wait_until(lambda: lab.engine.snapshot.active_requests == answers)
+        until(lambda: lab.engine.snapshot.active_requests == answers)
         lab.stop()
         for form, stream in streams.items():
             *frames, last = form.frames(stream.result(60))
@@ -156,13 +158,13 @@ def test_a_request_ends_when_its_client_disconnects(
         if phase == "queued":
             for _ in range(2):
                 others.enter_context(Chat().stream(http, ENDLESS))
-            wait_until(lambda: lab.engine.snapshot.active_requests == 2)
+            until(lambda: lab.engine.snapshot.active_requests == 2)
         with form.unread(lab.port, ENDLESS, stream=stream):
             if phase == "queued":
-                wait_until(lambda: lab.engine.snapshot.queued_requests == 1)
+                until(lambda: lab.engine.snapshot.queued_requests == 1)
             else:
-                wait_until(lambda: lab.engine.snapshot.output_tokens > before.output_tokens)
-        wait_until(lambda: lab.engine.snapshot.queued_requests == 0)
+                until(lambda: lab.engine.snapshot.output_tokens > before.output_tokens)
+        until(lambda: lab.engine.snapshot.queued_requests == 0)
     wait_until_idle(lab)
     assert lab.engine.snapshot.output_tokens - before.output_tokens < 10_000
     assert form.answer(form.post(http, Request()).json()).text == "hello"
@@ -214,7 +216,7 @@ def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancel
     with serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=1) as lab:
         with ExitStack() as unread:
             connections = [unread.enter_context(unread_stream(lab, form)) for form in HTTP_FORMATS]
-            wait_until(lambda: caplog.text.count(NOTICED) == len(HTTP_FORMATS))
+            until(lambda: caplog.text.count(NOTICED) == len(HTTP_FORMATS))
             for form, connection in zip(HTTP_FORMATS, connections, strict=True):
                 assert form.end.encode() not in read_until(connection), form.name
         wait_until_idle(lab)
@@ -234,11 +236,11 @@ def test_slots_for_which_others_wait_are_free_earlier(echo_home: Path, caplog: p
         ExitStack() as open_streams,
     ):
         connections = {form: open_streams.enter_context(unread_stream(lab, form)) for form in FORMATS}
-        wait_until(lambda: lab.engine.snapshot.active_requests == len(FORMATS))
+        until(lambda: lab.engine.snapshot.active_requests == len(FORMATS))
         for _ in FORMATS:
             open_streams.enter_context(Chat().stream(http, ENDLESS))
-        wait_until(lambda: caplog.text.count(NOTICED) == len(FORMATS))
-        wait_until(lambda: lab.engine.snapshot.queued_requests == 0)
+        until(lambda: caplog.text.count(NOTICED) == len(FORMATS))
+        until(lambda: lab.engine.snapshot.queued_requests == 0)
         assert lab.engine.snapshot.active_requests == len(FORMATS)
         for form, connection in connections.items():
             assert form.end.encode() not in read_until(connection), form.name
@@ -253,9 +255,9 @@ def test_a_close_code_follows_the_tokens_of_a_websocket_that_accepts_no_data(
         httpx2.Client(base_url=lab.url, timeout=60) as http,
         unread_stream(lab, Socket()) as connection,
     ):
-        wait_until(lambda: lab.engine.snapshot.active_requests == 1)
+        until(lambda: lab.engine.snapshot.active_requests == 1)
         with Chat().stream(http, ENDLESS):
-            wait_until(lambda: NOTICED in caplog.text)
+            until(lambda: NOTICED in caplog.text)
             assert (1008).to_bytes(2) + NOTICED.encode() in read_until(connection)
 
 
@@ -267,11 +269,11 @@ def test_a_client_may_pause_after_its_answer_has_ended(echo_home: Path, caplog: 
         serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=3) as lab,
         unread_stream(lab, form, request) as paused,
     ):
-        wait_until(lambda: lab.engine.snapshot.output_tokens >= 300)
+        until(lambda: lab.engine.snapshot.output_tokens >= 300)
         wait_until_idle(lab)
         # The server disconnects a client that pauses during its answer. The other has paused for longer.
         with unread_stream(lab, form) as late:
-            wait_until(lambda: NOTICED in caplog.text)
+            until(lambda: NOTICED in caplog.text)
             in_buffers = len(read_until(late))
         data = read_until(paused, form.end.encode())
     assert form.end.encode() in data

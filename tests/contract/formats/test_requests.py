@@ -11,9 +11,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from lmx_lab.notebook import Lab
-from tests.contract.formats.formats import FORMATS, Format, Request, Socket, each_format
-from tests.contract.formats.test_answers import CLOCK
-from tests.flows.conftest import serving
+from tests.support.formats import CLOCK, FORMATS, Format, Request, Socket, each_format
+from tests.support.labs import serving
 
 OTHER_STREAMS = {"/api/pull": "the progress of a download"}
 """Routes with streams that are not answers of a model."""

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from lmx_lab.wire.mcp import McpServerConfig
-from tests.daemon.http_mcp import TOKEN
-from tests.daemon.mcp_fixtures import RUN, McpHarness, open_harness
+from tests.daemon.mcp.http_mcp import TOKEN
+from tests.support.mcp import RUN, McpHarness, open_harness
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-SCRIPT = Path(__file__).parents[1] / "http_mcp.py"
+SCRIPT = Path(__file__).with_name("http_mcp.py")
 EVERYTHING = "@modelcontextprotocol/server-everything@2026.8.31"
 CACHE = Path(__file__).parents[3] / ".cache" / "npm"
 

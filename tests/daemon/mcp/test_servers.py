@@ -19,7 +19,7 @@ from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
-from tests.daemon.mcp_fixtures import HOSTILE, RUN, SECRET, McpHarness, hostile, left_over, open_harness, quick
+from tests.support.mcp import HOSTILE, RUN, SECRET, McpHarness, hostile, left_over, open_harness, quick
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -444,7 +444,8 @@ async def test_grandchildren_of_a_server_that_exited_are_ended_before_its_restar
 KILLED_DAEMON = """
 import asyncio, json, os, signal, sys
 from pathlib import Path
-from tests.daemon.mcp_fixtures import McpHarness, Store, hostile
+from tests.support.mcp import McpHarness, hostile
+from tests.support.mcp import Store
 
 async def main():
     folder = Path(sys.argv[1])
@@ -472,7 +473,8 @@ KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from lmx_lab.daemon.mcp import process_registry
-from tests.daemon.mcp_fixtures import McpHarness, Store, hostile
+from tests.support.mcp import McpHarness, hostile
+from tests.support.mcp import Store
 
 write = process_registry._write_registry
 

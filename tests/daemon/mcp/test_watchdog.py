@@ -29,7 +29,8 @@ DAEMON = """
 import asyncio, json, os, signal, sys
 from pathlib import Path
 from lmx_lab.daemon.mcp import watchdog
-from tests.daemon.mcp_fixtures import McpHarness, Store, hostile
+from tests.support.mcp import McpHarness, hostile
+from tests.support.mcp import Store
 
 async def main():
     folder, at_start = Path(sys.argv[1]), sys.argv[2] == "at start"

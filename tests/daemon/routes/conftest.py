@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
-from tests.daemon.running_daemon import client, serving
+from tests.support.daemons import client, serving
 
 
 @pytest.fixture(scope="module")

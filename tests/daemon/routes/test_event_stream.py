@@ -18,7 +18,7 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import record_pruned
 from lmx_lab.daemon.storage.store import Transaction
-from tests.daemon.running_daemon import client, connect, frames_until, raw_subscriber, serving, settled, write_tokens
+from tests.support.daemons import client, connect, frames_until, raw_subscriber, serving, settled, write_tokens
 
 pytestmark = pytest.mark.anyio
 LIMITS = Limits(heartbeat_s=0.05, blocked_send_s=2.0, subscribers=8, ring_events=100, page_events=50)

@@ -9,8 +9,8 @@ import httpx2
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from tests.daemon.routes.answers import refused
-from tests.daemon.running_daemon import client
+from tests.support.asking import refused
+from tests.support.daemons import client
 
 
 def test_polling_continues_from_its_cursor(http: httpx2.Client, session: str) -> None:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 import httpx2
 import pytest
 
-from tests.daemon.routes.answers import refused
+from tests.support.asking import refused
 
 WEIRD = ["none", "x" * 300, "a b", "..", "%", "'; DROP TABLE sessions; --", "ä", "\x00", "*", "\u202e"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2
 
-from tests.daemon.routes.answers import refused
+from tests.support.asking import refused
 
 
 def test_a_session_is_created_once_for_an_id(http: httpx2.Client) -> None:

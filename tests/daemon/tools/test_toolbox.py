@@ -10,7 +10,7 @@ import pytest
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.toolbox import CombinedToolbox
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
-from tests.daemon.mcp_fixtures import McpHarness, hostile, open_harness
+from tests.support.mcp import McpHarness, hostile, open_harness
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.notebook import Lab
-from tests.daemon.scripted import DROP, Refusal, Scripted, json_answer, refuses, says, token
-from tests.flows.conftest import serving
+from tests.support.labs import serving
+from tests.support.model_server import DROP, Refusal, Scripted, json_answer, refuses, says, token
 
 pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}

@@ -13,7 +13,9 @@ from lmx_lab import errors
 from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
 from lmx_lab.notebook import Lab
 from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage, SubmitTurn, TurnOverrides
-from tests.daemon.scripted import (
+from tests.support.daemons import ASKS, FREE, ScriptedToolbox, TurnHarness, check_invariants, daemon
+from tests.support.labs import serving
+from tests.support.model_server import (
     DROP,
     STALL,
     Gate,
@@ -28,8 +30,6 @@ from tests.daemon.scripted import (
     thought,
     token,
 )
-from tests.daemon.turn_fixtures import ASKS, FREE, ScriptedToolbox, TurnHarness, check_invariants, daemon
-from tests.flows.conftest import serving
 
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")

@@ -15,8 +15,9 @@ from lmx_lab.daemon.turns import records as turn_records
 from lmx_lab.daemon.turns import runner
 from lmx_lab.daemon.turns import writer as turn_writer
 from lmx_lab.wire.sessions import CancelTurns, Decision
-from tests.daemon.scripted import DROP, STALL, Gate, Scripted, calls, says, thought, token
-from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, ScriptedToolbox, TurnHarness, check_invariants, daemon, until
+from tests.support.daemons import ASKS, FREE, WAIT_S, ScriptedToolbox, TurnHarness, check_invariants, daemon
+from tests.support.model_server import DROP, STALL, Gate, Scripted, calls, says, thought, token
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
@@ -36,7 +37,7 @@ def held(toolbox: ScriptedToolbox) -> Gate:
 
     async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
         gate._reached.set()
-        await until(lambda: gate.is_open)
+        await auntil(lambda: gate.is_open)
         return "done"
 
     toolbox.work = work
@@ -145,7 +146,7 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path: Path, upstream
         assert (end["data"]["status"], "did not end in time" in end["data"]["text"]) == ("cancelled", True)
         assert (await here.run(session)).text == "next"
         gate.open()
-        await until(lambda: not here.turns._adopted_tasks)
+        await auntil(lambda: not here.turns._adopted_tasks)
         check_invariants(await here.events())
 
 
@@ -275,7 +276,7 @@ async def test_a_turn_that_waits_for_a_permission_does_not_occupy_a_slot(tmp_pat
         assert here.turns.counts() == (1, 0)
         await here.turns.decide(permission.permission_id, ALLOW)
         assert (await here.ended(waiting, turn)).text == "ok"
-        await until(lambda: not [*here.turns._workers])
+        await auntil(lambda: not [*here.turns._workers])
         assert here.turns._slots.free == 1
 
 
@@ -294,7 +295,7 @@ async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path: Path, up
         assert (await here.ended(waiting, turn)).stop_reason == "cancelled"
         gate.open()
         assert (await here.ended(other, second)).text == "ok"
-        await until(lambda: not [*here.turns._workers])
+        await auntil(lambda: not [*here.turns._workers])
         assert here.turns._slots.free == 1
 
 
@@ -543,7 +544,7 @@ async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space
     full.on, full.for_ends = True, for_ends
     gate.open()
     await upstream.until(lambda: upstream.left == 1)
-    await until(lambda: not for_ends or full.refused >= 4)
+    await auntil(lambda: not for_ends or full.refused >= 4)
     full.on = False
     record = await here.ended(session, turn)
     assert record.error is not None
@@ -563,7 +564,7 @@ async def test_on_a_full_disk_no_tool_is_started(
     full = Full(here.store, monkeypatch)
     full.on = True
     gate.open()
-    await until(lambda: full.refused >= 2)
+    await auntil(lambda: full.refused >= 2)
     full.on = False
     record = await here.ended(session, turn)
     assert record.error is not None
@@ -587,7 +588,7 @@ async def test_on_a_full_disk_a_running_tool_is_stopped(
     full = Full(here.store, monkeypatch)
     full.on = True
     first.set()
-    await until(lambda: not here.toolbox.running and full.refused >= 2)
+    await auntil(lambda: not here.toolbox.running and full.refused >= 2)
     full.on = False
     record = await here.ended(session, turn)
     assert record.error is not None
@@ -632,7 +633,7 @@ async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(
         await here.seen("turn.started")
         full.on = True
         gate.open()
-        await until(lambda: full.refused >= 2)
+        await auntil(lambda: full.refused >= 2)
         here.turns._limits = type(here.turns._limits)(cancel_s=0.01)
         await here.turns.stop(mode="now", grace_s=0)
         assert (await here.turns.read(session, turn)).status == "running"

@@ -15,17 +15,8 @@ import pytest
 from lmx_lab.daemon.turns.queue import list_unfinished
 from lmx_lab.errors import LabError, NotFoundError, StoppingError
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
-from tests.daemon.scripted import DROP, STALL, Scripted, Step, call, chunk, ending, refuses, thought, token
-from tests.daemon.turn_fixtures import (
-    ASKS,
-    FREE,
-    TERMINAL,
-    WAIT_S,
-    ScriptedToolbox,
-    TurnHarness,
-    check_invariants,
-    daemon,
-)
+from tests.support.daemons import ASKS, FREE, TERMINAL, WAIT_S, ScriptedToolbox, TurnHarness, check_invariants, daemon
+from tests.support.model_server import DROP, STALL, Scripted, Step, call, chunk, ending, refuses, thought, token
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 SESSIONS = 3

@@ -17,8 +17,9 @@ from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.turns import permissions, runner
 from lmx_lab.daemon.turns import queue as turn_queue
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
-from tests.daemon.scripted import STALL, Gate, Scripted, calls, says, token
-from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, TurnHarness, check_invariants, daemon, until
+from tests.support.daemons import ASKS, FREE, WAIT_S, TurnHarness, check_invariants, daemon
+from tests.support.model_server import STALL, Gate, Scripted, calls, says, token
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 ALLOW = Decision(decision="allow")
@@ -105,7 +106,7 @@ async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here: Tur
     await here.submit(session)
     await here.seen("tool.start")
     first = asyncio.create_task(here.turns.delete_session(session))
-    await until(lambda: here.turns._workers.get_or_create(session).is_deleting)
+    await auntil(lambda: here.turns._workers.get_or_create(session).is_deleting)
     second = asyncio.create_task(here.turns.delete_session(session))
     await here.store.write(lambda tx: None)
     assert not second.done()
@@ -128,7 +129,7 @@ async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(
         await gate.reached()
         await here.turns.decide(permission.permission_id, ALLOW)
         await here.seen("tool.end")
-        await until(lambda: bool(here.turns._slots._continuing))
+        await auntil(lambda: bool(here.turns._slots._continuing))
         gate.open()
         for session, turn in [(asking, first), *zip(others, turns, strict=True)]:
             await here.ended(session, turn)

@@ -5,34 +5,17 @@ Each test in this folder runs on all engines.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, Format, Kind, ModelEntry
-from lmx_lab.weights import Catalog
-from tests.engine.conftest import until_idle
-from tests.gguf_files import with_context, with_tokens
-from tests.tiny import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama
-
-CONTEXT = 8192
-SETTINGS = Settings(slots=8, queue_limit=8, threads=1, memory_limit_bytes=2**30, echo_tokens_per_s=20_000)
-FEW = replace(SETTINGS, slots=2, queue_limit=2, echo_tokens_per_s=2000)
-Entries = Mapping[Format, ModelEntry]
-
-
-def entry_of(path: Path, id_: str) -> ModelEntry:
-    """Return the model at this path, with an id that both formats share."""
-    return replace(Catalog(Settings()).resolve(str(path)), id=id_)
-
-
-def echo_entry(id_: str, *, context: int = 512, kind: Kind = "chat") -> ModelEntry:
-    """Return an entry of the echo engine with the id of a model."""
-    return replace(ECHO, id=id_, path=Path("echo") / id_, context_length=context, kind=kind, more_kinds=())
+from lmx_lab.values.models import Format, ModelEntry
+from tests.engine.contract.entries import CONTEXT, FEW, SETTINGS, Entries, echo_entry
+from tests.support.engines import entry_of, until_idle
+from tests.support.gguf import with_context, with_tokens
+from tests.support.models import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import ChatPrompt, ModelManager, TextPrompt
-from tests.engine.conftest import PROMPT, finish_with_logprobs, request
-from tests.engine.contract.conftest import SETTINGS, Entries
-from tests.engine.contract.test_forms import CONVERSATION, TOOLS
+from tests.engine.contract.entries import SETTINGS, Entries
+from tests.support.engines import DESCRIBED_TOOLS, PROMPT, TOOL_CONVERSATION, finish_with_logprobs, request
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Both = tuple[ModelManager, ModelManager]
@@ -31,9 +30,9 @@ async def both(chat_models: Entries) -> AsyncIterator[Both]:
         TextPrompt(text="Naïve 東京 😀 1234\n\n  x = y"),
         TextPrompt(text="<|im_start|>user\nhi<|im_end|>\n"),
         ChatPrompt(messages=({"role": "user", "content": "  Hi there!  "},)),
-        ChatPrompt(messages=CONVERSATION[:2]),
-        ChatPrompt(messages=CONVERSATION, tools=TOOLS),
-        ChatPrompt(messages=CONVERSATION),
+        ChatPrompt(messages=TOOL_CONVERSATION[:2]),
+        ChatPrompt(messages=TOOL_CONVERSATION, tools=DESCRIBED_TOOLS),
+        ChatPrompt(messages=TOOL_CONVERSATION),
     ],
 )
 async def test_both_formats_make_the_same_tokens_of_a_prompt(both: Both, prompt: Any) -> None:

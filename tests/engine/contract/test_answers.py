@@ -15,7 +15,7 @@ from lmx_lab.engine.echo.vocabulary import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import Format
-from tests.engine.conftest import PROMPT, finish, finish_with_logprobs, numbers, request, run
+from tests.support.engines import PROMPT, finish, finish_with_logprobs, numbers, request, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 WORDS = AnswerFormat(kind="regex", text="über 😀東京é!")

@@ -21,8 +21,8 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.values.models import Format
-from tests.engine.conftest import finish, numbers, request, run, until_busy, until_idle
-from tests.engine.contract.conftest import CONTEXT, FEW, Entries
+from tests.engine.contract.entries import CONTEXT, FEW, Entries
+from tests.support.engines import finish, numbers, request, run, until_busy, until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 LONG: dict[str, Any] = {"max_tokens": CONTEXT, "ignore_eos": True}

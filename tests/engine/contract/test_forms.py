@@ -26,19 +26,26 @@ from lmx_lab.engine import (
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.values.steering import SteeringVector
-from tests.engine.conftest import engine_of, until_idle
-from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry
-from tests.engine.mlx.test_answers_in_engine import SCHEMA, Answer, finish, is_place, merge, request
+from tests.engine.contract.entries import SETTINGS, Entries, echo_entry
+from tests.support.engines import (
+    DESCRIBED_TOOLS,
+    PLACE_SCHEMA,
+    TOOL_CONVERSATION,
+    Answer,
+    chat_request,
+    engine_of,
+    finish_answer,
+    is_place,
+    merge,
+    until_idle,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-JSON = AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA))
+JSON = AnswerFormat(kind="json_schema", text=json.dumps(PLACE_SCHEMA))
 REGEX = AnswerFormat(kind="regex", text="[a-c]{5}-(left|right)")
 LARK = AnswerFormat(kind="lark", text='start: "x" DIGITS\nDIGITS: /[0-9]{3}/')
-TOOLS = ToolUse(
-    tools=(Tool(name="look", parameters=SCHEMA, description="Looks."), Tool(name="wait", parameters=SCHEMA))
-)
-FORCED = replace(TOOLS, forced=True, parallel=False)
-NAMED = replace(TOOLS, forced=True, only="wait")
+FORCED = replace(DESCRIBED_TOOLS, forced=True, parallel=False)
+NAMED = replace(DESCRIBED_TOOLS, forced=True, only="wait")
 
 
 LONG = "Where is the river, and where is the sea, and how far is it from here?"
@@ -62,7 +69,7 @@ async def manager(_roomy_manager: ModelManager) -> AsyncIterator[ModelManager]:
 
 
 async def run(manager: ModelManager, **changes: Any) -> Answer:
-    return await finish(await manager.submit(request(**changes)))
+    return await finish_answer(await manager.submit(chat_request(**changes)))
 
 
 async def answer_or_refusal(manager: ModelManager, **changes: Any) -> Answer | InvalidRequestError:
@@ -129,7 +136,7 @@ BROKEN = {
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in BROKEN.items() for text in texts])
 async def test_an_invalid_format_is_refused_before_the_first_token(manager: ModelManager, kind: Any, text: str) -> None:
     with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
-        await manager.submit(request(answer_format=AnswerFormat(kind=kind, text=text)))
+        await manager.submit(chat_request(answer_format=AnswerFormat(kind=kind, text=text)))
     assert refused.value.param == "response_format"
 
 
@@ -158,7 +165,7 @@ async def test_a_format_may_allow_any_text(manager: ModelManager) -> None:
 async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager) -> None:
     for changes in ({"answer_format": JSON}, {"tools": NAMED}):
         with pytest.raises(InvalidRequestError) as refused:
-            await manager.submit(request(ignore_eos=True, **changes))
+            await manager.submit(chat_request(ignore_eos=True, **changes))
         assert refused.value.param == "ignore_eos"
 
 
@@ -187,7 +194,7 @@ async def test_a_named_tool_is_called_once(manager: ModelManager) -> None:
 
 
 async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager: ModelManager) -> None:
-    stream = await manager.submit(request(tools=replace(TOOLS, forced=True), max_tokens=400))
+    stream = await manager.submit(chat_request(tools=replace(DESCRIBED_TOOLS, forced=True), max_tokens=400))
     deltas = [delta async for delta in stream]
     pieces = [call for delta in deltas for call in delta.tool_calls]
     calls = merge(pieces)[0]
@@ -206,7 +213,7 @@ async def test_a_forced_answer_ends_before_it_repeats_a_call(manager: ModelManag
 
 
 async def test_optional_tools_need_not_be_called(manager: ModelManager) -> None:
-    result = await run(manager, tools=TOOLS, content=LONG, max_tokens=10)
+    result = await run(manager, tools=DESCRIBED_TOOLS, content=LONG, max_tokens=10)
     assert (result.calls, result.report.output_tokens, result.reason) == ([], 10, "length")
     assert result.text
 
@@ -224,14 +231,14 @@ async def with_bias_toward(marker: list[int], manager: ModelManager, options: Ge
 async def test_a_call_that_the_model_starts_follows_its_schema(
     manager: ModelManager, marker: list[int], model_format: Format
 ) -> None:
-    options = request(tools=replace(TOOLS, parallel=False))
+    options = chat_request(tools=replace(DESCRIBED_TOOLS, parallel=False))
     if model_format == "echo":
         # It says what the message says; there is no such place.
         said = '<tool_call>\n{"name": "look", "arguments": {"kind": "lake"}}\n</tool_call>'
-        begun = request(tools=replace(TOOLS, parallel=False), content=said)
+        begun = chat_request(tools=replace(DESCRIBED_TOOLS, parallel=False), content=said)
     else:
         begun = await with_bias_toward(marker, manager, options)
-    result = await finish(await manager.submit(begun))
+    result = await finish_answer(await manager.submit(begun))
     ((name, arguments),) = result.calls
     assert name in ("look", "wait")
     assert is_place(arguments)
@@ -248,15 +255,17 @@ async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> Non
 async def test_the_error_of_invalid_parameters_names_the_tool(manager: ModelManager) -> None:
     wrong = Tool(name="odd", parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})
     with pytest.raises(InvalidRequestError, match="the parameters of the tool 'odd'") as refused:
-        await manager.submit(request(tools=ToolUse(tools=(*TOOLS.tools, wrong), forced=True)))
+        await manager.submit(chat_request(tools=ToolUse(tools=(*DESCRIBED_TOOLS.tools, wrong), forced=True)))
     assert refused.value.param == "tools.2.function.parameters"
     # A request that need not call the tool is not refused.
-    assert (await run(manager, tools=ToolUse(tools=(*TOOLS.tools, wrong)), max_tokens=5)).report.output_tokens == 5
+    assert (
+        await run(manager, tools=ToolUse(tools=(*DESCRIBED_TOOLS.tools, wrong)), max_tokens=5)
+    ).report.output_tokens == 5
 
 
 async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager: ModelManager) -> None:
     address = {"type": "object", "properties": {"url": {"type": "string", "format": "uri"}}, "required": ["url"]}
-    tools = ToolUse(tools=(*TOOLS.tools, Tool(name="fetch", parameters=address)))
+    tools = ToolUse(tools=(*DESCRIBED_TOOLS.tools, Tool(name="fetch", parameters=address)))
     # The tool need not be called, or another tool is called.
     assert (await run(manager, tools=tools, max_tokens=5)).report.output_tokens == 5
     assert is_place((await run(manager, tools=replace(tools, forced=True, only="wait"))).calls[0][1])
@@ -268,28 +277,14 @@ async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager: Model
     assert [name for name, _ in result.calls] == ["fetch"]
 
 
-CONVERSATION: tuple[dict[str, Any], ...] = (
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Is the river wet?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": {"kind": "river"}}}
-        ],
-    },
-    {"role": "tool", "tool_call_id": "call_1", "content": "It is."},
-)
-
-
 async def test_results_of_tools_are_part_of_the_prompt(manager: ModelManager) -> None:
-    given = request(prompt=ChatPrompt(messages=CONVERSATION, tools=TOOLS))
+    given = chat_request(prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=DESCRIBED_TOOLS))
     async with await manager.submit(given) as stream:
         shown = await manager.decode(stream.prompt)
     assert await manager.encode(given) == list(stream.prompt)
     for part in ("Be brief.", "Is the river wet?", '"kind": "river"', "It is.", "Looks."):
         assert part in shown
-    assert is_place((await run(manager, prompt=ChatPrompt(messages=CONVERSATION, tools=NAMED))).calls[0][1])
+    assert is_place((await run(manager, prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=NAMED))).calls[0][1])
 
 
 async def test_formats_tools_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
@@ -371,7 +366,7 @@ async def test_steering_is_supported_or_refused_as_the_capabilities_state(
 async def test_logprobs_with_calls_in_the_models_own_format_are_supported_or_refused_as_the_capabilities_state(
     thinker: ModelManager, model_format: Format
 ) -> None:
-    options: dict[str, Any] = {"tools": TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
+    options: dict[str, Any] = {"tools": DESCRIBED_TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
     if not engine_of(thinker, model_format).capabilities.logprobs_with_own_tools:
         with pytest.raises(InvalidRequestError, match="leave out logprobs or tools") as refused:
             await run(thinker, **options)

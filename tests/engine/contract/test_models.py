@@ -25,10 +25,10 @@ from lmx_lab.errors import (
 )
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.models import Format, LoadSpec, ModelEntry
-from tests.engine.conftest import engine_of, numbers, pin, request, run, until_busy, until_idle
-from tests.engine.contract.conftest import FEW, SETTINGS, Entries, entry_of
-from tests.engine.encoders.models import write_tiny_bert
-from tests.gguf_files import unknown_architecture
+from tests.engine.contract.entries import FEW, SETTINGS, Entries
+from tests.support.engines import engine_of, entry_of, numbers, pin, request, run, until_busy, until_idle
+from tests.support.gguf import unknown_architecture
+from tests.support.models import write_tiny_bert
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone", "Ünïcode, CAFÉ 東京!")

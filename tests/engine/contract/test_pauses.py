@@ -10,7 +10,7 @@ import pytest
 from lmx_lab.engine import AnswerFormat, ModelManager, Sampling, scheduler
 from lmx_lab.engine.llama_cpp import queue
 from lmx_lab.values.models import Format
-from tests.engine.conftest import finish, numbers, request, run
+from tests.support.engines import finish, numbers, request, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 TOKENS = 150

@@ -13,10 +13,10 @@ from lmx_lab.engine.echo.vocabulary import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights.infill import can_infill
-from tests.engine.conftest import finish, request, run
-from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry, entry_of
-from tests.gguf_files import with_tokens
-from tests.tiny import rename_tokens, write_tiny_llama
+from tests.engine.contract.entries import SETTINGS, Entries, echo_entry
+from tests.support.engines import entry_of, finish, request, run
+from tests.support.gguf import with_tokens
+from tests.support.models import rename_tokens, write_tiny_llama
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 MARKS = {"<repo_name>": "<|fim_prefix|>", "<reponame>": "<|fim_suffix|>", "<file_sep>": "<|fim_middle|>"}

@@ -19,7 +19,7 @@ from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError,
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO
 from lmx_lab.values.steering import SteeringVector
-from tests.engine.mlx.test_answers_in_engine import JSON, NAMED, TOOLS, Answer, finish, is_place, request
+from tests.support.engines import ONLY_WAIT, PLACE_FORMAT, PLACE_TOOLS, Answer, chat_request, finish_answer, is_place
 
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "look", "arguments": {"kind": "river", "wet": true}}\n</tool_call>'
@@ -35,7 +35,7 @@ async def manager() -> AsyncIterator[ModelManager]:
 
 
 async def run(manager: ModelManager, **changes: Any) -> Answer:
-    return await finish(await manager.submit(request(**changes)))
+    return await finish_answer(await manager.submit(chat_request(**changes)))
 
 
 @pytest.mark.parametrize("text", ["Hello!", "  spaces \n\n stay ", "東京 é 😀", "<tool_call>", "a <think> b", ""])
@@ -62,10 +62,10 @@ async def test_a_message_may_contain_reasoning(manager: ModelManager) -> None:
 
 
 async def test_a_message_may_contain_calls_of_offered_tools(manager: ModelManager) -> None:
-    result = await run(manager, content=f"Look.\n{CALL}", tools=TOOLS)
+    result = await run(manager, content=f"Look.\n{CALL}", tools=PLACE_TOOLS)
     assert (result.text, result.calls, result.reason) == ("Look.", [("look", ARGUMENTS)], "tool_calls")
     assert (await run(manager, content=CALL)).text == CALL
-    forced = await run(manager, content="Anything", tools=NAMED)
+    forced = await run(manager, content="Anything", tools=ONLY_WAIT)
     assert [name for name, _ in forced.calls] == ["wait"]
     assert is_place(forced.calls[0][1])
 
@@ -85,7 +85,7 @@ async def test_an_answer_in_a_format_is_short_and_reproducible(manager: ModelMan
 
 async def test_a_message_that_matches_the_format_is_repeated(manager: ModelManager) -> None:
     message = '{"kind": "mountain", "wet": false}'
-    assert (await run(manager, content=message, answer_format=JSON)).text == message
+    assert (await run(manager, content=message, answer_format=PLACE_FORMAT)).text == message
 
 
 async def test_vectors_are_refused(manager: ModelManager) -> None:
@@ -127,7 +127,7 @@ async def test_messages_are_repeated_after_the_end_of_a_script(scripted: Scripte
     call = {"name": "look", "arguments": json.loads(ARGUMENTS)}
     manager = await scripted("One.", {"reasoning": "Hm.", "text": "Two.", "tool_calls": [call]})
     assert (await run(manager)).text == "One."
-    result = await run(manager, tools=TOOLS)
+    result = await run(manager, tools=PLACE_TOOLS)
     assert (result.reasoning, result.text, result.calls) == ("Hm.", "Two.", [("look", ARGUMENTS)])
     assert result.reason == "tool_calls"
     assert (await run(manager, content="Three.")).text == "Three."
@@ -143,16 +143,16 @@ async def test_a_refused_request_does_not_use_an_answer_of_the_script(scripted: 
         InvalidRequestError, match=r"answer 1 of the echo script calls the tool 'look'; this request offers no"
     ):
         await run(manager)
-    assert (await run(manager, tools=TOOLS)).calls == [("look", ARGUMENTS)]
-    streams = await manager.submit_all(request(), 3)
-    assert [(await finish(stream)).text for stream in streams] == ["Last."] * 3
+    assert (await run(manager, tools=PLACE_TOOLS)).calls == [("look", ARGUMENTS)]
+    streams = await manager.submit_all(chat_request(), 3)
+    assert [(await finish_answer(stream)).text for stream in streams] == ["Last."] * 3
 
 
 async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted: Scripted) -> None:
     manager = await scripted({"error": "later", "code": "queue-full"}, {"text": "Half", "error": "broken"})
     with pytest.raises(QueueFullError, match="later"):
-        await manager.submit(request())
-    stream = await manager.submit(request())
+        await manager.submit(chat_request())
+    stream = await manager.submit(chat_request())
     pieces: list[str] = []
 
     async def lengths() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lmx_lab.engine.encoders import LoadedEncoder
-from tests.engine.encoders.models import load, write_tiny_bert, write_tiny_qwen3, write_tiny_qwen3_reranker
-
-Load = Callable[..., LoadedEncoder]
+from tests.support.models import Load, load, write_tiny_bert, write_tiny_qwen3, write_tiny_qwen3_reranker
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.encoders.layers import on_cpu
 from lmx_lab.engine.mlx import memory
 from lmx_lab.errors import EngineError, OutOfMemoryError, UnusableModelError
-from tests.engine.encoders.conftest import Load
-from tests.engine.encoders.models import (
+from tests.support.models import (
+    Load,
     bert_weights,
     embed,
     load,

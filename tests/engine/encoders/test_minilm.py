@@ -12,7 +12,7 @@ import pytest
 
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.values.models import ModelEntry
-from tests.engine.encoders.models import embed, load
+from tests.support.models import embed, load
 
 REFERENCE: Mapping[str, Any] = json.loads(Path(__file__).with_name("minilm_reference.json").read_bytes())
 TEXTS = [item["text"] for item in REFERENCE["items"]]

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 from lmx_lab.errors import UnusableModelError
-from tests.engine.encoders.models import TINY_POSITIONS, entry, load, pooling_files, run, write_json, write_tokenizer
+from tests.support.models import TINY_POSITIONS, entry, load, pooling_files, run, write_json, write_tokenizer
 
 WIDTH, INNER, HEADS, LAYERS, WINDOW = 32, 48, 4, 3, 3
 EPS = 1e-5

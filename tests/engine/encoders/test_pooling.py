@@ -12,8 +12,7 @@ from safetensors.numpy import save_file
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.encoding import Vectors
-from tests.engine.encoders.conftest import Load
-from tests.engine.encoders.models import embed, modules, pooling_files, run
+from tests.support.models import Load, embed, modules, pooling_files, run
 
 TOKENS = ((2, 5, 7, 9, 3), (2, 6, 3))
 

@@ -11,8 +11,7 @@ from safetensors.numpy import save_file
 
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.errors import UnusableModelError
-from tests.engine.encoders.conftest import Load
-from tests.engine.encoders.models import logit_score_files, modules, pooling_files, run, tiny_tokenizer
+from tests.support.models import Load, logit_score_files, modules, pooling_files, run, tiny_tokenizer
 
 RAW = np.array([-3.0, 0.0, 200.0], np.float32)
 SIGMOID = np.array([0.04742587, 0.5, 1.0], np.float32)

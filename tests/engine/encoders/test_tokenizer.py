@@ -10,8 +10,7 @@ import pytest
 
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
-from tests.engine.encoders.conftest import Load
-from tests.engine.encoders.models import embed, pooling_files, tiny_tokenizer
+from tests.support.models import Load, embed, pooling_files, tiny_tokenizer
 
 PROMPTS = {"prompts": {"query": "query: ", "passage": "passage: "}}
 

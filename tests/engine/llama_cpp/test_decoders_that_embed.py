@@ -12,9 +12,8 @@ from lmx_lab.engine import EmbeddingRequest, ModelManager, RerankRequest
 from lmx_lab.engine.llama_cpp.memory_plan import BATCH_TOKENS
 from lmx_lab.errors import ContextLengthError
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import pin
-from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
-from tests.gguf_files import Value, with_values
+from tests.support.engines import LLAMA_SETTINGS, entry_of, pin
+from tests.support.gguf import Value, with_values
 
 pytestmark = pytest.mark.anyio
 MEAN, LAST, RANK = 1, 3, 4
@@ -34,7 +33,7 @@ async def test_texts_of_all_lengths_have_the_same_vectors_alone_and_together(
     entry = decoder_entry(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     assert entry.kind == "embedding"
     texts = ("the sea", "the sea " * BATCH_TOKENS, *(f"{at} " + "of the land " * 20 * at for at in range(12)))
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await pin(manager, entry)
         result = await manager.embed(EmbeddingRequest(inputs=texts))
         assert result.report.tokens > 8 * BATCH_TOKENS
@@ -51,7 +50,7 @@ async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_truncate
 ) -> None:
     entry = decoder_entry(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     longest = (tuple(range(100, 100 + CONTEXT - (pooling == LAST))),)
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await pin(manager, entry)
         whole = (await manager.embed(EmbeddingRequest(inputs=longest))).vectors
         cut = (await manager.embed(EmbeddingRequest(inputs=((*longest[0], 7),), truncate=True))).vectors
@@ -65,7 +64,7 @@ async def test_the_template_around_a_pair_counts_toward_its_length(tiny_gguf: Pa
         "tokenizer.chat_template.rerank": f"{around}<query>{{query}}</query><document>{{document}}</document>",
     }
     entry = decoder_entry(tiny_gguf, tmp_path, values)
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await pin(manager, entry)
         for words in range(CONTEXT // 2 - 80, CONTEXT // 2, 20):
             rerank_request = RerankRequest(query="the sea", documents=("the sea " * words,), truncate=True)

@@ -22,8 +22,8 @@ from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, check_whole, read_t
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.gguf.header import read_header
-from tests.gguf_files import with_values
-from tests.gguf_server import raw_server
+from tests.support.gguf import with_values
+from tests.support.model_server import raw_server
 
 pytestmark = pytest.mark.anyio
 

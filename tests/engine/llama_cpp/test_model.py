@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lmx_lab.engine.llama_cpp.model import ALL_MARKERS, detect_chat_format
-from tests.gguf_templates import NO_SYSTEM, THINKS_FIRST, TOOLS
+from tests.support.gguf import NO_SYSTEM_TEMPLATE, THINKS_FIRST_TEMPLATE, TOOLS_TEMPLATE
 
 
 def test_the_markers_of_reasoning_are_read_from_the_template() -> None:
-    chat_format = detect_chat_format(THINKS_FIRST, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)})
+    chat_format = detect_chat_format(
+        THINKS_FIRST_TEMPLATE, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)}
+    )
     assert (chat_format.reasoning_markers, chat_format.supports_tools, chat_format.has_headers) == (
         ("<think>", "</think>"),
         False,
@@ -21,16 +23,18 @@ def test_the_markers_of_reasoning_are_read_from_the_template() -> None:
     assert chat_format.markers["<tool_call>"] == ("<tool_call>",)
 
 
-@pytest.mark.parametrize(("template", "markers"), [("", None), (TOOLS, ("<think>", "</think>")), (NO_SYSTEM, None)])
+@pytest.mark.parametrize(
+    ("template", "markers"), [("", None), (TOOLS_TEMPLATE, ("<think>", "</think>")), (NO_SYSTEM_TEMPLATE, None)]
+)
 def test_not_every_template_has_reasoning(template: str, markers: tuple[str, str] | None) -> None:
     assert detect_chat_format(template, {}, {}).reasoning_markers == markers
 
 
 def test_the_capabilities_of_a_template_come_from_llama_cpp() -> None:
-    assert detect_chat_format(TOOLS, {"supports_tools": True}, {}).supports_tools
-    assert not detect_chat_format(TOOLS, {}, {}).supports_tools
-    assert not detect_chat_format(NO_SYSTEM, {"supports_system_role": False}, {}).supports_system
-    assert detect_chat_format(NO_SYSTEM, {}, {}).supports_system
+    assert detect_chat_format(TOOLS_TEMPLATE, {"supports_tools": True}, {}).supports_tools
+    assert not detect_chat_format(TOOLS_TEMPLATE, {}, {}).supports_tools
+    assert not detect_chat_format(NO_SYSTEM_TEMPLATE, {"supports_system_role": False}, {}).supports_system
+    assert detect_chat_format(NO_SYSTEM_TEMPLATE, {}, {}).supports_system
 
 
 def test_templates_with_headers_are_recognized_by_their_markers() -> None:

@@ -27,12 +27,21 @@ from lmx_lab.engine import (
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
 from lmx_lab.values.generation import Delta, TokenLogprob, merge_deltas
 from lmx_lab.values.models import LoadSpec, ModelEntry
-from tests.engine.conftest import finish_with_logprobs, numbers, pin, request, run, until_idle, until_written
-from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
-from tests.engine.mlx.test_answers_in_engine import Answer, finish
-from tests.gguf_files import with_template, with_tokens
-from tests.gguf_templates import NO_SYSTEM, THINKS_FIRST, TOOLS
-from tests.tiny import MARKERS
+from tests.support.engines import (
+    LLAMA_SETTINGS,
+    Answer,
+    entry_of,
+    finish_answer,
+    finish_with_logprobs,
+    numbers,
+    pin,
+    request,
+    run,
+    until_idle,
+    until_written,
+)
+from tests.support.gguf import NO_SYSTEM_TEMPLATE, THINKS_FIRST_TEMPLATE, TOOLS_TEMPLATE, with_template, with_tokens
+from tests.support.models import MARKERS
 
 pytestmark = pytest.mark.anyio
 LOOK = Tool(name="look", parameters={"type": "object", "properties": {"at": {"type": "string"}}})
@@ -50,7 +59,7 @@ def chat(**changes: Any) -> GenerationRequest:
 
 async def force_tokens(manager: ModelManager, tool_request: GenerationRequest, tokens: list[int]) -> Answer:
     """Force the model to generate these tokens, which must all be different, and return its answer."""
-    return await finish(await manager.submit(await forced_request(manager, tool_request, tokens)))
+    return await finish_answer(await manager.submit(await forced_request(manager, tool_request, tokens)))
 
 
 async def forced_request(
@@ -74,7 +83,7 @@ def pieces(tiny: ModelEntry) -> Mapping[str, int]:
 
 @pytest.fixture(scope="module")
 def caller_gguf(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_tokens(tiny_gguf, MARKERS, tmp_path_factory.mktemp("caller") / "caller.gguf", TOOLS)
+    return with_tokens(tiny_gguf, MARKERS, tmp_path_factory.mktemp("caller") / "caller.gguf", TOOLS_TEMPLATE)
 
 
 # Tool calls
@@ -82,20 +91,20 @@ def caller_gguf(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf: Path, pieces: Mapping[str, int]) -> None:
     tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
         result = await force_tokens(manager, chat(tools=ALL), tokens)
         assert result.calls == [("look", "{}")]
         assert (result.text.strip(), result.reason) == ("", "tool_calls")
         assert result.report.output_tokens == len(tokens)
-        free = await finish(await manager.submit(replace(chat(tools=ALL), max_tokens=10)))
+        free = await finish_answer(await manager.submit(replace(chat(tools=ALL), max_tokens=10)))
         assert (free.calls, free.reason, free.report.output_tokens) == ([], "length", 10)
         assert free.text
 
 
 async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf: Path, pieces: Mapping[str, int]) -> None:
     tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
         forced = await forced_request(manager, chat(tools=ALL), tokens)
         for needs_ids in (True, False):
@@ -107,7 +116,7 @@ async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf: Pat
 
 def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(caller_gguf: Path, tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": LOOK.name, "parameters": dict(LOOK.parameters)}}
-    with lmx_lab.Lab(replace(SETTINGS, home=tmp_path, port=0), loop="thread") as lab:
+    with lmx_lab.Lab(replace(LLAMA_SETTINGS, home=tmp_path, port=0), loop="thread") as lab:
         lab.load(str(caller_gguf))
         reply = lab.chat("Where?", tools=[tool], temperature=1, seed=4, max_tokens=10)
         assert lab.requests[-1].answer == reply.ids
@@ -118,39 +127,39 @@ def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(call
 
 
 async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(caller_gguf: Path) -> None:
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
         tool_request = replace(chat(tools=ALL), sampling=Sampling(temperature=1, seed=4), max_tokens=20)
         # The values of a cached prompt are rounded differently from those of a computed one.
-        await finish(await manager.submit(tool_request))
-        whole = await finish(await manager.submit(tool_request))
-        assert (await finish(await manager.submit(tool_request))).text == whole.text
+        await finish_answer(await manager.submit(tool_request))
+        whole = await finish_answer(await manager.submit(tool_request))
+        assert (await finish_answer(await manager.submit(tool_request))).text == whole.text
         stop = whole.text[12:16]
-        cut = await finish(await manager.submit(replace(tool_request, stop=(stop,))))
+        cut = await finish_answer(await manager.submit(replace(tool_request, stop=(stop,))))
         assert (cut.text, cut.reason) == (whole.text[: whole.text.index(stop)], "stop")
 
 
 async def test_logprobs_are_refused_if_calls_in_the_models_own_format_are_possible(caller_gguf: Path) -> None:
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
         with pytest.raises(InvalidRequestError, match="leave out logprobs or tools"):
             await manager.submit(replace(chat(tools=ALL), top_logprobs=1))
-        assert (await finish(await manager.submit(replace(chat(), top_logprobs=1, max_tokens=4)))).logprobs
+        assert (await finish_answer(await manager.submit(replace(chat(), top_logprobs=1, max_tokens=4)))).logprobs
 
 
 # Reasoning
 
 
 async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf: Path, tmp_path: Path) -> None:
-    path = with_tokens(tiny_gguf, MARKERS, tmp_path / "tiny.gguf", THINKS_FIRST)
-    async with ModelManager(SETTINGS) as manager:
+    path = with_tokens(tiny_gguf, MARKERS, tmp_path / "tiny.gguf", THINKS_FIRST_TEMPLATE)
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(path))
         result = await force_tokens(manager, chat(), [2000, 2001, 4, 2002, 2003])
         assert result.report.reasoning_tokens == 3
         assert result.reasoning.strip()
         assert result.text.strip()
         assert "think>" not in result.reasoning + result.text
-        endless = await finish(await manager.submit(replace(chat(), max_tokens=9, ignore_eos=True)))
+        endless = await finish_answer(await manager.submit(replace(chat(), max_tokens=9, ignore_eos=True)))
         assert (endless.text, endless.report.reasoning_tokens) == ("", 9)
 
 
@@ -158,8 +167,8 @@ async def test_for_a_template_without_system_messages_the_user_message_contains_
     tiny_gguf: Path, tmp_path: Path
 ) -> None:
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where?"})
-    async with ModelManager(SETTINGS) as manager:
-        await manager.load_entry(entry_of(with_template(tiny_gguf, NO_SYSTEM, tmp_path)))
+    async with ModelManager(LLAMA_SETTINGS) as manager:
+        await manager.load_entry(entry_of(with_template(tiny_gguf, NO_SYSTEM_TEMPLATE, tmp_path)))
         for tools in (None, ALL):
             tool_request = replace(chat(), prompt=ChatPrompt(messages=messages, tools=tools), max_tokens=1)
             async with await manager.submit(tool_request) as stream:
@@ -175,7 +184,7 @@ async def test_a_deterministic_load_gives_the_same_bits_with_other_requests_and_
     tiny_gguf: Path,
 ) -> None:
     """The weights of ``tiny`` are float32, whose products depend on the number of rows."""
-    settings = replace(SETTINGS, slots=8, queue_limit=8)
+    settings = replace(LLAMA_SETTINGS, slots=8, queue_limit=8)
     requests = [
         request(
             prompt=numbers(60 + at, start=1000 * (at % 2)), max_tokens=12, ignore_eos=True, top_logprobs=2,
@@ -215,7 +224,7 @@ async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_d
     story = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the weather. " * 3
     found = []
     for dtype in (None, "q8_0", "q8_0"):
-        async with ModelManager(replace(SETTINGS, prefix_cache_dir=tmp_path)) as manager:
+        async with ModelManager(replace(LLAMA_SETTINGS, prefix_cache_dir=tmp_path)) as manager:
             report = await manager.load_entry(
                 entry_of(smollm2_gguf, "smollm2"), LoadSpec(model="smollm2", kv_cache_dtype=dtype)
             )
@@ -240,7 +249,7 @@ async def test_a_draft_model_does_not_change_answers(
     answers, counts = [], []
     for draft in (None, smollm2_gguf, tiny_gguf):
         spec = LoadSpec(model="smollm2", draft=str(draft) if draft is not None else None)
-        async with ModelManager(replace(SETTINGS, prefix_cache_dir=tmp_path)) as manager:
+        async with ModelManager(replace(LLAMA_SETTINGS, prefix_cache_dir=tmp_path)) as manager:
             report = await manager.load_entry(entry_of(smollm2_gguf, "smollm2"), spec)
             assert (report.draft is not None) == (draft is not None)
             assert ("is not smaller than smollm2" in report.warning) == (draft == smollm2_gguf)
@@ -275,7 +284,7 @@ async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_g
     prompt = ChatPrompt(messages=({"role": "user", "content": f"Repeat this list without changes:\n{listed}"},))
     answers = []
     for prompt_lookup in (None, True):
-        async with ModelManager(SETTINGS) as manager:
+        async with ModelManager(LLAMA_SETTINGS) as manager:
             await manager.load_entry(
                 entry_of(smollm2_gguf, "smollm2"), LoadSpec(model="smollm2", prompt_lookup=prompt_lookup)
             )

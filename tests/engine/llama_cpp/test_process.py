@@ -26,9 +26,20 @@ from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.fingerprint import with_marks
-from tests.engine.conftest import finish, numbers, pin, request, run, until_idle
-from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, llama_core, process_of, system_process_of
-from tests.gguf_files import foreign, split_gguf, truncated, unknown_architecture, with_template
+from tests.support.engines import (
+    LLAMA_SETTINGS,
+    entry_of,
+    finish,
+    llama_core,
+    numbers,
+    pin,
+    process_of,
+    request,
+    run,
+    system_process_of,
+    until_idle,
+)
+from tests.support.gguf import foreign, split_gguf, truncated, unknown_architecture, with_template
 
 pytestmark = pytest.mark.anyio
 LONG: dict[str, Any] = {"max_tokens": 8192, "ignore_eos": True}
@@ -112,7 +123,7 @@ async def test_the_death_of_a_pinned_model_ends_only_its_requests(
 async def test_a_file_that_is_truncated_while_it_is_used_ends_only_the_process(tiny_gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     shutil.copy(tiny_gguf, path)
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(path))
         assert (await run(manager))[1].output_tokens == 8
         os.truncate(path, 4096)
@@ -129,7 +140,7 @@ def test_the_process_ends_when_its_parent_is_killed(tiny_gguf: Path) -> None:
 import asyncio, sys
 from pathlib import Path
 from lmx_lab.engine import ModelManager
-from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of
+from tests.support.engines import LLAMA_SETTINGS as SETTINGS, entry_of, process_of
 async def main():
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(entry_of(Path({str(tiny_gguf)!r})))
@@ -158,7 +169,7 @@ async def test_the_memory_of_the_process_has_a_hard_limit_in_proportion_to_the_m
 
 
 async def test_an_unload_ends_the_process_and_removes_its_folder(long_gguf: Path) -> None:
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         seen = []
         for _ in range(2):
             await manager.load_entry(entry_of(long_gguf))
@@ -217,7 +228,7 @@ async def test_loads_and_unloads_do_not_block_the_event_loop(smollm2_gguf: Path,
             await asyncio.sleep(0.002)
             longest = max(longest, loop.time() - before)
 
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         # The first load also imports modules.
         await manager.load_entry(entry_of(tiny_gguf))
         await run(manager)
@@ -299,7 +310,7 @@ async def test_a_model_with_an_invalid_template_is_refused(
 
 
 async def test_a_model_without_a_template_refuses_messages(tiny_gguf: Path, tmp_path: Path) -> None:
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(with_template(tiny_gguf, None, tmp_path)))
         with pytest.raises(LabError, match="tiny has no chat template; send a prompt to /v1/completions instead"):
             await run(manager, prompt=ChatPrompt(messages=({"role": "user", "content": "hi"},)))
@@ -318,7 +329,7 @@ async def test_without_the_package_the_error_names_the_command_that_installs_it(
         "find_spec",
         lambda name, *more: None if name == "xllamacpp" else find(name, *more),
     )
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         with pytest.raises(UnusableModelError) as failed:
             await manager.load_entry(entry_of(tiny_gguf))
         assert "pip install 'lmx-lab[gguf]'" in failed.value.message
@@ -352,7 +363,7 @@ async def test_after_an_error_of_a_full_disk_the_previous_model_is_loaded_again(
 async def test_a_suspended_process_delays_neither_deadlines_nor_the_stop(
     long_gguf: Path,
 ) -> None:
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(long_gguf))
         process = system_process_of(manager)
         process.suspend()
@@ -372,7 +383,7 @@ import asyncio, os, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from pathlib import Path
 from lmx_lab.engine import ModelManager
-from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of
+from tests.support.engines import LLAMA_SETTINGS as SETTINGS, entry_of, process_of
 
 async def main():
     manager = ModelManager(SETTINGS)
@@ -408,7 +419,7 @@ async def test_a_stop_waits_for_the_end_of_a_process_whose_model_is_being_unload
     long_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = False
-    async with ModelManager(SETTINGS) as manager:
+    async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(long_gguf))
         process = process_of(manager)
         stop_process = process.stop
@@ -439,7 +450,7 @@ async def test_a_load_that_is_cancelled_when_its_model_becomes_ready_leaves_no_p
         return started[0]
 
     monkeypatch.setattr(engine_module, "host_model", host_and_cancel)
-    core = LlamaCppCore(SETTINGS, EngineHost())
+    core = LlamaCppCore(LLAMA_SETTINGS, EngineHost())
     load = asyncio.create_task(core.load(with_marks(entry_of(long_gguf)), LoadSpec(model="tiny")))
     await asyncio.wait([load])
     assert load.cancelled()

@@ -25,8 +25,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec, ModelEntry, QuantizedCopy
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.gguf.header import GgufTensor, read_header
-from tests.engine.llama_cpp.conftest import SETTINGS
-from tests.quantized_copies import EXACT
+from tests.support.engines import LLAMA_SETTINGS
+from tests.support.gguf import EXACT
 
 pytestmark = pytest.mark.anyio
 Q8_0 = GGMLQuantizationType.Q8_0
@@ -38,7 +38,7 @@ def settings_of(home: Path, original: Path, **changes: object) -> Settings:
     folder = home / "files"
     folder.mkdir(parents=True)
     shutil.copy(original, folder / NAME)
-    return replace(SETTINGS, home=home, model_folders=(folder,), **changes)  # type: ignore[arg-type]
+    return replace(LLAMA_SETTINGS, home=home, model_folders=(folder,), **changes)  # type: ignore[arg-type]
 
 
 def listed(settings: Settings) -> list[tuple[str, str]]:
@@ -172,7 +172,7 @@ def test_a_model_without_gguf_file_and_one_that_llama_cpp_cannot_load_are_refuse
     tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path
 ) -> None:
     with pytest.raises(UnusableModelError, match="has no GGUF file"):
-        quantize(replace(SETTINGS, home=tmp_path), str(tiny.path), "Q8_0")
+        quantize(replace(LLAMA_SETTINGS, home=tmp_path), str(tiny.path), "Q8_0")
     settings = settings_of(tmp_path, tiny_gguf)
     path = settings.model_folders[0] / NAME
     path.write_bytes(path.read_bytes().replace(b"blk.1.attn_norm", b"blk.1.attn_form"))

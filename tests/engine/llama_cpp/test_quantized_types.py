@@ -11,9 +11,9 @@ from lmx_lab.engine.llama_cpp.quantized_types import copy_bytes, refuse_unsuppor
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import QuantizedType
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
-from tests.server.conftest import ENTRY
+from tests.support.models import TINY_ENTRY
 
-CHAT = replace(ENTRY, id="m", format="gguf")
+CHAT = replace(TINY_ENTRY, id="m", format="gguf")
 
 
 def tensor(name: str, type_name: str, *shape: int) -> GgufTensor:

@@ -14,7 +14,7 @@ from lmx_lab.engine.llama_cpp.request import SEEDS, chat_body, chat_input, compl
 from lmx_lab.engine.text.chat_format_detection import ChatFormat
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector
-from tests.gguf_templates import THINKS_FIRST
+from tests.support.gguf import THINKS_FIRST_TEMPLATE
 
 COMPLETION, CHAT = "/completion", "/v1/chat/completions"
 TOOL = Tool(name="add", parameters={"type": "object"}, description="Adds.")
@@ -165,7 +165,7 @@ def test_tools_are_written_into_messages_for_a_template_without_tools() -> None:
 
 
 def test_template_options_of_the_request_take_precedence() -> None:
-    thinks = detect_chat_format(THINKS_FIRST, {}, {})
+    thinks = detect_chat_format(THINKS_FIRST_TEMPLATE, {}, {})
     prompt = ChatPrompt(messages=ANSWERED[:1], template_options={"enable_thinking": False, "x": 1})
     body_ = chat_input(GenerationRequest(prompt=prompt), prompt, thinks, COMPLETION)
     assert body_["chat_template_kwargs"] == {"enable_thinking": False, "x": 1}

@@ -13,8 +13,16 @@ import pytest
 
 from lmx_lab.engine import ModelManager, TokenPrompt
 from lmx_lab.values.generation import GenerationReport
-from tests.engine.conftest import finish, numbers, request, run, until_written
-from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, system_process_of
+from tests.support.engines import (
+    LLAMA_SETTINGS,
+    entry_of,
+    finish,
+    numbers,
+    request,
+    run,
+    system_process_of,
+    until_written,
+)
 
 pytestmark = pytest.mark.anyio
 FIRST = numbers(200)
@@ -23,7 +31,7 @@ TURN = TokenPrompt(tokens=(*FIRST.tokens, *range(700, 760)))
 
 @asynccontextmanager
 async def server(folder: Path, path: Path) -> AsyncIterator[ModelManager]:
-    async with ModelManager(replace(SETTINGS, prefix_cache_dir=folder)) as manager:
+    async with ModelManager(replace(LLAMA_SETTINGS, prefix_cache_dir=folder)) as manager:
         await manager.load_entry(entry_of(path))
         yield manager
 

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lmx_lab.engine import (
-    AnswerFormat,
-    ChatPrompt,
-    GenerationRequest,
-    ModelManager,
-    Sampling,
-    TokenStream,
-    Tool,
-    ToolUse,
-)
+from lmx_lab.engine import AnswerFormat, ModelManager, Sampling
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.models import ModelEntry
-from tests.engine.answers import merge
-from tests.engine.conftest import Shared, until_idle
+from tests.support.engines import (
+    ONLY_WAIT,
+    PLACE_FORMAT,
+    PLACE_TOOLS,
+    Answer,
+    Shared,
+    chat_request,
+    finish_answer,
+    is_place,
+    until_idle,
+)
 
 pytestmark = pytest.mark.anyio
 
 THINK, CALL = 3, 5
 WORD = 300
-KINDS = ["river", "mountain"]
-SCHEMA = {
-    "type": "object",
-    "properties": {"kind": {"enum": KINDS}, "wet": {"type": "boolean"}},
-    "required": ["kind", "wet"],
-    "additionalProperties": False,
-}
-JSON = AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA))
-TOOLS = ToolUse(tools=(Tool(name="look", parameters=SCHEMA), Tool(name="wait", parameters=SCHEMA)))
-FORCED = replace(TOOLS, forced=True, parallel=False)
-NAMED = replace(TOOLS, forced=True, only="wait")
+FORCED = replace(PLACE_TOOLS, forced=True, parallel=False)
 
 
 FOUR_SLOTS = Settings(slots=4, queue_limit=8)
@@ -61,53 +49,8 @@ async def own_manager(no_shared_model: None, thinker: ModelEntry) -> AsyncIterat
         yield manager
 
 
-@dataclass
-class Answer:
-    text: str
-    reasoning: str
-    calls: list[tuple[str, str]]
-    logprobs: list[TokenLogprob]
-    report: GenerationReport
-
-    @property
-    def reason(self) -> str:
-        return self.report.finish_reason
-
-
-def request(
-    *, tools: ToolUse | None = None, bias: dict[int, float] | None = None, content: str = "Where?", **changes: Any
-) -> GenerationRequest:
-    """Return a request whose answer may contain reasoning; with ``open_thoughts=True`` the prompt opens it.
-
-    A bias outweighs the model, and applies to the first occurrence of a token only.
-    """
-    names = {"open_thoughts", "enable_thinking"} & set(changes)
-    options: dict[str, Any] = {name: changes.pop(name) for name in names}
-    prompt = ChatPrompt(messages=({"role": "user", "content": content},), tools=tools, template_options=options)
-    biased = Sampling(temperature=0, logit_bias=tuple((bias or {}).items()), presence_penalty=1500 if bias else 0)
-    generation = GenerationRequest(prompt=prompt, sampling=biased, max_tokens=100)
-    return replace(generation, **changes)
-
-
-async def finish(stream: TokenStream) -> Answer:
-    deltas = [delta async for delta in stream]
-    assert stream.report is not None
-    return Answer(
-        text="".join(delta.text for delta in deltas),
-        reasoning="".join(delta.reasoning for delta in deltas),
-        calls=merge(call for delta in deltas for call in delta.tool_calls)[0],
-        logprobs=[entry for delta in deltas for entry in delta.logprobs],
-        report=stream.report,
-    )
-
-
 async def run(manager: ModelManager, **changes: Any) -> Answer:
-    return await finish(await manager.submit(request(**changes)))
-
-
-def is_place(text: str) -> bool:
-    value = json.loads(text)
-    return value.keys() == {"kind", "wet"} and value["kind"] in KINDS and isinstance(value["wet"], bool)
+    return await finish_answer(await manager.submit(chat_request(**changes)))
 
 
 # Reasoning
@@ -152,7 +95,7 @@ async def test_a_budget_has_no_effect_if_the_prompt_has_closed_the_reasoning(man
 
 
 async def test_a_format_is_enforced_after_the_reasoning(manager: ModelManager) -> None:
-    answer = await run(manager, open_thoughts=True, thinking_budget=3, answer_format=JSON, bias=WORDS)
+    answer = await run(manager, open_thoughts=True, thinking_budget=3, answer_format=PLACE_FORMAT, bias=WORDS)
     assert answer.report.reasoning_tokens == 4
     assert answer.reasoning
     assert is_place(answer.text)
@@ -173,31 +116,31 @@ async def test_a_forced_call_is_the_whole_answer(manager: ModelManager, open_tho
 
 
 async def test_a_named_tool_is_called_once(manager: ModelManager) -> None:
-    answer = await run(manager, tools=NAMED)
+    answer = await run(manager, tools=ONLY_WAIT)
     ((name, arguments),) = answer.calls
     assert (name, answer.text, answer.reason) == ("wait", "", "tool_calls")
     assert is_place(arguments)
 
 
 async def test_forced_parallel_calls_are_all_calls(manager: ModelManager) -> None:
-    answer = await run(manager, tools=replace(TOOLS, forced=True), max_tokens=400)
+    answer = await run(manager, tools=replace(PLACE_TOOLS, forced=True), max_tokens=400)
     assert 1 <= len(answer.calls) <= 16
     assert answer.text == ""
     assert all(is_place(arguments) for _, arguments in answer.calls)
 
 
 async def test_a_call_that_the_model_starts_follows_its_schema(manager: ModelManager) -> None:
-    free = await run(manager, tools=TOOLS, enable_thinking=False, max_tokens=10)
+    free = await run(manager, tools=PLACE_TOOLS, enable_thinking=False, max_tokens=10)
     assert (free.calls, free.report.output_tokens) == ([], 10)
-    called = await run(manager, tools=replace(TOOLS, parallel=False), enable_thinking=False, bias={CALL: 1000.0})
+    called = await run(manager, tools=replace(PLACE_TOOLS, parallel=False), enable_thinking=False, bias={CALL: 1000.0})
     ((_, arguments),) = called.calls
     assert is_place(arguments)
     assert (called.text, called.reason) == ("", "tool_calls")
 
 
 async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> None:
-    whole = await run(manager, tools=NAMED)
-    cut = await run(manager, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
+    whole = await run(manager, tools=ONLY_WAIT)
+    cut = await run(manager, tools=ONLY_WAIT, max_tokens=whole.report.output_tokens - 8)
     assert cut.reason == "length"
     assert whole.calls[0][1].startswith(cut.calls[0][1])
 
@@ -207,10 +150,10 @@ async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> Non
 
 async def test_constrained_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
     options: list[dict[str, Any]] = [
-        {"answer_format": JSON, "enable_thinking": False},
-        {"tools": NAMED, "content": "Who?"},
+        {"answer_format": PLACE_FORMAT, "enable_thinking": False},
+        {"tools": ONLY_WAIT, "content": "Who?"},
         {"max_tokens": 40, "content": "Why?"},
-        {"open_thoughts": True, "thinking_budget": 4, "answer_format": JSON, "bias": WORDS},
+        {"open_thoughts": True, "thinking_budget": 4, "answer_format": PLACE_FORMAT, "bias": WORDS},
         {"answer_format": AnswerFormat(kind="regex", text="[ab]{20}"), "enable_thinking": False},
     ]
     alone = [await run(manager, **changes) for changes in options]
@@ -247,7 +190,7 @@ async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(manager:
 
 
 async def test_each_token_of_a_constrained_answer_has_a_logprob(manager: ModelManager) -> None:
-    answer = await run(manager, answer_format=JSON, enable_thinking=False, top_logprobs=2)
+    answer = await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False, top_logprobs=2)
     assert is_place(answer.text)
     assert len(answer.logprobs) == answer.report.output_tokens
     assert b"".join(entry.bytes for entry in answer.logprobs if not entry.ends).decode() == answer.text
@@ -260,7 +203,7 @@ async def test_each_token_of_a_constrained_answer_has_a_logprob(manager: ModelMa
 
 
 async def test_a_call_has_logprobs_too(manager: ModelManager) -> None:
-    answer = await run(manager, tools=NAMED, open_thoughts=True, thinking_budget=3, top_logprobs=0)
+    answer = await run(manager, tools=ONLY_WAIT, open_thoughts=True, thinking_budget=3, top_logprobs=0)
     assert len(answer.logprobs) == answer.report.output_tokens
     assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in answer.logprobs)
 
@@ -276,7 +219,7 @@ async def test_an_answer_needs_no_more_tokens_than_its_format(manager: ModelMana
 
 
 async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager) -> None:
-    for changes in ({"answer_format": JSON}, {"tools": TOOLS}, {"tools": NAMED}):
+    for changes in ({"answer_format": PLACE_FORMAT}, {"tools": PLACE_TOOLS}, {"tools": ONLY_WAIT}):
         with pytest.raises(InvalidRequestError) as refused:
             await run(manager, ignore_eos=True, **changes)
         assert refused.value.param == "ignore_eos"
@@ -286,9 +229,9 @@ async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager
 async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager: ModelManager) -> None:
     # The grammar compiles and is valid for more tokens than its check tries, but then allows no token.
     dead_end = AnswerFormat(kind="lark", text="start: WAY END\nWAY: /[qz]{100}/\nEND: /a+/ & /b+/")
-    accepted = await manager.submit(request(answer_format=dead_end, enable_thinking=False, max_tokens=200))
+    accepted = await manager.submit(chat_request(answer_format=dead_end, enable_thinking=False, max_tokens=200))
     failing, neighbour = await asyncio.gather(
-        finish(accepted),
+        finish_answer(accepted),
         run(manager, answer_format=AnswerFormat(kind="regex", text="[ab]{60}"), enable_thinking=False),
         return_exceptions=True,
     )
@@ -296,24 +239,24 @@ async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager: M
     assert "no text can be a whole answer" in failing.message
     assert isinstance(neighbour, Answer)
     assert (len(neighbour.text), neighbour.reason) == (60, "stop")
-    assert is_place((await run(manager, answer_format=JSON, enable_thinking=False)).text)
+    assert is_place((await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False)).text)
 
 
 async def test_a_constrained_answer_can_be_cancelled(manager: ModelManager) -> None:
     long = AnswerFormat(kind="regex", text="[ab]{400}")
-    stream = await manager.submit(request(answer_format=long, enable_thinking=False, max_tokens=400))
+    stream = await manager.submit(chat_request(answer_format=long, enable_thinking=False, max_tokens=400))
     await anext(stream)
     await stream.aclose()
     await until_idle(manager)
     assert stream.report is None
-    assert is_place((await run(manager, answer_format=JSON, enable_thinking=False)).text)
+    assert is_place((await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False)).text)
 
 
 async def test_grammars_do_not_keep_the_model_in_memory(own_manager: ModelManager) -> None:
     loaded = own_manager.snapshot.model_memory_bytes
-    kept = await own_manager.submit(request(answer_format=JSON, open_thoughts=True, thinking_budget=2))
-    await finish(kept)
-    await run(own_manager, tools=NAMED)
+    kept = await own_manager.submit(chat_request(answer_format=PLACE_FORMAT, open_thoughts=True, thinking_budget=2))
+    await finish_answer(kept)
+    await run(own_manager, tools=ONLY_WAIT)
     freed = await own_manager.unload()
     assert freed >= loaded * 0.95
     assert own_manager.snapshot.memory_used_bytes < loaded * 0.05
@@ -321,8 +264,8 @@ async def test_grammars_do_not_keep_the_model_in_memory(own_manager: ModelManage
 
 async def test_the_first_two_grammars_may_be_compiled_at_the_same_time(own_manager: ModelManager) -> None:
     answer = await asyncio.gather(
-        run(own_manager, answer_format=JSON, enable_thinking=False),
-        run(own_manager, tools=NAMED),
+        run(own_manager, answer_format=PLACE_FORMAT, enable_thinking=False),
+        run(own_manager, tools=ONLY_WAIT),
         run(own_manager, answer_format=AnswerFormat(kind="regex", text="(yes|no)"), enable_thinking=False),
     )
     assert is_place(answer[0].text)

@@ -19,7 +19,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import finish, mlx_thread, numbers, request, run, until_written
+from tests.support.engines import finish, mlx_thread, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio
 VOCABULARY = 49152

@@ -18,7 +18,7 @@ from lmx_lab.engine.mlx import weights_dtype
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import TWO_SLOTS, run
+from tests.support.engines import TWO_SLOTS, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_shared_model")]
 WAIT_S = 60.0

@@ -18,7 +18,7 @@ from lmx_lab.engine.mlx import disk_prefixes
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import finish, numbers, request, run, until_written
+from tests.support.engines import finish, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio
 FIRST = numbers(100)

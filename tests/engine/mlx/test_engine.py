@@ -34,7 +34,8 @@ from lmx_lab.values.generation import GenerationReport
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest
-from tests.engine.conftest import (
+from tests.support.asking import chat_body
+from tests.support.engines import (
     engine_paused,
     fail_next_step,
     finish,
@@ -46,7 +47,6 @@ from tests.engine.conftest import (
     unload_when_idle_for,
     until_idle,
 )
-from tests.flows.conftest import chat_body
 
 pytestmark = pytest.mark.anyio
 

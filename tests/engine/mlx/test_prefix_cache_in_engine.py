@@ -15,7 +15,7 @@ from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import (
+from tests.support.engines import (
     engine_paused,
     finish,
     mlx_thread,

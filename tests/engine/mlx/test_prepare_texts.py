@@ -32,7 +32,7 @@ from lmx_lab.errors import (
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import (
+from tests.support.engines import (
     Gate,
     Shared,
     finish,
@@ -45,7 +45,7 @@ from tests.engine.conftest import (
     until_busy,
     until_idle,
 )
-from tests.engine.encoders.models import write_tiny_bert
+from tests.support.models import write_tiny_bert
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone")

@@ -18,7 +18,7 @@ from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import (
+from tests.support.engines import (
     GREEDY,
     PROMPT,
     Shared,

@@ -21,8 +21,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import finish_with_logprobs, request, run
-from tests.tiny import teach_thinking
+from tests.support.engines import finish_with_logprobs, request, run
+from tests.support.models import teach_thinking
 
 PAST = [*range(10, 40), 90, 91, 10, 11, 12]
 

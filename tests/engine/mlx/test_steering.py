@@ -25,7 +25,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.steering import SteeringVector, encode_components
-from tests.engine.conftest import (
+from tests.support.engines import (
     engine_paused,
     finish,
     finish_with_logprobs,
@@ -35,7 +35,7 @@ from tests.engine.conftest import (
     submit_while_paused,
     until_written,
 )
-from tests.engine.mlx.capture.models import build
+from tests.support.models import build_model
 
 pytestmark = pytest.mark.anyio
 PROMPT = numbers(40)
@@ -84,7 +84,7 @@ async def fresh(no_shared_model: None, tiny: ModelEntry) -> Any:
 
 def logprobs_of(rows: list[RequestSteering | None], kind: str, dtype: mx.Dtype) -> list[list[bytes]]:
     """Return the log-probabilities of each token of several answers to one prompt, which begin in the same step."""
-    model = build(kind)
+    model = build_model(kind)
     model.set_dtype(dtype)
     loaded = cast("LoadedModel", SimpleNamespace(model=model, hook_points=points_of(model)))
     generator = BatchGenerator(model, completion_batch_size=4, prefill_batch_size=4, prefill_step_size=4)
@@ -98,7 +98,7 @@ def logprobs_of(rows: list[RequestSteering | None], kind: str, dtype: mx.Dtype) 
     while any(len(each) < 6 for each in found.values()):
         for response in generator.next()[1]:
             found[response.uid].append(np.array(response.logprobs.astype(mx.float32)).tobytes())
-    assert [type(module) for module in model.modules()] == [type(module) for module in build(kind).modules()]
+    assert [type(module) for module in model.modules()] == [type(module) for module in build_model(kind).modules()]
     return [found[uid] for uid in uids]
 
 
@@ -108,7 +108,7 @@ def points_of(model: Any) -> HookPoints:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", mx.float32), ("qwen3", mx.bfloat16), ("phi3", mx.float32)])
 def test_no_bit_of_the_other_rows_changes(kind: str, dtype: mx.Dtype) -> None:
-    points = points_of(build(kind))
+    points = points_of(build_model(kind))
     steered = RequestSteering.of([vector(1), vector(0, seed=1)], points)
     plain = logprobs_of([None, None, None], kind, dtype)
     mixed = logprobs_of([None, steered, None], kind, dtype)
@@ -117,7 +117,7 @@ def test_no_bit_of_the_other_rows_changes(kind: str, dtype: mx.Dtype) -> None:
 
 
 def test_values_that_are_not_finite_change_no_bit_of_the_other_rows() -> None:
-    long = RequestSteering.of([vector(1, scale=LONG)], points_of(build("llama")))
+    long = RequestSteering.of([vector(1, scale=LONG)], points_of(build_model("llama")))
     assert long is not None
     plain = logprobs_of([None, None, None], "llama", mx.float16)
     mixed = logprobs_of([None, long, None], "llama", mx.float16)
@@ -127,7 +127,7 @@ def test_values_that_are_not_finite_change_no_bit_of_the_other_rows() -> None:
 
 
 def test_vectors_whose_sum_is_zero_have_no_effect() -> None:
-    points = points_of(build("llama"))
+    points = points_of(build_model("llama"))
     assert RequestSteering.of([vector(0, scale=0.0), vector(1, scale=2.0), vector(1, scale=-2.0)], points) is None
     one, both = [RequestSteering.of(steer, points) for steer in ([vector(1)], [vector(0, scale=0.0), vector(1)])]
     assert one is not None

@@ -21,7 +21,7 @@ from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedErr
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, Trace
-from tests.engine.conftest import finish, mlx_thread, numbers, request, run
+from tests.support.engines import finish, mlx_thread, numbers, request, run
 
 pytestmark = pytest.mark.anyio
 POST = "blocks.*.hook_resid_post"

@@ -18,7 +18,7 @@ from lmx_lab.engine.mlx.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import run
+from tests.support.engines import run
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="on a GPU, weights are not converted")
 AMPLE = 2**40

@@ -22,7 +22,7 @@ from lmx_lab.engine.text.channels import (
     TrailingWhitespace,
 )
 from lmx_lab.engine.text.tool_calls import CallFormat
-from tests.engine.answers import Tokens, answer, merge, places
+from tests.support.engines import Tokens, answer, merge, places
 
 TRANSITIONS = {
     CONTENT: [("<r>", REASONING), ("<t>", TOOL), ("<|h|>", "header"), ("<|s|>", CONTENT)],

@@ -20,7 +20,7 @@ from lmx_lab.engine.text.channels import CONTENT, REASONING
 from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, ReasoningState, detect_chat_format
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry
-from tests.engine.mlx.families import (
+from tests.support.families import (
     FAMILIES,
     HERMES,
     USER,

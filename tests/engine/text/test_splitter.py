@@ -15,7 +15,7 @@ from lmx_lab.engine.text.splitter import Decode, Detokenizer, SplitText, TextSpl
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
 from lmx_lab.values.models import ModelEntry
-from tests.engine.answers import Tokens, answer, channel_format_of, places, tool_parser
+from tests.support.engines import Tokens, answer, channel_format_of, places, tool_parser
 
 json_tools = tool_parser("json_tools")
 TEXTS = st.text(alphabet=st.sampled_from("ab -é€😀\n"), max_size=30)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
 from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader
-from tests.engine.answers import Answer, Tokens, answer, channel_format_of, merge, tool_parser
+from tests.support.engines import SplitAnswer, Tokens, answer, channel_format_of, merge, tool_parser
 
 glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder = map(
     tool_parser, ("glm47", "json_tools", "kimi_k2", "mistral", "pythonic", "qwen3_coder")
@@ -187,7 +187,7 @@ CASES = {
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def check(case: Case, found: Answer) -> None:
+def check(case: Case, found: SplitAnswer) -> None:
     assert (found.text, found.reasoning) == (case.text, case.reasoning)
     assert found.calls == [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in case.calls]
     assert len(set(found.ids)) == len(found.ids)

@@ -19,8 +19,8 @@ from lmx_lab.errors import InvalidRequestError, NotLoadedError, UnusableModelErr
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import request
-from tests.tiny import write_tiny_llama
+from tests.support.engines import request
+from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 SLOW = {"type": "Replace", "pattern": {"Regex": "(a|a|aa|b)*c"}, "content": ""}

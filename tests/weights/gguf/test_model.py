@@ -12,7 +12,7 @@ from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.gguf.model import read_gguf
-from tests.weights.conftest import random_tensor
+from tests.support.gguf import random_tensor
 
 Gguf = Callable[..., bytes]
 WriteSplit = Callable[..., list[Path]]

@@ -17,7 +17,7 @@ from lmx_lab.server.ollama_models import Downloads
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.weights.hub.verify import mark_unverified, mark_verified
-from tests.faults.hub_server import Hub, failing, hub_with
+from tests.support.hub import Hub, failing, hub_with
 
 
 class Usage(NamedTuple):

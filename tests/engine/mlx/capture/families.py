@@ -23,14 +23,14 @@ from mlx.utils import tree_flatten
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
 from lmx_lab.errors import LabError
-from tests.engine.mlx.capture.models import SIZES
+from tests.support.models import MODEL_SIZES
 
 PAGE = Path(__file__).parents[4] / "docs" / "trace-families.md"
 BEGIN = "| family | residual stream | attention and MLP | patterns | heads | logit lens |\n|---|---|---|---|---|---|\n"
 MAX_WEIGHTS = 5_000_000
 """Architectures with more weights are not tested, because the generic configuration does not set their sizes."""
 GENERIC: dict[str, Any] = {
-    **SIZES,
+    **MODEL_SIZES,
     "num_hidden_layers": 4,
     "rotary_pct": 1.0,
     "partial_rotary_factor": 0.5,

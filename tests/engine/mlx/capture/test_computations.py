@@ -21,7 +21,7 @@ from lmx_lab.engine.mlx.capture.points import find_points
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import Activations, LogitLens, Patching
 from tests.engine.mlx.capture.families import GENERIC, OWN
-from tests.engine.mlx.capture.models import build
+from tests.support.models import build_model
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, 97, 30)]
 CLEAN = [*TOKENS[:4], 50, *TOKENS[5:]]
@@ -44,7 +44,7 @@ def context(model: Any) -> TraceContext:
 
 
 def family(kind: str) -> Any:
-    return build(kind, **{**GENERIC, "num_hidden_layers": 3, **FAMILIES[kind]})
+    return build_model(kind, **{**GENERIC, "num_hidden_layers": 3, **FAMILIES[kind]})
 
 
 def finish(steps: Steps, limit: int = 512) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,7 +130,7 @@ def test_each_cell_of_a_sweep_equals_a_pass_with_this_value_replaced(kind: str) 
 
 
 def test_patching_nothing_changes_nothing_and_the_only_head_is_the_output_of_attention() -> None:
-    made = context(build("llama", num_attention_heads=1, num_key_value_heads=1, head_dim=32))
+    made = context(build_model("llama", num_attention_heads=1, num_key_value_heads=1, head_dim=32))
     work = Patching(answer=3, other=4, hooks=SWEPT, together=True)
     arrays, details = finish(compute_patching(made, TOKENS, TOKENS, (3, 4), work))
     np.testing.assert_allclose(arrays["logits"], np.tile(details["corrupt"], (len(details["names"]), 1, 1)), atol=1e-5)
@@ -146,7 +146,7 @@ def test_patching_nothing_changes_nothing_and_the_only_head_is_the_output_of_att
 
 @pytest.mark.parametrize("limit", [2, 7, 30])
 def test_the_work_of_a_step_is_limited(limit: int) -> None:
-    made = context(build("llama"))
+    made = context(build_model("llama"))
     sweep = Patching(answer=3, other=4, hooks=SWEPT)
     for steps in (
         compute_activations(made, TOKENS, Activations(hooks=("*.hook_resid_post",))),
@@ -196,7 +196,7 @@ def test_the_most_likely_tokens_of_any_vocabulary_are_those_of_a_sort(width: int
 
 
 def test_traces_of_a_quantized_model_equal_its_own_computation() -> None:
-    model = build("llama")
+    model = build_model("llama")
     quantize(model, group_size=32, bits=4)
     arrays, _ = finish(compute_activations(context(model), TOKENS, Activations(hooks=("*.hook_resid_post", "logits"))))
     np.testing.assert_allclose(arrays["logits"], np.array(model(mx.array([TOKENS])))[0], atol=1e-4)
@@ -205,19 +205,19 @@ def test_traces_of_a_quantized_model_equal_its_own_computation() -> None:
 
 
 def test_values_that_a_family_does_not_have_are_refused_by_name() -> None:
-    mamba = build("mamba", state_size=8, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank=4)
+    mamba = build_model("mamba", state_size=8, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank=4)
     with pytest.raises(
         InvalidRequestError, match=r"no blocks\.0\.hook_attn_out: the outputs of its blocks are not sums"
     ):
         finish(compute_attribution(context(mamba), TOKENS, 3, None))
     with pytest.raises(InvalidRequestError, match=r"has no hook .*hook_pattern'; it has hook_embed"):
         finish(compute_activations(context(mamba), TOKENS, Activations(hooks=("*.hook_pattern",))))
-    nanochat = build("nanochat", **{name: value for name, value in GENERIC.items() if name != "rope_scaling"})
+    nanochat = build_model("nanochat", **{name: value for name, value in GENERIC.items() if name != "rope_scaling"})
     with pytest.raises(InvalidRequestError, match="not computed by a final norm and a head"):
         finish(compute_logit_lens(context(nanochat), TOKENS, LogitLens()))
-    gated = build("afmoe", **{**GENERIC, **OWN["afmoe"]})
+    gated = build_model("afmoe", **{**GENERIC, **OWN["afmoe"]})
     work = Patching(answer=3, other=4, hooks=("*.hook_z",))
     with pytest.raises(InvalidRequestError, match=r"blocks\.0\.attn\.hook_z can be read, but not replaced"):
         finish(compute_patching(context(gated), TOKENS, CLEAN, (3, 4), work))
     with pytest.raises(InvalidRequestError, match="top is 0"):
-        finish(compute_logit_lens(context(build("llama")), TOKENS, LogitLens(top=0)))
+        finish(compute_logit_lens(context(build_model("llama")), TOKENS, LogitLens(top=0)))

@@ -13,7 +13,7 @@ from lmx_lab.engine.mlx.capture.install import HookPoint, install
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
 from lmx_lab.errors import InvalidRequestError
-from tests.engine.mlx.capture.models import build
+from tests.support.models import build_model
 
 TOKENS = mx.array([[5, 6, 7, 8]])
 GRANITE = {
@@ -56,7 +56,7 @@ def values(model: Any, points: HookPoints, *names: str) -> dict[str, mx.array]:
 def test_a_block_has_the_hooks_whose_sum_is_its_output(
     family: str, changes: dict[str, Any], expected: list[str]
 ) -> None:
-    model = build(family, **changes)
+    model = build_model(family, **changes)
     points = points_of(model)
     assert kinds(points) == expected
     assert {"hook_embed", "ln_final.hook_normalized", "logits"} <= points.points.keys()
@@ -67,7 +67,7 @@ def test_a_block_has_the_hooks_whose_sum_is_its_output(
 
 
 def test_hooks_are_removed_completely() -> None:
-    model = build("llama")
+    model = build_model("llama")
     classes = [type(module) for _, module in model.named_modules()]
     parameters = [name for name, _ in tree_flatten(model.parameters())]
     logits = model(TOKENS)
@@ -82,7 +82,7 @@ def test_hooks_are_removed_completely() -> None:
 
 
 def test_a_replaced_value_is_used_instead_of_the_computed_one() -> None:
-    model = build("llama")
+    model = build_model("llama")
     points = points_of(model)
     post = points.point("blocks.1.hook_resid_post")
     logits, clean = model(TOKENS), values(model, points, "blocks.1.hook_resid_post")["blocks.1.hook_resid_post"]
@@ -96,7 +96,7 @@ def test_a_replaced_value_is_used_instead_of_the_computed_one() -> None:
 
 
 def test_errors_name_the_hooks_that_exist() -> None:
-    points = points_of(build("llama"))
+    points = points_of(build_model("llama"))
     assert points.matching(["logits", "blocks.*.hook_resid_p*"])[:2] == [
         "blocks.0.hook_resid_pre",
         "blocks.0.hook_resid_post",

@@ -1,0 +1,110 @@
+"""A manager whose engine loads models when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lmx_lab.engine import ChatPrompt, GenerationRequest, ModelManager
+from lmx_lab.engine.echo.engine import EchoEngine
+from lmx_lab.engine.interface import EngineHost
+from lmx_lab.engine.model_control import ModelControl
+from lmx_lab.errors import LabError, ModelNotFoundError
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ECHO, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.weights import Catalog, Listing
+
+SETTINGS = Settings(slots=2, queue_limit=2, echo_tokens_per_s=1000, downloads=False)
+
+
+def echo_entry(id_: str, kind: Kind = "chat") -> ModelEntry:
+    """A model of the echo engine with another id."""
+    return replace(ECHO, id=id_, path=Path("echo") / id_, context_length=8192, kind=kind, more_kinds=())
+
+
+ONE, TWO, EMBEDDER = echo_entry("one"), echo_entry("two"), echo_entry("embedder", "embedding")
+
+
+class FakeCatalog(Catalog):
+    """A catalog of these models, which are not on disk."""
+
+    def __init__(self, *entries: ModelEntry) -> None:
+        super().__init__(SETTINGS)
+        self.known = {entry.id: entry for entry in entries}
+
+    def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
+        if name not in self.known:
+            raise ModelNotFoundError(f"there is no model {name!r}", param="model")
+        return [self.known[name]]
+
+    def check(self, entry: ModelEntry) -> None:
+        """All models are complete."""
+
+    async def alisting(self) -> Listing:
+        return Listing(entries=tuple(self.known.values()))
+
+
+class SlowEngine(EchoEngine):
+    """An echo engine whose loads wait while ``go_on`` is not set, and that records what it loads."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, EngineHost())
+        self.resume = threading.Event()
+        self.resume.set()
+        self.specs: list[LoadSpec] = []
+        self.failures: dict[str, LabError] = {}
+        self.hangs = ""
+
+    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        self.specs.append(spec)
+        while not self.resume.is_set() or entry.id == self.hangs:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if entry.id in self.failures:
+            raise self.failures[entry.id]
+        return await super().load(entry, spec)
+
+
+class Lab:
+    """A manager, its engine and the progress that it reports."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.manager = ModelManager(settings, FakeCatalog(ONE, TWO, EMBEDDER))
+        self.engine = SlowEngine(settings)
+        self.manager._engines["echo"] = self.engine
+        self.progress: list[LoadProgress] = []
+        self.manager.add_observer(self.progress.append)
+
+    @property
+    def stages(self) -> list[tuple[str, str]]:
+        return [(step.model, step.stage) for step in self.progress]
+
+    @property
+    def control(self) -> ModelControl:
+        assert self.manager._control is not None
+        return self.manager._control
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings = SETTINGS) -> AsyncIterator[Lab]:
+    lab = Lab(settings)
+    async with lab.manager:
+        yield lab
+
+
+def request(model: str | None = None, *, tokens: int = 5, text: str = "hello") -> GenerationRequest:
+    prompt = ChatPrompt(messages=({"role": "user", "content": text},))
+    return GenerationRequest(prompt=prompt, model=model, max_tokens=tokens, ignore_eos=True)
+
+
+async def answer(lab: Lab, model: str | None = None, **options: Any) -> str:
+    """Submit a request; return the model that answered it."""
+    async with await lab.manager.submit(request(model, **options)) as stream:
+        async for _ in stream:
+            pass
+    assert stream.report is not None
+    return stream.report.model

@@ -1,4 +1,0 @@
-"""The route of chats, and how long tests wait for its answers."""
-
-CHAT = "/v1/chat/completions"
-WAIT_S = 60

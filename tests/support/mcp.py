@@ -1,0 +1,113 @@
+"""Run MCP servers on a real store, and check that no processes are left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lmx_lab.daemon.mcp.process_cleanup import MARK, is_alive
+from lmx_lab.daemon.mcp.servers import McpServers
+from lmx_lab.daemon.mcp.supervisor import RestartPolicy
+from lmx_lab.daemon.storage.store import Store
+from lmx_lab.daemon.tools.tool import ToolResult
+from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
+
+COUNTING, HOSTILE = (Path(__file__).parent / "mcp_servers" / f"{name}.py" for name in ("counting", "hostile"))
+SECRET = "sk-0123456789abcdef"
+RUN = {"TEST_RUN": str(os.getpid())}
+"""Environment of the servers that must have ended at the end of a test; other tests may run at the same time."""
+
+
+def hostile(*modes: str, name: str = "bad", **fields: Any) -> McpServerConfig:
+    args = ("-I", str(HOSTILE), *modes)
+    given = {"start_timeout_s": 60.0, "tool_timeout_s": 10.0, "env": {"API_KEY": SECRET}, **fields}
+    given["env"] = {**RUN, **given["env"]}
+    return McpServerConfig(name=name, command=sys.executable, args=args, **given)
+
+
+def quick(**fields: Any) -> RestartPolicy:
+    return RestartPolicy(**{"delays_s": (0.01, 0.01), "list_interval_s": 0.01, **fields})
+
+
+@dataclass
+class McpHarness:
+    """A store and MCP servers on it. ``again`` creates new ``McpServers`` on the same store."""
+
+    store: Store
+    folder: Path
+    restarts: RestartPolicy = field(default_factory=quick)
+    servers: McpServers = field(init=False)
+    notes: list[str] = field(default_factory=list)
+
+    async def again(self) -> McpServers:
+        self.servers = McpServers(store=self.store, runtime_folder=self.folder, restarts=self.restarts)
+        await self.servers.start()
+        return self.servers
+
+    async def until(self, name: str, holds: Callable[[McpServerRecord], bool]) -> McpServerRecord:
+        async with asyncio.timeout(30):
+            while not holds(record := await self.servers.read(name)):  # noqa: ASYNC110 (not all of it has an event)
+                await asyncio.sleep(0.01)
+        return record
+
+    async def ready(self, config: McpServerConfig) -> McpServerRecord:
+        await self.servers.add(config)
+        record = await self.until(config.name, lambda record: record.state not in ("starting", "restarting"))
+        assert record.state == "ready", record
+        return record
+
+    async def call(self, name: str, /, **arguments: Any) -> ToolResult:
+        result = await self.servers.call(name, arguments, self.notes.append)
+        assert result is not None
+        return result
+
+    async def events(self) -> list[dict[str, Any]]:
+        """Return the status events, once the last one of each server has the state that the server has now.
+
+        A new state can be read shortly before its event is stored.
+        """
+        async with asyncio.timeout(30):
+            while True:
+                rows = await self.store.read(
+                    lambda reading: reading.fetch_all("SELECT data FROM events WHERE event = 'mcp.status' ORDER BY seq")
+                )
+                events = [json.loads(row["data"]) for row in rows]
+                last = {event["name"]: event["state"] for event in events}
+                if all(last.get(record.name) == record.state for record in (await self.servers.list_servers()).servers):
+                    return events
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def open_harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
+    store = await Store.open(tmp_path / "daemon.db")
+    harness = McpHarness(store, tmp_path)
+    await harness.again()
+    try:
+        yield harness
+    finally:
+        await harness.servers.stop()
+        await store.close()
+        assert left_over() == []
+
+
+def left_over() -> list[psutil.Process]:
+    """Return the living processes of servers of this test run, and of their children."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            given = process.environ()
+            if MARK in given and given.items() >= RUN.items() and is_alive(process):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found

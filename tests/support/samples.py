@@ -1,0 +1,74 @@
+"""Samples of measurements, and of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from lmx_lab.bench import RequestSample
+from lmx_lab.evals.evaluation import Evaluation
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts
+
+
+async def collect(samples: AsyncIterable[RequestSample]) -> list[RequestSample]:
+    return [sample async for sample in samples]
+
+
+DAY = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def sample(*, at_s: float = 0.0, **fields: Any) -> RequestSample:
+    stamp = (DAY + timedelta(seconds=at_s)).isoformat(timespec="microseconds")
+    defaults: dict[str, Any] = {
+        "target": "lab",
+        "case": "p16-o8-c1-cold",
+        "prompt_tokens_wanted": 16,
+        "output_tokens_wanted": 8,
+        "concurrency": 1,
+        "arrival": "closed",
+        "cache": "cold",
+        "seed": 0,
+        "repeat": 0,
+        "request": 0,
+    }
+    return RequestSample(started_at=stamp, **defaults | fields)
+
+
+def run_of(
+    ttft_ms: list[float], *, per_repeat: int | None = None, e2e_ms: float = 1000.0, tokens: int = 8, **fields: Any
+) -> list[RequestSample]:
+    """Samples of consecutive requests without gaps."""
+    size = per_repeat or len(ttft_ms)
+    return [
+        sample(
+            at_s=at * e2e_ms / 1000,
+            ttft_ms=value,
+            decode_tok_s=1000 / value,
+            e2e_ms=e2e_ms,
+            output_tokens=tokens,
+            repeat=at // size,
+            request=at % size,
+            **fields,
+        )
+        for at, value in enumerate(ttft_ms)
+    ]
+
+
+FACTS = RunFacts(
+    at=1e9,
+    name="capitals",
+    model="m",
+    engine="mlx",
+    weights="abc",
+    settings={"prompt": "{country}", "metric": {"name": "contains"}, "parameters": {"temperature": 0}},
+    frame="def",
+    versions={"lmx-lab": "1"},
+    machine="Linux",
+)
+ROWS = [
+    EvaluatedRow(label="fr", prompt="France", expected="Paris", answer="Paris", score=1.0),
+    EvaluatedRow(label="jp", prompt="Japan", expected="Tokyo", answer="Kyoto", score=0.0),
+    EvaluatedRow(label="x", prompt=None, expected=None, answer=None, score=None, error="missing"),
+]
+EVALUATION = Evaluation(FACTS, ROWS)

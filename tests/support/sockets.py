@@ -1,0 +1,581 @@
+"""Servers and clients that send raw bytes at any speed, also wrong ones, and a proxy that cuts connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+
+from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
+
+WAIT_S = 20.0
+SHORT_S = 0.2
+READ_LATER_S = 3.5 * SHORT_S
+GET = b"GET /read HTTP/1.1\r\nhost: localhost\r\n\r\n"
+App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class RawClient:
+    """A client connection that sends and receives raw bytes."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def read_response(self) -> bytes:
+        """Read one response with a Content-Length."""
+        async with asyncio.timeout(WAIT_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            sizes = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            return head + await self.reader.readexactly(int(sizes[0] if sizes else 0))
+
+    async def read_to_end(self, drip: bytes = b"") -> bytes:
+        """Read until the server closes the connection, and send ``drip`` repeatedly meanwhile.
+
+        If ``drip`` is sent when the server has closed the connection, the system resets it.
+        """
+        received = b""
+
+        async def read() -> None:
+            nonlocal received
+            with contextlib.suppress(ConnectionResetError):
+                while piece := await self.reader.read(2**16):
+                    received += piece
+
+        async with asyncio.timeout(WAIT_S):
+            reading = asyncio.ensure_future(read())
+            while not (await asyncio.wait({reading}, timeout=0.02))[0]:
+                self.send(drip)
+        reading.result()
+        return received
+
+
+@asynccontextmanager
+async def running(app: App) -> AsyncIterator[RunningServer]:
+    host = await serve(app, bind("127.0.0.1", 0, explicit=True))
+    try:
+        yield host
+    finally:
+        await host.stop()
+
+
+@asynccontextmanager
+async def connect_raw(host: RunningServer) -> AsyncIterator[RawClient]:
+    client = RawClient(*await asyncio.open_connection("127.0.0.1", host.port))
+    try:
+        yield client
+    finally:
+        client.writer.close()
+        with suppress(OSError):
+            await client.writer.wait_closed()
+
+
+async def lifespan(receive: Any, send: Any) -> None:
+    for what in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{what}.complete"})
+
+
+async def respond(send: Any, text: bytes = b"", status: int = 200) -> None:
+    headers = [(b"content-length", str(len(text)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+disconnected: list[str] = []
+"""Paths of the requests whose disconnect the application received."""
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "lifespan":
+        await lifespan(receive, send)
+    elif scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": message["text"]})
+    else:
+        await {"/read": read, "/read-later": read_later, "/refuse": refuse, "/stream": stream}[scope["path"]](
+            receive, send
+        )
+
+
+async def read(receive: Any, send: Any) -> None:
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            disconnected.append("/read")
+            return
+        size, more = size + len(message["body"]), message["more_body"]
+    await respond(send, str(size).encode())
+
+
+async def read_later(receive: Any, send: Any) -> None:
+    await asyncio.sleep(READ_LATER_S)
+    await read(receive, send)
+
+
+async def refuse(receive: Any, send: Any) -> None:
+    await respond(send, b"no", 403)
+
+
+async def stream(receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(6):
+        await asyncio.sleep(SHORT_S / 2)
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+class HealthApp:
+    """Responds to /healthz as the lab does, hangs on /hang, echoes over WebSocket; its lifespan can fail."""
+
+    def __init__(self, *, fail_at: str | None = None, name: str = "lmx-lab") -> None:
+        self.fail_at = fail_at
+        self.name = name
+        self.hanging = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.ended = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self.live(receive, send)
+        elif scope["type"] == "websocket":
+            await self.echo(receive, send)
+        else:
+            await self.answer(scope, send)
+
+    async def live(self, receive: Any, send: Any) -> None:
+        await receive()
+        if self.fail_at == "startup":
+            raise ValueError("no such model")
+        if self.fail_at == "startup.failed":
+            await send({"type": "lifespan.startup.failed", "message": "Traceback…\nValueError: no such model\n"})
+            return
+        if self.fail_at == "exit":
+            sys.exit(7)
+        if self.fail_at == "never":
+            await asyncio.Event().wait()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self.fail_at == "shutdown hangs":
+            await asyncio.Event().wait()
+        self.ended = True
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def echo(self, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": message["text"]})
+
+    async def answer(self, scope: Any, send: Any) -> None:
+        body = json.dumps({"status": "ok", "name": self.name}).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/hang":
+            self.hanging.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        await send({"type": "http.response.body", "body": body})
+
+
+def fetch(port: int, path: str = "/healthz", host: str = "127.0.0.1") -> Any:
+    """Return the status in the JSON of a response."""
+    connection = http.client.HTTPConnection(host, port, timeout=60)
+    try:
+        connection.request("GET", path)
+        return json.loads(connection.getresponse().read())["status"]
+    finally:
+        connection.close()
+
+
+async def no_content(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+        return
+    for what in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{what}.complete"})
+
+
+async def answer_to(*pieces: str) -> bytes:
+    """Send a request in pieces, and read until the connection is closed, or until the end of the response head."""
+    host = await serve(no_content, bind("127.0.0.1", 0, explicit=True))
+    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+    for piece in pieces:
+        writer.write(piece.encode())
+        await asyncio.sleep(SHORT_S if len(pieces) > 1 else 0)
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"\r\n\r\n")
+        if b"connection: close" in answer:
+            answer += await reader.read()
+    writer.close()
+    await host.stop()
+    return answer
+
+
+async def report_length(scope: Any, receive: Any, send: Any) -> None:
+    """Respond with the length of the body or message."""
+    if scope["type"] == "http":
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": f"{size} bytes".encode()})
+    elif scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": f"{len(message['text'])} characters"})
+    else:
+        await no_content(scope, receive, send)
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host = await serve(report_length, bind("127.0.0.1", 0, explicit=True))
+    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+    try:
+        async with asyncio.timeout(30):
+            yield reader, writer
+    finally:
+        writer.close()
+        await host.stop()
+
+
+async def lab_app(scope: Any, receive: Any, send: Any) -> None:
+    """A server that answers like a lab to every request."""
+    if scope["type"] == "lifespan":
+        for event in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{event}.complete"})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-lmx-lab", b"9.9")]})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+Reply = bytes | Iterable[bytes]
+# The connection is closed. Without the header, a client could reuse it at the moment in which it is closed.
+HEAD = "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: {kind}\r\nx-lmx-lab: 0\r\n"
+
+
+@dataclass
+class RawServer:
+    url: str
+    requests: list[str] = field(default_factory=list)
+    """Heads and bodies of the requests."""
+
+
+@contextmanager
+def answering(*answers: Reply | Callable[[str], Reply]) -> Iterator[RawServer]:
+    """Serve each connection with the next answer, and close it. After the last answer, all get the last one.
+
+    An answer in pieces may be endless: it is sent until the client closes the connection. A function returns the answer
+    for a request; then the client closes the connection first.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = RawServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread = threading.Thread(target=_serve, args=(listener, server, answers))
+        thread.start()
+        try:
+            yield server
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def _serve(listener: socket.socket, server: RawServer, answers: tuple[Reply | Callable[[str], Reply], ...]) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        # A client may close the connection at any time, even before its request.
+        with connection, suppress(OSError):
+            answer = answers[min(len(server.requests), len(answers) - 1)]
+            server.requests.append(_request(connection))
+            pieces = answer(server.requests[-1]) if callable(answer) else answer
+            for piece in [pieces] if isinstance(pieces, bytes) else pieces:
+                connection.sendall(piece)
+            if callable(answer):
+                _close_last(connection)
+
+
+def _close_last(connection: socket.socket) -> None:
+    """Wait until the client has closed the connection, so that everything that was sent arrives."""
+    connection.shutdown(socket.SHUT_WR)
+    while connection.recv(65536):
+        pass
+
+
+def _request(connection: socket.socket) -> str:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += _receive(connection)
+    head, _, body = data.partition(b"\r\n\r\n")
+    sizes = [line.partition(b":")[2] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    while len(body) < int(sizes[0] if sizes else 0):
+        body += _receive(connection)
+    return f"{head.decode()}\r\n\r\n{body.decode()}"
+
+
+def _receive(connection: socket.socket) -> bytes:
+    piece = connection.recv(65536)
+    if not piece:
+        raise ConnectionError("the client closed the connection during its request")
+    return piece
+
+
+def whole(text: str, *, status: str = "200 OK", kind: str = "application/json", extra: str = "") -> bytes:
+    """A complete response."""
+    head = HEAD.format(status=status, kind=kind)
+    return f"{head}{extra}content-length: {len(text.encode())}\r\n\r\n{text}".encode()
+
+
+def streamed(*chunks: str, end: bool = True) -> bytes:
+    """Server-sent events in HTTP chunks. Without ``end``, the connection is closed before the last chunk."""
+    head = HEAD.format(status="200 OK", kind="text/event-stream; charset=utf-8")
+    body = "".join(f"{len(chunk.encode()):x}\r\n{chunk}\r\n" for chunk in chunks)
+    tail = "0\r\n\r\n" if end else ""
+    return f"{head}transfer-encoding: chunked\r\n\r\n{body}{tail}".encode()
+
+
+class Endless:
+    """An endless response: its head, then the same piece again and again.
+
+    Args:
+        every_s: Time between two pieces.
+    """
+
+    def __init__(
+        self, piece: bytes, *, status: str = "200 OK", head: bytes | None = None, every_s: float = 0.0
+    ) -> None:
+        self._head = f"{HEAD.format(status=status, kind='application/json')}\r\n".encode() if head is None else head
+        self._piece = piece
+        self._every_s = every_s
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._head
+        while True:
+            time.sleep(self._every_s)
+            yield self._piece
+
+
+RAW_WAIT_S = 30.0
+HANDSHAKE = (
+    ("Connection", "Upgrade"),
+    ("Upgrade", "websocket"),
+    ("Sec-WebSocket-Version", "13"),
+    ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ=="),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    head: str
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        """Error code of the response; empty if it is not an error."""
+        return str(json.loads(self.body)["error"]["code"]) if self.status >= 400 else ""
+
+    def header(self, name: str) -> str | None:
+        found = [line.partition(":")[2].strip() for line in self.head.split("\r\n") if line.lower().startswith(name)]
+        return found[0] if found else None
+
+
+def send(
+    port: int, request: str, headers: Sequence[tuple[str, str]] = (), body: bytes = b"", *, host: str | None = ""
+) -> Answer:
+    """Send one request on a new connection, and read the response until the server closes the connection.
+
+    Args:
+        request: The method and target, as in ``GET /path``.
+        host: The Host header; empty for the right one, None for no header.
+    """
+    hosts = [] if host is None else [("Host", host or f"127.0.0.1:{port}")]
+    length = [("Content-Length", str(len(body)))] if body else []
+    # A WebSocket handshake has its own Connection header. If it succeeds, only the head is read.
+    is_handshake = any(name == "Upgrade" for name, _ in headers)
+    lines = [f"{name}: {value}" for name, value in [*hosts, *headers, *length]] + (
+        [] if is_handshake else ["Connection: close"]
+    )
+    with socket.create_connection(("127.0.0.1", port), RAW_WAIT_S) as sock:
+        sock.sendall("\r\n".join([f"{request} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body)
+        return _read_response(sock)
+
+
+def _read_response(sock: socket.socket) -> Answer:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = sock.recv(65536)
+        assert piece, data
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    status = int(head.split(b" ")[1])
+    while status != 101 and (piece := sock.recv(65536)):
+        body += piece
+    return Answer(status, head.decode("latin-1"), _decode_body(head.lower(), body))
+
+
+def _decode_body(head: bytes, body: bytes) -> bytes:
+    if b"transfer-encoding: chunked" not in head:
+        return body
+    whole = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        whole, body = whole + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return whole
+
+
+def post(
+    port: int, path: str, content: Any, headers: Sequence[tuple[str, str]] = (), *, host: str | None = ""
+) -> Answer:
+    """Send JSON with the JSON content type."""
+    named = [("Content-Type", "application/json"), *headers]
+    return send(port, f"POST {path}", named, json.dumps(content).encode(), host=host)
+
+
+PIECE = 4096
+
+
+class Through(httpx2.AsyncBaseTransport):
+    """An HTTP transport whose connections go through the proxy. Requests still name the daemon as their host."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+        self._network = httpx2.AsyncHTTPTransport()
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        request.url = request.url.copy_with(port=self._proxy.port)
+        return await self._network.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        await self._network.aclose()
+
+
+class Proxy:
+    """Accepts connections at ``port`` and forwards their bytes to the port that ``target`` returns.
+
+    Args:
+        target: Returns the current port of the daemon on this computer.
+        idle_s: Time without data from the daemon after which a connection is closed.
+    """
+
+    def __init__(self, target: Callable[[], int], *, idle_s: float | None = None) -> None:
+        self._target = target
+        self._idle_s = idle_s
+        self._open: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server
+        self.is_shut = False
+        """Whether new connections are refused."""
+        self.connections = 0
+        self.closed_as_idle = 0
+        self.halves = 0
+        """Number of pieces of which only a part was delivered before a cut."""
+        self._cutting: dict[asyncio.Task[None], random.Random] = {}
+
+    @property
+    def port(self) -> int:
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        self.cut()
+        if self._open:
+            await asyncio.wait(self._open)
+
+    def cut(self) -> int:
+        """Cut all connections and return their number."""
+        for task in self._open:
+            task.cancel()
+        return len(self._open)
+
+    def cut_within_next_piece(self, chance: random.Random) -> int:
+        """Cut all connections within the next piece from the daemon, and return their number."""
+        for task in self._open:
+            self._cutting[task] = chance
+        return len(self._open)
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        self.connections += 1
+        try:
+            with contextlib.suppress(OSError, asyncio.CancelledError):
+                if not self.is_shut:
+                    await self._pass_on(task, reader, writer)
+        finally:
+            self._open.discard(task)
+            self._cutting.pop(task, None)
+            writer.transport.abort()
+
+    async def _pass_on(
+        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._target())
+        up = asyncio.create_task(_copy(reader, back))
+        try:
+            while piece := await self._read(there):
+                if (chance := self._cutting.get(task)) is not None:
+                    self.halves += 1
+                    writer.write(piece[: chance.randrange(len(piece))])
+                    await writer.drain()
+                    return
+                writer.write(piece)
+                await writer.drain()
+        finally:
+            up.cancel()
+            back.transport.abort()
+
+    async def _read(self, there: asyncio.StreamReader) -> bytes:
+        try:
+            async with asyncio.timeout(self._idle_s):
+                return await there.read(PIECE)
+        except TimeoutError:
+            self.closed_as_idle += 1
+            return b""
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while piece := await reader.read(PIECE):
+            writer.write(piece)
+            await writer.drain()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
