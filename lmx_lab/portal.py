@@ -229,6 +229,8 @@ class HostedLoop(LoopThread):
         self._waiting_callers = 0
         """Number of calls of ``run`` that block the host."""
         self._timer_at = 0.0
+        self._is_waiting = False
+        """Whether the thread waits for events, and would miss an earlier timer that a step of the host sets."""
         self.host_steps = 0
         """Number of steps that the host has run."""
         self.thread_steps = 0
@@ -238,8 +240,8 @@ class HostedLoop(LoopThread):
         if asyncio._get_running_loop() is not self._host:
             return super().run(coro, timeout_s)
         self._waiting_callers += 1
-        self._answered.set()
         try:
+            self._answered.set()
             return super().run(coro, timeout_s)
         finally:
             self._waiting_callers -= 1
@@ -250,16 +252,24 @@ class HostedLoop(LoopThread):
         self._ending = asyncio.Event()
         self._ready.set()
         while not self._stopped:
-            self._selector.wait(max(0.0, min(WATCH_S, self._timer_at - time.monotonic())))
+            self._wait()
             if self._host_is_blocked or not self._step_by_host():
                 self.thread_steps += 1
                 self._step()
         with self._stepping:
             ending = loop.create_task(self._end())
+        self._step()
         while not ending.done():
+            self._wait()
             self._step()
-            self._selector.wait(max(0.0, min(POLL_S, self._timer_at - time.monotonic())))
-        loop.close()
+        with self._stepping:  # A step that the host has begun before the stop may still run.
+            loop.close()
+
+    def _wait(self) -> None:
+        # Set before the timer is read, so that a step which replaces the timer meanwhile wakes the thread.
+        self._is_waiting = True
+        self._selector.wait(max(0.0, min(WATCH_S, self._timer_at - time.monotonic())))
+        self._is_waiting = False
 
     def _step_by_host(self) -> bool:
         """Let the host run the next step; return False if it is blocked."""
@@ -289,12 +299,12 @@ class HostedLoop(LoopThread):
         if self._is_host_busy():
             self._host.call_later(RETRY_S, self._on_host)
             return
-        was_blocked, self._host_is_blocked = self._host_is_blocked, False
+        self._host_is_blocked = False
         self.host_steps += 1
         self._step()
         self._answered.set()
-        if was_blocked:
-            # The thread may wait for a timer that this step has replaced by an earlier one.
+        if self._is_waiting:
+            # This step is a late answer. Each one has to wake the thread: the next one may receive the event instead.
             with contextlib.suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(lambda: None)
 
@@ -303,13 +313,17 @@ class HostedLoop(LoopThread):
         with self._stepping:
             if self.loop.is_closed():
                 return
-            # A loop refuses to run below another one.
-            asyncio._set_running_loop(None)
             self._selector.until = time.monotonic() + STEP_S
+            self._selector.idle_s = 0.0  # For a run that an exception ends: its other callbacks are still ready.
             try:
+                # A loop refuses to run below another one.
+                asyncio._set_running_loop(None)
                 self.loop.run_forever()
-            except SystemExit:
-                pass  # It belongs to the task that raised it, and must end neither the kernel nor this loop.
+            except (SystemExit, KeyboardInterrupt) as exc:
+                # It belongs to the task that raised it, and must end neither the kernel nor this loop. But in the main
+                # thread, a KeyboardInterrupt may be that of the host's program.
+                if isinstance(exc, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise
             finally:
                 asyncio._set_running_loop(outer)
             self._timer_at = time.monotonic() + self._selector.idle_s
