@@ -94,9 +94,8 @@ class LoopThread:
     def __init__(self, name: str = "lmx-lab-server") -> None:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._lock = threading.Lock()
-        self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ending: asyncio.Event | None = None
+        self._ending = asyncio.Event()
         self._stopped = False
 
     @property
@@ -111,12 +110,25 @@ class LoopThread:
         return self._loop
 
     def start(self) -> None:
-        """Start the thread; returns when its loop runs. A stopped thread cannot be started again."""
+        """Start the thread. A stopped thread cannot be started again.
+
+        Raises:
+            HostingError: it was stopped, or the process has too many open files or threads.
+        """
         if self._stopped:
             raise HostingError("this loop thread was stopped; create a new one")
-        if not self._thread.is_alive():
+        if self._loop is not None:
+            return
+        try:
+            self._loop = self._new_loop()
             self._thread.start()
-        self._ready.wait()
+        except (OSError, RuntimeError) as exc:
+            if self._loop is not None:
+                self._loop.close()
+                self._loop = None
+            raise HostingError(
+                f"cannot start an event loop: {exc}; close files or connections, or end threads"
+            ) from exc
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine on the loop without waiting. Cancelling the future cancels it.
@@ -155,9 +167,9 @@ class LoopThread:
         """Cancel all tasks, and end the loop and the thread. Idempotent; waits at most a few seconds."""
         with self._lock:
             self._stopped = True
-            if self._ending is not None:
+            if self._loop is not None:
                 with contextlib.suppress(RuntimeError):  # The loop is closed already.
-                    self.loop.call_soon_threadsafe(self._ending.set)
+                    self._loop.call_soon_threadsafe(self._ending.set)
         if self._thread.is_alive() and asyncio._get_running_loop() is not self._loop:
             self._thread.join(2 * CANCEL_S)
 
@@ -168,15 +180,15 @@ class LoopThread:
                 raise HostingError("the server's loop is not running: it was stopped, or not started")
             return _Call(self._loop, coro)
 
-    def _main(self) -> None:
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
         # Not uvloop, so that servers on both kinds of loops behave in the same way.
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        return asyncio.SelectorEventLoop()
+
+    def _main(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.run(self._wait_for_stop())
 
     async def _wait_for_stop(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._ending = asyncio.Event()
-        self._ready.set()
         await self._ending.wait()
 
 
@@ -246,24 +258,25 @@ class HostedLoop(LoopThread):
         finally:
             self._waiting_callers -= 1
 
-    def _main(self) -> None:
-        loop = self._loop = asyncio.SelectorEventLoop(self._selector)
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.SelectorEventLoop(self._selector)
         self._selector.end_run = loop.stop
-        self._ending = asyncio.Event()
-        self._ready.set()
+        return loop
+
+    def _main(self) -> None:
         while not self._stopped:
             self._wait()
             if self._host_is_blocked or not self._step_by_host():
                 self.thread_steps += 1
                 self._step()
         with self._stepping:
-            ending = loop.create_task(self._end())
+            ending = self.loop.create_task(self._end())
         self._step()
         while not ending.done():
             self._wait()
             self._step()
         with self._stepping:  # A step that the host has begun before the stop may still run.
-            loop.close()
+            self.loop.close()
 
     def _wait(self) -> None:
         # Set before the timer is read, so that a step which replaces the timer meanwhile wakes the thread.
