@@ -94,9 +94,8 @@ class LoopThread:
     def __init__(self, name: str = "lmx-lab-server") -> None:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._lock = threading.Lock()
-        self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ending: asyncio.Event | None = None
+        self._ending = asyncio.Event()
         self._stopped = False
 
     @property
@@ -111,12 +110,25 @@ class LoopThread:
         return self._loop
 
     def start(self) -> None:
-        """Start the thread; returns when its loop runs. A stopped thread cannot be started again."""
+        """Start the thread. A stopped thread cannot be started again.
+
+        Raises:
+            HostingError: it was stopped, or the process has too many open files or threads.
+        """
         if self._stopped:
             raise HostingError("this loop thread was stopped; create a new one")
-        if not self._thread.is_alive():
+        if self._loop is not None:
+            return
+        try:
+            self._loop = self._new_loop()
             self._thread.start()
-        self._ready.wait()
+        except (OSError, RuntimeError) as exc:
+            if self._loop is not None:
+                self._loop.close()
+                self._loop = None
+            raise HostingError(
+                f"cannot start an event loop: {exc}; close files or connections, or end threads"
+            ) from exc
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine on the loop without waiting. Cancelling the future cancels it.
@@ -155,9 +167,9 @@ class LoopThread:
         """Cancel all tasks, and end the loop and the thread. Idempotent; waits at most a few seconds."""
         with self._lock:
             self._stopped = True
-            if self._ending is not None:
+            if self._loop is not None:
                 with contextlib.suppress(RuntimeError):  # The loop is closed already.
-                    self.loop.call_soon_threadsafe(self._ending.set)
+                    self._loop.call_soon_threadsafe(self._ending.set)
         if self._thread.is_alive() and asyncio._get_running_loop() is not self._loop:
             self._thread.join(2 * CANCEL_S)
 
@@ -168,15 +180,15 @@ class LoopThread:
                 raise HostingError("the server's loop is not running: it was stopped, or not started")
             return _Call(self._loop, coro)
 
-    def _main(self) -> None:
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
         # Not uvloop, so that servers on both kinds of loops behave in the same way.
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        return asyncio.SelectorEventLoop()
+
+    def _main(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.run(self._wait_for_stop())
 
     async def _wait_for_stop(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._ending = asyncio.Event()
-        self._ready.set()
         await self._ending.wait()
 
 
@@ -229,6 +241,8 @@ class HostedLoop(LoopThread):
         self._waiting_callers = 0
         """Number of calls of ``run`` that block the host."""
         self._timer_at = 0.0
+        self._is_waiting = False
+        """Whether the thread waits for events, and would miss an earlier timer that a step of the host sets."""
         self.host_steps = 0
         """Number of steps that the host has run."""
         self.thread_steps = 0
@@ -238,28 +252,37 @@ class HostedLoop(LoopThread):
         if asyncio._get_running_loop() is not self._host:
             return super().run(coro, timeout_s)
         self._waiting_callers += 1
-        self._answered.set()
         try:
+            self._answered.set()
             return super().run(coro, timeout_s)
         finally:
             self._waiting_callers -= 1
 
-    def _main(self) -> None:
-        loop = self._loop = asyncio.SelectorEventLoop(self._selector)
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.SelectorEventLoop(self._selector)
         self._selector.end_run = loop.stop
-        self._ending = asyncio.Event()
-        self._ready.set()
+        return loop
+
+    def _main(self) -> None:
         while not self._stopped:
-            self._selector.wait(max(0.0, min(WATCH_S, self._timer_at - time.monotonic())))
+            self._wait()
             if self._host_is_blocked or not self._step_by_host():
                 self.thread_steps += 1
                 self._step()
         with self._stepping:
-            ending = loop.create_task(self._end())
+            ending = self.loop.create_task(self._end())
+        self._step()
         while not ending.done():
+            self._wait()
             self._step()
-            self._selector.wait(max(0.0, min(POLL_S, self._timer_at - time.monotonic())))
-        loop.close()
+        with self._stepping:  # A step that the host has begun before the stop may still run.
+            self.loop.close()
+
+    def _wait(self) -> None:
+        # Set before the timer is read, so that a step which replaces the timer meanwhile wakes the thread.
+        self._is_waiting = True
+        self._selector.wait(max(0.0, min(WATCH_S, self._timer_at - time.monotonic())))
+        self._is_waiting = False
 
     def _step_by_host(self) -> bool:
         """Let the host run the next step; return False if it is blocked."""
@@ -289,12 +312,12 @@ class HostedLoop(LoopThread):
         if self._is_host_busy():
             self._host.call_later(RETRY_S, self._on_host)
             return
-        was_blocked, self._host_is_blocked = self._host_is_blocked, False
+        self._host_is_blocked = False
         self.host_steps += 1
         self._step()
         self._answered.set()
-        if was_blocked:
-            # The thread may wait for a timer that this step has replaced by an earlier one.
+        if self._is_waiting:
+            # This step is a late answer. Each one has to wake the thread: the next one may receive the event instead.
             with contextlib.suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(lambda: None)
 
@@ -303,13 +326,17 @@ class HostedLoop(LoopThread):
         with self._stepping:
             if self.loop.is_closed():
                 return
-            # A loop refuses to run below another one.
-            asyncio._set_running_loop(None)
             self._selector.until = time.monotonic() + STEP_S
+            self._selector.idle_s = 0.0  # For a run that an exception ends: its other callbacks are still ready.
             try:
+                # A loop refuses to run below another one.
+                asyncio._set_running_loop(None)
                 self.loop.run_forever()
-            except SystemExit:
-                pass  # It belongs to the task that raised it, and must end neither the kernel nor this loop.
+            except (SystemExit, KeyboardInterrupt) as exc:
+                # It belongs to the task that raised it, and must end neither the kernel nor this loop. But in the main
+                # thread, a KeyboardInterrupt may be that of the host's program.
+                if isinstance(exc, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise
             finally:
                 asyncio._set_running_loop(outer)
             self._timer_at = time.monotonic() + self._selector.idle_s
