@@ -266,18 +266,18 @@ def test_no_cycles_between_modules() -> None:
 
 
 def test_modules_and_functions_stay_readable() -> None:
-    """A module has at most 600 lines, a function at most 60."""
+    """A module has at most 900 lines, a function at most 80."""
     wrong = []
     for module, path in modules().items():
         text = path.read_text(encoding="utf-8")
         tree = syntax_tree(path)
         lines = text.count("\n")
-        if lines > 600:
+        if lines > 900:
             wrong.append(f"{module}: {lines} lines")
         for node in statements(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
-                if size > 60:
+                if size > 80:
                     wrong.append(f"{module}.{node.name}: {size} lines")
     assert not wrong, "\n".join(wrong)
 
