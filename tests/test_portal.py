@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_a_timeout_cancels_the_work_and_waits_for_its_end(thread):
     ended = []
     thread.run(asyncio.sleep(0))  # A loop with a busy host takes longer for the first call.
     with pytest.raises(TimeoutError):
-        thread.run(until_cancelled(lambda: None, ended.append), timeout_s=0.01)
+        thread.run(until_cancelled(lambda: None, ended.append), timeout_s=0.2)
     assert ended == ["cancelled"]
 
 
@@ -186,6 +187,57 @@ def test_work_that_raises_system_exit_does_not_end_the_event_loop(thread):
     with pytest.raises(HostingError, match="exit the process"):
         thread.run(leave())
     assert thread.run(asyncio.sleep(0, "fine")) == "fine"
+
+
+@pytest.mark.parametrize("kind", ["hosted", "with a busy host"])
+@pytest.mark.parametrize("exception", [SystemExit, KeyboardInterrupt])
+def test_an_exit_in_a_callback_does_not_end_a_hosted_loop_or_delay_other_callbacks(kind, exception):
+    def leave():
+        raise exception
+
+    with started(kind) as hosted:
+
+        def both(other):
+            hosted.loop.call_soon(leave)
+            hosted.loop.call_soon(other.set)
+
+        prompt = []
+        for _ in range(5):
+            time.sleep(0.01)  # The thread begins to wait for events.
+            other = threading.Event()
+            hosted.loop.call_soon_threadsafe(both, other)
+            # The thread would notice it after a second.
+            prompt.append(other.wait(0.5))
+        assert sum(prompt) > len(prompt) / 2
+        assert hosted.submit(asyncio.sleep(0, "fine")).result(WAIT_S) == "fine"
+
+
+NO_FILES = """
+import asyncio, os, resource
+from lmx_lab.errors import HostingError
+from lmx_lab.portal import HostedLoop, LoopThread
+
+async def main():
+    for thread in (HostedLoop(asyncio.get_running_loop()), LoopThread()):
+        os.close(free := os.dup(0))
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            thread.start()
+        except HostingError as exc:
+            print(exc)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        thread.stop()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_start_without_file_descriptors_is_an_error():
+    done = script_result(NO_FILES)
+    assert done.returncode == 0
+    assert done.stdout.count("cannot start an event loop: [Errno 24] Too many open files; close files") == 2
 
 
 def test_stopping_the_thread_closes_connections_and_frees_the_port_of_a_running_server(thread):
@@ -324,6 +376,23 @@ def test_connections_tasks_and_timers_survive_each_change_of_the_driver():
         return set(texts), set(ticks)
 
     assert hosted_main(alternate) == ({True}, {"MainThread", "test-hosted"})
+
+
+def test_timers_that_a_late_step_of_the_host_sets_are_in_time():
+    async def late_steps(hosted):
+        loop, in_time = hosted.loop, []
+        await receive(hosted.submit(asyncio.sleep(0)))
+        for _ in range(10):
+            hosted.submit(asyncio.sleep(0)).result(WAIT_S)  # The thread takes over.
+            time.sleep(0.01)  # noqa: ASYNC251 - it begins to wait for events, while the host is blocked
+            fired = threading.Event()
+            loop.call_soon_threadsafe(loop.call_later, 0.02, fired.set)
+            # The host now runs the steps that it was asked for. The thread would notice the timer after a second.
+            in_time.append(await asyncio.to_thread(fired.wait, 0.5))
+        return in_time
+
+    in_time = hosted_main(late_steps)
+    assert sum(in_time) > len(in_time) / 2
 
 
 def test_a_host_that_runs_nested_in_blocking_code_runs_no_steps():

@@ -28,8 +28,8 @@ from lmx_lab.http.websocket_protocol import WebSocketProtocol
 from lmx_lab.sanitize import RecentLinesHandler
 
 BACKLOG = 2048
-"""Number of connections that may wait while the loop is busy, for instance with a long cell in a kernel. The system may
-allow fewer."""
+"""Number of connections that may wait while the loop is busy, for instance because native code in a cell keeps the
+interpreter's lock. The system may allow fewer."""
 ACCEPTED_AT_ONCE = 16
 """Number of connections accepted at once. The loop then processes them, so that their number is noticed. asyncio has
 one parameter for this and for ``BACKLOG``. Without free file descriptors, it logs this many errors per second."""

@@ -1,6 +1,6 @@
 """Implement the ``Backend`` of a lab whose server runs in this process.
 
-Panels call it on their own event loop, because a cell may block the server's loop. The methods of ``Lab`` call it on
+Panels call it on their own event loop, so that their work does not delay requests. The methods of ``Lab`` call it on
 the server's loop.
 """
 

@@ -115,9 +115,12 @@ class LocalServer(LabServer):
 
         Raises:
             HostingError, PortTakenError: the server could not start; all that had been started was stopped.
+            InvalidRequestError: ``loop`` is ``kernel``, and no event loop runs in this thread.
         """
         if self._host is not None:
             return
+        # The thread that starts the server need not be the one that created it.
+        self.mode = choose_loop(self.loop_choice)
         self.services.open()
         try:
             sock = sock or bind(self.settings.host, self.settings.port, explicit=self.explicit_port)

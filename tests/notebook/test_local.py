@@ -134,6 +134,15 @@ async def test_a_stopped_lab_says_so(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"]
 
 
+async def test_the_thread_that_starts_a_lab_decides_who_runs_its_loop(tmp_path: Path) -> None:
+    lab = lmx_lab.Lab(Settings(home=tmp_path, port=0))
+    with pytest.raises(InvalidRequestError, match="running event loop"):
+        await asyncio.to_thread(lmx_lab.Lab(Settings(home=tmp_path / "other", port=0), loop="kernel").start)
+    await asyncio.to_thread(lab.start)
+    assert (lab.running, lab.mode) == (True, "thread")
+    lab.stop()
+
+
 def test_a_lab_that_was_not_started_is_stopped(tmp_path: Path) -> None:
     backend: Backend = LocalBackend(LocalServer(Settings(home=tmp_path, port=0), loop="thread"))
     assert backend.state().state == "stopped"
