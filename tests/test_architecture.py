@@ -105,7 +105,7 @@ ONLY_IN = {
     "huggingface_hub": {"weights.hub.download"},
     "filelock": {"weights.store", "weights.hub.download"},
     "prometheus_client": {"server.metrics"},
-    "opentelemetry": {"server.telemetry", "server.span_attributes"},
+    "opentelemetry": {"server.telemetry"},
     "sqlite3": {"daemon.storage.store", "instrument.store", "batch.cache", "evals.experiments"},
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.llama_cpp.worker"},
