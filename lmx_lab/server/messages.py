@@ -24,8 +24,7 @@ from lmx_lab.http.event_stream import EventStream, named_event, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.chat_history import JOINED, ChatHistory, function_tool, validated_request
-from lmx_lab.server.field_names import FieldNames
+from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, function_tool, validated_request
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS

@@ -28,9 +28,8 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.server.admin import check_admin
 from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.chat_history import validated_request
+from lmx_lab.server.convert import FieldNames, validated_request
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
-from lmx_lab.server.field_names import FieldNames
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import OLLAMA_ERRORS
