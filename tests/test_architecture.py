@@ -100,8 +100,8 @@ TABLE = {
 }
 # Packages with one importing file: what is behind them can be exchanged there.
 ONLY_IN = {
-    "uvicorn": {"http.uvicorn_server", "http.protocol", "http.websocket_protocol"},
-    "h11": {"http.protocol"},
+    "uvicorn": {"http.uvicorn_server", "http.connections"},
+    "h11": {"http.connections"},
     "huggingface_hub": {"weights.hub.download"},
     "filelock": {"weights.store", "weights.hub.download"},
     "prometheus_client": {"server.metrics"},

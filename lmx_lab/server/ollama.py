@@ -23,9 +23,9 @@ from lmx_lab.engine.model_lookup import CHAT, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, detail_for, ollama_error, request_id_of
-from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
+from lmx_lab.http.streaming import EventStream, while_connected
 from lmx_lab.server.admin import check_admin
 from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.convert import FieldNames, validated_request

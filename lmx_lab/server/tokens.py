@@ -12,9 +12,9 @@ from lmx_lab.engine import GenerationRequest, ModelManager, Sampling, TextPrompt
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.event_stream import while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
+from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.convert import validated_request
 from lmx_lab.server.health import problem

@@ -22,9 +22,9 @@ from starlette.requests import HTTPConnection
 from lmx_lab.errors import ConflictError, ContextLengthError, InvalidRequestError, LabError, NotFoundError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
-from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures, link
+from lmx_lab.http.streaming import EventStream, while_connected
 from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
