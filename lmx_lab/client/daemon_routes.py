@@ -15,7 +15,7 @@ from lmx_lab.client.daemon_connection import DaemonConnection, DaemonRequest
 from lmx_lab.client.request_bodies import build_body, encode_body
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.daemon import DaemonRecord, Health, Shutdown, ShutdownAnswer
-from lmx_lab.wire.event_stream import EventPage
+from lmx_lab.wire.events import EventPage
 from lmx_lab.wire.identifiers import PATTERN, new_id
 from lmx_lab.wire.mcp import (
     ChangeMcpServer,

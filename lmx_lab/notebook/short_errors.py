@@ -94,8 +94,8 @@ def _validation_sentences(error: BaseException) -> list[str]:
     # Imported here, because pydantic is not needed for other errors.
     from pydantic import ValidationError
 
+    from lmx_lab.wire.errors import invalid_request
     from lmx_lab.wire.generation import request_class
-    from lmx_lab.wire.validation import invalid_request
 
     if not isinstance(error, ValidationError) or (shape := request_class(error.title)) is None:
         return []
