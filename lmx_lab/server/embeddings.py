@@ -21,8 +21,8 @@ from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.values.encoding import InputType, Vectors
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
-from lmx_lab.wire.generation import ANY_MODEL
 
 NUMBERS_PER_STEP = 16_384
 """Up to this many numbers are written as text on the event loop, in about a millisecond. More are written in a thread,

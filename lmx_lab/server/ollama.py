@@ -39,7 +39,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights.files import in_thread
-from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.ollama import (
     OllamaBody,
     OllamaChatAnswer,

@@ -18,8 +18,8 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import EncodingUsage
-from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.rerank import AnyRerankBody, RerankBody, RerankItem, RerankResults, TextRank, TextsRerankBody
 
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")

@@ -29,8 +29,8 @@ from lmx_lab.values.timeline import (
     decode_steps,
     encode_steps,
 )
+from lmx_lab.wire.base import RequestModel
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.generation import RequestModel
 
 PAGE_REQUESTS = 64
 """Maximum number of requests on a page."""
