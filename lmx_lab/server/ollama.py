@@ -242,7 +242,8 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
     """
     if isinstance(body, OllamaChatRequest):
         return _chat_request(body, messages=_chat_messages(body.messages), tools=_tools(body))
-    request = _chat_request(body, messages=_prompt_messages(body))
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    request = _chat_request(body, messages=[*system, {"role": "user", "content": body.prompt or ""}])
     if not body.raw and not body.suffix:
         return request
     if body.system:
@@ -300,11 +301,6 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
     if isinstance(think, bool):
         return {"chat_template_kwargs": {"enable_thinking": True}} if think else {"reasoning_effort": "none"}
     return {"reasoning_effort": think}
-
-
-def _prompt_messages(body: OllamaGenerateRequest) -> list[dict[str, Any]]:
-    system = [{"role": "system", "content": body.system}] if body.system else []
-    return [*system, {"role": "user", "content": body.prompt or ""}]
 
 
 def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

@@ -386,16 +386,12 @@ def _phases(ended: _Ended) -> Iterator[tuple[str, float, Attributes]]:
 
 def call_attributes(end: RequestEnd) -> Attributes:
     """Return the attributes that a sampler can use to decide whether a request is exported."""
-    attributes: Attributes = {"gen_ai.operation.name": operation_name(end), "gen_ai.provider.name": PROVIDER}
+    is_chat = not isinstance(end.request, GenerationRequest) or isinstance(end.request.prompt, ChatPrompt)
+    operation = OPERATIONS.get(end.kind, "chat" if is_chat else "text_completion")
+    attributes: Attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
     if end.request is not None and end.request.model is not None:
         attributes["gen_ai.request.model"] = public_id(end.request.model, local=False)[:MODEL_CHARACTERS]
     return attributes
-
-
-def operation_name(end: RequestEnd) -> str:
-    """Return the value of ``gen_ai.operation.name``."""
-    is_chat = not isinstance(end.request, GenerationRequest) or isinstance(end.request.prompt, ChatPrompt)
-    return OPERATIONS.get(end.kind, "chat" if is_chat else "text_completion")
 
 
 def http_attributes(scope: Scope, status: int | None) -> Attributes:

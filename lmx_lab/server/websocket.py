@@ -98,17 +98,12 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
             raise
         reason = f"the client has accepted no data for {watch.blocked_s:g} s"
         log.warning("%s: cancelled, because %s", request_id_of(socket), reason)
-        _close_blocked(socket, reason)
+        # This is an extension of ``http.connections``. Closing through ASGI would wait for the client.
+        close = (socket.scope.get("extensions") or {}).get("lmx_lab.close")
+        if close is not None:
+            close(POLICY_VIOLATION, reason)
         raise WebSocketDisconnect(POLICY_VIOLATION, reason) from None
     await _send(socket, SocketDone(stats=socket_stats(generation.final_report())))
-
-
-def _close_blocked(socket: WebSocket, reason: str) -> None:
-    """Close the connection to a client that accepts no data."""
-    # This is an extension of ``http.connections``. Closing through ASGI would wait for the client.
-    close = (socket.scope.get("extensions") or {}).get("lmx_lab.close")
-    if close is not None:
-        close(POLICY_VIOLATION, reason)
 
 
 async def _refuse_messages(socket: WebSocket) -> bool:
