@@ -100,12 +100,12 @@ TABLE = {
 }
 # Packages with one importing file: what is behind them can be exchanged there.
 ONLY_IN = {
-    "uvicorn": {"http.uvicorn_server", "http.protocol", "http.websocket_protocol"},
-    "h11": {"http.protocol"},
+    "uvicorn": {"http.uvicorn_server", "http.connections"},
+    "h11": {"http.connections"},
     "huggingface_hub": {"weights.hub.download"},
     "filelock": {"weights.store", "weights.hub.download"},
     "prometheus_client": {"server.metrics"},
-    "opentelemetry": {"server.telemetry", "server.span_attributes"},
+    "opentelemetry": {"server.telemetry"},
     "sqlite3": {"daemon.storage.store", "instrument.store", "batch.cache", "evals.experiments"},
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.llama_cpp.worker"},

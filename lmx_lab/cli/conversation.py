@@ -18,10 +18,10 @@ from lmx_lab.cli.terminal import (
 from lmx_lab.client import Session
 from lmx_lab.errors import LabError
 from lmx_lab.sanitize import escape_text
-from lmx_lab.wire.event_stream import ResetFrame
 from lmx_lab.wire.events import (
     DaemonEvent,
     MessageDoneEvent,
+    ResetFrame,
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from lmx_lab.cli.terminal import print_note, single_line
 from lmx_lab.client import DaemonClient
-from lmx_lab.wire.event_stream import Envelope, EventPage, ResetFrame, SnapshotFrame
-from lmx_lab.wire.events import daemon_event
+from lmx_lab.wire.events import Envelope, EventPage, ResetFrame, SnapshotFrame, daemon_event
 
 FIRST_SEARCH = 1000
 """Number of the newest events that are searched first. If too few of them match, the complete log is searched."""

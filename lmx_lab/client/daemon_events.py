@@ -1,8 +1,7 @@
 """Export the classes of the daemon's events: ``match event: case TurnTokenEvent(): print(event.data.text)``.
 
-They are defined in ``lmx_lab.wire.events`` and ``lmx_lab.wire.event_stream``, together with the ``data`` of each event.
+They are defined in ``lmx_lab.wire.events``, together with the ``data`` of each event.
 """
 
 # Star imports, so that a new event needs no entry in another list of names.
-from lmx_lab.wire.event_stream import *  # noqa: F403
 from lmx_lab.wire.events import *  # noqa: F403

@@ -14,9 +14,9 @@ from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.daemon_connection import DaemonConnection, DaemonRequest
 from lmx_lab.client.request_bodies import build_body, encode_body
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.wire.base import ID_PATTERN, new_id
 from lmx_lab.wire.daemon import DaemonRecord, Health, Shutdown, ShutdownAnswer
-from lmx_lab.wire.event_stream import EventPage
-from lmx_lab.wire.identifiers import PATTERN, new_id
+from lmx_lab.wire.events import EventPage
 from lmx_lab.wire.mcp import (
     ChangeMcpServer,
     McpServerConfig,
@@ -337,7 +337,7 @@ def _path_segment(name: str, value: str) -> str:
     Raises:
         InvalidRequestError: the id is not valid.
     """
-    if not re.fullmatch(PATTERN, value, re.ASCII):
+    if not re.fullmatch(ID_PATTERN, value, re.ASCII):
         raise InvalidRequestError(
             f"{name} is {value!r:.80}; it must have 1 to 64 letters, digits, '-' and '_'", param=name
         )

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmx_lab.client.cursors import Cursor
-from lmx_lab.wire.event_stream import (
+from lmx_lab.wire.events import (
     ClosingFrame,
     ControlFrame,
+    DaemonEvent,
     HeartbeatFrame,
     HelloFrame,
+    LogEvent,
     ResetFrame,
     SnapshotFrame,
     SyncedFrame,
+    UnknownEvent,
 )
-from lmx_lab.wire.events import DaemonEvent, LogEvent, UnknownEvent
 
 Frame = LogEvent | ControlFrame | UnknownEvent
 

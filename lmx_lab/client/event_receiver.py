@@ -16,8 +16,7 @@ from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.event_position import Delivery, EventPosition, Frame
 from lmx_lab.client.streams import EventBuffer, ObservableValue
 from lmx_lab.errors import CallerError, ConnectionLostError, LabError, UnauthorizedError, WrongServerError
-from lmx_lab.wire.event_stream import HelloFrame, SyncedFrame
-from lmx_lab.wire.events import daemon_event
+from lmx_lab.wire.events import HelloFrame, SyncedFrame, daemon_event
 
 EVENTS_PATH = "/v3/events"
 OPEN_S = 15.0

@@ -26,6 +26,7 @@ from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import (
+    PAGE_REQUESTS,
     Heartbeat,
     LoadAnswer,
     LoadRequest,
@@ -37,6 +38,7 @@ from lmx_lab.wire.admin import (
     RequestEvent,
     Sample,
     Throughput,
+    TimelinePage,
     UnloadAnswer,
     UnloadRequest,
 )
@@ -44,7 +46,6 @@ from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone
 from lmx_lab.wire.completions import Completion, CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
-from lmx_lab.wire.timeline import PAGE_REQUESTS, TimelinePage
 from lmx_lab.wire.tokens import TokenizeAnswer, TokenizeRequest
 from lmx_lab.wire.tracing import TraceBody
 

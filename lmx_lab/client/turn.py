@@ -13,12 +13,13 @@ from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.turn_permissions import OnPermission, TurnPermissions
 from lmx_lab.client.turn_result import TurnAccumulator, TurnResult
 from lmx_lab.errors import LabError, StoppingError, UnavailableError, UnreachableError, WrongServerError
-from lmx_lab.wire.event_stream import ResetFrame, SnapshotFrame
 from lmx_lab.wire.events import (
     DaemonEvent,
     PermissionRequestEvent,
     PermissionResolvedEvent,
+    ResetFrame,
     SessionDeletedEvent,
+    SnapshotFrame,
     TurnDoneEvent,
     TurnErrorEvent,
 )

@@ -19,8 +19,7 @@ from lmx_lab.http.guard import ASGIApp, GuardPolicy, local_policy
 from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI
 from lmx_lab.settings import Settings
-from lmx_lab.wire.event_stream import Envelope
-from lmx_lab.wire.events import EVENT_DATA
+from lmx_lab.wire.events import EVENT_DATA, Envelope
 
 METHODS = ("GET", "POST", "PATCH", "DELETE")
 POLLS = ("events_events", "events_events_of_session")

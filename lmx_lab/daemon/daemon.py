@@ -25,7 +25,7 @@ from lmx_lab.http.guard import LivePolicy
 from lmx_lab.http.uvicorn_server import RunningServer, bind
 from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
-from lmx_lab.wire.identifiers import new_id
+from lmx_lab.wire.base import new_id
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from lmx_lab.errors import (
     TurnInProgressError,
     TurnNotFoundError,
 )
+from lmx_lab.wire.base import new_id
 from lmx_lab.wire.events import SessionChanged, SessionDeleted, TurnText
-from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import (
     METADATA_CHARACTERS,
     ChangeSession,

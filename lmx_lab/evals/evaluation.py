@@ -21,8 +21,8 @@ from lmx_lab.frames import Dtype, dtypes_of, html_table, make_table, make_table_
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RecordedRequest, RequestList
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
-from lmx_lab.wire.generation import ANY_MODEL
 
 if TYPE_CHECKING:
     import pandas as pd

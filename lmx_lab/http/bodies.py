@@ -1,6 +1,6 @@
 """Read JSON bodies of requests. Size, depth and content type are checked before anything else runs.
 
-``http.protocol`` limits how slowly a body may arrive.
+``http.connections`` limits how slowly a body may arrive.
 
 Parsing and validation are single calls that hold the interpreter's lock, even in a thread. Their time depends on the
 number of items, members, lists and objects in a body, so these are counted first, a piece at a time.

@@ -18,11 +18,10 @@ from starlette.routing import Match
 from lmx_lab import errors
 from lmx_lab.errors import CallerError, InvalidRequestError, LabError
 from lmx_lab.http.guard import is_local
-from lmx_lab.wire.errors import ErrorBody, ErrorDetail
-from lmx_lab.wire.generation import request_class
+from lmx_lab.wire.base import request_class
+from lmx_lab.wire.errors import ErrorBody, ErrorDetail, invalid_request
 from lmx_lab.wire.messages import MessagesError, MessagesErrorDetail
 from lmx_lab.wire.ollama import OllamaError
-from lmx_lab.wire.validation import invalid_request
 
 log = logging.getLogger(__name__)
 

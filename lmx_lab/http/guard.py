@@ -188,8 +188,9 @@ def check(scope: Scope, policy: GuardPolicy) -> None:
     """
     host = _check_host(scope, policy)
     _check_origin(_values(scope, b"origin"), host, policy)
-    if policy.key is not None and scope["path"] not in policy.open_paths and not _is_preflight(scope):
-        _check_key(scope, policy, policy.key)
+    is_open = scope["path"] in policy.open_paths or _is_preflight(scope)
+    if policy.key is not None and not is_open and not _has_key(scope, policy, policy.key):
+        raise UnauthorizedError(f"this server needs its key: {policy.key_hint}")
 
 
 def is_allowed(scope: Scope, policy: GuardPolicy) -> bool:
@@ -297,11 +298,6 @@ def _is_own_origin(origin: str, host: str, policy: GuardPolicy) -> bool:
         return False
     # The host was already accepted. On a name that is allowed with any port, another port is another program.
     return f"{parsed[0]}:{parsed[1]}" in policy.hosts or match["host"] == host
-
-
-def _check_key(scope: Scope, policy: GuardPolicy, key: str) -> None:
-    if not _has_key(scope, policy, key):
-        raise UnauthorizedError(f"this server needs its key: {policy.key_hint}")
 
 
 def _has_key(scope: Scope, policy: GuardPolicy, key: str) -> bool:

@@ -22,9 +22,8 @@ from typing import Any
 import uvicorn
 
 from lmx_lab.errors import HostingError, PortTakenError
+from lmx_lab.http.connections import HttpProtocol, WebSocketProtocol
 from lmx_lab.http.guard import ASGIApp, Message, Receive, Scope, Send
-from lmx_lab.http.protocol import HttpProtocol
-from lmx_lab.http.websocket_protocol import WebSocketProtocol
 from lmx_lab.sanitize import RecentLinesHandler
 
 BACKLOG = 2048

@@ -14,9 +14,9 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.base import ANY_MODEL
+from lmx_lab.wire.errors import invalid_request
 from lmx_lab.wire.tracing import TraceBody
-from lmx_lab.wire.validation import invalid_request
 
 
 class Answer(Protocol):

@@ -10,11 +10,11 @@ from pydantic import BaseModel, PydanticUserError, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.steering import Steer
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
-from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.errors import invalid_request
 from lmx_lab.wire.rerank import RerankBody
-from lmx_lab.wire.validation import invalid_request
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Texts = str | Iterable[str] | Iterable[int] | Iterable[Sequence[int]]

@@ -19,7 +19,7 @@ from lmx_lab.instrument.traced_text import Traced, What, activation_fields, inte
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.encoding import Vectors
-from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.base import ANY_MODEL
 
 Position = int | Literal["last", "mean"]
 RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_post")

@@ -25,10 +25,11 @@ from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
-from lmx_lab.wire.generation import ANY_MODEL, StreamOptions, Timings
+from lmx_lab.wire.generation import StreamOptions, Timings
 from lmx_lab.wire.rerank import RerankBody
 from lmx_lab.wire.tokens import TokenizeRequest
 from lmx_lab.wire.tracing import TraceBody

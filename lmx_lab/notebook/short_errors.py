@@ -89,13 +89,13 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 def _validation_sentences(error: BaseException) -> list[str]:
     """Return the message of a pydantic error about a request of this package; an empty list for other errors."""
-    if type(error).__module__.split(".")[0] != "pydantic_core" or "lmx_lab.wire.generation" not in sys.modules:
+    if type(error).__module__.split(".")[0] != "pydantic_core" or "lmx_lab.wire.base" not in sys.modules:
         return []
     # Imported here, because pydantic is not needed for other errors.
     from pydantic import ValidationError
 
-    from lmx_lab.wire.generation import request_class
-    from lmx_lab.wire.validation import invalid_request
+    from lmx_lab.wire.base import request_class
+    from lmx_lab.wire.errors import invalid_request
 
     if not isinstance(error, ValidationError) or (shape := request_class(error.title)) is None:
         return []

@@ -32,8 +32,8 @@ from lmx_lab.panels.text import preformatted
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.values.generation import Delta, whole_characters
 from lmx_lab.wire.admin import ModelEvent
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
-from lmx_lab.wire.generation import ANY_MODEL
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE_CHARACTERS = 100_000

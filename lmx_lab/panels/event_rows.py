@@ -12,8 +12,7 @@ from itertools import islice
 from typing import Any, get_args
 
 from lmx_lab.panels.text import clip
-from lmx_lab.wire.event_stream import ResetFrame, Tone
-from lmx_lab.wire.events import DaemonEvent, Topic, TurnThinkingEvent, TurnTokenEvent, topic_of
+from lmx_lab.wire.events import DaemonEvent, ResetFrame, Tone, Topic, TurnThinkingEvent, TurnTokenEvent, topic_of
 
 GROUPS = tuple(topic for topic in get_args(Topic) if topic != "stream")
 """Topics that a filter may name."""

@@ -8,15 +8,16 @@ from itertools import islice
 from typing import Any
 
 from lmx_lab.panels.text import clip
-from lmx_lab.wire.event_stream import ResetFrame, SnapshotFrame
 from lmx_lab.wire.events import (
     DaemonEvent,
     MessageDoneEvent,
     PermissionRequestEvent,
     PermissionResolvedEvent,
+    ResetFrame,
     SessionCreatedEvent,
     SessionDeletedEvent,
     SessionUpdatedEvent,
+    SnapshotFrame,
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,

@@ -25,8 +25,7 @@ from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import replace_surrogates
 from lmx_lab.wire.admin import Sample
-from lmx_lab.wire.event_stream import ResetFrame
-from lmx_lab.wire.events import DaemonEvent
+from lmx_lab.wire.events import DaemonEvent, ResetFrame
 
 log = logging.getLogger(__name__)
 WINDOW_ROWS = 100

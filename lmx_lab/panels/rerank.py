@@ -23,8 +23,8 @@ from lmx_lab.panels.text import LEFT, clip, escape_unsafe, table_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import replace_surrogates
 from lmx_lab.wire.admin import ModelEvent, Sample
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import INPUT_LIMIT
-from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.rerank import RerankBody
 
 log = logging.getLogger(__name__)

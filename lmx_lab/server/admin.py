@@ -46,7 +46,7 @@ from lmx_lab.wire.admin import (
     UnloadAnswer,
     UnloadRequest,
 )
-from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.base import ANY_MODEL
 
 FIRST_CARD = link("inference_get_model", "Get one of the listed models.", model="$response.body#/data/0/id")
 FIRST_RECORD = link("admin_load", "Load one of the listed models.", body={"model": "$response.body#/models/0/id"})

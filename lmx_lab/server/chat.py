@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request, Response
 from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
-from lmx_lab.http.event_stream import DONE, EventStream, comment, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
+from lmx_lab.http.streaming import DONE, EventStream, comment, while_connected
 from lmx_lab.server.generation import Generation, closing_all
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.merge_streams import gather, merge

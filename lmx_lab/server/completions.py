@@ -12,9 +12,9 @@ from lmx_lab.engine import TextPrompt, TokenPrompt
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, request_id_of
-from lmx_lab.http.event_stream import DONE, EventStream, comment, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
+from lmx_lab.http.streaming import DONE, EventStream, comment, while_connected
 from lmx_lab.server.chat import RESPONSE_DESCRIPTION, ignored_header, with_terminator
 from lmx_lab.server.generation import Generation, closing_all, collect
 from lmx_lab.server.inference import InferenceService

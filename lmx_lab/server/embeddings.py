@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,13 @@ from lmx_lab.engine import EmbeddingRequest, Embeddings
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import request_id_of
-from lmx_lab.http.event_stream import while_connected
 from lmx_lab.http.guard import is_local
+from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.values.encoding import InputType, Vectors
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
-from lmx_lab.wire.generation import ANY_MODEL
 
 NUMBERS_PER_STEP = 16_384
 """Up to this many numbers are written as text on the event loop, in about a millisecond. More are written in a thread,
@@ -64,19 +64,15 @@ async def _answer(service: InferenceService, body: EmbeddingsBody, request_id: s
 
 def embedding_request(body: EmbeddingsBody) -> EmbeddingRequest:
     """Convert a request body to the engine's request."""
+    # Token ids stay lists: copies of 16,384 lists would delay other requests by 20 ms.
+    inputs: Iterable[Any] = [body.input] if body.is_single else body.input
     return EmbeddingRequest(
-        inputs=_inputs(body),
+        inputs=tuple(inputs),
         model=None if body.model == ANY_MODEL else body.model,
         dimensions=body.dimensions,
         input_type=INPUT_TYPES[body.input_type],
         truncate=bool(body.truncate),
     )
-
-
-def _inputs(body: EmbeddingsBody) -> tuple[str | Sequence[int], ...]:
-    # Token ids stay lists: copies of 16,384 lists would delay other requests by 20 ms.
-    inputs: Iterable[Any] = [body.input] if body.is_single else body.input
-    return tuple(inputs)
 
 
 def embedding_list(embeddings: Embeddings, *, as_base64: bool = False) -> bytes:

@@ -15,9 +15,9 @@ from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import public_id, public_unloading
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.event_stream import EventStream
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures
+from lmx_lab.http.streaming import EventStream
 from lmx_lab.server.openapi import EVENTS
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.models import LoadProgress

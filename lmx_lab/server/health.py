@@ -64,14 +64,11 @@ def health_routes(manager: ModelManager) -> APIRouter:
                 **notices,
             )
         body = NotReady(ready=False, model="", vram_gb=0.0, error=detail_for(request, error), **notices)
-        return JSONResponse(body.model_dump(exclude=_absent(body)), status_code=503)
+        # Only the fields of the error are sent without a value.
+        absent = {name for name in ("unloading", "recorded", "swap") if getattr(body, name) is None}
+        return JSONResponse(body.model_dump(exclude=absent), status_code=503)
 
     return router
-
-
-def _absent(body: NotReady) -> set[str]:
-    """Return the optional fields without a value. The fields of the error are always sent."""
-    return {name for name in ("unloading", "recorded", "swap") if getattr(body, name) is None}
 
 
 def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> LabError | None:

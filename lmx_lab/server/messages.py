@@ -20,12 +20,11 @@ from pydantic_core import to_json
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, detail_for, messages_error, request_id_of, status_of
-from lmx_lab.http.event_stream import EventStream, named_event, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
+from lmx_lab.http.streaming import EventStream, named_event, while_connected
 from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.chat_history import JOINED, ChatHistory, function_tool, validated_request
-from lmx_lab.server.field_names import FieldNames
+from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, function_tool, validated_request
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS

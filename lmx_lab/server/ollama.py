@@ -23,14 +23,13 @@ from lmx_lab.engine.model_lookup import CHAT, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, detail_for, ollama_error, request_id_of
-from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
+from lmx_lab.http.streaming import EventStream, while_connected
 from lmx_lab.server.admin import check_admin
 from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.chat_history import validated_request
+from lmx_lab.server.convert import FieldNames, validated_request
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
-from lmx_lab.server.field_names import FieldNames
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import OLLAMA_ERRORS
@@ -40,7 +39,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights.files import in_thread
-from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.ollama import (
     OllamaBody,
     OllamaChatAnswer,
@@ -243,7 +242,8 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
     """
     if isinstance(body, OllamaChatRequest):
         return _chat_request(body, messages=_chat_messages(body.messages), tools=_tools(body))
-    request = _chat_request(body, messages=_prompt_messages(body))
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    request = _chat_request(body, messages=[*system, {"role": "user", "content": body.prompt or ""}])
     if not body.raw and not body.suffix:
         return request
     if body.system:
@@ -301,11 +301,6 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
     if isinstance(think, bool):
         return {"chat_template_kwargs": {"enable_thinking": True}} if think else {"reasoning_effort": "none"}
     return {"reasoning_effort": think}
-
-
-def _prompt_messages(body: OllamaGenerateRequest) -> list[dict[str, Any]]:
-    system = [{"role": "system", "content": body.system}] if body.system else []
-    return [*system, {"role": "user", "content": body.prompt or ""}]
 
 
 def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

@@ -20,9 +20,9 @@ from lmx_lab.engine.model_lookup import entries_in_memory, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, QueueFullError, UnusableModelError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import detail_for, ollama_error, request_id_of
-from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
+from lmx_lab.http.streaming import EventStream, while_connected
 from lmx_lab.server.admin import check_admin, find_model, listed_models
 from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.ollama import known_model, listed_name

@@ -14,12 +14,12 @@ from lmx_lab.engine import Ranking, RerankRequest
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import request_id_of
-from lmx_lab.http.event_stream import while_connected
 from lmx_lab.http.guard import is_local
+from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import EncodingUsage
-from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.rerank import AnyRerankBody, RerankBody, RerankItem, RerankResults, TextRank, TextsRerankBody
 
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")

@@ -30,7 +30,7 @@ from lmx_lab.values.timeline import (
     StepLog,
     phase_durations,
 )
-from lmx_lab.wire.timeline import PAGE_REQUESTS, TimelinePage
+from lmx_lab.wire.admin import PAGE_REQUESTS, TimelinePage
 
 KEPT_REQUESTS = 256
 """Maximum number of requests, running ones included. With the limit of each, this is at most 30 MB."""

@@ -12,11 +12,11 @@ from lmx_lab.engine import GenerationRequest, ModelManager, Sampling, TextPrompt
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.event_stream import while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
+from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.chat_history import validated_request
+from lmx_lab.server.convert import validated_request
 from lmx_lab.server.health import problem
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
@@ -24,7 +24,7 @@ from lmx_lab.server.translate import generation_request
 from lmx_lab.values.generation import token_text
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.templates import main_template
-from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.tokens import (
     DetokenizeAnswer,
     DetokenizeRequest,

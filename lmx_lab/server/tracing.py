@@ -10,9 +10,9 @@ from lmx_lab.engine import TextPrompt, TokenPrompt, TraceRequest
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import AdminForbiddenError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.event_stream import while_connected
 from lmx_lab.http.guard import is_local
-from lmx_lab.server.chat_history import validated_request
+from lmx_lab.http.streaming import while_connected
+from lmx_lab.server.convert import validated_request
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import GENERATION_ERRORS
 from lmx_lab.server.tokens import requested_model

@@ -21,13 +21,12 @@ from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.steering import SteeringVector
+from lmx_lab.wire.base import ANY_MODEL, LOWEST_LOGPROB
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
-from lmx_lab.wire.compatibility import CompatibleFields
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat, TextFormat, json_text
 from lmx_lab.wire.generation import (
-    ANY_MODEL,
-    LOWEST_LOGPROB,
+    CompatibleFields,
     CompletionTokensDetails,
     GenerationFields,
     PromptTokensDetails,

@@ -18,7 +18,7 @@ from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import LargeBodyQueue, read_json
 from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of, validation_error
 from lmx_lab.http.guard import is_local
-from lmx_lab.http.slow_clients import SendWatch
+from lmx_lab.http.streaming import SendWatch
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.serialize import socket_token
 from lmx_lab.server.translate import socket_stats
@@ -98,17 +98,12 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
             raise
         reason = f"the client has accepted no data for {watch.blocked_s:g} s"
         log.warning("%s: cancelled, because %s", request_id_of(socket), reason)
-        _close_blocked(socket, reason)
+        # This is an extension of ``http.connections``. Closing through ASGI would wait for the client.
+        close = (socket.scope.get("extensions") or {}).get("lmx_lab.close")
+        if close is not None:
+            close(POLICY_VIOLATION, reason)
         raise WebSocketDisconnect(POLICY_VIOLATION, reason) from None
     await _send(socket, SocketDone(stats=socket_stats(generation.final_report())))
-
-
-def _close_blocked(socket: WebSocket, reason: str) -> None:
-    """Close the connection to a client that accepts no data."""
-    # This is an extension of ``http.websocket_protocol``. Closing through ASGI would wait for the client.
-    close = (socket.scope.get("extensions") or {}).get("lmx_lab.close")
-    if close is not None:
-        close(POLICY_VIOLATION, reason)
 
 
 async def _refuse_messages(socket: WebSocket) -> bool:
@@ -137,7 +132,7 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
             f"the connection received no request within {timeout_s:g} s; send one after connecting"
         ) from None
     if message["type"] == "websocket.disconnect":
-        # ``http.websocket_protocol`` adds this mark. The close code is not enough: any client can close with it.
+        # ``http.connections`` adds this mark. The close code is not enough: any client can close with it.
         error = _ServerStopping if message.get("lmx_lab") == "stopping" else WebSocketDisconnect
         raise error(message.get("code", NORMAL))
     text: str | None = message.get("text")

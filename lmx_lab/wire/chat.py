@@ -20,11 +20,27 @@ from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.generation import FinishReason
-from lmx_lab.wire import unsupported
-from lmx_lab.wire.compatibility import CompatibleFields
+from lmx_lab.wire.base import (
+    NO_ANNOTATIONS,
+    NO_AUDIO,
+    NO_FUNCTION_CALL,
+    NO_FUNCTION_CHOICE,
+    NO_FUNCTIONS,
+    NO_MODALITIES,
+    NO_MODERATION,
+    NO_PREDICTION,
+    NO_REFUSAL,
+    NO_SEARCH,
+    NO_VERBOSITY,
+    WHOLE,
+    Alternatives,
+    RequestModel,
+    Temperature,
+    TokenLimit,
+)
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
-from lmx_lab.wire.generation import WHOLE, Alternatives, RequestModel, Temperature, Timings, TokenLimit, Usage
+from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.steering import Steerings
 from lmx_lab.wire.tools import (
@@ -95,10 +111,10 @@ class ChatMessage(RequestModel):
     """The same as ``reasoning_content``, which takes precedence, under the name in newer versions of vLLM."""
 
     # Fields in answers of other servers, so that a history can be sent unchanged. Only values without effect are valid.
-    refusal: Annotated[Any, unsupported.NO_REFUSAL] = None
-    audio: Annotated[Any, unsupported.NO_AUDIO] = None
-    annotations: Annotated[Any, unsupported.NO_ANNOTATIONS] = None
-    function_call: Annotated[Any, unsupported.NO_FUNCTION_CALL] = None
+    refusal: Annotated[Any, NO_REFUSAL] = None
+    audio: Annotated[Any, NO_AUDIO] = None
+    annotations: Annotated[Any, NO_ANNOTATIONS] = None
+    function_call: Annotated[Any, NO_FUNCTION_CALL] = None
     # openai-python's ``parse`` adds this field to an answer; it repeats the content.
     parsed: Any = None
 
@@ -177,14 +193,14 @@ class ChatRequest(CompatibleFields):
     them."""
 
     # Fields of the format that are not supported; only values without effect are valid.
-    functions: Annotated[Any, unsupported.NO_FUNCTIONS] = None
-    function_call: Annotated[Any, unsupported.NO_FUNCTION_CHOICE] = None
-    verbosity: Annotated[Any, unsupported.NO_VERBOSITY] = None
-    audio: Annotated[Any, unsupported.NO_AUDIO] = None
-    modalities: Annotated[Any, unsupported.NO_MODALITIES] = None
-    prediction: Annotated[Any, unsupported.NO_PREDICTION] = None
-    web_search_options: Annotated[Any, unsupported.NO_SEARCH] = None
-    moderation: Annotated[Any, unsupported.NO_MODERATION] = None
+    functions: Annotated[Any, NO_FUNCTIONS] = None
+    function_call: Annotated[Any, NO_FUNCTION_CHOICE] = None
+    verbosity: Annotated[Any, NO_VERBOSITY] = None
+    audio: Annotated[Any, NO_AUDIO] = None
+    modalities: Annotated[Any, NO_MODALITIES] = None
+    prediction: Annotated[Any, NO_PREDICTION] = None
+    web_search_options: Annotated[Any, NO_SEARCH] = None
+    moderation: Annotated[Any, NO_MODERATION] = None
 
     @field_validator("top_logprobs")
     @classmethod

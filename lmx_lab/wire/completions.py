@@ -18,8 +18,8 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.generation import FinishReason
-from lmx_lab.wire.compatibility import CompatibleFields
-from lmx_lab.wire.generation import NO_LIMIT, WHOLE, Alternatives, Choices, Timings, Usage
+from lmx_lab.wire.base import NO_LIMIT, WHOLE, Alternatives, Choices
+from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT
 from lmx_lab.wire.steering import Steerings
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from lmx_lab.wire.generation import RequestModel
+from lmx_lab.wire.base import RequestModel
 
 API_VERSION = 3
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
+from lmx_lab.wire.base import WHOLE, NonEmpty, RequestModel
 from lmx_lab.wire.completions import BY_SHAPE, TokenIds
-from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestModel
 
 INPUT_LIMIT = 16_384
 """Largest number of texts in one request, also for reranking."""

@@ -1,12 +1,28 @@
-"""The body of error responses: ``code``, ``message``, and the other fields that chat clients expect."""
+"""The body of error responses, and pydantic's errors about a request as one message.
+
+A body has ``code``, ``message``, and the other fields that chat clients expect. The message of an invalid request names
+the field, the problem and the value.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from lmx_lab.errors import InvalidRequestError, did_you_mean
+
 Expiry = Literal["pruned", "ahead", "other-stream"]
+# What other servers express with 0 or -1.
+UNLIMITED_HINTS = {
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "n_predict"), "for no limit except the model's context, send -1"
+    ),
+    "top_n": "for all documents, leave the field out",
+    "dimensions": "for all dimensions of the model, leave the field out",
+}
+UNION_TYPES = ("str", "constrained-str", "constrained-int", "bool", "ToolSelection")
 
 
 class ErrorDetail(BaseModel):
@@ -27,3 +43,67 @@ class ErrorBody(BaseModel):
     """The body of an error response."""
 
     error: ErrorDetail
+
+
+# Errors of pydantic
+
+
+def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = None) -> InvalidRequestError:
+    """Return the error for the first invalid field of a request.
+
+    Args:
+        problems: ``errors()`` of pydantic's exception.
+        shape: The class of the request. A similar field of this class is suggested for an unknown field.
+    """
+    problem = _first_problem(problems)
+    # A part of the path may be a name from the request, of any length.
+    parts = tuple(problem["loc"])
+    # The name of an unknown field may look like a type of a union.
+    last = len(parts) - 1 if problem["type"] == "extra_forbidden" else None
+    path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_union_type(part)]
+    field = ".".join(path)
+    message = f"{_message(problem, shape)}{_describe_input(problem.get('input'))}"
+    if problem["type"] == "greater_than_equal" and path[-1:] and path[-1] in UNLIMITED_HINTS:
+        message = f"{message}; {UNLIMITED_HINTS[path[-1]]}"
+    return InvalidRequestError(f"{field or 'body'}: {message}", param=field or None)
+
+
+def _message(problem: dict[str, Any], shape: type[BaseModel] | None) -> str:
+    """Return pydantic's message, or a clearer one if pydantic's describes its internals or lacks the number."""
+    match problem["type"]:
+        case "extra_forbidden":
+            name, *rest = problem["loc"]
+            similar = did_you_mean(str(name), shape.model_fields) if shape is not None and not rest else ""
+            return f"is not a field of this request, or not supported by this version{similar or '; leave it out'}"
+        case "too_long":
+            limit = problem["ctx"]["max_length"]
+            return f"has {len(problem['input'])} items, the limit is {limit}; send at most {limit}"
+        case "too_short":
+            return f"has {len(problem['input'])} items; send at least {problem['ctx']['min_length']}"
+        case _:
+            return str(problem["msg"]).removeprefix("Value error, ")
+
+
+def _describe_input(value: Any) -> str:
+    # An integer from a notebook may have more digits than Python converts to text.
+    if not isinstance(value, str | int | float) or (isinstance(value, int) and value.bit_length() > 1000):
+        return ""
+    # Truncated first: the repr of a text of 8 MB takes tens of milliseconds.
+    shown = value[:80] if isinstance(value, str) else value
+    return f" (given: {shown!r:.80})"
+
+
+def _first_problem(problems: Sequence[Any]) -> dict[str, Any]:
+    """Return the first problem. For a union, return the problem of the type that most likely was intended."""
+    first = problems[0]
+    if not (first["loc"] and _is_union_type(first["loc"][-1])):
+        return dict(first)
+    field = first["loc"][:-1]
+    alternatives = [problem for problem in problems if problem["loc"][: len(field)] == field]
+    # The type that matched the longest path; of two equal ones, the one without a wrong type.
+    return dict(max(alternatives, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type"))))
+
+
+def _is_union_type(part: str | int) -> bool:
+    """Whether a part of a path is not a field but a type of a union, which pydantic has tried."""
+    return part in UNION_TYPES or "[" in str(part)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
 
-from lmx_lab.wire.generation import NonEmpty, RequestModel
+from lmx_lab.wire.base import NonEmpty, RequestModel
 
 SCHEMA_CHARACTERS = 262_144
 """Largest size of a schema, as JSON without spaces."""

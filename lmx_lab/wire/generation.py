@@ -1,126 +1,55 @@
-"""Pydantic models that chat and plain completions share: parameters of the generation, usage and timings.
+"""Parameters of the generation that chat and plain completions share, names of other servers, usage and timings.
 
-Requests are strict: a number in quotes and an unknown field are errors. ``null`` always means the default. A field of
-the format that this server does not support is refused unless its value has no effect.
+Of the fields of other servers' formats, some are other names of a parameter, some are hints, which cannot change the
+answer and are ignored, and some are accepted only with values without effect. ``docs/server.md`` has a table of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
     Field,
-    StringConstraints,
     WithJsonSchema,
     model_validator,
 )
-from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.limits import check_members
-
-STOP_LIMIT = 16
-STOP_CHARACTERS = 1000
-"""Longer stop strings would cost every stream time at every token."""
-CHOICE_LIMIT = 8
-LOGPROB_LIMIT = 20
-BIAS_LIMIT = 1024
-NAMED_LIMIT = 64
-LOWEST_LOGPROB = -9999.0
-"""The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
-ANY_MODEL = "default"
-"""The model name that stands for the loaded model."""
-UNLIMITED = 2**31 - 1
-"""The maximum number of tokens that stands for -1: more than any context."""
-NonEmpty = Annotated[str, StringConstraints(min_length=1)]
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS)]
-# A named type, because members of a union must be hashable, and FailFast is not.
-Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_length=STOP_LIMIT)])
-# JSON has only one type of number: 5.0 is a valid count.
-WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-"""Accepts 5.0 for 5. It comes after the bounds of a field, so that these are in its JSON schema too."""
-LISTED = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-"""Accepts a list for a tuple, which strict models do not accept when they are validated from Python objects."""
-
-
-def _check_token_id(key: str) -> str:
-    # No vocabulary has ids of more than twelve digits, and this limits the input of int().
-    if not (key.isascii() and key.isdigit() and len(key) <= 12):
-        raise ValueError("the keys of logit_bias must be token ids, written in digits")
-    return key
-
-
-Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-# vLLM's range, except for the lower end: a divisor near 0 would exceed the range of float16.
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-TokenKey = Annotated[str, AfterValidator(_check_token_id)]
-Biases = TypeAliasType("Biases", Annotated[dict[TokenKey, Bias], FailFast(), Field(max_length=BIAS_LIMIT)])
-NamedTokens = TypeAliasType(
-    "NamedTokens",
-    Annotated[list[Annotated[int, Field(ge=0)] | Stop], FailFast(), Field(max_length=NAMED_LIMIT)],
-)
-NO_LIMIT = BeforeValidator(lambda value: UNLIMITED if value == -1 else value)
-"""Accepts -1 for as many tokens as the context allows, as llama.cpp does."""
-TokenLimit = Annotated[
-    int,
-    Field(ge=1),
+from lmx_lab.wire.base import (
+    ANY_MODEL,
+    NO_DRY,
+    NO_DYNAMIC_TEMPERATURE,
+    NO_MIROSTAT,
+    NO_REASONING_FORMAT,
+    NO_TYPICAL_P,
+    NO_XTC,
     WHOLE,
-    NO_LIMIT,
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}),
-]
-AnyModel = Annotated[
-    NonEmpty,
-    BeforeValidator(lambda value: ANY_MODEL if value is None else value),
-    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}),
-]
-"""Name of the model that answers; null means ``ANY_MODEL``."""
-Choices = Annotated[int, Field(ge=1, le=CHOICE_LIMIT), WHOLE]
-Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
+    AnyModel,
+    Biases,
+    Choices,
+    NamedTokens,
+    Penalty,
+    Probability,
+    RepetitionPenalty,
+    RequestModel,
+    Stop,
+    Stops,
+    Temperature,
+    TokenLimit,
+)
+from lmx_lab.wire.formats import GbnfGrammar, JsonSchema, ResponseFormat, TextFormat
+from lmx_lab.wire.limits import FEW_VALUES
 
-
-class BodyModel(BaseModel):
-    """Base class of request bodies and their parts: strict, immutable, with a limited number of members."""
-
-    model_config = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_members(cls, value: Any) -> Any:
-        return check_members(value)
-
-
-class RequestModel(BodyModel):
-    """A body, or a part of one, without unknown fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class LenientModel(BodyModel):
-    """A body, or a part of one, that accepts unknown fields. Known fields are strict."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @property
-    def unknown(self) -> list[str]:
-        """Names of the given fields that the format does not have. A field whose value is null is not given."""
-        return [name for name, value in (self.model_extra or {}).items() if value is not None]
-
-
-def request_class(name: str) -> type[RequestModel] | None:
-    """Return the request class of this name, or the class of a part of a request; None if no such class is imported."""
-    classes = [RequestModel]
-    while classes:
-        if (found := classes.pop()).__name__ == name:
-            return found
-        classes += found.__subclasses__()
-    return None
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_completion_tokens", "n_predict"),
+    "repetition_penalty": ("repeat_penalty",),
+    "response_format": ("json_schema", "grammar"),
+}
+"""Other names of parameters."""
+ALL_TOKENS = -1
+"""The value of ``repeat_last_n`` for penalties that count all tokens, which they always do here."""
+Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
 
 
 class StreamOptions(RequestModel):
@@ -169,6 +98,125 @@ class GenerationFields(RequestModel):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+# Names and hints of other servers
+
+
+class Hints(RequestModel):
+    """Fields that cannot change the answer. They are ignored, and named in the header ``x-lmx-ignored``."""
+
+    # The chat format itself.
+    user: Hint = None
+    metadata: Hint = None
+    store: Hint = None
+    service_tier: Hint = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    prompt_cache_options: Hint = None
+
+    # llama.cpp. The parameters of samplers have no effect while the samplers are off.
+    cache_prompt: Hint = None
+    id_slot: Hint = None
+    n_keep: Hint = None
+    return_progress: Hint = None
+    timings_per_token: Hint = None
+    backend_sampling: Hint = None
+    dynatemp_exponent: Hint = None
+    xtc_threshold: Hint = None
+    dry_base: Hint = None
+    dry_allowed_length: Hint = None
+    dry_penalty_last_n: Hint = None
+    mirostat_tau: Hint = None
+    mirostat_eta: Hint = None
+
+    # vLLM.
+    request_id: Hint = None
+    priority: Hint = None
+    cache_salt: Hint = None
+
+    # Programs that load models themselves: Ollama and LM Studio.
+    keep_alive: Hint = None
+    ttl: Hint = None
+    draft_model: Hint = None
+
+    # Services that forward requests, such as OpenRouter.
+    provider: Hint = None
+    transforms: Hint = None
+    models: Hint = None
+    route: Hint = None
+
+    def ignored(self) -> list[str]:
+        """Return the names of the given hints."""
+        given = self.model_fields_set
+        return [name for name in Hints.model_fields if name in given and getattr(self, name) is not None]
+
+
+class CompatibleFields(GenerationFields, Hints):
+    """Parameters of the generation, also under the names of other servers."""
+
+    response_format: ResponseFormat | None = None
+    json_schema: JsonSchema | None = None
+    """llama.cpp's name for a ``response_format`` with this schema."""
+    grammar: GbnfGrammar | None = None
+    """A format of the answer as a grammar in GBNF, llama.cpp's grammar format."""
+    max_completion_tokens: TokenLimit | None = None
+    """The newer name of ``max_tokens``, which it overrides."""
+    n_predict: TokenLimit | None = None
+    """llama.cpp's name for ``max_tokens``."""
+    repeat_penalty: RepetitionPenalty | None = None
+    """llama.cpp's name for ``repetition_penalty``."""
+    repeat_last_n: int | None = None
+    """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
+
+    # Not supported; only values without effect are valid.
+    typical_p: Annotated[Any, NO_TYPICAL_P] = None
+    dynatemp_range: Annotated[Any, NO_DYNAMIC_TEMPERATURE] = None
+    xtc_probability: Annotated[Any, NO_XTC] = None
+    dry_multiplier: Annotated[Any, NO_DRY] = None
+    mirostat: Annotated[Any, NO_MIROSTAT] = None
+    reasoning_format: Annotated[Any, NO_REASONING_FORMAT] = None
+
+    def setting(self, name: str) -> Any:
+        """Return the value of a parameter, which the request may give under any of its names, or its default."""
+        return next(iter(self._given(name).values()), getattr(self, name))
+
+    def _given(self, name: str) -> dict[str, Any]:
+        """Return the values of a parameter by the name under which they are given."""
+        names = [each for each in (name, *NAMES[name]) if each in self.model_fields_set]
+        given = {each: value for each in names if (value := getattr(self, each)) is not None}
+        if "max_completion_tokens" in given:
+            given.pop("max_tokens", None)
+        return given
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for name in NAMES:
+            given = self._given(name)
+            if isinstance(given.get("response_format"), TextFormat):
+                del given["response_format"]
+            (first, value), *others = given.items() or [(name, None)]
+            for other, differing in others:
+                if name == "response_format" or differing != value:
+                    raise ValueError(f"{first} and {other} are two names of one parameter; send only one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        most = self.setting("max_tokens")
+        if self.min_tokens and most is not None and self.min_tokens > most:
+            raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {most}; send a larger max_tokens")
+        penalty = self.setting("repetition_penalty")
+        if self.repeat_last_n not in (None, ALL_TOKENS) and penalty not in (None, 1):
+            raise ValueError(
+                f"repeat_last_n is {self.repeat_last_n}, but penalties count all tokens; send "
+                f"{ALL_TOKENS}, or leave repeat_last_n out"
+            )
+        return self
+
+
+# Usage and timings
 
 
 class PromptTokensDetails(BaseModel):

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, 
 from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.generation import LISTED, NonEmpty, RequestModel
+from lmx_lab.wire.base import LISTED, NonEmpty, RequestModel
 from lmx_lab.wire.limits import MEMBER_LIMIT
 
 REDACTED = "***"

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, JsonValue, Tag, model_validator
 from typing_extensions import TypeAliasType
 
+from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, LenientModel, NonEmpty, Probability, Stops
 from lmx_lab.wire.formats import Name
-from lmx_lab.wire.generation import ANY_MODEL, WHOLE, AnyModel, LenientModel, NonEmpty, Probability, Stops
 from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema
 

@@ -25,13 +25,11 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire import unsupported
-from lmx_lab.wire.chat import MESSAGE_LIMIT
-from lmx_lab.wire.completions import shape_of
-from lmx_lab.wire.embeddings import INPUT_LIMIT
-from lmx_lab.wire.formats import Name, kind_of
-from lmx_lab.wire.generation import (
+from lmx_lab.wire.base import (
     ANY_MODEL,
+    NO_OWN_TEMPLATES,
+    NO_TOKEN_CONTEXTS,
+    NO_VISION,
     WHOLE,
     Alternatives,
     AnyModel,
@@ -44,6 +42,10 @@ from lmx_lab.wire.generation import (
     Stops,
     Temperature,
 )
+from lmx_lab.wire.chat import MESSAGE_LIMIT
+from lmx_lab.wire.completions import shape_of
+from lmx_lab.wire.embeddings import INPUT_LIMIT
+from lmx_lab.wire.formats import Name, kind_of
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.tools import CALL_LIMIT, TOOL_LIMIT
 
@@ -184,7 +186,7 @@ class OllamaMessage(LenientModel):
     content: str | None = None
     thinking: str | None = None
     """The model's reasoning in an earlier answer."""
-    images: Annotated[Any, unsupported.NO_VISION] = None
+    images: Annotated[Any, NO_VISION] = None
     tool_calls: OllamaCalls | None = None
     tool_name: str | None = None
     """In messages of a tool: the function whose result this is."""
@@ -235,9 +237,9 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     system: str | None = None
     raw: bool | None = None
     """Whether to continue the prompt without the model's chat template."""
-    images: Annotated[Any, unsupported.NO_VISION] = None
-    template: Annotated[Any, unsupported.NO_OWN_TEMPLATES] = None
-    context: Annotated[Any, unsupported.NO_TOKEN_CONTEXTS] = None
+    images: Annotated[Any, NO_VISION] = None
+    template: Annotated[Any, NO_OWN_TEMPLATES] = None
+    context: Annotated[Any, NO_TOKEN_CONTEXTS] = None
 
     @property
     def has_prompt(self) -> bool:

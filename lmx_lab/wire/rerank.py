@@ -21,9 +21,19 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.encoding import RerankMethod
-from lmx_lab.wire import unsupported
+from lmx_lab.wire.base import (
+    NO_CHUNKS,
+    NO_DOCUMENT_LIMITS,
+    NO_IMAGES,
+    NO_LEFT_CUTS,
+    NO_PRIORITY,
+    NO_RANK_FIELDS,
+    NO_VECTORS,
+    WHOLE,
+    NonEmpty,
+    RequestModel,
+)
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EncodingUsage, InputTexts
-from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestModel
 
 SEA = "How salty is the sea?"
 PAIR: JsonValue = ["Bread needs a little salt.", "Sea water is about 3.5 percent salt."]
@@ -44,7 +54,7 @@ class Document(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     text: str
-    image: Annotated[Any, unsupported.NO_IMAGES] = None
+    image: Annotated[Any, NO_IMAGES] = None
 
 
 def _document_shape(document: Any) -> str:
@@ -84,11 +94,11 @@ class RerankBody(RequestModel):
     user: str | None = None
 
     # Fields of the formats that are not supported; only the value without effect is valid.
-    max_tokens_per_doc: Annotated[Any, unsupported.NO_DOCUMENT_LIMITS] = None
-    return_embeddings: Annotated[Any, unsupported.NO_VECTORS] = None
-    priority: Annotated[Any, unsupported.NO_PRIORITY] = None
-    max_chunks_per_doc: Annotated[Any, unsupported.NO_CHUNKS] = None
-    rank_fields: Annotated[Any, unsupported.NO_RANK_FIELDS] = None
+    max_tokens_per_doc: Annotated[Any, NO_DOCUMENT_LIMITS] = None
+    return_embeddings: Annotated[Any, NO_VECTORS] = None
+    priority: Annotated[Any, NO_PRIORITY] = None
+    max_chunks_per_doc: Annotated[Any, NO_CHUNKS] = None
+    rank_fields: Annotated[Any, NO_RANK_FIELDS] = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -110,7 +120,7 @@ class TextsRerankBody(RequestModel):
     raw_scores: bool | None = False
 
     # A field of the format that is not supported; only the value without effect is valid.
-    truncation_direction: Annotated[Any, unsupported.NO_LEFT_CUTS] = None
+    truncation_direction: Annotated[Any, NO_LEFT_CUTS] = None
 
 
 def _body_shape(body: Any) -> str:

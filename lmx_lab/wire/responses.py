@@ -22,20 +22,20 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.chat import MESSAGE_LIMIT
-from lmx_lab.wire.formats import Name, Pattern
-from lmx_lab.wire.generation import (
+from lmx_lab.wire.base import (
     ANY_MODEL,
     WHOLE,
     Alternatives,
     AnyModel,
     LenientModel,
+    Neutral,
     NonEmpty,
     Probability,
     Temperature,
 )
+from lmx_lab.wire.chat import MESSAGE_LIMIT
+from lmx_lab.wire.formats import Name, Pattern
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, check_argument_texts
-from lmx_lab.wire.unsupported import Neutral
 
 INCLUDE_LIMIT = 32
 METADATA_LIMIT = 16

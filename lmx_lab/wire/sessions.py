@@ -11,9 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Js
 from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
+from lmx_lab.wire.base import LISTED, WHOLE, Identifier, NonEmpty, Penalty, Probability, RequestModel, Temperature
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.generation import LISTED, WHOLE, NonEmpty, Penalty, Probability, RequestModel, Temperature
-from lmx_lab.wire.identifiers import Identifier
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.tools import check_counts
 

@@ -10,7 +10,7 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import STEER_LIMIT, VECTOR_LIMIT, SteeringVector, encode_components, read_components
-from lmx_lab.wire.generation import WHOLE, RequestModel
+from lmx_lab.wire.base import WHOLE, RequestModel
 
 ENCODED_LIMIT = -(-VECTOR_LIMIT * 4 // 3) * 4
 """Maximum length of a vector in base64."""

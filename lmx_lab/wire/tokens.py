@@ -7,9 +7,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire import unsupported
+from lmx_lab.wire.base import (
+    ANY_MODEL,
+    NO_CONTINUED_MESSAGES,
+    NO_OPEN_CHATS,
+    NO_PLAIN_SPECIALS,
+    AnyModel,
+    LenientModel,
+)
 from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage, ChatRequest, TemplateVariables
-from lmx_lab.wire.generation import ANY_MODEL, AnyModel, LenientModel
 from lmx_lab.wire.tools import Tools, check_counts
 
 
@@ -18,8 +24,8 @@ class TemplateRequest(ChatRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"messages": HELLO}]})
 
-    add_generation_prompt: Annotated[Any, unsupported.NO_OPEN_CHATS] = None
-    continue_final_message: Annotated[Any, unsupported.NO_CONTINUED_MESSAGES] = None
+    add_generation_prompt: Annotated[Any, NO_OPEN_CHATS] = None
+    continue_final_message: Annotated[Any, NO_CONTINUED_MESSAGES] = None
 
 
 # A named type, because members of a union must be hashable, and FailFast is not.
@@ -46,9 +52,9 @@ class TokenizeRequest(LenientModel):
     """Whether to add the special tokens that begin and end a text; for ``content``."""
     add_special_tokens: bool | None = True
     """The same for ``prompt``. The special tokens of a chat are those of its template."""
-    parse_special: Annotated[Any, unsupported.NO_PLAIN_SPECIALS] = None
-    add_generation_prompt: Annotated[Any, unsupported.NO_OPEN_CHATS] = None
-    continue_final_message: Annotated[Any, unsupported.NO_CONTINUED_MESSAGES] = None
+    parse_special: Annotated[Any, NO_PLAIN_SPECIALS] = None
+    add_generation_prompt: Annotated[Any, NO_OPEN_CHATS] = None
+    continue_final_message: Annotated[Any, NO_CONTINUED_MESSAGES] = None
     with_pieces: bool | None = None
     """Whether each token is an object with its id and its text."""
     return_token_strs: bool | None = None

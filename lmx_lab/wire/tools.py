@@ -19,8 +19,8 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from lmx_lab.wire.base import NonEmpty, RequestModel
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
-from lmx_lab.wire.generation import NonEmpty, RequestModel
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT, VALUE_LIMIT, Structure
 
 TOOL_LIMIT = 128

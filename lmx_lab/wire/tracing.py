@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Discriminator, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, TraceWork
-from lmx_lab.wire.generation import ANY_MODEL, WHOLE, AnyModel, NonEmpty, RequestModel
+from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, NonEmpty, RequestModel
 from lmx_lab.wire.tokens import TOKEN_LIMIT, ChatMessages, TokenList
 
 HOOK_LIMIT = 10_000

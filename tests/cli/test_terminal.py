@@ -9,7 +9,7 @@ from lmx_lab.cli.app import run
 from lmx_lab.cli.event_printer import as_line_of_json
 from lmx_lab.cli.terminal import single_line
 from lmx_lab.errors import LabError
-from lmx_lab.wire.event_stream import Envelope
+from lmx_lab.wire.events import Envelope
 
 
 def test_an_event_as_json_is_ascii_and_can_be_parsed() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.wire.compatibility import Hints
+from lmx_lab.wire.generation import Hints
 from tests.support.asking import echo_body, error_of, events
 from tests.support.docs import DOCS, table_rows
 from tests.support.labs import serving

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from openai import OpenAI
 
-from lmx_lab.http import event_stream
+from lmx_lab.http import streaming
 from lmx_lab.notebook import Lab
 from tests.support.asking import ENDLESS, SEA, chat_body, echo_body
 from tests.support.labs import PACE, serving, wait_until_idle, watching
@@ -67,7 +67,7 @@ def slot_taken(lab: Lab) -> Iterator[None]:
 
 
 def test_a_client_that_waits_receives_comments(long_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.005)
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.005)
     long = [{"role": "user", "content": "word " * 3500}]
     with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         body = chat_body(model="tiny-long", messages=long, stream=True, max_tokens=1)
@@ -92,7 +92,7 @@ def wait_for(lines: Iterator[str], part: str) -> None:
 
 @pytest.mark.slow
 def test_openai_python_ignores_the_comments(echo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.001)
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
     with (
         serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE) as lab,
         OpenAI(**lab.openai, max_retries=0) as client,

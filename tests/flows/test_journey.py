@@ -25,8 +25,8 @@ from tests.support.labs import serving, wait_until_idle
 PACKAGE = Path(lmx_lab.__file__).parent
 LIMIT = 20
 HANDOVERS = {
-    "http.protocol": {"HttpProtocol.data_received"},
-    "http.event_stream": {"while_connected", "EventStream.stream_response", "_TimedConnection.send_body"},
+    "http.connections": {"HttpProtocol.data_received"},
+    "http.streaming": {"while_connected", "EventStream.stream_response", "_TimedConnection.send_body"},
     "http.middleware": {"AnswerHeaders.__call__.<locals>.send_with_headers"},
     "http.paced_transport": {"PacedTransport.__getattr__"},
     "portal": {"LoopThread.submit"},
@@ -102,8 +102,8 @@ def test_a_streamed_chat_on_echo_passes_few_modules(journey: Journey, echo_home:
         record(journey, lab)
     assert {"portal.LoopThread.submit", "engine.echo.queue.EchoQueue._step"} <= journey.handovers
     assert {
-        "http.protocol.HttpProtocol.data_received",
-        "http.event_stream._TimedConnection.send_body",
+        "http.connections.HttpProtocol.data_received",
+        "http.streaming._TimedConnection.send_body",
     } <= journey.handovers
     assert len(journey.path) <= LIMIT
     assert "engine.model_control" not in journey.path

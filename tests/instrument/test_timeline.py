@@ -31,7 +31,7 @@ from lmx_lab.values.timeline import (
     Span,
     StepLog,
 )
-from lmx_lab.wire.timeline import TimelinePage
+from lmx_lab.wire.admin import TimelinePage
 
 # The events that Perfetto reads, after "Trace Event Format": complete events, counters, instants and names.
 SCHEMA = {

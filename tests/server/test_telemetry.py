@@ -30,8 +30,13 @@ from lmx_lab.errors import InvalidRequestError, MissingPackageError, PortTakenEr
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.server import telemetry
 from lmx_lab.server.generation import RequestEnd
-from lmx_lab.server.span_attributes import CONTENT_CHARACTERS, answer_attributes, content_attributes
-from lmx_lab.server.telemetry import EXPORTER_LOG, RequestSpans
+from lmx_lab.server.telemetry import (
+    CONTENT_CHARACTERS,
+    EXPORTER_LOG,
+    RequestSpans,
+    answer_attributes,
+    content_attributes,
+)
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta
 from tests.support.waiting import until

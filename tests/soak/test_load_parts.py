@@ -27,7 +27,7 @@ from tests.support.sockets import answering, streamed, whole
 pytestmark = pytest.mark.long
 
 NOTICE_SOON = (
-    "from lmx_lab.http import socket_options as options; "
+    "from lmx_lab.http import connections as options; "
     "options.KEEPALIVE_IDLE_S, options.KEEPALIVE_INTERVAL_S, options.KEEPALIVE_PROBES = 1, 1, 1"
 )
 

@@ -12,9 +12,16 @@ import pytest
 from pydantic import BaseModel
 
 from lmx_lab.client import daemon_events
-from lmx_lab.wire import event_stream, events
-from lmx_lab.wire.event_stream import BaseControlFrame, BaseEvent
-from lmx_lab.wire.events import EVENT_CLASSES, LOG_EVENTS, UnknownEvent, daemon_event, topic_of
+from lmx_lab.wire import events
+from lmx_lab.wire.events import (
+    EVENT_CLASSES,
+    LOG_EVENTS,
+    BaseControlFrame,
+    BaseEvent,
+    UnknownEvent,
+    daemon_event,
+    topic_of,
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "daemon.md"
 AT = "2026-11-22T10:00:00.123Z"
@@ -26,7 +33,7 @@ STATS = {
 
 def classes() -> set[type[BaseEvent]]:
     """Return all event classes that the wire package defines, in the union or not."""
-    found = {it for module in (events, event_stream) for it in vars(module).values() if inspect.isclass(it)}
+    found = {it for it in vars(events).values() if inspect.isclass(it)}
     return {it for it in found if issubclass(it, BaseEvent) and not inspect.isabstract(it) and it is not UnknownEvent}
 
 

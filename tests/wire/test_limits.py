@@ -22,7 +22,7 @@ from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from lmx_lab.wire.generation import RequestModel
+from lmx_lab.wire.base import RequestModel
 from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, check_values
 
 LISTS = {"list", "set", "frozenset", "tuple", "dict", "generator"}

@@ -17,7 +17,7 @@ from lmx_lab.client.blocking.subscription import BlockingSubscription
 from lmx_lab.client.cursors import CursorStore
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.wire.daemon import DaemonRecord, Health
-from lmx_lab.wire.event_stream import EventPage
+from lmx_lab.wire.events import EventPage
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord, McpTestFailed, McpTestPassed, ToolRecord
 from lmx_lab.wire.sessions import (
     CancelAnswer,

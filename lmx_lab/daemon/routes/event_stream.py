@@ -26,7 +26,7 @@ from lmx_lab.daemon.storage.store import DatabaseView
 from lmx_lab.daemon.turns.concurrency import give_way
 from lmx_lab.errors import CursorExpiredError, LabError, SessionNotFoundError
 from lmx_lab.http.error_bodies import request_id_of, respond
-from lmx_lab.wire.event_stream import Closing, Hello, Reset, StreamHeartbeat, Synced
+from lmx_lab.wire.events import Closing, Hello, Reset, StreamHeartbeat, Synced
 
 log = logging.getLogger(__name__)
 PATH = "/v3/events"

@@ -25,7 +25,7 @@ from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.event_log import EventFilter, LogPage
 from lmx_lab.errors import CursorExpiredError, QueueFullError, SessionNotFoundError
 from lmx_lab.http.openapi import websocket_response
-from lmx_lab.wire.event_stream import EventPage
+from lmx_lab.wire.events import EventPage
 
 SOCKET = """With `Upgrade: websocket` this address is an endless stream of events.
 

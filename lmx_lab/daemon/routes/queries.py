@@ -17,8 +17,8 @@ from lmx_lab.daemon.storage.event_log import ALL_EVENTS, EventFilter
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import validation_error
+from lmx_lab.wire.base import Identifier
 from lmx_lab.wire.events import LOG_EVENTS
-from lmx_lab.wire.identifiers import Identifier
 
 REPEATABLE = {"session_id", "types"}
 NAMES_LIMIT = 256

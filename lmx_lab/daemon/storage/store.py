@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from lmx_lab.daemon.encoding import encode_event, timestamp, to_json
 from lmx_lab.daemon.storage.schema import MIGRATIONS
 from lmx_lab.errors import HostingError, LabError, StoppingError, StorageFullError
-from lmx_lab.wire.identifiers import new_id
+from lmx_lab.wire.base import new_id
 from lmx_lab.wire.sessions import TurnStats
 
 T = TypeVar("T")

@@ -45,8 +45,8 @@ from lmx_lab.daemon.turns.turn import (
 )
 from lmx_lab.daemon.turns.writer import TurnWriter
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
+from lmx_lab.wire.base import new_id
 from lmx_lab.wire.events import ToolEnd
-from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall
 
 log = logging.getLogger(__name__)

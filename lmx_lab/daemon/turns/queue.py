@@ -13,8 +13,8 @@ from lmx_lab.daemon.turns import records
 from lmx_lab.daemon.turns.records import NO_STATS, TurnKey, user_message
 from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.errors import IdempotencyConflictError, QueueFullError, TurnInProgressError
+from lmx_lab.wire.base import new_id
 from lmx_lab.wire.events import TurnQueued, TurnStarted
-from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import SessionMessage, SessionRecord, SubmitTurn, TurnAccepted, TurnOverrides
 
 RETRY_S = 5.0

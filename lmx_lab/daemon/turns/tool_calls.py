@@ -10,7 +10,7 @@ from typing import Any
 
 from lmx_lab.client.chat_chunks import CompleteToolCall
 from lmx_lab.sanitize import replace_surrogates
-from lmx_lab.wire.identifiers import new_id
+from lmx_lab.wire.base import new_id
 from lmx_lab.wire.sessions import ToolCall
 
 PLAIN_ID = re.compile(r"[!-~]{1,64}")

@@ -13,13 +13,12 @@ from typing import Any, Literal
 from pydantic_core import to_json
 
 from lmx_lab.errors import CallerError, ContextLengthError, QueueFullError
-from lmx_lab.http.event_stream import comment, named_event
-from lmx_lab.server.responses.convert import ConvertedRequest
-from lmx_lab.server.responses.tools import CallableTool, custom_input
+from lmx_lab.http.streaming import comment, named_event
+from lmx_lab.server.responses.convert import CallableTool, ConvertedRequest, custom_input
 from lmx_lab.server.translate import chat_logprobs
 from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, ToolCallDelta
+from lmx_lab.wire.base import new_id
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.responses import (
     InputTokensDetails,
     OutputTokensDetails,

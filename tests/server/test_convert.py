@@ -6,7 +6,7 @@ import pytest
 
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError
 from lmx_lab.server import messages, ollama
-from lmx_lab.server.field_names import FieldNames
+from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.responses import convert
 
 

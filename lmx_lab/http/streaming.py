@@ -1,27 +1,27 @@
-"""Stream responses as server-sent events, and cancel work when its client disconnects."""
+"""Stream responses as server-sent events, and end work whose client disconnects or accepts no data."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from types import MappingProxyType
-from typing import Any, TypeVar
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from lmx_lab.http.slow_clients import SendWatch
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 DONE = "[DONE]"
 KEEP_ALIVE_S = 5.0
 """Proxies and clients close connections that are silent for longer, some after 10 s."""
+CHECK_S = 0.25
+"""Interval between two checks whether the client accepts data."""
 
 
 def data_line(data: str) -> str:
@@ -73,7 +73,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._request_id = scope.get("lmx_lab.request_id", "")
-        # An extension of ``http.protocol``, which other servers do not have.
+        # An extension of ``http.connections``, which other servers do not have.
         self._abort = (scope.get("extensions") or {}).get("lmx_lab.abort", self._abort)
         await super().__call__(scope, receive, send)
 
@@ -168,3 +168,60 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+# Clients that accept no data
+
+
+class SendWatch:
+    """An async context manager that ends its block with ``TimeoutError`` if the client accepts no data.
+
+    Time in which the event loop is busy does not count, because the server cannot send data then.
+
+    Args:
+        limit_s: Returns the time for which the client may accept no data. Called at each check while ``send`` waits,
+            because computing it may be expensive.
+    """
+
+    def __init__(self, limit_s: Callable[[], float]) -> None:
+        self._limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+        self._sending = 0
+        """Number of ``send`` calls that wait for the client."""
+        self.blocked_s = 0.0
+        """Time in seconds for which the client has accepted no data; 0 if no ``send`` has waited."""
+
+    @property
+    def expired(self) -> bool:
+        """Whether this watch has ended the block."""
+        return self._timeout.expired()
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        # There is one timer for the whole stream, because a timer for each token would be too expensive.
+        self._timer = self._loop.call_later(CHECK_S, self._check)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._timeout.__aexit__(kind, value, trace)
+
+    async def send(self, sending: Awaitable[None]) -> None:
+        """Await the call that sends data and returns once the connection accepts more."""
+        self._sending += 1
+        try:
+            await sending
+        finally:
+            self._sending -= 1
+        self.blocked_s = 0.0
+
+    def _check(self) -> None:
+        if self._sending:
+            self.blocked_s += CHECK_S
+            if self.blocked_s >= self._limit_s():
+                self._timeout.reschedule(self._loop.time())
+                return
+        self._timer = self._loop.call_later(CHECK_S, self._check)

@@ -1,20 +1,27 @@
-"""Build the messages of a chat request from a conversation in another format."""
+"""Convert a request of another format to the chat format: build its messages, and rename the fields in errors.
+
+Errors of a converted request name the fields of the chat format, so they are renamed to those that the client has sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import CallerError, InvalidRequestError
 from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, Role
 from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, FunctionTool, MessageToolCall
 
 JOINED = "\n\n"
 """Separates the parts of a message, and consecutive messages with the same role."""
+GIVEN = " (given: "
+"""Start of the part of a message that quotes the request."""
 
 
 @dataclass(kw_only=True)
@@ -106,3 +113,47 @@ class ChatHistory:
         if not self._messages or self._messages[-1].role != role:
             self._messages.append(_Message(role=role))
         return self._messages[-1]
+
+
+# Names of fields in errors
+
+
+class FieldNames:
+    """Maps the fields of the chat format to those of another format.
+
+    Args:
+        names: Maps the path of a field in the chat format to its path in the other format. ``*`` stands for an index. A
+            path that is a prefix of another one must come after it.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._rules = [
+            (
+                re.compile(rf"(?<![\w.]){re.escape(name).replace(re.escape('*'), r'([0-9]+)')}(?!\w)"),
+                path.replace("*", r"\1"),
+                # Names without these characters are also English words.
+                any(sign in name for sign in "_."),
+            )
+            for name, path in names.items()
+        ]
+
+    @contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """Rename the fields in errors that the block raises about the request."""
+        try:
+            yield
+        except CallerError as exc:
+            if exc.param is not None:
+                exc.param = self._renamed(exc.param)
+            exc.message = self._renamed(exc.message)
+            exc.args = (exc.message,)
+            raise
+
+    def _renamed(self, text: str) -> str:
+        head, quote, rest = text.partition(GIVEN)
+        for pattern, path, is_distinct in self._rules:
+            if is_distinct:
+                head = pattern.sub(path, head)
+            elif (found := pattern.match(head)) is not None and head[found.end() :][:1] in ("", ":", "."):
+                head = found.expand(path) + head[found.end() :]
+        return head + quote + rest

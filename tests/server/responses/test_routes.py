@@ -1,11 +1,11 @@
-"""Tests of lmx_lab.server.responses.store."""
+"""Tests of the store of lmx_lab.server.responses.routes."""
 
 from __future__ import annotations
 
 import pytest
 
 from lmx_lab.errors import InvalidRequestError, NotFoundError
-from lmx_lab.server.responses.store import ResponseStore, StoredResponse
+from lmx_lab.server.responses.routes import ResponseStore, StoredResponse
 from lmx_lab.wire.responses import ResponseStatus
 
 

@@ -1,10 +1,10 @@
-"""Tests of lmx_lab.server.responses.tools."""
+"""Tests of the tools in lmx_lab.server.responses.convert."""
 
 from __future__ import annotations
 
 import pytest
 
-from lmx_lab.server.responses.tools import chat_name, custom_input
+from lmx_lab.server.responses.convert import chat_name, custom_input
 from lmx_lab.wire.formats import NAME_CHARACTERS
 
 

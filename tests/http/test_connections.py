@@ -1,26 +1,32 @@
-"""HTTP connections: limits on heads and bodies, deadlines, and the number of connections."""
+"""Connections: limits on heads, bodies and messages, deadlines, clients that read nothing, and lost machines."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import resource
 import socket
 import subprocess
 import sys
 import time
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx2
 import pytest
 from fastapi import FastAPI
 from websockets.asyncio.client import connect
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import CloseCode, Frame, Opcode
 
 from lmx_lab.client.errors import parse_error
 from lmx_lab.errors import InvalidRequestError, QueueFullError
-from lmx_lab.http import protocol
+from lmx_lab.http import connections
+from lmx_lab.http.connections import WebSocketProtocol
 from lmx_lab.http.error_bodies import on_bug, status_for
-from lmx_lab.http.uvicorn_server import RunningServer
+from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
 from lmx_lab.wire.errors import ErrorBody
 from tests.support.programs import ROOT
 from tests.support.sockets import (
@@ -32,12 +38,19 @@ from tests.support.sockets import (
     app,
     connect_raw,
     disconnected,
+    lifespan,
     opened,
     running,
 )
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
+SOCKET = (
+    b"GET /ws HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+FRAGMENT, PING = b"\x00\x81\0\0\0\0a", b"\x89\x80\0\0\0\0"
+LONG_TEXT = b"a" * 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -190,9 +203,9 @@ async def test_a_connection_that_is_idle_after_a_rejected_body_is_closed(monkeyp
 
 @pytest.mark.slow
 async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "BODY_S", 0.6)
-    monkeypatch.setattr(protocol, "BODY_BYTES", 3)
-    monkeypatch.setattr(protocol, "LATE_S", 0.05)
+    monkeypatch.setattr(connections, "BODY_S", 0.6)
+    monkeypatch.setattr(connections, "BODY_BYTES", 3)
+    monkeypatch.setattr(connections, "LATE_S", 0.05)
     async with running(app) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/read", 15))
         for _ in range(15):
@@ -205,13 +218,13 @@ async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch: pytest
 async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(protocol, "HEAD_S", SHORT_S)
-    monkeypatch.setattr(protocol, "LATE_S", SHORT_S / 5)
+    monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
+    monkeypatch.setattr(connections, "LATE_S", SHORT_S / 5)
     async with running(app) as host, connect_raw(host) as client:
         client.send(GET[:9])
         await auntil(lambda: bool(host._server.server_state.connections))
         (connection,) = host._server.server_state.connections
-        assert isinstance(connection, protocol.HttpProtocol)
+        assert isinstance(connection, connections.HttpProtocol)
         await auntil(lambda: bool(connection.conn.trailing_data[0]))
         time.sleep(3 * SHORT_S)  # noqa: ASYNC251 (that is the case)
         # Data that arrives in the next moment counts too.
@@ -274,7 +287,7 @@ FULL = status_for(QueueFullError)
 
 
 async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
     async with running(app) as host, httpx2.AsyncClient(base_url=host.url, trust_env=False, timeout=WAIT_S) as http:
         async with connect(host.url.replace("http", "ws"), proxy=None) as socket_, connect_raw(host) as client:
             await auntil(lambda: len(host._server.server_state.connections) == 2)
@@ -283,7 +296,7 @@ async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: p
             ErrorBody.model_validate_json(answer.content)
             error = parse_error(answer.content, retry_after=answer.headers["retry-after"])
             assert isinstance(error, QueueFullError)
-            assert error.retry_after_s == protocol.FULL_RETRY_S
+            assert error.retry_after_s == connections.FULL_RETRY_S
             assert "2 connections" in error.message
             with pytest.raises(InvalidStatus) as refused:
                 await connect(host.url.replace("http", "ws"), proxy=None)
@@ -305,7 +318,7 @@ def test_the_last_file_descriptors_are_reserved_for_the_process(
     limit: int, descriptor: int, reserved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
-    assert protocol.is_reserved(descriptor) is reserved
+    assert connections.is_reserved(descriptor) is reserved
 
 
 @pytest.mark.slow
@@ -393,3 +406,269 @@ def test_many_waiting_connections_leave_the_reserved_file_descriptors() -> None:
     assert answer.endswith(b"opened")
     assert said == ""
     assert process.returncode == 0
+
+
+# WebSockets
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("transfer-encoding: chunked", 400),
+        ("x: " + "y" * 9000, 431),
+        ("\r\n".join(f"x-{number}: y" for number in range(200)), 431),
+        ("sec-websocket-version: 8", 400),
+        ("sec-websocket-key: x", 400),
+    ],
+)
+async def test_an_invalid_handshake_is_answered_and_closed(header: str, status: int) -> None:
+    name = header.partition(":")[0]
+    right = ("sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", "sec-websocket-version: 13")
+    lines = ("GET / HTTP/1.1", "host: localhost", "upgrade: websocket", "connection: Upgrade", header)
+    handshake = "\r\n".join([*lines, *(line for line in right if not line.startswith(f"{name}:")), "", ""])
+    answer = await answer_to(handshake)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"x-content-type-options: nosniff\r\n" in answer
+
+
+@pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
+def test_texts_are_framed_as_the_websocket_protocol_defines(size: int) -> None:
+    texts = ["x" * size, "é"]
+    expected = b"".join(Frame(Opcode.TEXT, text.encode()).serialize(mask=False) for text in texts)
+    assert connections.encode_text_frames(texts) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [b"\x01\x81\0\0\0\0a" + FRAGMENT * 20_000, PING * 20_000])
+async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None:
+    async with opened() as (reader, writer):
+        writer.write(SOCKET)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(sent)
+        assert (1008).to_bytes(2) in await reader.read()
+
+
+@pytest.mark.slow
+async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_ping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = asyncio.Event()
+
+    async def flood(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await lifespan(receive, send)
+            return
+        await receive()
+        await send({"type": "websocket.accept"})
+        sending = asyncio.create_task(send_without_end(send))
+        assert (await receive())["code"] == 1011
+        sending.cancel()
+        ended.set()
+
+    async def send_without_end(send: Any) -> None:
+        while True:
+            await send({"type": "websocket.send", "text": "a" * 10_000})
+
+    monkeypatch.setattr(connections, "LINGER_S", SHORT_S)
+    host = await serve(flood, bind("127.0.0.1", 0, explicit=True), ws_pong_s=SHORT_S)
+    client = socket.create_connection(("127.0.0.1", host.port))
+    client.sendall(SOCKET)
+    async with asyncio.timeout(WAIT_S):
+        await ended.wait()
+        await auntil(lambda: not host._server.server_state.connections)
+    client.close()
+    await host.stop()
+
+
+async def test_long_frames_and_fragments_are_received_completely() -> None:
+    async with opened() as (reader, writer):
+        writer.write(SOCKET)
+        await reader.readuntil(b"\r\n\r\n")
+        frame = b"\x81\xff" + (3_000_000).to_bytes(8) + b"\0\0\0\0" + b"a" * 3_000_000
+        fragment = b"\xff" + (200_000).to_bytes(8) + b"\0\0\0\0" + b"a" * 200_000
+        writer.write(frame + b"\x01" + fragment + (b"\x00" + fragment) * 9 + b"\x80" + fragment)
+        for size in (b"3000000", b"2200000"):
+            assert size in await reader.readuntil(b" characters")
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param([Frame(Opcode.TEXT, LONG_TEXT)], id="whole"),
+        pytest.param([Frame(Opcode.BINARY, LONG_TEXT, fin=False)], id="incomplete"),
+        pytest.param([Frame(Opcode.TEXT, b"a", fin=False), Frame(Opcode.CONT, LONG_TEXT)], id="fragments"),
+        pytest.param(None, id="incomplete frame"),
+    ],
+)
+async def test_a_message_does_not_stay_in_memory_after_a_disconnect(
+    frames: list[Frame] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = asyncio.Event()
+    connection_lost = WebSocketProtocol.connection_lost
+
+    def record(connection: WebSocketProtocol, exc: Exception | None) -> None:
+        connection_lost(connection, exc)
+        lost.set()
+
+    monkeypatch.setattr(WebSocketProtocol, "connection_lost", record)
+    whole = b"".join(frame.serialize(mask=True) for frame in frames or [Frame(Opcode.TEXT, LONG_TEXT)])
+    gc.disable()
+    tracemalloc.start()
+    try:
+        async with running(app) as host, connect_raw(host) as client:
+            client.send(SOCKET)
+            await client.read_response()
+            client.send(whole if frames else whole[:-1])
+            await client.writer.drain()
+            # Without a close frame, which would replace the last frame.
+            client.writer.transport.abort()
+            await asyncio.wait_for(lost.wait(), WAIT_S)
+            await asyncio.sleep(SHORT_S)
+            held = [stat for stat in tracemalloc.take_snapshot().statistics("lineno") if stat.size >= len(LONG_TEXT)]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert held == []
+
+
+@pytest.mark.slow
+async def test_the_event_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "FRAMES_PER_S", 10**9)
+    pieces: list[int] = []
+    feed = WebSocketProtocol.feed
+
+    def noting(self: WebSocketProtocol, data: bytes) -> None:
+        pieces.append(len(data))
+        feed(self, data)
+
+    monkeypatch.setattr(WebSocketProtocol, "feed", noting)
+    async with opened() as (reader, writer):
+        writer.write(SOCKET)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x01\x81\0\0\0\0a" + FRAGMENT * 40_000 + b"\x80" + FRAGMENT[1:])
+        assert b"40002" in await reader.readuntil(b" characters")
+    assert sum(pieces) > 40_000 * len(FRAGMENT)
+    assert max(pieces) <= connections.PIECE_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+async def test_a_websocket_can_be_silent_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(app) as host:
+        monkeypatch.setattr(host._server.config, "timeout_keep_alive", SHORT_S)
+        async with connect(f"ws://127.0.0.1:{host.port}/", proxy=None) as socket:
+            await asyncio.sleep(3 * SHORT_S)
+
+            async def slowly() -> Any:
+                for piece in "abc":
+                    yield piece
+                    await asyncio.sleep(SHORT_S)
+
+            await socket.send(slowly())
+            assert await socket.recv() == "abc"
+
+
+@pytest.mark.slow
+async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "UNFINISHED_BYTES", 50_000)
+    size = connections.SMALL_BYTES + 40_000
+    go_on = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[str]:
+        yield "x" * size
+        await go_on.wait()
+        yield "end"
+
+    async with running(app) as host:
+        url = host.url.replace("http", "ws")
+        async with (
+            connect(url, proxy=None) as first,
+            connect(url, proxy=None) as second,
+            connect(url, proxy=None) as third,
+        ):
+            sending = [asyncio.create_task(first.send(slowly()))]
+            await auntil(lambda: held_by(host) >= size)
+            sending.append(asyncio.create_task(second.send(slowly())))
+            with pytest.raises(ConnectionClosed) as refused:
+                await second.recv()
+            assert refused.value.rcvd is not None
+            assert refused.value.rcvd.code == CloseCode.TRY_AGAIN_LATER
+            await third.send("hello")
+            assert await third.recv() == "hello"
+            go_on.set()
+            assert await first.recv() == "x" * size + "end"
+            assert held_by(host) == 0
+            await asyncio.gather(*sending, return_exceptions=True)
+
+
+def held_by(host: RunningServer) -> int:
+    sockets = [each for each in host._server.server_state.connections if isinstance(each, WebSocketProtocol)]
+    return sum(each.held_bytes for each in sockets)
+
+
+# Options of sockets
+
+
+@pytest.mark.parametrize(
+    ("host", "elsewhere"),
+    [
+        ("127.0.0.1", False),
+        ("127.8.9.10", False),
+        ("::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("192.168.1.7", True),
+        ("::ffff:192.168.1.7", True),
+        ("fe80::1%eth0", True),
+        ("", False),
+    ],
+)
+def test_only_peers_on_other_machines_are_remote(host: str, elsewhere: bool) -> None:
+    assert connections.is_remote(host) is elsewhere
+
+
+@contextlib.contextmanager
+def socket_pair() -> Iterator[socket.socket]:
+    """Yield the accepted end of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            yield accepted
+
+
+def test_a_local_connection_has_no_keepalive() -> None:
+    with socket_pair() as sock:
+        connections.enable_keepalive(sock)
+        assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_remote_connection_that_is_lost_is_closed_within_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "is_remote", lambda host: True)
+    with socket_pair() as sock:
+        connections.enable_keepalive(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
+        names = (idle, "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        first, between, times = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names)
+        # Data sent at the end of the first period starts the second one.
+        assert 5 <= first + between * times < 15
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert 5000 <= sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 15_000
+
+
+async def test_a_server_enables_keepalive_on_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "is_remote", lambda host: True)
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(GET)
+        await client.read_response()
+        (connection,) = host._server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_connection_that_has_already_closed_is_not_an_error() -> None:
+    with socket_pair() as sock:
+        sock.close()
+        connections.enable_keepalive(sock)

@@ -1,0 +1,202 @@
+"""What all requests share: strict and lenient models, types of fields, ids, and fields that are not supported.
+
+Requests are strict: a number in quotes and an unknown field are errors. ``null`` always means the default. A field of
+the format that this server does not support is refused unless its value has no effect.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetCoreSchemaHandler,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+from typing_extensions import TypeAliasType
+
+from lmx_lab.wire.limits import check_members
+
+STOP_LIMIT = 16
+STOP_CHARACTERS = 1000
+"""Longer stop strings would cost every stream time at every token."""
+CHOICE_LIMIT = 8
+LOGPROB_LIMIT = 20
+BIAS_LIMIT = 1024
+NAMED_LIMIT = 64
+LOWEST_LOGPROB = -9999.0
+"""The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
+ANY_MODEL = "default"
+"""The model name that stands for the loaded model."""
+UNLIMITED = 2**31 - 1
+"""The maximum number of tokens that stands for -1: more than any context."""
+NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS)]
+# A named type, because members of a union must be hashable, and FailFast is not.
+Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_length=STOP_LIMIT)])
+# JSON has only one type of number: 5.0 is a valid count.
+WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+"""Accepts 5.0 for 5. It comes after the bounds of a field, so that these are in its JSON schema too."""
+LISTED = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""Accepts a list for a tuple, which strict models do not accept when they are validated from Python objects."""
+
+
+def _check_token_id(key: str) -> str:
+    # No vocabulary has ids of more than twelve digits, and this limits the input of int().
+    if not (key.isascii() and key.isdigit() and len(key) <= 12):
+        raise ValueError("the keys of logit_bias must be token ids, written in digits")
+    return key
+
+
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+# vLLM's range, except for the lower end: a divisor near 0 would exceed the range of float16.
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+TokenKey = Annotated[str, AfterValidator(_check_token_id)]
+Biases = TypeAliasType("Biases", Annotated[dict[TokenKey, Bias], FailFast(), Field(max_length=BIAS_LIMIT)])
+NamedTokens = TypeAliasType(
+    "NamedTokens",
+    Annotated[list[Annotated[int, Field(ge=0)] | Stop], FailFast(), Field(max_length=NAMED_LIMIT)],
+)
+NO_LIMIT = BeforeValidator(lambda value: UNLIMITED if value == -1 else value)
+"""Accepts -1 for as many tokens as the context allows, as llama.cpp does."""
+TokenLimit = Annotated[
+    int,
+    Field(ge=1),
+    WHOLE,
+    NO_LIMIT,
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}),
+]
+AnyModel = Annotated[
+    NonEmpty,
+    BeforeValidator(lambda value: ANY_MODEL if value is None else value),
+    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}),
+]
+"""Name of the model that answers; null means ``ANY_MODEL``."""
+Choices = Annotated[int, Field(ge=1, le=CHOICE_LIMIT), WHOLE]
+Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
+
+
+class BodyModel(BaseModel):
+    """Base class of request bodies and their parts: strict, immutable, with a limited number of members."""
+
+    model_config = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_members(cls, value: Any) -> Any:
+        return check_members(value)
+
+
+class RequestModel(BodyModel):
+    """A body, or a part of one, without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class LenientModel(BodyModel):
+    """A body, or a part of one, that accepts unknown fields. Known fields are strict."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the given fields that the format does not have. A field whose value is null is not given."""
+        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
+
+def request_class(name: str) -> type[RequestModel] | None:
+    """Return the request class of this name, or the class of a part of a request; None if no such class is imported."""
+    classes = [RequestModel]
+    while classes:
+        if (found := classes.pop()).__name__ == name:
+            return found
+        classes += found.__subclasses__()
+    return None
+
+
+# Ids
+
+ID_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
+Identifier = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
+ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+"""Base 32 as defined by Crockford: letters are distinct in upper and lower case."""
+ID_CHARACTERS = 26
+
+
+def new_id(prefix: str) -> str:
+    """Return a new id, such as ``ses_01kb…``, from a prefix, 48 bits of the time in milliseconds and 80 random bits."""
+    value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+    digits = [ID_ALPHABET[value >> shift & 31] for shift in range(5 * (ID_CHARACTERS - 1), -1, -5)]
+    return f"{prefix}_{''.join(digits)}"
+
+
+# Fields that are not supported
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """An annotation for such a field, which accepts null and the values without effect.
+
+    Args:
+        what: The unsupported feature, in the plural, for the message.
+        values: Accepted values in addition to null.
+    """
+
+    what: str
+    values: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        schema = {"enum": [None, *self.values], "description": f"Not supported: {self.what}"}
+        return handler.generate_schema(Annotated[Any, AfterValidator(self._check), WithJsonSchema(schema)])
+
+    def _check(self, value: Any) -> Any:
+        # In Python, False equals 0.
+        is_neutral = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.values)
+        if value is not None and not is_neutral:
+            raise ValueError(f"{self.what} are not supported by this version; leave the field out")
+        return value
+
+
+NO_FUNCTIONS = Neutral("functions (send tools, which replaced them)", ([],))
+NO_FUNCTION_CHOICE = Neutral("choices of functions (send tools and tool_choice, which replaced them)", ("none", "auto"))
+NO_FUNCTION_CALL = Neutral("function calls in messages (send tool_calls, which replaced them)")
+NO_VERBOSITY = Neutral("levels of verbosity", ("medium",))
+NO_AUDIO = Neutral("audio inputs and outputs")
+NO_MODALITIES = Neutral("modalities other than text", (["text"],))
+NO_PREDICTION = Neutral("predicted outputs")
+NO_SEARCH = Neutral("web searches")
+NO_MODERATION = Neutral("moderations")
+NO_REFUSAL = Neutral("refusals outside the content")
+NO_ANNOTATIONS = Neutral("annotations", ([],))
+NO_TYPICAL_P = Neutral("locally typical samplers", (1,))
+NO_DYNAMIC_TEMPERATURE = Neutral("dynamic temperatures", (0,))
+NO_XTC = Neutral("XTC samplers", (0,))
+NO_DRY = Neutral("DRY penalties", (0,))
+NO_MIROSTAT = Neutral("Mirostat samplers", (0,))
+NO_REASONING_FORMAT = Neutral("other reasoning formats", ("auto", "deepseek"))
+NO_IMAGES = Neutral("images")
+NO_OPEN_CHATS = Neutral("prompts without the generation prompt", (True,))
+NO_CONTINUED_MESSAGES = Neutral("continuations of the last message", (False,))
+NO_PLAIN_SPECIALS = Neutral("texts whose special tokens are read as plain text", (True,))
+NO_VISION = Neutral("images (the models of this server have no vision; send text only)", ([],))
+NO_OWN_TEMPLATES = Neutral("templates in requests (the model's own is used; with raw: true none is used)", ("",))
+NO_TOKEN_CONTEXTS = Neutral("token contexts (send the conversation as messages to /api/chat)", ([],))
+NO_DOCUMENT_LIMITS = Neutral("token limits for documents (truncate: true cuts at the model's own limit)")
+NO_VECTORS = Neutral("vectors in addition to scores", (False,))
+NO_PRIORITY = Neutral("priorities", (0,))
+NO_CHUNKS = Neutral("chunks of documents")
+NO_RANK_FIELDS = Neutral("fields to rank by other than text", (["text"],))
+NO_LEFT_CUTS = Neutral("truncations at the beginning of a text", ("right", "Right"))
