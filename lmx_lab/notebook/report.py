@@ -18,7 +18,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.snapshot import Snapshot, format_time, safe_html
 from lmx_lab.panels.charts import CSS as CHART_CSS
 from lmx_lab.panels.charts import LineChart, Series, format_clock, format_number
-from lmx_lab.panels.history import EndedRequest
+from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.wire.admin import ModelRecord, RequestEvent, Sample
 
 MAX_REQUEST_ROWS = 200

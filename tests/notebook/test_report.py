@@ -15,7 +15,7 @@ from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, write_report
 from lmx_lab.notebook.snapshot import take_snapshot
-from lmx_lab.panels.history import EndedRequest
+from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.wire.admin import ModelRecords, RequestEvent
 from tests.notebook.snapshots import STATE, sample, snapshot
 
