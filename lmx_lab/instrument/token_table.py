@@ -13,7 +13,7 @@ from lmx_lab.values.generation import TokenLogprob
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = {"token": "str", "logprob": "float64", "probability": "float64", "alternatives": "object"}
+TABLE_COLUMNS = {"token": "str", "logprob": "float64", "probability": "float64", "alternatives": "object"}
 SHOWN_ROWS = 40
 
 
@@ -45,15 +45,15 @@ class TokenTable(Sequence[TokenLogprob]):
             (token.text, token.logprob, _probability(token), {other.text: other.logprob for other in token.top})
             for token in self._tokens
         ]
-        frame: pd.DataFrame = make_table(rows, COLUMNS)
+        frame: pd.DataFrame = make_table(rows, TABLE_COLUMNS)
         return frame
 
     def __repr__(self) -> str:
-        rows = [tuple(COLUMNS), *map(_cells, islice(self._tokens, SHOWN_ROWS))]
+        rows = [tuple(TABLE_COLUMNS), *map(_cells, islice(self._tokens, SHOWN_ROWS))]
         return "\n".join([*align_columns(rows), *self._footer()])
 
     def _repr_html_(self) -> str:
-        table = html_table(tuple(COLUMNS), map(_cells, islice(self._tokens, SHOWN_ROWS)))
+        table = html_table(tuple(TABLE_COLUMNS), map(_cells, islice(self._tokens, SHOWN_ROWS)))
         return table + "".join(f"<div>{line}</div>" for line in self._footer())
 
     def _footer(self) -> list[str]:

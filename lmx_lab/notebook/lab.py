@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
-    from lmx_lab.notebook.local_server import LocalServer, LoopChoice
+    from lmx_lab.notebook.local import LocalServer, LoopChoice
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Default token counts of ``bench``; llama-bench has the same defaults."""
@@ -92,8 +92,7 @@ class Lab(
             engine: A manager that may be loading a model already; by default a new one. The lab stops it.
         """
         # Imported here, because attaching must not import the engine and the server.
-        from lmx_lab.notebook.local import LocalBackend
-        from lmx_lab.notebook.local_server import LocalServer
+        from lmx_lab.notebook.local import LocalBackend, LocalServer
 
         server = LocalServer(settings, loop=loop, explicit_port=explicit_port, engine=engine)
         self._local: LocalServer | None = server

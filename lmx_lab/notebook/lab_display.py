@@ -16,9 +16,8 @@ from lmx_lab.backend import Backend
 from lmx_lab.errors import MissingPackageError
 from lmx_lab.extras import optional_imports
 from lmx_lab.notebook.lab_server import LabServer
-from lmx_lab.notebook.report import report_html, write_report
+from lmx_lab.notebook.report import Snapshot, report_html, take_snapshot, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
-from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
 from lmx_lab.panels.workbench import Workbench
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
     from lmx_lab.engine import ModelManager
-    from lmx_lab.notebook.local_server import LocalServer, LoopMode
+    from lmx_lab.notebook.local import LocalServer, LoopMode
     from lmx_lab.weights import Catalog
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmx_lab.backend import ServerState
-from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
+from lmx_lab.notebook.report import Snapshot, take_snapshot
 from lmx_lab.wire.admin import Compute, ModelRecord, ModelRecords, Sample
 
 STATE = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400", model="tiny")

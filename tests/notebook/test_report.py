@@ -13,14 +13,21 @@ import pytest
 
 from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, write_report
-from lmx_lab.notebook.snapshot import take_snapshot
+from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, take_snapshot, write_report
 from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.wire.admin import ModelRecords, RequestEvent
 from tests.notebook.snapshots import STATE, sample, snapshot
 
 HOSTILE = "<script>alert(1)</script><img src='http://evil.example/x' onerror=\"x\">\x00\u202e\ud800&amp;"
 VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+def test_a_snapshot_has_server_model_measurements_machine_and_versions() -> None:
+    taken = snapshot("tiny", now=sample(1, memory_active_gb=1.5, queued_requests=3))
+    for text in (repr(taken), taken._repr_html_().replace("&#x27;", "'")):
+        for words in ("running, on the kernel's loop", "127.0.0.1:8400", "tiny", "3 waiting", "1.50 GB", "cores"):
+            assert words in text
+        assert all(f"{name} " in text for name in ("lmx-lab", "mlx", "mlx-lm", "python"))
 
 
 class Page(HTMLParser):
