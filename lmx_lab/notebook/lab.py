@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
 from lmx_lab.instrument.access import LabAccess
-from lmx_lab.instrument.explore import explore
+from lmx_lab.instrument.branches import AnswerTree, explore
 from lmx_lab.instrument.requests import RequestList
-from lmx_lab.instrument.tree import AnswerTree
 from lmx_lab.instrument.verbs import InstrumentVerbs
 from lmx_lab.notebook.arguments import (
     Documents,
