@@ -16,7 +16,7 @@ from jupyter_client.manager import KernelManager
 
 from benchmarks.bench import Bench, BenchError
 from benchmarks.rows import Limit, Row
-from lmx_lab.notebook.local_server import LoopChoice
+from lmx_lab.notebook.local import LoopChoice
 
 FIGURE = "longest gap of other clients while a cell sleeps"
 IDLE = "CPU time of an idle kernel with a lab, kernel ÷ thread"

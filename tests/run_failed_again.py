@@ -1,8 +1,8 @@
 """Run a few failed tests again, in a single process: ``python -m tests.run_failed_again STATUS``.
 
-When more than 9,000 tests share two cores, a test can fail because an operation took much longer than usual. A test that passes
-when it is repeated is reported as unstable and does not fail ``make test-all``. If more than three tests fail, they are
-not repeated.
+When more than 9,000 tests share two cores, a test can fail because an operation took much longer than usual. A test
+that passes when it is repeated is reported as unstable and does not fail ``make test-all``. If more than three tests
+fail, they are not repeated.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.heatmap import HeatMap
-from lmx_lab.instrument.traced_text import token_label
+from lmx_lab.instrument.traces import token_label
 from lmx_lab.values.tracing import Trace
 
 SHOWN_TOKENS = 40

@@ -1,4 +1,7 @@
-"""Show the probability of each token of an answer, and the alternatives at its position."""
+"""Show the probability of each token of an answer, and the alternatives at its position.
+
+A ``TokenTable`` has the log-probabilities as rows, a ``TokenLens`` colours the tokens of the text.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,25 @@ import html
 import math
 import os
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import make_table
+from lmx_lab.frames import align_columns, html_table, make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.text_file import write_text_file
-from lmx_lab.instrument.token_table import TokenTable
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.steering import recorded_steering
 
 if TYPE_CHECKING:
     import pandas as pd
 
+TABLE_COLUMNS = {"token": "str", "logprob": "float64", "probability": "float64", "alternatives": "object"}
+SHOWN_ROWS = 40
+"""Maximum number of tokens in the display of a ``TokenTable``."""
 ColorBy = Literal["probability", "entropy", "rank"]
 Part = Literal["text", "reasoning", "call"]
 """The part of an answer to which a token belongs."""
@@ -33,7 +39,7 @@ ALTERNATIVES = 5
 """Number of alternatives that a scoring pass returns for each token."""
 ASK = "send the request with logprobs"
 SHOWN_TOKENS = 4000
-"""Maximum number of tokens in the display; the data frame contains all."""
+"""Maximum number of tokens in the display of a lens; the data frame contains all."""
 COLORS = ("#1a9850", "#91cf60", "#d9d93b", "#fc8d59", "#d73027")
 """Colours from expected to unexpected tokens."""
 ALPHA = "55"
@@ -65,6 +71,65 @@ main b {{ display: inline-block; height: .7em; margin-right: .3em; background: #
 </style></head><body>{body}</body></html>
 """
 VISIBLE = str.maketrans({"\n": "⏎\n", "\t": "⇥\t", " ": "·", "\r": "␍"})
+
+
+class TokenTable(Sequence[TokenLogprob]):
+    """The tokens of an answer with their log-probabilities and alternatives; ``df`` is a data frame."""
+
+    def __init__(self, tokens: Sequence[TokenLogprob]) -> None:
+        self._tokens = tuple(tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprob: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[TokenLogprob, ...]: ...
+    def __getitem__(self, at: int | slice) -> TokenLogprob | tuple[TokenLogprob, ...]:
+        return self._tokens[at]
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each token: its text, its natural log-probability, its probability from 0 to 1,
+        and a dictionary of the most likely tokens at this position with their log-probabilities.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        rows = [
+            (token.text, token.logprob, _probability(token), {other.text: other.logprob for other in token.top})
+            for token in self._tokens
+        ]
+        frame: pd.DataFrame = make_table(rows, TABLE_COLUMNS)
+        return frame
+
+    def __repr__(self) -> str:
+        rows = [tuple(TABLE_COLUMNS), *map(_cells, islice(self._tokens, SHOWN_ROWS))]
+        return "\n".join([*align_columns(rows), *self._footer()])
+
+    def _repr_html_(self) -> str:
+        table = html_table(tuple(TABLE_COLUMNS), map(_cells, islice(self._tokens, SHOWN_ROWS)))
+        return table + "".join(f"<div>{line}</div>" for line in self._footer())
+
+    def _footer(self) -> list[str]:
+        more = len(self) - SHOWN_ROWS
+        return [f"{more} more tokens: see .df"] if more > 0 else []
+
+
+def _cells(token: TokenLogprob) -> tuple[str, ...]:
+    others = ", ".join(f"{other.text!r} {_percent(other)}" for other in token.top if other.text != token.text)
+    logprob = "" if token.logprob is None else f"{token.logprob:.3f}"
+    return repr(token.text), logprob, _percent(token), others
+
+
+def _percent(token: TokenLogprob) -> str:
+    probability = _probability(token)
+    return "" if probability is None else f"{probability:.1%}"
+
+
+def _probability(token: TokenLogprob) -> float | None:
+    return None if token.logprob is None else math.exp(token.logprob)
 
 
 class TokenLens(TokenTable):

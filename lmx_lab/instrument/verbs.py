@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.access import LabAccess
-from lmx_lab.instrument.compare import ComparisonRun, Prompt
-from lmx_lab.instrument.comparison import Comparison
+from lmx_lab.instrument.compare import Comparison, ComparisonRun, Prompt
 from lmx_lab.instrument.timeline import Timeline
 from lmx_lab.progress import counter
 from lmx_lab.values.timeline import ServerTimeline

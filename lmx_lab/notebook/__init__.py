@@ -1,8 +1,8 @@
 """Labs for notebooks and programs: launch one, attach to one, and use it through ``Lab``.
 
 ``Lab`` sends its requests through a ``lmx_lab.backend.Backend``: the one in ``local`` calls the server of this process,
-the one in ``remote`` uses HTTP. ``local_server`` and ``remote_server`` start and stop the server or the connection, and
-``launcher`` decides which lab ``launch()`` starts, returns or replaces.
+the one in ``remote`` uses HTTP. The two modules also start and stop the server or the connection. ``launcher`` decides
+which lab ``launch()`` starts, returns or replaces.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmx_lab.notebook.lab import Lab
     from lmx_lab.notebook.launcher import current, launch
-    from lmx_lab.notebook.remote_server import attach
+    from lmx_lab.notebook.remote import attach
 
 __all__ = ["Lab", "attach", "current", "launch"]
-_MODULES = {"Lab": "lab", "attach": "remote_server", "current": "launcher", "launch": "launcher"}
+_MODULES = {"Lab": "lab", "attach": "remote", "current": "launcher", "launch": "launcher"}
 
 
 def __getattr__(name: str) -> Any:

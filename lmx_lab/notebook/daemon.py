@@ -12,7 +12,7 @@ from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.client.request_bodies import build_body
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import HostingError, InvalidRequestError, McpServerExistsError
-from lmx_lab.panels.event_source import EventSource
+from lmx_lab.panels.workbench import EventSource
 from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
 from lmx_lab.wire.sessions import CancelTurns, PermissionRecord, SessionList, SessionMessage

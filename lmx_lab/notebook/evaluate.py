@@ -33,7 +33,7 @@ from lmx_lab.settings import Settings
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lmx_lab.notebook.local_server import LocalServer
+    from lmx_lab.notebook.local import LocalServer
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp", "numpy", "pandas")
 """Packages whose versions are stored with an experiment."""

@@ -1,24 +1,27 @@
-"""Define ``Lab``: the methods that use an inference server, in this process or another.
+"""Define ``Lab``: the methods that use and display an inference server, in this process or another.
 
 Methods that use the server are called verbs. Every verb is written once, as a coroutine, from which ``notebook.verbs``
-derives a blocking and an awaitable method. Importing this module imports neither the engine nor the server.
+derives a blocking and an awaitable method. Importing this module imports neither the engine nor the server, nor the
+widgets, which are optional.
 """
 
 from __future__ import annotations
 
 import functools
+import html
 import os
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
+from lmx_lab.errors import MissingPackageError
+from lmx_lab.extras import optional_imports
 from lmx_lab.instrument.access import LabAccess
-from lmx_lab.instrument.explore import explore
+from lmx_lab.instrument.branches import AnswerTree, explore
 from lmx_lab.instrument.requests import RequestList
-from lmx_lab.instrument.tree import AnswerTree
 from lmx_lab.instrument.verbs import InstrumentVerbs
 from lmx_lab.notebook.arguments import (
     Documents,
@@ -30,33 +33,40 @@ from lmx_lab.notebook.arguments import (
     rerank_body,
 )
 from lmx_lab.notebook.evaluate import EvaluateVerbs
-from lmx_lab.notebook.lab_display import DisplayMethods
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.load_progress import show_load, show_unload
-from lmx_lab.notebook.local_properties import LocalProperties
 from lmx_lab.notebook.map import MapVerbs
 from lmx_lab.notebook.probing import ProbeVerbs
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
+from lmx_lab.notebook.report import Snapshot, report_html, take_snapshot, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.notebook.search import SearchVerbs
 from lmx_lab.notebook.tracing import TraceVerbs
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
+from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import InputType, Vectors
 from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec
 
 if TYPE_CHECKING:
+    import ipywidgets
     import pandas as pd
 
     from lmx_lab.bench.runner import Measured
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
-    from lmx_lab.notebook.local_server import LocalServer, LoopChoice
+    from lmx_lab.notebook.display import LabDisplay
+    from lmx_lab.notebook.local import LocalServer, LoopChoice, LoopMode
+    from lmx_lab.panels.events import EventsPanel
+    from lmx_lab.panels.metrics import MetricsPanel
+    from lmx_lab.weights import Catalog
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Default token counts of ``bench``; llama-bench has the same defaults."""
 CLOSED = Closed()
+MODELS_TIMEOUT_S = 30.0
+"""Maximum time to list the models for a snapshot."""
 
 
 class Lab(
@@ -66,8 +76,6 @@ class Lab(
     ProbeVerbs,
     TraceVerbs,
     InstrumentVerbs,
-    DisplayMethods,
-    LocalProperties,
 ):
     """An inference server, in this process or another one, with methods to load models and to send requests.
 
@@ -76,6 +84,8 @@ class Lab(
     use the class directly: ``async with Lab(settings) as lab``. Some properties (``settings``, ``engine``, ``lan_url``,
     ``daemon`` and so on) exist only if the server runs in this process.
     """
+
+    _workbench: Workbench | None = None
 
     def __init__(
         self,
@@ -92,8 +102,7 @@ class Lab(
             engine: A manager that may be loading a model already; by default a new one. The lab stops it.
         """
         # Imported here, because attaching must not import the engine and the server.
-        from lmx_lab.notebook.local import LocalBackend
-        from lmx_lab.notebook.local_server import LocalServer
+        from lmx_lab.notebook.local import LocalBackend, LocalServer
 
         server = LocalServer(settings, loop=loop, explicit_port=explicit_port, engine=engine)
         self._local: LocalServer | None = server
@@ -439,6 +448,107 @@ class Lab(
             return arguments
         return {**arguments, "default_headers": self._local.services.inference.recording.own_headers}
 
+    # Display
+
+    @property
+    def workbench(self) -> Workbench:
+        """The state that the lab's panels share."""
+        if self._workbench is None or self._workbench.backend is not self._backend:
+            # The panels of the previous workbench show another lab now.
+            return self._use(Workbench(self._backend))
+        return self._workbench
+
+    def take_over(self, workbench: Workbench | None) -> Workbench:
+        """Show this lab in the panels of another one, if there are any, and start to record its measurements."""
+        workbench = workbench or Workbench(self._backend)
+        workbench.follow(self._backend)
+        return self._use(workbench)
+
+    def _use(self, workbench: Workbench) -> Workbench:
+        self._workbench = workbench
+        # Without a reference to the lab, so that a remote connection is also closed when its lab is deleted.
+        self._server.when_closed(functools.partial(workbench.suspend_if_shown, self._backend))
+        return workbench
+
+    def panel(self, *names: str) -> ipywidgets.DOMWidget:
+        """Return the named panels as one widget.
+
+        The panels are ``models``, ``metrics``, ``chat``, ``rerank``, ``lens``, ``timeline`` and ``events``; by default
+        all of them except ``lens`` and ``timeline``, and ``events`` only if there is a daemon. Each panel exists once:
+        displaying it again shows the same panel in another place.
+
+        Raises:
+            InvalidRequestError: there is no panel of this name.
+            MissingPackageError: anywidget or ipywidgets is not installed.
+        """
+        widget = self._display().panel(names)
+        self._server.panels_shown()
+        return widget
+
+    def metrics(self) -> MetricsPanel:
+        """Return the live measurements; ``.df`` has those of the last 15 minutes as a data frame."""
+        panel = self._display().metrics()
+        self._server.panels_shown()
+        return panel
+
+    def _events_panel(self) -> EventsPanel:
+        return self._display().events()
+
+    def snapshot(self) -> Snapshot:
+        """Return the lab at this moment: server, models, measurements, versions, machine."""
+        samples = self.workbench.history.samples
+        models = self.workbench.submit(self._backend.models()).result(MODELS_TIMEOUT_S)
+        return take_snapshot(self._backend.state(), models, samples[-1] if samples else None)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained HTML file: the snapshot, charts of the last 15 minutes, the requests, and the
+        content of the chat and rerank panels.
+
+        Raises:
+            InvalidRequestError: the path cannot be written.
+        """
+        history = self.workbench.history
+        sections = self._display().sections() if self.workbench.panels else []
+        text = report_html(self.snapshot(), history.samples, history.requests, sections)
+        return write_report(path, text)
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self._server.facts().items())
+
+    def _repr_html_(self) -> str:
+        return facts_html(self._server.facts()) + code_html(self._backend.state().phone_code)
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        """Return the compact models panel, and the facts for other frontends and for saved notebooks."""
+        facts = {"text/plain": repr(self), "text/html": self._repr_html_()}
+        try:
+            display = self._display()
+        except MissingPackageError:
+            return facts
+        return display.card(facts, **options)
+
+    def _ipython_display_(self) -> None:
+        try:
+            display = self._display()
+        except MissingPackageError:
+            raise NotImplementedError from None  # IPython then uses the MIME bundle.
+        display.show(self._repr_mimebundle_(), self._repr_html_)
+
+    def _show_ranking(self, result: RerankResult) -> None:
+        """Display a ranking as a widget; raises as ``_display``."""
+        self._display().show_ranking(result)
+
+    def _display(self) -> LabDisplay:
+        """Return the widgets of this lab.
+
+        Raises:
+            MissingPackageError: anywidget or ipywidgets is not installed.
+        """
+        with optional_imports("a panel"):
+            # Imported here, because widgets are optional, and a server without a notebook does not need them.
+            from lmx_lab.notebook.display import LabDisplay
+        return LabDisplay(self.workbench)
+
     # A server in this process
 
     @property
@@ -453,6 +563,48 @@ class Lab(
                 f"the server at {self.url} runs in another process, so this lab has no settings, engine or requests"
             )
         return self._local
+
+    @property
+    def settings(self) -> Settings:
+        return self.server.settings
+
+    @property
+    def mode(self) -> LoopMode:
+        """``kernel`` if the kernel's event loop runs the server while it is free, ``thread`` if only a thread does."""
+        return self.server.mode
+
+    @property
+    def engine(self) -> ModelManager:
+        return self.server.engine
+
+    @property
+    def catalog(self) -> Catalog:
+        """The models on this disk."""
+        return self.server.catalog
+
+    @property
+    def port(self) -> int:
+        return self.server.addresses.port
+
+    @property
+    def lan_url(self) -> str | None:
+        """The address for other hosts; None if only this machine is served."""
+        return next(iter(self.lan_urls), None)
+
+    @property
+    def lan_urls(self) -> list[str]:
+        """All addresses for other hosts, the most likely one first."""
+        return self.server.addresses.lan_urls
+
+    @property
+    def proxy_url(self) -> str | None:
+        """The address through the proxy of JupyterHub, Binder, Colab or VS Code; None if there is no such proxy."""
+        return self.server.addresses.proxy_url
+
+    @property
+    def proxy_path(self) -> str | None:
+        """The path of this server on pages of the notebook's Jupyter server; None without jupyter-server-proxy."""
+        return self.server.addresses.proxy_path
 
     @property
     def requests(self) -> RequestList:
@@ -476,3 +628,21 @@ class Lab(
             HostingError: the daemon could not be started; the lab keeps running.
         """
         return self.server.start_daemon(self.workbench, self._events_panel, explicit_port=explicit_port, tools=tools)
+
+
+def facts_html(facts: Mapping[str, str]) -> str:
+    """Return the lines that describe a lab as a table in HTML."""
+    left = "style='text-align:left'"
+    rows = "".join(
+        f"<tr><th {left}>{html.escape(name)}</th><td {left}><code>{html.escape(value)}</code></td></tr>"
+        for name, value in facts.items()
+    )
+    return f"<table>{rows}</table>"
+
+
+def code_html(code: str) -> str:
+    """Return a collapsed QR code in HTML; empty if there is no code."""
+    if not code:
+        return ""
+    image = f"<img alt='QR code of the LAN address' src='{html.escape(code)}' width='180' height='180'>"
+    return f"<details><summary>QR code for phones</summary>{image}</details>"

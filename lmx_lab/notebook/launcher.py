@@ -23,8 +23,7 @@ from lmx_lab.notebook.addresses import Addresses, is_lan
 from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.load_progress import show_check, show_load
-from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.notebook.local_server import REQUESTS_S, LoopChoice, choose_loop
+from lmx_lab.notebook.local import REQUESTS_S, LocalBackend, LoopChoice, choose_loop
 from lmx_lab.notebook.verbs import in_thread, on_loop, run_verb
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings

@@ -12,10 +12,9 @@ from typing import Any, Literal, Protocol, cast
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError
-from lmx_lab.instrument.activations import HookTable
 from lmx_lab.instrument.probe import FOLDS, LayerActivations, Probe, ProbeRun
 from lmx_lab.instrument.steering import Steer, mean_difference
-from lmx_lab.instrument.traced_text import Traced, What, activation_fields, integer, trace_body, traced
+from lmx_lab.instrument.traces import HookTable, Traced, What, activation_fields, integer, trace_body, traced
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.encoding import Vectors

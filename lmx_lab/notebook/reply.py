@@ -15,8 +15,8 @@ from lmx_lab.backend import AnswerCost, AnswerStream, Backend, read_answer
 from lmx_lab.frames import align_columns
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
-from lmx_lab.instrument.token_table import TokenTable
-from lmx_lab.instrument.tree import HasTokens
+from lmx_lab.instrument.branches import HasTokens
+from lmx_lab.instrument.lens import TokenTable
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.generation import (
     Delta,

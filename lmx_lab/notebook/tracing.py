@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.activations import ActivationCache, HookTable
 from lmx_lab.instrument.attention import AttentionPattern
 from lmx_lab.instrument.attribution import LogitAttribution
 from lmx_lab.instrument.logit_lens import LogitLensTable
 from lmx_lab.instrument.patching import PatchSweep
-from lmx_lab.instrument.traced_text import (
+from lmx_lab.instrument.traces import (
+    ActivationCache,
+    HookTable,
     What,
     activation_fields,
     hook_list,

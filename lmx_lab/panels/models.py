@@ -82,7 +82,7 @@ class ModelJob:
 class ModelsPanel(Panel):
     """Shows the models on disk and in memory, with buttons that load and unload them. ``compact`` folds the list."""
 
-    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "direct.js", "models.js")
+    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "models.js")
     STYLES = ("panel.css", "models.css")
     REQUESTS: ClassVar[frozenset[str]] = frozenset({"refresh", "load", "cancel", "unload", "dismiss"})
 

@@ -7,7 +7,7 @@ const session = Math.random().toString(36).slice(2);
 
 /**
  * Send a request to the panel's Python object, and return its result. In VS Code, messages wait while the kernel is
- * busy: without a reply for one second, `fallback`, a route of the server, is called directly (see direct.js); the
+ * busy: without a reply for one second, `fallback`, a route of the server, is called directly (see models.js); the
  * first reply counts. Without any reply for 8 seconds, the request fails.
  * @returns {Promise<any>} The result. Rejects with an Error whose message can be displayed.
  */

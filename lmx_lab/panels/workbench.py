@@ -1,4 +1,4 @@
-"""Run the panels of one lab: their event loop, their timer, and the backend that they show."""
+"""Run the panels of one lab: their event loop, their timer, the backend that they show, and its recent history."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from lmx_lab.backend import Backend
-from lmx_lab.panels.event_source import EventSource
-from lmx_lab.panels.history import History
-from lmx_lab.panels.static_fallback import StaticViews
+from lmx_lab.panels.static_views import StaticViews
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 
+if TYPE_CHECKING:
+    # Imported for types only, because most labs have no daemon, and the client takes time to import.
+    from lmx_lab.client.event_receiver import ConnectionState
+    from lmx_lab.wire.events import DaemonEvent
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+KEPT_S = 15 * 60
+"""Time for which measurements are kept: two in a second."""
+MAX_SAMPLES = 2 * KEPT_S
+MAX_REQUESTS = 1000
 OWN_TASKS = 4
 """Number of tasks of an idle loop: the loop's main task, the workbench's main task, its timer and its event reader."""
 LAST_UPDATE_S = 1.0
@@ -30,6 +40,69 @@ IDLE_TICKS = 4
 ENDS_OF_LOADS = frozenset({"loaded", "unloaded", "failed"})
 TICK_S = 0.5
 """Time between two updates of the panels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedRequest:
+    """A request that has ended, and the time of its end."""
+
+    at: float
+    """Seconds since 1970."""
+    event: RequestEvent
+
+
+class History:
+    """The samples of the last ``KEPT_S`` seconds, and the ended requests.
+
+    The workbench adds to it; it can be read from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._requests: deque[EndedRequest] = deque(maxlen=MAX_REQUESTS)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples, oldest first."""
+        return list(self._samples)
+
+    @property
+    def requests(self) -> list[EndedRequest]:
+        """At most ``MAX_REQUESTS`` requests, oldest first."""
+        return list(self._requests)
+
+    def add_sample(self, sample: Sample) -> None:
+        if self._samples and self._samples[-1].at == sample.at:
+            return  # A server elsewhere sends one sample per second, but samples are read twice per second.
+        self._samples.append(sample)
+        while self._samples[0].at < sample.at - KEPT_S:
+            self._samples.popleft()
+
+    def add_request(self, event: RequestEvent) -> None:
+        self._requests.append(EndedRequest(at=time.time(), event=event))
+
+
+class EventSource(Protocol):
+    """The part of a daemon that the events panel uses. All methods run on the panels' loop and raise only
+    ``LabError``."""
+
+    @property
+    def place(self) -> str:
+        """The daemon's address, for display."""
+
+    def events(self) -> AsyncGenerator[DaemonEvent | ConnectionState, None]:
+        """Yield events and states of the connection, in order.
+
+        The stream ends or raises when no further attempt to connect can succeed.
+        """
+
+    async def decide(
+        self, permission_id: str, decision: Literal["allow", "deny"], scope: Literal["once", "session"]
+    ) -> None:
+        """Allow or deny a call; ``session`` also applies to later calls of the tool."""
+
+    async def cancel(self, session_id: str) -> None:
+        """Cancel the session's running turn; does nothing if there is none."""
 
 
 class Watcher(Protocol):

@@ -18,8 +18,7 @@ import lmx_lab
 from lmx_lab.batch import servers, vectors
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError, UnreachableError
 from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.notebook.remote import RemoteBackend
-from lmx_lab.notebook.remote_server import attach
+from lmx_lab.notebook.remote import RemoteBackend, attach
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelRecords
 from lmx_lab.wire.embeddings import EmbeddingsBody

@@ -30,7 +30,7 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.notebook.remote_server import attach
+from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
 from lmx_lab.wire.chat import ChatRequest
 from tests.batch.stored import stored_answers

@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from lmx_lab.notebook import Lab
-from lmx_lab.panels.conversation import from_json
+from lmx_lab.panels.chat import from_json
 from lmx_lab.settings import Settings
 from tests.browser.main_thread import described, traced_tasks
 from tests.support.browser import (

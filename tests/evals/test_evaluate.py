@@ -24,7 +24,7 @@ from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import Experiments
 from lmx_lab.evals.statistics import BOOTSTRAP, MCNEMAR, WILSON
 from lmx_lab.notebook.evaluate import SCORING_S
-from lmx_lab.notebook.remote_server import attach
+from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
 
 FRAME = pd.DataFrame(

@@ -12,8 +12,7 @@ import pytest
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
-from lmx_lab.notebook.addresses import Addresses
-from lmx_lab.notebook.jupyter_server import find_notebook_server
+from lmx_lab.notebook.addresses import Addresses, find_notebook_server
 from lmx_lab.settings import Settings
 from tests.support.labs import serving
 

@@ -163,7 +163,7 @@ def test_a_tree_is_walked_renamed_pruned_compared_and_exported(
             saver.save(tmp_path / "missing" / "file")
     with pytest.raises(InvalidRequestError, match="cannot be written: Is a directory; use another path"):
         tree.save(tmp_path)
-    monkeypatch.setattr("lmx_lab.instrument.tree.MAX_ANSWERS", 4)
+    monkeypatch.setattr("lmx_lab.instrument.branches.MAX_ANSWERS", 4)
     for add in (lambda: reply.branch(0, "Z"), lambda: tree.add(tree.root, 0, "Z", answer=second.answer)):
         with pytest.raises(InvalidRequestError, match="the tree has 4 answers, which is the limit; remove some"):
             add()

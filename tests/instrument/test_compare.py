@@ -13,7 +13,7 @@ import pytest
 import lmx_lab
 from lmx_lab.errors import EngineError, InvalidRequestError, NotLoadedError
 from lmx_lab.instrument import load_requests
-from lmx_lab.instrument.comparison import Comparison
+from lmx_lab.instrument.compare import Comparison
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, LoadSpec

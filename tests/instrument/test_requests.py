@@ -21,8 +21,7 @@ import lmx_lab
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
 from lmx_lab.instrument import Replay, load_requests
 from lmx_lab.instrument import store as store_module
-from lmx_lab.instrument.encoding import encode_provenance, encode_record
-from lmx_lab.instrument.store import RecordStore
+from lmx_lab.instrument.store import RecordStore, encode_provenance, encode_record
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import Provenance, Record
 

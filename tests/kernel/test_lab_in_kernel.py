@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SETUP = """
 import asyncio, os, threading, psutil, lmx_lab
-from lmx_lab.notebook import local_server
+from lmx_lab.notebook import local
 from lmx_lab.engine import ModelManager
 
 hi = "hi " * 4000  # echo repeats it for some seconds
@@ -157,7 +157,7 @@ def test_the_error_for_a_taken_port_names_the_lab_that_holds_it(lab: Notebook) -
     "fault",
     [
         "real, ModelManager.start = ModelManager.start, lambda self: 1 / 0",
-        "real, local_server.serve = local_server.serve, lambda app, sock, **k: real(broken, sock, **k)",
+        "real, local.serve = local.serve, lambda app, sock, **k: real(broken, sock, **k)",
     ],
     ids=["engine", "lifespan"],
 )
@@ -165,7 +165,7 @@ def test_a_failing_start_is_an_error_in_the_cell_and_releases_everything(noteboo
     notebook.run("async def broken(scope, receive, send): raise ValueError('no')\nbefore = sorted(listening())")
     notebook.run(fault)
     assert notebook.fail(launch(notebook)).error in ("ZeroDivisionError", "HostingError")
-    notebook.run("local_server.serve = real" if "local_server" in fault else "ModelManager.start = real")
+    notebook.run("local.serve = real" if "local.serve" in fault else "ModelManager.start = real")
     assert notebook.run("print(lmx_lab.current(), threads(), sorted(listening()) == before)") == "None set() True"
     assert healthz(int(notebook.run(launch(notebook)))) == 200
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
+import psutil
 import pytest
 
-from lmx_lab.notebook.addresses import Addresses
+from lmx_lab.notebook.addresses import Addresses, NotebookServer
 from lmx_lab.settings import Settings
 
 
@@ -20,3 +23,15 @@ def test_a_server_on_loopback_accepts_only_loopback_names() -> None:
     addresses = Addresses(settings=Settings(host="[::1]"), port=8400)
     assert (addresses.url, addresses.lan_urls) == ("http://[::1]:8400", [])
     assert addresses.policy().hosts == {"127.0.0.1:8400", "localhost:8400", "[::1]:8400"}
+
+
+def test_a_connection_is_recognized_by_both_of_its_ends() -> None:
+    server = NotebookServer(process=psutil.Process(), url="http://localhost:8888/")
+    with socket.create_server(("127.0.0.1", 0)) as lab, socket.create_server(("127.0.0.1", 0)) as other:
+        here, elsewhere = lab.getsockname(), other.getsockname()
+        with socket.create_connection(here) as connection:
+            peer = connection.getsockname()
+            assert server.owns(peer, here)
+            # Another process may use the same port for a connection to another address.
+            assert not server.owns(peer, elsewhere)
+            assert not server.owns((peer[0], peer[1] ^ 1), here)

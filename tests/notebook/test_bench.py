@@ -14,7 +14,7 @@ import lmx_lab
 from lmx_lab.bench import EngineTarget, load, summary
 from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
-from lmx_lab.notebook.remote_server import attach
+from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from tests.support.kernels import Notebook

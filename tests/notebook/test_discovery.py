@@ -15,7 +15,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.notebook import discovery
 from lmx_lab.notebook.discovery import Announcement, FoundLab, find_address, find_labs, is_name
-from lmx_lab.notebook.remote_server import attach
+from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
 from tests.support.labs import serving
 

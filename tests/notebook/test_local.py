@@ -16,8 +16,7 @@ import lmx_lab
 from lmx_lab.backend import Backend
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
 from lmx_lab.notebook.arguments import chat_request, rerank_body
-from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.notebook.local_server import LocalServer
+from lmx_lab.notebook.local import LocalBackend, LocalServer
 from lmx_lab.notebook.reply import Reply, read_reply
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel

@@ -14,8 +14,7 @@ import lmx_lab
 from lmx_lab import errors
 from lmx_lab.backend import Backend
 from lmx_lab.notebook.arguments import chat_request, rerank_body
-from lmx_lab.notebook.remote import RemoteBackend
-from lmx_lab.notebook.remote_server import attach
+from lmx_lab.notebook.remote import RemoteBackend, attach
 from lmx_lab.notebook.reply import Reply, read_reply
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent, RequestEvent

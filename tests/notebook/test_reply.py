@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost
-from lmx_lab.instrument.token_table import TokenTable
+from lmx_lab.instrument.lens import TokenTable
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.reply import Reply, ReplyStream, ReplyToolCall, json_shape, safe_markdown, tool_calls
 from lmx_lab.notebook.verbs import LoopPortal

@@ -13,14 +13,36 @@ import pytest
 
 from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, write_report
-from lmx_lab.notebook.snapshot import take_snapshot
-from lmx_lab.panels.history import EndedRequest
-from lmx_lab.wire.admin import ModelRecords, RequestEvent
-from tests.notebook.snapshots import STATE, sample, snapshot
+from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, Snapshot, report_html, take_snapshot, write_report
+from lmx_lab.panels.workbench import EndedRequest
+from lmx_lab.wire.admin import Compute, ModelRecord, ModelRecords, RequestEvent, Sample
 
+STATE = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400", model="tiny")
 HOSTILE = "<script>alert(1)</script><img src='http://evil.example/x' onerror=\"x\">\x00\u202e\ud800&amp;"
 VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+def sample(at: float, **values: float) -> Sample:
+    zero = dict.fromkeys(set(Sample.model_fields) - {"type", "at"}, 0)
+    return Sample(at=at, **{**zero, **values})
+
+
+def record(name: str) -> ModelRecord:
+    places = {"path": "/m", "loaded": True, "vram_gb": 0.27, "format": "mlx", "kind": "chat", "size_gb": 0.26}
+    return ModelRecord.model_validate({"id": name, **places, "quantization": None, "context_length": 8192})
+
+
+def snapshot(*models: str, state: ServerState = STATE, now: Sample | None = None) -> Snapshot:
+    compute = Compute(blas="openblas", detail="2 threads", threads=2, gflops=80.0)
+    return take_snapshot(state, ModelRecords(models=[record(name) for name in models], compute=compute), now)
+
+
+def test_a_snapshot_has_server_model_measurements_machine_and_versions() -> None:
+    taken = snapshot("tiny", now=sample(1, memory_active_gb=1.5, queued_requests=3))
+    for text in (repr(taken), taken._repr_html_().replace("&#x27;", "'")):
+        for words in ("running, on the kernel's loop", "127.0.0.1:8400", "tiny", "3 waiting", "1.50 GB", "cores"):
+            assert words in text
+        assert all(f"{name} " in text for name in ("lmx-lab", "mlx", "mlx-lm", "python"))
 
 
 class Page(HTMLParser):

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from lmx_lab.panels.static_fallback import WIDGET_VIEW
+from lmx_lab.panels.static_views import WIDGET_VIEW
 from tests.support.docs import NOTEBOOK_FOLDER, NOTEBOOKS
 from tests.support.extras import OF_MAKE_LAB, modules_outside
 from tests.support.kernels import without_ports

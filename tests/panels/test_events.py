@@ -12,8 +12,8 @@ import pytest
 
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import PermissionNotFoundError, UnauthorizedError, UnreachableError
-from lmx_lab.panels import event_rows, event_sessions
-from lmx_lab.panels.event_rows import COLUMNS, MAX_ROWS, EventRows, RowFilter
+from lmx_lab.panels import event_log
+from lmx_lab.panels.event_log import COLUMNS, MAX_ROWS, EventRows, RowFilter
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.layout import compose_panels
 from lmx_lab.panels.workbench import Workbench
@@ -169,7 +169,7 @@ def test_passing_rows_keep_their_numbers_when_older_ones_are_removed(log: Script
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_rows_are_bounded_in_bytes(log: ScriptedLog, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_rows, "MAX_BYTES", 3_000_000)
+    monkeypatch.setattr(event_log, "MAX_BYTES", 3_000_000)
     rows = EventRows()
     for number in range(300):
         text = "x" * 50_000
@@ -303,36 +303,36 @@ def test_a_refused_decision_is_reported_and_the_call_stays(
 
 
 def test_long_arguments_are_cut_and_the_rest_is_counted(log: ScriptedLog) -> None:
-    sessions = event_sessions.SessionTracker()
+    sessions = event_log.SessionTracker()
     sessions.add(log.permission_request(arguments={"text": "x" * 30_000}))
     (call,) = sessions.permissions()
-    assert len(call["arguments"]) == event_sessions.ARGUMENT_CHARACTERS
+    assert len(call["arguments"]) == event_log.ARGUMENT_CHARACTERS
     assert call["omitted"] > 10_000
 
 
 def test_a_view_has_the_oldest_waiting_calls(log: ScriptedLog) -> None:
-    sessions = event_sessions.SessionTracker()
-    for number in range(event_sessions.MAX_PERMISSIONS + 5):
+    sessions = event_log.SessionTracker()
+    for number in range(event_log.MAX_PERMISSIONS + 5):
         sessions.add(log.permission_request(f"per-{number}"))
     for shown in (5, 6):
         ids = [call["id"] for call in sessions.permissions()]
-        assert (ids[0], len(ids)) == (f"per-{shown}", event_sessions.VIEW_PERMISSIONS)
+        assert (ids[0], len(ids)) == (f"per-{shown}", event_log.VIEW_PERMISSIONS)
         sessions.remove_permission(ids[0])
 
 
 def test_sessions_and_their_texts_are_bounded(log: ScriptedLog) -> None:
-    sessions = event_sessions.SessionTracker()
+    sessions = event_log.SessionTracker()
     for number in range(300):
         sessions.add(log.created(f"ses-{number}", f"Title {number}"))
         sessions.add(log.token("x" * 50_000, session=f"ses-{number}"))
     seen = sessions.view()
     assert [each["name"] for each in seen[:2]] == ["Title 299", "Title 298"]
-    assert len(seen) == event_sessions.MAX_SESSIONS
-    assert len(sessions.live("ses-299")["text"]) == event_sessions.MAX_CHARACTERS
+    assert len(seen) == event_log.MAX_SESSIONS
+    assert len(sessions.live("ses-299")["text"]) == event_log.MAX_TURN_CHARACTERS
     assert sessions.live("ses-1") == {}
     for number in range(100):
         sessions.add(log.message("y" * 1000, message=f"m-{number}"))
-    assert len(sessions.live("ses-1")["text"]) == event_sessions.MAX_CHARACTERS
+    assert len(sessions.live("ses-1")["text"]) == event_log.MAX_TURN_CHARACTERS
 
 
 def test_a_failed_connection_is_shown_and_can_be_retried(reader: Reader, daemon: ScriptedDaemon) -> None:

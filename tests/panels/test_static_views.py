@@ -10,8 +10,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from lmx_lab.panels import static_fallback
-from lmx_lab.panels.static_fallback import StaticViews
+from lmx_lab.panels import static_views
+from lmx_lab.panels.static_views import StaticViews
 from tests.support.kernels import without_ports
 
 CELLS = (
@@ -55,7 +55,7 @@ def test_a_snapshot_is_sent_again_only_after_a_change(monkeypatch: pytest.Monkey
     sent: list[tuple[dict[str, str], dict[str, Any]]] = []
     monkeypatch.setattr("IPython.display.display", lambda data, **options: sent.append((data, options)))
     views, content = StaticViews(), ["one"]
-    bundle = {static_fallback.WIDGET_VIEW: {}, "text/html": "one"}
+    bundle = {static_views.WIDGET_VIEW: {}, "text/html": "one"}
     views.show((bundle, {}), lambda: content[0])
     assert not views.is_due
     views.mark_changed()
@@ -77,7 +77,7 @@ def test_an_error_in_a_snapshot_does_not_prevent_the_others(monkeypatch: pytest.
     sent: list[str] = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
     views = StaticViews()
-    bundle = {static_fallback.WIDGET_VIEW: {}, "text/html": "before"}
+    bundle = {static_views.WIDGET_VIEW: {}, "text/html": "before"}
     views.show((bundle, {}), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     views.show((bundle, {}), lambda: "after")
     views.mark_changed()
@@ -89,8 +89,8 @@ def test_only_the_newest_views_are_updated(monkeypatch: pytest.MonkeyPatch) -> N
     sent: list[str] = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
     views = StaticViews()
-    for _ in range(static_fallback.MAX_VIEWS + 5):
-        views.show(({static_fallback.WIDGET_VIEW: {}, "text/html": "before"}, {}), lambda: "after")
+    for _ in range(static_views.MAX_VIEWS + 5):
+        views.show(({static_views.WIDGET_VIEW: {}, "text/html": "before"}, {}), lambda: "after")
     sent.clear()
     views.refresh()
-    assert len(sent) == static_fallback.MAX_VIEWS
+    assert len(sent) == static_views.MAX_VIEWS

@@ -605,7 +605,7 @@ SCRIPTED_EVENTS = """
 import os, time
 from lmx_lab.panels.layout import compose_panels
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.panels.event_rows import GROUPS
+from lmx_lab.panels.event_log import GROUPS
 from tests.support.panels import Flood, LIVE, ScriptedDaemon, ScriptedLog
 from tests.support.panels import ScriptedBackend
 bench, daemon = Workbench(ScriptedBackend()), ScriptedDaemon()

@@ -21,8 +21,8 @@ import pytest
 import lmx_lab
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, LabClient
-from lmx_lab.notebook import remote_server
-from lmx_lab.notebook.remote_server import attach
+from lmx_lab.notebook import remote
+from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
@@ -303,18 +303,18 @@ def test_panels_keep_their_connection_until_those_of_another_one_are_shown(lab: 
     gc.collect()
     until(lambda: first.server["state"] == "stopped")
     until(lambda: second.server["model"] == "tiny")
-    remote_server._PANEL_CONNECTIONS[lab.url].close()
+    remote._PANEL_CONNECTIONS[lab.url].close()
     until(lambda: second.server["state"] == "stopped")
-    assert lab.url not in remote_server._PANEL_CONNECTIONS
+    assert lab.url not in remote._PANEL_CONNECTIONS
 
 
 def test_connections_are_not_kept_without_a_limit(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_server, "MAX_PANEL_CONNECTIONS", 1)
+    monkeypatch.setattr(remote, "MAX_PANEL_CONNECTIONS", 1)
     elsewhere = lab.url.replace("127.0.0.1", "localhost")
     far, other = attach(lab.url, api_key=KEY), attach(elsewhere, api_key=KEY)
     far.panel("metrics")
     other.panel("metrics")
-    assert {elsewhere: other._server} == remote_server._PANEL_CONNECTIONS
+    assert {elsewhere: other._server} == remote._PANEL_CONNECTIONS
     far.stop()
     other.stop()
 
@@ -338,7 +338,7 @@ print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.complet
 
 @pytest.mark.parametrize("end", ["", "/", "/v1"])
 def test_the_repr_describes_the_connection(lab: lmx_lab.Lab, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_server, "REPR_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(remote, "REPR_TIMEOUT_S", WAIT_S)
     with attach(lab.url + end, api_key=KEY) as far:
         assert far.url == lab.url
         assert far.openai == {"base_url": f"{lab.url}/v1", "api_key": KEY}
@@ -348,7 +348,7 @@ def test_the_repr_describes_the_connection(lab: lmx_lab.Lab, end: str, monkeypat
 
 
 def test_the_repr_says_that_the_server_does_not_answer(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_server, "REPR_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(remote, "REPR_TIMEOUT_S", WAIT_S)
     with serving(tiny_home, None) as lab:
         far = attach(lab.url)
         assert "no model ready" in repr(far)
