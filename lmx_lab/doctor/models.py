@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 
-from lmx_lab.doctor.finding import Finding
+from lmx_lab.doctor import Finding
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import by_model
 from lmx_lab.weights import Catalog
