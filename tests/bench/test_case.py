@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict
-from typing import Any
-import numpy as np
-import pytest
-from lmx_lab.bench import Case, Closed, Poisson, Sweep
-from lmx_lab.bench.case import BOUNDS, MAX_CASES, number_repeats
-from lmx_lab.errors import InvalidRequestError
 from itertools import takewhile
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmx_lab.bench import Case
-from lmx_lab.bench.case import MIN_WORDS, TASK, UNIQUE_WORDS, prompt, prompt_hash, words
+
+from lmx_lab.bench import Case, Closed, Poisson, Sweep
+from lmx_lab.bench.case import (
+    BOUNDS,
+    MAX_CASES,
+    MIN_WORDS,
+    TASK,
+    UNIQUE_WORDS,
+    number_repeats,
+    prompt,
+    prompt_hash,
+    words,
+)
+from lmx_lab.errors import InvalidRequestError
 
 SIZES: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 8}
 COLD = Case(prompt_tokens=200, output_tokens=8, concurrency=1)

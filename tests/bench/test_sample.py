@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-import pytest
-from lmx_lab.bench.sample import Chunk, ServerMetrics, Trace, measure_chunk
-from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
-from lmx_lab.errors import EngineError, UnreachableError
-from tests.support.model_server import event
 import math
 import sys
 import time
 from datetime import datetime
+from typing import Any
+
 import pandas as pd
 import pytest
+
 from lmx_lab.bench import frame
-from lmx_lab.bench.sample import COLUMNS, RunClock, row
+from lmx_lab.bench.sample import COLUMNS, Chunk, RunClock, ServerMetrics, Trace, measure_chunk, row
+from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
+from lmx_lab.errors import EngineError, UnreachableError
+from tests.support.model_server import event
 from tests.support.samples import sample
-
-
 
 
 def metrics(*chunks: Chunk) -> dict[str, Any]:
