@@ -10,11 +10,9 @@ from pathlib import Path
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, did_you_mean
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, Format, ModelEntry, by_model
-from lmx_lab.weights.gguf.config import converted_bytes, refuse_unsupported
-from lmx_lab.weights.gguf.convert import convert_gguf, converted_id
+from lmx_lab.weights.gguf.convert import convert_gguf, converted_bytes, converted_id, refuse_unsupported
 from lmx_lab.weights.gguf.model import read_gguf
 from lmx_lab.weights.hub import cache as cache_module
-from lmx_lab.weights.package_index import fetch_starter
 from lmx_lab.weights.quantized_copies import copy_locations
 from lmx_lab.weights.scan import (
     ModelLocation,
@@ -30,7 +28,7 @@ from lmx_lab.weights.scan import (
     write_source,
 )
 from lmx_lab.weights.scanner import Listing, Root, Scanner
-from lmx_lab.weights.starters import STARTERS, Starter, find_starter
+from lmx_lab.weights.starters import STARTERS, Starter, fetch_starter, find_starter
 from lmx_lab.weights.store import (
     Progress,
     ProgressCallback,
