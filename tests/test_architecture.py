@@ -102,8 +102,8 @@ TABLE = {
 ONLY_IN = {
     "uvicorn": {"http.uvicorn_server", "http.protocol", "http.websocket_protocol"},
     "h11": {"http.protocol"},
-    "huggingface_hub": {"weights.hub.download"},
-    "filelock": {"weights.store", "weights.hub.download"},
+    "huggingface_hub": {"weights.hub_download"},
+    "filelock": {"weights.store", "weights.hub_download"},
     "prometheus_client": {"server.metrics"},
     "opentelemetry": {"server.telemetry", "server.span_attributes"},
     "sqlite3": {"daemon.storage.store", "instrument.store", "batch.cache", "evals.experiments"},

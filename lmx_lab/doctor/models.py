@@ -14,7 +14,7 @@ from lmx_lab.doctor import Finding
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import by_model
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.hub.download import endpoint
+from lmx_lab.weights.hub_download import endpoint
 
 HUB_TIMEOUT_S = 2.0
 TRUE_VALUES = ("1", "true", "yes", "on")

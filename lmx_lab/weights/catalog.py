@@ -12,7 +12,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, Format, ModelEntry, by_model
 from lmx_lab.weights.gguf.convert import convert_gguf, converted_bytes, converted_id, refuse_unsupported
 from lmx_lab.weights.gguf.model import read_gguf
-from lmx_lab.weights.hub import cache as cache_module
+from lmx_lab.weights.hub import cache_folder
 from lmx_lab.weights.quantized_copies import copy_locations
 from lmx_lab.weights.scan import (
     ModelLocation,
@@ -212,9 +212,9 @@ class Catalog:
 
     def _fetch_from_hub(self, name: str, repo: str, choice: str | None, report: ProgressCallback) -> ModelEntry:
         # Slow to import, and most processes never download.
-        from lmx_lab.weights.hub.download import download
+        from lmx_lab.weights.hub_download import download
 
-        cache = cache_module.cache_folder()
+        cache = cache_folder()
         # One download per repository at a time: the progress is measured by the size of its folder.
         with lock_model(self._models, repo):
             if present := self._present(name):
@@ -275,7 +275,7 @@ class Catalog:
 
     def _all_roots(self) -> Iterator[Root]:
         yield self._models, store_locations(self._models)
-        cache = cache_module.cache_folder()
+        cache = cache_folder()
         yield cache, hub_locations(cache)
         for folder in self._settings.model_folders:
             yield folder, folder_locations(folder, "folder")
@@ -284,7 +284,7 @@ class Catalog:
     def _ambiguous(self, name: str) -> ModelNotFoundError | None:
         """Return the error for a repository with several quantizations on disk."""
         prefix = f"{name}:"
-        locations = hub_locations(cache_module.cache_folder())
+        locations = hub_locations(cache_folder())
         here = [location.id for location in locations if location.id.startswith(prefix)]
         if len(here) < 2:
             return None

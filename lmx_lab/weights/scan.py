@@ -17,8 +17,7 @@ from lmx_lab.weights.config_check import check_config
 from lmx_lab.weights.files import check_files, open_regular, read_json, read_regular
 from lmx_lab.weights.gguf.model import read_gguf_facts
 from lmx_lab.weights.gguf.names import GgufFiles, choices_for, group_files, is_gguf, label_models, parts_of
-from lmx_lab.weights.hub.cache import CachedRepo, repositories
-from lmx_lab.weights.hub.verify import is_unverified, require_verified
+from lmx_lab.weights.hub import CachedRepo, is_unverified, repositories, require_verified
 from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
 from lmx_lab.weights.starters import find_starter
 

@@ -25,7 +25,7 @@ from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.hub.download import download
+from lmx_lab.weights.hub_download import download
 from lmx_lab.weights.starters import Starter, _extract_members
 from lmx_lab.weights.store import Progress, ignore_progress
 from tests.support.hub import Hub
