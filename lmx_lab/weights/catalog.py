@@ -10,19 +10,17 @@ from pathlib import Path
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, did_you_mean
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, Format, ModelEntry, by_model
+from lmx_lab.weights.facts import read_entry, read_facts, read_gguf
 from lmx_lab.weights.gguf.convert import convert_gguf, converted_bytes, converted_id, refuse_unsupported
-from lmx_lab.weights.gguf.model import read_gguf
 from lmx_lab.weights.hub import cache_folder
-from lmx_lab.weights.quantized_copies import copy_locations
-from lmx_lab.weights.scan import (
+from lmx_lab.weights.locations import (
     ModelLocation,
+    copy_locations,
     folder_locations,
     hub_locations,
     join_formats,
     model_path,
     path_locations,
-    read_entry,
-    read_facts,
     store_location,
     store_locations,
     write_source,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.files import read_json, read_regular
 from lmx_lab.weights.gguf.header import read_header
-from lmx_lab.weights.gguf.model import read_gguf
 
 NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
