@@ -20,8 +20,8 @@ from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
 from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import KvCacheDtype, LoadSpec
+from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.fingerprint import with_marks
-from lmx_lab.weights.gguf.model import read_gguf
 
 FIGURE = "quantized KV cache: change of the log-likelihood"
 CONTEXT = "quantized KV cache: tokens in the same memory ÷ float16"

@@ -17,8 +17,8 @@ from benchmarks.processes import Reply, Worker
 from benchmarks.rows import Limit, Row
 from benchmarks.servers import LabServer, lab_server
 from lmx_lab.bench import Case, ChatTarget, RequestSample, drive, summary
+from lmx_lab.bench.case import prompt
 from lmx_lab.bench.load_generator import calibrate
-from lmx_lab.bench.prompts import prompt
 
 FIGURE = "map: tok/s ÷ lmx-lab bench"
 CORES = "map: cores used by the client"

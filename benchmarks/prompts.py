@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from lmx_lab.bench.prompts import WORDS
+from lmx_lab.bench.case import WORDS
 
 Message = dict[str, str]
 

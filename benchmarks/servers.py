@@ -22,7 +22,7 @@ from lmx_lab.engine.mlx.memory import limit_bytes
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.gguf.model import read_gguf
+from lmx_lab.weights.facts import read_gguf
 
 POLL_S = 0.002
 

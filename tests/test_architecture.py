@@ -102,8 +102,8 @@ TABLE = {
 ONLY_IN = {
     "uvicorn": {"http.uvicorn_server", "http.connections"},
     "h11": {"http.connections"},
-    "huggingface_hub": {"weights.hub.download"},
-    "filelock": {"weights.store", "weights.hub.download"},
+    "huggingface_hub": {"weights.hub_download"},
+    "filelock": {"weights.store", "weights.hub_download"},
     "prometheus_client": {"server.metrics"},
     "opentelemetry": {"server.telemetry"},
     "sqlite3": {"daemon.storage.store", "instrument.store", "batch.cache", "evals.experiments"},
@@ -194,14 +194,14 @@ def room(module: str) -> str:
 
 def test_only_one_module_makes_data_frames() -> None:
     """Other ways lose the type of an empty column, or round integers among which values are missing."""
-    # batch.table: vectors of polars, which have a fixed length.
+    # batch.answers: vectors of polars, which have a fixed length.
     makers = {
         module
         for module, path in modules().items()
         for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "DataFrame"
     }
-    assert makers == {"frames", "batch.table"}
+    assert makers == {"frames", "batch.answers"}
 
 
 def test_every_room_has_a_row() -> None:

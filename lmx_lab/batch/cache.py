@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from lmx_lab.batch.answer import RowAnswer
-from lmx_lab.batch.table import DTYPES, answer_row
+from lmx_lab.batch.answers import DTYPES, RowAnswer, answer_row
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.frames import make_table
 from lmx_lab.instrument.store import create_tables, open_database

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from lmx_lab.backend import Backend
-from lmx_lab.batch.answer import RowAnswer
+from lmx_lab.batch.answers import RowAnswer, RowSource
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import is_missing
 from lmx_lab.batch.run import UNFINISHED, Errors
 from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, identify
-from lmx_lab.batch.table import RowSource
 from lmx_lab.errors import EngineDeadError, EngineError, InvalidRequestError, LabError, NotLoadedError
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.wire.embeddings import EmbeddingsBody

@@ -11,10 +11,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lmx_lab.bench.case import Case, Closed, Poisson
-from lmx_lab.bench.metrics import Trace
-from lmx_lab.bench.prompts import prompt, prompt_hash, words
-from lmx_lab.bench.sample import RequestSample, RunClock, new_run
+from lmx_lab.bench.case import Case, Closed, Poisson, prompt, prompt_hash, words
+from lmx_lab.bench.sample import RequestSample, RunClock, Trace, new_run
 from lmx_lab.bench.targets import Target, TargetFacts
 from lmx_lab.errors import InvalidRequestError, LabError, UnclearModelError, UnreachableError
 

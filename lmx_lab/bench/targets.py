@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from typing_extensions import TypeIs
 
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
-from lmx_lab.bench.metrics import Chunk, ServerMetrics, measure_chunk
+from lmx_lab.bench.sample import Chunk, ServerMetrics, measure_chunk
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
 from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
 from lmx_lab.client.chat_format import DONE, MAX_OPEN_S

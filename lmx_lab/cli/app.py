@@ -21,10 +21,9 @@ from lmx_lab.cli import (
     bench,
     chat,
     daemon,
-    discover,
     doctor,
     events,
-    loading,
+    labs,
     models,
     serve,
 )
@@ -52,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # In the order in which --help lists them.
-for _module in (serve, loading, discover, daemon, chat, events, bench, models, doctor):
+for _module in (serve, labs, daemon, chat, events, bench, models, doctor):
     app.add_typer(_module.app)
 
 

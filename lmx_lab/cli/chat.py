@@ -26,8 +26,7 @@ from lmx_lab.errors import InvalidRequestError, SessionNotFoundError, Unreachabl
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
-    from lmx_lab.cli.conversation import Conversation
-    from lmx_lab.cli.direct_chat import DirectConversation
+    from lmx_lab.cli.conversation import Conversation, DirectConversation
     from lmx_lab.client import DaemonClient, Session
 
 app = typer.Typer()
@@ -103,9 +102,9 @@ def _daemon_runs() -> bool:
 
 
 def _chat_without_daemon(question: str | None, *, model: str | None, system: str | None) -> None:
-    direct = load("lmx_lab.cli.direct_chat:")
-    with direct.lab_for_chat(settings_with_folders(), model) as lab:
-        conversation: DirectConversation = direct.DirectConversation(lab, system=system)
+    module = load("lmx_lab.cli.conversation:")
+    with module.lab_for_chat(settings_with_folders(), model) as lab:
+        conversation: DirectConversation = module.DirectConversation(lab, system=system)
         if question is None:
             conversation.run()
         elif status := conversation.ask(question):

@@ -55,7 +55,7 @@ def pull(
         return
     catalog_class: type[Catalog] = load("lmx_lab.weights:Catalog")
     settings = settings_with_folders()
-    load("lmx_lab.weights.quantized_copies:remove_stale_copies")(settings.quantized_folder)
+    load("lmx_lab.weights.locations:remove_stale_copies")(settings.quantized_folder)
     with load("lmx_lab.progress:bar")(model) as bar:
         catalog = catalog_class(settings)
         if mlx:

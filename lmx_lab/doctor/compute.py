@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from lmx_lab.doctor.finding import Finding
+from lmx_lab.doctor import Finding
 from lmx_lab.engine.cpu_blas import configure_blas
 from lmx_lab.engine.engine_choice import replaced_cuda_package
 from lmx_lab.engine.mlx import memory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lmx_lab.client.credentials import STATE, read_state_file
 from lmx_lab.daemon.home import read_state
-from lmx_lab.doctor.finding import Finding
+from lmx_lab.doctor import Finding
 from lmx_lab.errors import UnreachableError
 from lmx_lab.settings import Settings
 

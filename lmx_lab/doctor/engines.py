@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from lmx_lab.doctor.finding import Finding
+from lmx_lab.doctor import Finding
 from lmx_lab.engine.engine_choice import TITLES, preferred_engine
 from lmx_lab.engine.llama_cpp.process import PACKAGE
 from lmx_lab.engine.measure import measure_speeds

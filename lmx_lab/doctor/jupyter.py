@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from lmx_lab.doctor.finding import Finding
+from lmx_lab.doctor import Finding
 from lmx_lab.extras import install_command
 from lmx_lab.settings import Settings
 

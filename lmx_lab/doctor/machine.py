@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from lmx_lab.doctor.finding import Finding
+from lmx_lab.doctor import Finding
 from lmx_lab.extras import install_command
 from lmx_lab.settings import Settings
 from lmx_lab.weights.starters import STARTERS

@@ -10,11 +10,11 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 
-from lmx_lab.doctor.finding import Finding
+from lmx_lab.doctor import Finding
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import by_model
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.hub.download import endpoint
+from lmx_lab.weights.hub_download import endpoint
 
 HUB_TIMEOUT_S = 2.0
 TRUE_VALUES = ("1", "true", "yes", "on")

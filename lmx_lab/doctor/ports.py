@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from lmx_lab.doctor.finding import Finding
+from lmx_lab.doctor import Finding
 from lmx_lab.errors import PortTakenError
 from lmx_lab.http.uvicorn_server import PORTS_TRIED, bind
 from lmx_lab.settings import Settings

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.backend import Backend
-from lmx_lab.batch.choices import plain_text, text_tokens
 from lmx_lab.batch.prompts import Prompt
+from lmx_lab.batch.run import plain_text, text_tokens
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb
-from lmx_lab.evals.inspect_log import write_inspect_log
+from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb, write_inspect_log
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, mean_score, to_json
 from lmx_lab.evals.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
 from lmx_lab.frames import Dtype, dtypes_of, html_table, make_table, make_table_of_columns

@@ -1,13 +1,19 @@
-"""Copy evaluations to MLflow and to Weights & Biases, which are optional packages."""
+"""Copy evaluations to MLflow, to Weights & Biases and to log files of Inspect, which are optional packages."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.evals.rows import RunFacts
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, to_plain
 from lmx_lab.evals.statistics import LEVEL, Score
 from lmx_lab.extras import import_optional
 
@@ -18,6 +24,22 @@ PROJECT = "lmx-lab"
 """Default name of the experiment or project."""
 PARAMETER_CHARACTERS = 6000
 """Maximum length of a parameter in MLflow."""
+SUFFIX = ".eval"
+STOP_REASONS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
+"""Inspect's stop reasons by finish reason."""
+ROLES = {"developer": "system"}
+"""Inspect's replacements for roles that it does not support."""
+CONFIG = {
+    "stop": "stop_seqs",
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_p", "top_k", "max_tokens", "seed"),
+            *("presence_penalty", "frequency_penalty"),
+        )
+    },
+}
+"""Inspect's names for sampling parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +106,164 @@ def figures(run: ExportedRun) -> Mapping[str, float]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def write_inspect_log(run: ExportedRun, rows: Sequence[EvaluatedRow], path: str | os.PathLike[str]) -> Path:
+    """Write the file. See ``Evaluation.to_inspect``."""
+    file = Path(path).expanduser()
+    if file.suffix != SUFFIX:
+        raise InvalidRequestError(f"path is {str(file)!r:.200}; give a file that ends with {SUFFIX}", param="path")
+    if file.exists():
+        raise InvalidRequestError(f"{file} exists already; give another path, or delete it", param="path")
+    log = import_optional("inspect_ai.log", "to_inspect")
+    made = log.EvalLog.model_validate(_log(run, rows))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # On a thread, because Inspect runs an event loop, and a notebook has one already.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(log.write_eval_log, made, str(file)).result()
+    except OSError as exc:
+        raise InvalidRequestError(f"{file} cannot be written: {exc.strerror or exc}", param="path") from exc
+    return file
+
+
+def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
+    """Return the log as the values of Inspect's classes."""
+    facts = run.facts
+    metric: Mapping[str, Any] = facts.settings.get("metric", {})
+    name, model = str(metric.get("name", PROJECT)), f"{PROJECT}/{facts.model}"
+    # The end of the run is not stored. Without an end, the viewer shows NaN.
+    longest_s = max((row.total_s or 0.0 for row in rows), default=0.0)
+    began, ended = (datetime.fromtimestamp(at, UTC).isoformat() for at in (facts.at, facts.at + longest_s))
+    parameters: Mapping[str, Any] = facts.settings.get("parameters", {})
+    samples = [
+        {"id": id_, "epoch": epoch, **_sample(row, metric=name, model=model, system=parameters.get("system"))}
+        for row, id_, epoch in _numbered(rows)
+    ]
+    ids = list(dict.fromkeys(sample["id"] for sample in samples))
+    options = {key: value for key, value in metric.items() if key != "name"}
+    return {
+        "status": "success",
+        "eval": {
+            "created": began,
+            "run_id": secrets.token_hex(8),
+            "task": facts.name,
+            "task_id": secrets.token_hex(8),
+            "task_args": {"prompt": to_plain(facts.settings.get("prompt"))},
+            "dataset": {"samples": len(ids), "sample_ids": ids},
+            "model": model,
+            "model_generate_config": _config(parameters),
+            "config": {"epochs": max((sample["epoch"] for sample in samples), default=1)},
+            "packages": dict(facts.versions),
+            "metadata": {
+                "engine": facts.engine,
+                "weights": facts.weights,
+                "frame": facts.frame,
+                "machine": facts.machine,
+                "settings": to_plain(facts.settings),
+            },
+            "scorers": [{"name": name, "options": to_plain(options)}],
+        },
+        "results": _results(run, len(rows), name),
+        "stats": {"started_at": began, "completed_at": ended, "model_usage": {model: _usage(rows)}},
+        "samples": samples,
+    }
+
+
+def _results(run: ExportedRun, samples: int, scorer: str) -> dict[str, Any]:
+    """Return the score as the values of Inspect's class of results."""
+    measured = {key: value for key, value in figures(run).items() if key in ("score", "low", "high")}
+    scored = samples - run.errors
+    return {
+        "total_samples": samples,
+        "completed_samples": scored,
+        "scores": [
+            {
+                "name": scorer,
+                "scorer": scorer,
+                "scored_samples": scored,
+                "unscored_samples": run.errors,
+                "metrics": {key: {"name": key, "value": value} for key, value in measured.items()},
+                "metadata": {"interval": f"{run.score.method}, level {LEVEL}"},
+            }
+        ],
+    }
+
+
+def _config(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    config = {CONFIG[name]: value for name, value in parameters.items() if name in CONFIG}
+    if isinstance(config.get("stop_seqs"), str):
+        config["stop_seqs"] = [config["stop_seqs"]]
+    return config
+
+
+def _numbered(rows: Sequence[EvaluatedRow]) -> list[tuple[EvaluatedRow, str, int]]:
+    """Return each row with the unique id of its sample, and its epoch."""
+    groups = answers_by_row(rows)
+    labels = [str(to_plain(answers[0].label)) for answers in groups]
+    # If labels are not unique, the ids are positions. The metadata of each sample contains its label.
+    ids = labels if len(set(labels)) == len(labels) else [str(at) for at in range(len(labels))]
+    return [(row, id_, 1 + (row.sample or 0)) for id_, answers in zip(ids, groups, strict=True) for row in answers]
+
+
+def _sample(row: EvaluatedRow, *, metric: str, model: str, system: str | None) -> dict[str, Any]:
+    messages = _messages(row, system)
+    usage = _usage([row])
+    answer = {"role": "assistant", "content": row.answer or "", "model": model, "source": "generate"}
+    reason = STOP_REASONS.get(row.finish_reason or "", "unknown")
+    sample: dict[str, Any] = {
+        "input": row.prompt if isinstance(row.prompt, str) else messages or "",
+        "choices": list(row.choices) or None,
+        "target": _target(row),
+        "messages": messages,
+        "metadata": {"label": to_plain(row.label), "request_id": row.request_id},
+        "model_usage": {model: usage},
+        "total_time": row.total_s,
+    }
+    if row.answer is not None:
+        sample["messages"] = [*messages, answer]
+        choice = {"message": answer, "stop_reason": reason}
+        sample["output"] = {"model": model, "choices": [choice], "usage": usage, "time": row.total_s}
+    if row.score is not None:
+        found = {"logprobs": list(row.logprobs), "probability": row.probability} if row.logprobs else None
+        sample["scores"] = {
+            metric: {"value": row.score, "answer": row.answer, "explanation": row.verdict, "metadata": found}
+        }
+    if row.error is not None:
+        sample["error"] = {"message": row.error, "traceback": "", "traceback_ansi": ""}
+    return sample
+
+
+def _messages(row: EvaluatedRow, system: str | None) -> list[dict[str, Any]]:
+    if row.prompt is None:
+        return []
+    first = [] if system is None else [{"role": "system", "content": system}]
+    given = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    return [
+        *first,
+        *(
+            {"role": ROLES.get(each["role"], each["role"]), "content": _message_text(each.get("content"))}
+            for each in given
+        ),
+    ]
+
+
+def _message_text(content: Any) -> str:
+    """Return the text of a message, whose content may consist of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+
+
+def _target(row: EvaluatedRow) -> str | list[str]:
+    expected = to_plain(row.expected)
+    if row.choices and isinstance(expected, int) and 0 <= expected < len(row.choices):
+        return row.choices[expected]
+    if isinstance(expected, list):
+        return [str(each) for each in expected]
+    return "" if expected is None else str(expected)
+
+
+def _usage(rows: Sequence[EvaluatedRow]) -> dict[str, int]:
+    prompt, answer = (sum(getattr(row, name) or 0 for row in rows) for name in ("prompt_tokens", "output_tokens"))
+    return {"input_tokens": prompt, "output_tokens": answer, "total_tokens": prompt + answer}

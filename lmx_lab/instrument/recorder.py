@@ -12,7 +12,7 @@ from lmx_lab.instrument.store import RecordStore
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.recording import NO_HASH, Record
 from lmx_lab.weights.fingerprint import known_content_digest, marks_digest
-from lmx_lab.weights.templates import chat_templates
+from lmx_lab.weights.tokenizer_files import chat_templates
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from lmx_lab.batch.answers import LOGPROBS, SAMPLE, RowSource, read_source
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import Prompt, PromptSource, Row, RowPrompts, is_missing
 from lmx_lab.batch.run import UNFINISHED, BatchOptions, BatchRun
 from lmx_lab.batch.servers import LoadedModel, loaded_model
-from lmx_lab.batch.table import LOGPROBS, SAMPLE, RowSource, read_source
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments

@@ -10,12 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmx_lab.backend import Backend
+from lmx_lab.batch.answers import RowSource, answer_table, check_names, read_source
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
 from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, MakeRequest, Retry
 from lmx_lab.batch.servers import loaded_model, same_models
-from lmx_lab.batch.table import RowSource, answer_table, check_names, read_source
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.verbs import LoopPortal, PortalOwner, awaited, blocking, in_thread, on_loop

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.backend import Backend
+from lmx_lab.batch.answers import TEXT, RowSource, read_source, select_rows, vector_table
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.run import Errors
 from lmx_lab.batch.servers import same_models
-from lmx_lab.batch.table import TEXT, RowSource, read_source, select_rows, vector_table
 from lmx_lab.batch.vectors import (
     EmbeddingRun,
     embedding_model,

@@ -41,7 +41,7 @@ from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import RecordMode
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.hub.cache import cache_folder
+from lmx_lab.weights.hub import cache_folder
 
 if TYPE_CHECKING:
     from lmx_lab.server.telemetry import RequestSpans

@@ -30,10 +30,9 @@ from lmx_lab.server.openapi import OLLAMA_COMMON_ERRORS, OLLAMA_ERRORS, OLLAMA_L
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.files import in_thread, read_json
-from lmx_lab.weights.gguf.model import read_gguf
-from lmx_lab.weights.infill import can_infill
-from lmx_lab.weights.templates import main_template
+from lmx_lab.weights.tokenizer_files import can_infill, main_template
 from lmx_lab.wire.ollama import (
     OllamaError,
     OllamaModel,

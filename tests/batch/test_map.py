@@ -19,7 +19,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.backend import AnswerStream
-from lmx_lab.batch.answer import RowAnswer
+from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.errors import (
     BatchStoppedError,

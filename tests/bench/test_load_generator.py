@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.bench.case import Case, Poisson
+from lmx_lab.bench.case import Case, Poisson, prompt_hash
 from lmx_lab.bench.load_generator import MAX_FAILURES, CaseRun, Run, drive
-from lmx_lab.bench.metrics import Chunk
-from lmx_lab.bench.prompts import prompt_hash
-from lmx_lab.bench.sample import RequestSample
+from lmx_lab.bench.sample import Chunk, RequestSample
 from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.errors import InvalidRequestError, UnreachableError
 from tests.support.model_server import (

@@ -1,4 +1,4 @@
-"""The table has ordered columns whose types do not depend on the values."""
+"""Tests of the measurement of one request: its metrics, and the rows of tables."""
 
 from __future__ import annotations
 
@@ -6,13 +6,162 @@ import math
 import sys
 import time
 from datetime import datetime
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from lmx_lab.bench import frame
-from lmx_lab.bench.sample import COLUMNS, RunClock, row
+from lmx_lab.bench.sample import COLUMNS, Chunk, RunClock, ServerMetrics, Trace, measure_chunk, row
+from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
+from lmx_lab.errors import EngineError, UnreachableError
+from tests.support.model_server import event
 from tests.support.samples import sample
+
+
+def metrics(*chunks: Chunk) -> dict[str, Any]:
+    trace = Trace(sent_at_s=10.0, ended_at_s=10.0)
+    for chunk in chunks:
+        trace.add(chunk)
+    return trace.metrics()
+
+
+def read(**fields: Any) -> Chunk:
+    return measure_chunk(ChunkReader("http://x").read(event(fields).removeprefix(b"data: ").decode()), 1.0)
+
+
+def test_the_metrics_of_ten_tokens_agree_with_a_calculation_by_hand() -> None:
+    times = [10.5, *(10.6 + 0.1 * number for number in range(9))]
+    found = metrics(
+        Chunk(at_s=10.0),
+        *(Chunk(at_s=at_s, tokens=1) for at_s in times),
+        Chunk(at_s=11.4, finish_reason="length"),
+        Chunk(at_s=11.5, usage=TokenUsage(prompt=30, cached=10, completion=10)),
+    )
+    assert found == {
+        "prompt_tokens": 30,
+        "cached_tokens": 10,
+        "output_tokens": 10,
+        "counted_by": "usage",
+        "pieces": 10,
+        "ttft_ms": pytest.approx(500),
+        "itl_ms_p50": pytest.approx(100),
+        "itl_ms_p95": pytest.approx(100),
+        "itl_ms_p99": pytest.approx(100),
+        "prefill_tok_s": pytest.approx(40),
+        "decode_tok_s": pytest.approx(10),
+        "e2e_ms": pytest.approx(1500),
+        "queue_ms": None,
+        "server_ttft_ms": None,
+        "server_prefill_tok_s": None,
+        "server_decode_tok_s": None,
+        "peak_memory_gb": None,
+        "drafted_tokens": None,
+        "accepted_tokens": None,
+        "finish_reason": "length",
+    }
+
+
+def test_the_time_of_a_last_token_without_text_counts() -> None:
+    usage = TokenUsage(prompt=3, cached=None, completion=3)
+    found = metrics(
+        Chunk(at_s=10.5, tokens=1),
+        Chunk(at_s=10.6, tokens=1),
+        Chunk(at_s=10.7, finish_reason="stop"),
+        Chunk(at_s=12.0, usage=usage),
+    )
+    assert found["decode_tok_s"] == pytest.approx(10)
+
+
+def test_the_tokens_of_a_piece_share_the_time_before_it() -> None:
+    found = metrics(Chunk(at_s=10.5, tokens=2), Chunk(at_s=10.9, tokens=4), Chunk(at_s=11.0, tokens=1))
+    assert found["itl_ms_p50"] == pytest.approx(100)
+    assert found["decode_tok_s"] == pytest.approx(10)
+
+
+def test_the_times_of_tokens_are_unknown_if_pieces_are_large() -> None:
+    usage = TokenUsage(prompt=3, cached=None, completion=128)
+    found = metrics(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, tokens=1), Chunk(at_s=10.7, usage=usage))
+    assert (found["output_tokens"], found["pieces"], found["decode_tok_s"]) == (128, 2, None)
+    assert "itl_ms_p50" not in found
+    assert found["ttft_ms"] == pytest.approx(500)
+
+
+def test_times_start_when_the_request_was_due() -> None:
+    trace = Trace(sent_at_s=10.0, due_at_s=7.0, ended_at_s=10.0)
+    for chunk in (Chunk(at_s=10.5, tokens=1), Chunk(at_s=11.0, usage=TokenUsage(prompt=20, cached=0, completion=1))):
+        trace.add(chunk)
+    found = trace.metrics()
+    assert (found["ttft_ms"], found["e2e_ms"]) == (pytest.approx(3500), pytest.approx(4000))
+    assert found["prefill_tok_s"] == pytest.approx(40), "only the time of the server counts"
+
+
+def test_without_usage_chunks_are_counted_and_the_prompt_is_unknown() -> None:
+    found = metrics(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, tokens=1), Chunk(at_s=10.6, finish_reason="stop"))
+    assert (found["output_tokens"], found["counted_by"]) == (2, "chunks")
+    assert (found["prompt_tokens"], found["prefill_tok_s"]) == (None, None)
+
+
+def test_a_usage_of_zero_tokens_is_ignored() -> None:
+    found = metrics(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, usage=TokenUsage(prompt=3, cached=None, completion=0)))
+    assert (found["output_tokens"], found["counted_by"], found["prompt_tokens"]) == (1, "chunks", 3)
+
+
+@pytest.mark.parametrize("chunks", [(), (Chunk(at_s=10.5, tokens=1),)])
+def test_rates_of_no_token_and_of_one_are_unknown(chunks: tuple[Chunk, ...]) -> None:
+    found = metrics(*chunks)
+    assert found["decode_tok_s"] is None
+    assert "itl_ms_p50" not in found
+
+
+def test_cached_tokens_are_read_from_the_timings_if_usage_has_none() -> None:
+    chunk = Chunk(
+        at_s=10.5, usage=TokenUsage(prompt=30, cached=None, completion=1), server=ServerMetrics(cached_tokens=20)
+    )
+    assert metrics(chunk)["cached_tokens"] == 20
+
+
+@pytest.mark.parametrize(
+    ("delta", "tokens"),
+    [
+        ({"content": "a"}, 1),
+        ({"reasoning_content": "a"}, 1),
+        ({"reasoning": "a"}, 1),
+        ({"tool_calls": [{"index": 0}]}, 1),
+        ({"role": "assistant", "content": ""}, 0),
+        ({}, 0),
+        (None, 0),
+    ],
+)
+def test_only_a_delta_with_content_is_a_piece_of_the_answer(delta: Any, tokens: int) -> None:
+    assert read(choices=[{"index": 0, "delta": delta, "finish_reason": None}]).tokens == tokens
+
+
+def test_a_chunk_is_read_with_usage_and_timings() -> None:
+    timings = {"cache_n": 4, "prompt_per_second": 50.0, "predicted_per_second": 7, "queue_ms": 2, "ttft_ms": "late"}
+    usage = {"prompt_tokens": 9, "completion_tokens": 3.0, "prompt_tokens_details": {"cached_tokens": 4}}
+    chunk = read(choices=[{"delta": {}, "finish_reason": "length"}], usage=usage, timings=timings)
+    assert chunk.usage == TokenUsage(prompt=9, cached=4, completion=3)
+    assert chunk.server == ServerMetrics(queue_ms=2, prefill_tok_s=50, decode_tok_s=7, cached_tokens=4)
+    assert chunk.finish_reason == "length"
+
+
+@pytest.mark.parametrize("value", [None, True, -1, "3", 1e400, float("nan"), [], {}])
+def test_an_implausible_count_is_unknown(value: Any) -> None:
+    chunk = read(choices=[{"delta": {}}], usage={"prompt_tokens": value, "prompt_tokens_details": value})
+    assert chunk.usage == TokenUsage(prompt=None, cached=None, completion=None)
+
+
+def test_an_error_in_a_stream_is_raised_unless_it_is_null() -> None:
+    with pytest.raises(EngineError, match="it broke"):
+        read(error={"message": "it broke", "code": 500})
+    assert read(error=None, choices=[{"delta": {"content": "a"}}]).tokens == 1
+
+
+@pytest.mark.parametrize("data", ["[1]", "no", "\ufffd", "[" * 100_000])
+def test_data_that_is_not_a_chunk_is_refused(data: str) -> None:
+    with pytest.raises(UnreachableError, match="unlike"):
+        ChunkReader("http://x").read(data)
 
 
 def test_every_sample_is_a_row_and_the_table_has_the_provenance() -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from lmx_lab.bench.case import Case
 from lmx_lab.bench.load_generator import drive
-from lmx_lab.bench.metrics import Chunk
-from lmx_lab.bench.sample import RequestSample
+from lmx_lab.bench.sample import Chunk, RequestSample
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import (

@@ -13,8 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from lmx_lab.deploy.ray_serve import Replica, application
-from lmx_lab.deploy.replica import ReplicaApp
+from lmx_lab.deploy.ray_serve import Replica, ReplicaApp, application
 from lmx_lab.errors import InvalidRequestError, MissingPackageError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec

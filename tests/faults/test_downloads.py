@@ -20,9 +20,8 @@ from huggingface_hub import constants, file_download
 from lmx_lab.errors import DownloadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights import Catalog, Progress
-from lmx_lab.weights.hub import download
-from lmx_lab.weights.hub.verify import MARKER, mark_unverified
+from lmx_lab.weights import Catalog, Progress, hub_download
+from lmx_lab.weights.hub import MARKER, mark_unverified
 from tests.support.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirect_forever
 from tests.support.models import LLAMA, safetensors_bytes
 from tests.support.waiting import until
@@ -71,8 +70,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def catalog(tmp_path: Path, cache: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Catalog:
-    real = download.download
-    monkeypatch.setattr(download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+    real = hub_download.download
+    monkeypatch.setattr(hub_download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
     # Shorten the pauses and timeouts of huggingface_hub.
     monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)

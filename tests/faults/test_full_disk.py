@@ -22,9 +22,8 @@ from lmx_lab.engine.prefix_files import PrefixFiles, StoredPrefix, TensorSpec
 from lmx_lab.errors import StorageFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights import Catalog, Progress, hub_download
 from lmx_lab.weights.fingerprint import with_marks
-from lmx_lab.weights.hub import download
 from lmx_lab.wire.events import ToolOutput
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
 from tests.support.daemons import Program
@@ -91,8 +90,10 @@ def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_space_is_free(
         handler.wfile.write(data[len(data) // 2 :])
 
     with hub_with(tiny.path) as server, serving(tiny_home, None, disk_reserve_bytes=0) as lab:
-        real = download.download
-        monkeypatch.setattr(download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+        real = hub_download.download
+        monkeypatch.setattr(
+            hub_download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options)
+        )
         server.faults["model.safetensors"] = half_then_full
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=CHAT_WAIT_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage-full")

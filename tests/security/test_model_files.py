@@ -25,9 +25,8 @@ from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.hub.download import download
-from lmx_lab.weights.package_index import _extract_members
-from lmx_lab.weights.starters import Starter
+from lmx_lab.weights.hub_download import download
+from lmx_lab.weights.starters import Starter, _extract_members
 from lmx_lab.weights.store import Progress, ignore_progress
 from tests.support.hub import Hub
 from tests.support.labs import serving

@@ -22,9 +22,8 @@ from safetensors.numpy import load_file
 import tests.support.models
 from lmx_lab.values.models import QuantizedCopy
 from lmx_lab.weights.gguf.convert import converted_id
-from lmx_lab.weights.package_index import fetch_starter
-from lmx_lab.weights.quantized_copies import write_copy
-from lmx_lab.weights.starters import STARTERS
+from lmx_lab.weights.locations import write_copy
+from lmx_lab.weights.starters import STARTERS, fetch_starter
 from lmx_lab.weights.store import ignore_progress, lock_model
 from tests.support.models import write_tiny_llama
 

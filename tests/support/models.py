@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.scan import read_folder
+from lmx_lab.weights.facts import read_folder
 
 # Imported by the function that needs it, because it imports mlx-lm, and fast tests import this file.
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, ModelEntry
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.scan import ModelLocation, join_formats, read_folder
+from lmx_lab.weights.facts import read_folder
+from lmx_lab.weights.locations import ModelLocation, join_formats
 from tests.support.gguf import EXACT, LOSSY
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.scan import ModelLocation, folder_locations
+from lmx_lab.weights.locations import ModelLocation, folder_locations
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from tests.support.models import write_tiny_llama
 

@@ -44,8 +44,8 @@ from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.encoding import RerankMethod, Vectors
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.facts import ENCODERS, read_card
 from lmx_lab.weights.files import read_json
-from lmx_lab.weights.scan import ENCODERS, read_card
 
 log = logging.getLogger(__name__)
 SUPPORTED = frozenset({"bert", "modernbert"}) | bert.ROBERTAS

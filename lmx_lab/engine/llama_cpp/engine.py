@@ -35,7 +35,7 @@ from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
-from lmx_lab.weights.gguf.model import read_gguf
+from lmx_lab.weights.facts import read_gguf
 
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.texts import LlamaTexts

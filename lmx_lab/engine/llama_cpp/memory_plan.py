@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
+from lmx_lab.weights.facts import GGUF_ENCODERS, POOLING_LAST
 from lmx_lab.weights.gguf.header import GgufHeader
-from lmx_lab.weights.gguf.model import ENCODERS, POOLING_LAST
 
 BATCH_TOKENS = 256
 """Number of prompt tokens that are computed in one step. Cancelling a request waits for the end of the step. On a CPU,
@@ -97,7 +97,7 @@ def plan_context(
     models = [header] if draft is None else [header, draft]
     fixed = entry.load_bytes + BASE_BYTES + sum(BATCH_TOKENS * _vocabulary(it) * 4 for it in models)
     if entry.kind != "chat":
-        if header.architecture in ENCODERS:
+        if header.architecture in GGUF_ENCODERS:
             return _plan_for_encoder(entry, model_context, fixed, limit_bytes)
         return _plan_for_decoder(entry, header, model_context, limit_bytes)
     spec = spec or LoadSpec(model=entry.id)

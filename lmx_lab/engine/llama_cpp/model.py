@@ -29,11 +29,11 @@ from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_vocabularies
 from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
+from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
-from lmx_lab.weights.gguf.model import read_gguf
-from lmx_lab.weights.infill import InfillTokens, gguf_infill_tokens
+from lmx_lab.weights.tokenizer_files import InfillTokens, gguf_infill_tokens
 
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.slot_files import SlotFiles

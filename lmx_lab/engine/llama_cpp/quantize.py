@@ -21,11 +21,10 @@ from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry, QuantizedCopy, QuantizedType
 from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.facts import read_facts, read_gguf
 from lmx_lab.weights.fingerprint import require_unchanged, with_marks
 from lmx_lab.weights.gguf.convert import converted_id, worker_environ
-from lmx_lab.weights.gguf.model import read_gguf
-from lmx_lab.weights.quantized_copies import copy_locations, remove_stale_copies, write_copy
-from lmx_lab.weights.scan import read_facts
+from lmx_lab.weights.locations import copy_locations, remove_stale_copies, write_copy
 from lmx_lab.weights.store import (
     ProgressCallback,
     full_disk_error,

@@ -50,7 +50,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import start_in_thread
-from lmx_lab.weights.infill import find_infill_tokens
+from lmx_lab.weights.tokenizer_files import find_infill_tokens
 
 log = logging.getLogger(__name__)
 MIN_CONTEXT_TOKENS = 256

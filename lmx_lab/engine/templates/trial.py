@@ -15,7 +15,7 @@ from typing import Any
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights.templates import folder_templates
+from lmx_lab.weights.tokenizer_files import folder_templates
 
 TRIAL_S = 2.0
 """Time limit for rendering one chat. Usual templates take a millisecond; the first rendering compiles the template."""

@@ -16,7 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights.gguf.config import (
+from lmx_lab.weights.gguf.convert import (
     GROUP_SIZE,
     QUANTIZED_BITS,
     ROPE_FACTORS,

@@ -12,7 +12,7 @@ from lmx_lab.engine import ChatPrompt, InfillPrompt, ModelManager, TextPrompt, T
 from lmx_lab.engine.echo.vocabulary import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
 from lmx_lab.values.models import Format, ModelEntry
-from lmx_lab.weights.infill import can_infill
+from lmx_lab.weights.tokenizer_files import can_infill
 from tests.engine.contract.entries import SETTINGS, Entries, echo_entry
 from tests.support.engines import entry_of, finish, request, run
 from tests.support.gguf import with_tokens

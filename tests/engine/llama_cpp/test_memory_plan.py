@@ -25,8 +25,8 @@ from lmx_lab.engine.llama_cpp.memory_plan import (
 )
 from lmx_lab.errors import OutOfMemoryError
 from lmx_lab.values.models import Kind, KvCacheDtype, LoadSpec, ModelEntry
+from lmx_lab.weights.facts import POOLING_LAST, POOLING_RANK
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
-from lmx_lab.weights.gguf.model import POOLING_LAST, POOLING_RANK
 
 GB = 10**9
 VOCABULARY = 1000

@@ -19,7 +19,7 @@ from lmx_lab.errors import StorageFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
-from lmx_lab.weights.gguf.config import converted_bytes, llama3_scaling
+from lmx_lab.weights.gguf.convert import converted_bytes, llama3_scaling
 from lmx_lab.weights.gguf.header import read_header
 
 pytestmark = pytest.mark.slow

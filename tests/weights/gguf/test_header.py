@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
+from lmx_lab.weights.facts import read_gguf_facts
 from lmx_lab.weights.gguf.header import read_header
-from lmx_lab.weights.gguf.model import read_gguf_facts
 
 
 def test_metadata_and_tensors_are_read_and_arrays_only_on_request(

@@ -14,9 +14,8 @@ import pytest
 from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.server.ollama import requested_model
 from lmx_lab.server.ollama_models import Downloads
-from lmx_lab.weights import Catalog, Progress
-from lmx_lab.weights.hub import download
-from lmx_lab.weights.hub.verify import mark_unverified, mark_verified
+from lmx_lab.weights import Catalog, Progress, hub_download
+from lmx_lab.weights.hub import mark_unverified, mark_verified
 from tests.support.hub import Hub, failing, hub_with
 
 
@@ -36,8 +35,8 @@ def server(tmp_path: Path, make_model: Callable[..., Path]) -> Iterator[Hub]:
 @pytest.fixture
 def catalog(catalog: Catalog, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     """Return the catalog with the local server as the hub."""
-    real = download.download
-    monkeypatch.setattr(download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+    real = hub_download.download
+    monkeypatch.setattr(hub_download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
     return catalog
 
 
@@ -103,7 +102,7 @@ def test_a_disk_that_becomes_full_leaves_no_partial_files(
     def full(*args: Any, **options: Any) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(download, "snapshot_download", full)
+    monkeypatch.setattr(hub_download, "snapshot_download", full)
     with pytest.raises(StorageFullError, match="became full"):
         catalog.fetch("org/tiny")
     assert not half.exists()
@@ -118,14 +117,14 @@ def test_an_error_of_the_hub_is_a_download_error_that_names_the_model(catalog: C
 def test_an_unreachable_hub_is_a_download_error_with_the_next_step(tmp_path: Path) -> None:
     seen: list[Progress] = []
     with pytest.raises(DownloadError, match=r"org/tiny .* Check the network"):
-        download.download("org/tiny", tmp_path / "hub", 0, seen.append, endpoint="http://127.0.0.1:9")
+        hub_download.download("org/tiny", tmp_path / "hub", 0, seen.append, endpoint="http://127.0.0.1:9")
     assert seen == []
 
 
 def test_the_error_in_offline_mode_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match="HF_HUB_OFFLINE"):
-        download.download("org/tiny", tmp_path / "hub", 0, lambda progress: None)
+        hub_download.download("org/tiny", tmp_path / "hub", 0, lambda progress: None)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tests that the tokens for filling gaps are found by the names that model families give them."""
+"""Tests of the tokens with which a model fills a gap in a text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.values.models import ECHO
-from lmx_lab.weights.infill import NAMES, InfillTokens, can_infill, find_infill_tokens
+from lmx_lab.weights.tokenizer_files import NAMES, InfillTokens, can_infill, find_infill_tokens
 
 
 @pytest.mark.parametrize("names", NAMES)

@@ -1,4 +1,4 @@
-"""Provide ``lmx-lab load`` and ``lmx-lab unload``: change the model of a running lab."""
+"""Provide ``lmx-lab load``, ``lmx-lab unload`` and ``lmx-lab discover``: change the model of a lab, and list labs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.lazy import load as load_object
 from lmx_lab.cli.options import Command, epilog
-from lmx_lab.cli.terminal import print_line, print_note
+from lmx_lab.cli.terminal import out, print_line, print_note, single_line
+from lmx_lab.extras import install_command
 from lmx_lab.settings import Settings
 from lmx_lab.urls import local_url
 from lmx_lab.values.models import EngineChoice, LoadOptions
 
 if TYPE_CHECKING:
     from lmx_lab import Lab
+    from lmx_lab.notebook.discovery import FoundLab
 
 app = typer.Typer()
 NEEDS_LAB = "a running lab: lmx-lab serve, or launch() in a notebook"
@@ -34,6 +38,7 @@ Wait = Annotated[
         "By default they have 30 s (LMX_LAB_DRAIN_S of the lab).",
     ),
 ]
+MAX_CELL_CHARACTERS = 200
 
 
 @app.command(
@@ -117,3 +122,30 @@ def _running_lab(url: str | None, api_key: str | None) -> Iterator[Lab]:
 def _absolute(model: str) -> str:
     """Return a path as an absolute one, because the lab has another working directory. An id is not changed."""
     return os.path.abspath(os.path.expanduser(model)) if model.startswith((".", "/", "~")) else model
+
+
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab discover",
+        "lmx-lab serve --host 0.0.0.0 --announce    let others find a server",
+        needs=f"zeroconf: {install_command('zeroconf')}",
+    ),
+)
+def discover(
+    seconds: Annotated[float, typer.Option(min=0.1, max=60, help="Time to wait for announcements.")] = 3.0,
+) -> None:
+    """List the labs that are announced on the local network, with their addresses and models."""
+    labs: list[FoundLab] = load_object("lmx_lab.notebook.discovery:find_labs")(seconds)
+    if not labs:
+        if load_object("lmx_lab.notebook.addresses:lan_addresses")():
+            hint = "start one with lmx-lab serve --host 0.0.0.0 --announce"
+        else:
+            hint = "this machine has no network connection with an IPv4 address"
+        print_note(f"no lab is announced on the local network; {hint}")
+        return
+    table = Table("name", "address", "model", "needs a key", box=None)
+    for lab in labs:
+        cells = (lab.name, lab.address, lab.model or "", "yes" if lab.key_needed else "no")
+        table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
+    out.print(table)

@@ -1,4 +1,4 @@
-"""Read the rows of a table, and create the table of their answers."""
+"""Define the answer to a row, read the rows of a table, and create the table of their answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Row
 from lmx_lab.errors import InvalidRequestError
@@ -40,6 +39,29 @@ ARROW_ROWS = 1000
 """Number of rows of a pyarrow table that are converted to Python values in one step."""
 LOGPROBS = "logprobs"
 """Name of the column with the log-probabilities of the choices of a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowAnswer:
+    """The answer to a row, or the error that prevented it."""
+
+    text: str | None = None
+    reasoning: str = ""
+    finish_reason: str | None = None
+    error: str | None = None
+    """The reason why there is no answer, or why its values do not match the schema."""
+    code: str = ""
+    """The code of the error (``LabError.code``)."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    ttft_s: float | None = None
+    total_s: float | None = None
+    """Time from sending the request to the end of the answer, including the wait in the queue."""
+    request_id: str | None = None
+    """Id of the request: ``lab.requests[request_id]`` returns its record. None for an attached lab."""
+    logprobs: Sequence[float] | None = None
+    """Log-probability of each choice after the prompt; None if the row has no choices."""
 
 
 @dataclass(frozen=True, kw_only=True)

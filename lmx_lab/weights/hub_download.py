@@ -23,8 +23,7 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, UnusableModelError
 from lmx_lab.weights.gguf.names import default_label, find_label, group_files, label_models
-from lmx_lab.weights.hub.cache import repo_folder
-from lmx_lab.weights.hub.verify import DOCUMENTATION, ExpectedFile, is_unverified, mark_unverified, verify_files
+from lmx_lab.weights.hub import DOCUMENTATION, ExpectedFile, is_unverified, mark_unverified, repo_folder, verify_files
 from lmx_lab.weights.store import FULL, Progress, ProgressCallback, folder_bytes, full_disk_error, require_disk
 
 # Weights, JSON and vocabularies; no files that can contain code, such as .py, or pickles in .bin or .pt.

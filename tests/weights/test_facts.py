@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.gguf.model import read_gguf
+from lmx_lab.weights.facts import read_gguf
 from tests.support.gguf import random_tensor
 
 Gguf = Callable[..., bytes]

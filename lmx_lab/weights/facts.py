@@ -1,0 +1,371 @@
+"""Read the properties of a model from its files, without loading it: a model folder, or GGUF files by their headers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.values.models import Facts, Kind, ModelEntry
+from lmx_lab.weights.config_check import check_config, check_positive
+from lmx_lab.weights.files import check_files, open_regular, read_json, read_regular
+from lmx_lab.weights.gguf.header import GgufHeader, read_header
+from lmx_lab.weights.gguf.names import is_gguf, parts_of
+from lmx_lab.weights.hub import require_verified
+from lmx_lab.weights.locations import ModelLocation, gguf_models, is_model_folder
+from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
+
+NAMED_IN_ERRORS = 6
+INDEX_NAME = "model.safetensors.index.json"
+MAX_CARD_BYTES = 64 * 2**10
+CARD_HEAD = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
+TASK = re.compile(r"^pipeline_tag:\s*['\"]?([\w-]+)", re.MULTILINE)
+SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+
+ENCODERS = frozenset({
+    "bert", "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "distilbert", "mpnet", "modernbert", "nomic_bert",
+    "electra", "deberta", "deberta-v2", "albert", "eurobert", "new",
+})  # fmt: skip
+LOGIT_SCORE = b'.LogitScore"'
+"""How ``modules.json`` names the module of rerankers that compare the logits of two tokens."""
+TASKS: dict[str, Kind] = {
+    "text-ranking": "rerank",
+    "feature-extraction": "embedding",
+    "sentence-similarity": "embedding",
+}
+"""Kinds of models by the ``pipeline_tag`` of the model card, for decoders whose other files leave it open."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+POOLING_LAST, POOLING_RANK = 3, 4
+"""llama.cpp's numbers of two pooling types: the last token's vector, and a score. 1 to 3 result in a vector; 0 is
+none."""
+GGUF_ENCODERS = frozenset({
+    "bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
+    "t5encoder", "gemma-embedding", "gemma-embedding2", "llama-embed",
+})  # fmt: skip
+"""llama.cpp's architectures that read text and do not generate any."""
+CLASSIFIER = frozenset({"cls.weight", "cls.output.weight"})
+NOT_A_MODEL: Mapping[str, str] = {
+    "adapter": "an adapter, which modifies another model: load that model instead",
+    "controlvector": "a control vector, which modifies another model: load that model instead",
+    "imatrix": "an importance matrix (imatrix), which contains no weights: use the file of the model",
+    "mmproj": "the projector of a multimodal model (mmproj), not a model: load the model that it belongs to",
+    "clip": "the projector of a multimodal model (clip), not a model: load the model that it belongs to",
+    "wavtokenizer-dec": "an audio decoder, which does not process text: use another model",
+}
+"""Descriptions by ``general.type`` or ``general.architecture``."""
+
+
+def read_entry(location: ModelLocation) -> ModelEntry:
+    """Read the entry of a model.
+
+    Raises:
+        UnusableModelError: there is no model that can be loaded; the message contains the reason.
+    """
+    try:
+        facts = read_facts(location.path)
+        modified_at = int(os.stat(location.path).st_mtime)
+    except OSError as exc:
+        raise UnusableModelError(f"{location.path} cannot be read: {exc.strerror}; check its permissions") from exc
+    return ModelEntry(
+        id=location.id,
+        path=location.path,
+        source=location.source,
+        aliases=location.aliases,
+        copy=location.copy,
+        modified_at=modified_at,
+        **asdict(facts),
+    )
+
+
+def read_facts(path: Path) -> Facts:
+    """Read the properties of the model in a folder or a ``.gguf`` file, after all checks that need no load.
+
+    Raises:
+        UnusableModelError: it cannot be loaded; the message contains the reason.
+    """
+    require_verified(path)
+    if path.is_dir():
+        _refuse_ambiguous(path)
+        return read_folder(path)
+    if not is_gguf(path.name):
+        raise UnusableModelError(f"{path} is neither a folder with config.json nor a .gguf file; name one of these")
+    return read_gguf_facts(path)
+
+
+def _refuse_ambiguous(folder: Path) -> None:
+    models = [] if is_model_folder(folder) else gguf_models(folder)
+    if models:
+        shown = ", ".join(path.name for path in models[:NAMED_IN_ERRORS])
+        raise UnusableModelError(
+            f"{folder} contains {len(models)} GGUF models; name one of them: {shown}"
+            f"{', …' if len(models) > NAMED_IN_ERRORS else ''}"
+        )
+
+
+# Model folders
+
+
+def read_folder(path: Path) -> Facts:
+    """Check a model folder as far as headers and file sizes allow, and read the facts about the model.
+
+    Raises:
+        UnusableModelError: ``config.json`` is missing or invalid; weights are missing or damaged; there is no
+            tokenizer; the model requires custom code or has impossible values; or a file is not regular or too large.
+            The message names the file.
+    """
+    check_files(path)
+    config = read_json(path / "config.json")
+    architecture = config.get("model_type")
+    _refuse_remote_code(path, config)
+    if not isinstance(architecture, str) or not architecture:
+        raise UnusableModelError(f"{path / 'config.json'} has no model_type; fetch the model again, or use another")
+    check_config(path / "config.json", config)
+    shards = _read_shards(path)
+    _require_tokenizer(path)
+    return Facts(
+        kind=_kind(path, config, architecture),
+        format="mlx",
+        architecture=architecture,
+        size_bytes=sum(shard.size_bytes for shard in shards),
+        quantization=_quantization(config) or max(shards, key=lambda shard: shard.size_bytes).dtype,
+        context_length=_context_length(path, config),
+    )
+
+
+def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
+    if config.get("model_file") is not None:
+        raise UnusableModelError(
+            f"{path} requires custom code ({config['model_file']!r}), which is never run; use another model"
+        )
+    if "auto_map" in config and "model_type" not in config:
+        raise UnusableModelError(
+            f"{path} requires custom code (auto_map without model_type), which is never run; use another"
+        )
+
+
+def _read_shards(path: Path) -> list[SafetensorsSummary]:
+    names = {file.name for file in path.glob("model*.safetensors")} | _names_in_index(path)
+    counts = {int(match[1]) for name in names if (match := SHARD.fullmatch(name))}
+    names |= {
+        f"model-{n:05}-of-{count:05}.safetensors" for count in counts if count < 1000 for n in range(1, count + 1)
+    }
+    if not names:
+        raise UnusableModelError(
+            f"{path} contains no model*.safetensors, and PyTorch's own format is not supported; use another model"
+        )
+    missing = sorted(name for name in names if not (path / name).exists())
+    if missing:
+        raise UnusableModelError(
+            f"{path} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}; fetch it again"
+        )
+    return [read_summary(path / name) for name in sorted(names)]
+
+
+def _names_in_index(path: Path) -> set[str]:
+    if not (path / INDEX_NAME).exists():
+        return set()
+    weight_map = read_json(path / INDEX_NAME).get("weight_map")
+    names = set(weight_map.values()) if isinstance(weight_map, dict) and _all_text(weight_map) else {""}
+    if any(Path(name).name != name or not name for name in names):
+        raise UnusableModelError(
+            f"{path / INDEX_NAME} is invalid: its weight_map must name files beside it; fetch it again"
+        )
+    return names
+
+
+def _all_text(mapping: dict[str, Any]) -> bool:
+    return all(isinstance(value, str) for value in mapping.values())
+
+
+def _require_tokenizer(path: Path) -> None:
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise UnusableModelError(
+            f"{path} contains no tokenizer (tokenizer.json, tokenizer.model or a vocabulary); fetch it again"
+        )
+
+
+def read_card(path: Path) -> str:
+    """Return the metadata at the beginning of the model card ``README.md`` as text; empty if there is none."""
+    try:
+        with open_regular(path / "README.md") as file:
+            head = CARD_HEAD.match(file.read(MAX_CARD_BYTES).decode(errors="replace"))
+    except (OSError, UnusableModelError):
+        return ""
+    return head[1] if head else ""
+
+
+def _kind(path: Path, config: dict[str, Any], architecture: str) -> Kind:
+    names = config.get("architectures")
+    heads = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if any(name.endswith("ForSequenceClassification") for name in heads) or _is_cross_encoder(path):
+        return "rerank"
+    if (path / "modules.json").exists() or (path / "1_Pooling").is_dir():
+        return "embedding"
+    task = TASK.search(read_card(path))
+    if task and task[1] in TASKS:
+        return TASKS[task[1]]
+    if any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in heads):
+        return "chat"
+    is_encoder = architecture.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS}
+    # A decoder that was saved without its head cannot generate text.
+    return "embedding" if is_encoder or any(name.endswith("Model") for name in heads) else "chat"
+
+
+def _is_cross_encoder(path: Path) -> bool:
+    name = "config_sentence_transformers.json"
+    if (path / name).exists() and read_json(path / name).get("model_type") == "CrossEncoder":
+        return True
+    modules = path / "modules.json"
+    return modules.exists() and LOGIT_SCORE in read_regular(modules)
+
+
+def _quantization(config: dict[str, Any]) -> str | None:
+    """Return a description such as ``4-bit, group 32``, after the mode or method if it is not MLX's default."""
+    table = next((value for value in map(config.get, ("quantization", "quantization_config")) if value), None)
+    if not isinstance(table, dict):
+        return None
+    mode = table.get("mode", "affine") if "mode" in table or "quant_method" not in table else table["quant_method"]
+    bits, group = table.get("bits"), table.get("group_size")
+    parts = [f"{bits}-bit"] if isinstance(bits, int) else []
+    parts += [f"group {group}"] if isinstance(group, int) else []
+    return ", ".join([*([] if mode == "affine" else [str(mode)]), *parts]) or None
+
+
+def _context_length(path: Path, config: dict[str, Any]) -> int | None:
+    """Return the smaller of the position limit and the length that sentence-transformers files define."""
+    text = config.get("text_config")
+    sources = [config, text] if isinstance(text, dict) else [config]
+    limits = [s[key] for s in sources for key in CONTEXT_KEYS if _is_count(s.get(key))][:1]
+    if (path / "sentence_bert_config.json").exists():
+        limit = read_json(path / "sentence_bert_config.json").get("max_seq_length")
+        limits += [limit] if _is_count(limit) else []
+    return min(limits, default=None)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+# GGUF files
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """Read the header of a whole model: metadata of the first part; size and tensors of all parts.
+
+    The offsets of tensors are relative to their part.
+
+    Args:
+        path: The file, or the first part of a split model.
+
+    Raises:
+        UnusableModelError: it is not a GGUF file, is damaged, or is split and parts are missing or do not belong to it.
+    """
+    names = parts_of(path.name)
+    if len(names) == 1:
+        return _require_single(read_header(path))
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        more = ", …" if len(missing) > 3 else ""
+        raise UnusableModelError(
+            f"{path} lacks {len(missing)} of its {len(names)} parts: {', '.join(missing[:3])}{more}. "
+            "Put them beside it, or fetch the model again"
+        )
+    parts = [read_header(path.parent / name) for name in names]
+    for number, part in enumerate(parts):
+        _check_part(part, number, len(parts))
+    return _join(parts)
+
+
+POSITIVE: Mapping[str, float] = {
+    "embedding_length": 2**22,
+    "block_count": 10_000,
+    "context_length": 2**40,
+    "rope.freq_base": 10**15,
+    "attention.layer_norm_rms_epsilon": 1,
+    "attention.layer_norm_epsilon": 1,
+}
+"""Values of a model that must be above zero, with their largest possible values. Missing values have defaults."""
+
+
+def read_gguf_facts(path: Path) -> Facts:
+    """Read the properties of a model from its GGUF file.
+
+    Raises:
+        UnusableModelError: see ``read_gguf``; or the file is not a language model, or has impossible values.
+    """
+    header = read_gguf(path)
+    _require_language_model(header)
+    for key, limit in POSITIVE.items():
+        name = f"{header.architecture}.{key}"
+        check_positive(path, name, header.metadata.get(name), limit)
+    return Facts(
+        kind=kind_of(header),
+        format="gguf",
+        architecture=header.architecture,
+        size_bytes=header.size_bytes,
+        quantization=header.quantization,
+        context_length=header.context_length,
+    )
+
+
+def kind_of(header: GgufHeader) -> Kind:
+    """Return the kind of a model: by its pooling type, or by its architecture and its last layer if it has none."""
+    pooling = header.integer(f"{header.architecture}.pooling_type") or 0
+    if pooling == POOLING_RANK:
+        return "rerank"
+    if pooling > 0:
+        return "embedding"
+    if header.architecture not in GGUF_ENCODERS:
+        return "chat"
+    return "rerank" if any(tensor.name in CLASSIFIER for tensor in header.tensors) else "embedding"
+
+
+def _require_single(header: GgufHeader) -> GgufHeader:
+    count = header.integer("split.count") or 0
+    if count > 1:
+        raise UnusableModelError(
+            f"{header.path} is one of {count} parts, and its name does not say which. "
+            f"Restore the names of all parts: NAME-00001-of-{count:05}.gguf and so on"
+        )
+    return header
+
+
+def _check_part(part: GgufHeader, number: int, count: int) -> None:
+    index, total = part.integer("split.no"), part.integer("split.count")
+    if (index, total) != (number, count):
+        is_part = index is not None and total is not None
+        actual = f"part {(index or 0) + 1} of {total}" if is_part else "not a part of a split model"
+        raise UnusableModelError(
+            f"{part.path} is part {number + 1} of {count} by its name, and {actual} by its header. "
+            "Fetch all parts again"
+        )
+
+
+def _join(parts: list[GgufHeader]) -> GgufHeader:
+    first = parts[0]
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    expected = first.integer("split.tensors.count")
+    if len({tensor.name for tensor in tensors}) != len(tensors) or expected not in (None, len(tensors)):
+        raise UnusableModelError(
+            f"{first.path} and the other parts do not belong to one model: {len(parts)} parts contain {len(tensors)} "
+            f"tensors, {expected} different ones were expected. Fetch all parts again"
+        )
+    return replace(first, size_bytes=sum(part.size_bytes for part in parts), tensors=tensors)
+
+
+def _require_language_model(header: GgufHeader) -> None:
+    architecture = header.text("general.architecture")
+    for name in filter(None, (header.text("general.type"), architecture)):
+        if name in NOT_A_MODEL:
+            raise UnusableModelError(f"{header.path} is {NOT_A_MODEL[name]}")
+    if not header.tensors:
+        raise UnusableModelError(f"{header.path} contains no weights, at most a vocabulary: fetch the model itself")
+    if architecture is None:
+        raise UnusableModelError(f"{header.path} does not name its architecture: fetch it again, or use another model")
+    if header.text("tokenizer.ggml.model") in (None, "no_vocab", "none"):
+        raise UnusableModelError(f"{header.path} contains no vocabulary, so it cannot read text: use another model")

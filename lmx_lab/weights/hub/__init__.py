@@ -1,1 +1,0 @@
-"""Download models from the Hugging Face hub and verify them."""

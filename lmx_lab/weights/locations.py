@@ -1,0 +1,302 @@
+"""Find the places where models may be, on this disk. Nothing in the files of models is read.
+
+A quantized copy of a GGUF file, which llama.cpp computes faster than the original, has its own folder, whose name
+contains a hash of the original's content. A copy counts only as long as its original exists and is unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.values.models import QuantizedCopy, QuantizedType, Source
+from lmx_lab.weights.files import read_json
+from lmx_lab.weights.gguf.names import GgufFiles, choices_for, group_files, is_gguf, label_models, parts_of
+from lmx_lab.weights.hub import CachedRepo, is_unverified, repositories
+from lmx_lab.weights.starters import find_starter
+from lmx_lab.weights.store import lock_model
+
+SOURCE_NAME = "converted_from.json"
+RECORD_NAME = "quantized_copy.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLocation:
+    """A place where a model may be. Nothing in it was read yet."""
+
+    id: str
+    path: Path
+    source: Source
+    aliases: tuple[str, ...] = ()
+    """As in ``ModelEntry``."""
+    converted_from: Path | None = None
+    """The GGUF file from which the model was converted, if the file has not changed since."""
+    family: str | None = None
+    """The origin that the formats of one model share: the starter, or the file that was converted. Other models with
+    the same id are different models."""
+    copy: QuantizedCopy | None = None
+    """As in ``ModelEntry``."""
+
+    def has_alias(self, name: str) -> bool:
+        """Whether the name is one of the aliases."""
+        return name.casefold() in (alias.casefold() for alias in self.aliases)
+
+    def is_format_of(self, other: ModelLocation) -> bool:
+        """Whether both are the same model, in the same or in different formats."""
+        return self == other or (self.family is not None and (self.id, self.family) == (other.id, other.family))
+
+
+def store_locations(models: Path) -> Iterator[ModelLocation]:
+    """Find the models in the lab's own folder. The formats of a starter have the starter's id."""
+    for location in folder_locations(models, "store"):
+        yield store_location(location.path, location.id)
+
+
+def store_location(path: Path, name: str) -> ModelLocation:
+    """Return the location of a model in the lab's own folder, whose folder there has this name."""
+    starter = find_starter(name)
+    if starter is None:
+        return ModelLocation(id=name, path=path, source="store", converted_from=read_source(path))
+    aliases = () if name == starter.id else (name,)
+    return ModelLocation(id=starter.id, path=path, source="store", aliases=aliases, family=f"starter {starter.id}")
+
+
+def join_formats(locations: Iterable[ModelLocation]) -> list[ModelLocation]:
+    """Return the locations, with the id of the GGUF file for each model that was converted from one of them.
+
+    Of two locations with the same path, the first is used.
+    """
+    found = list(locations)
+    files = {location.path: location for location in reversed(found)}
+    sources = {location.converted_from for location in found} & files.keys()
+    return [_joined(location, files, sources) for location in found]
+
+
+def _joined(
+    location: ModelLocation, files: Mapping[Path, ModelLocation], sources: AbstractSet[Path | None]
+) -> ModelLocation:
+    if location.path in sources:
+        return replace(location, family=location.family or f"file {location.path}")
+    file = files.get(location.converted_from) if location.converted_from is not None else None
+    if file is None:
+        return location
+    joined = replace(
+        location,
+        id=file.id,
+        aliases=(location.id, *location.aliases),
+        family=file.family or f"file {file.path}",
+    )
+    return joined if location.copy is None else _named_copy(joined, location.copy, file)
+
+
+def _named_copy(location: ModelLocation, copy: QuantizedCopy, file: ModelLocation) -> ModelLocation:
+    """Return the location of a quantized copy with all of its names.
+
+    Aliases of a file of the hub are other spellings of its id. Those of other files mean the file itself.
+    """
+    spellings = file.aliases if copy.automatic and file.source == "hub" else ()
+    aliases = (f"{file.id}:{copy.type}", *location.aliases, *spellings)
+    return replace(location, source=file.source, aliases=aliases)
+
+
+def write_source(folder: Path, name: str, source: Path) -> None:
+    """Record in the folder of a converted model from which file it was converted.
+
+    Args:
+        name: Name of the folder in the store. Copies of the folder are other models.
+    """
+    (folder / SOURCE_NAME).write_text(json.dumps(_source_record(name, source)))
+
+
+def read_source(folder: Path) -> Path | None:
+    """Return the file from which a model was converted; None if it was not, or the file has changed."""
+    try:
+        record = read_json(folder / SOURCE_NAME)
+        source = Path(record["path"])
+        return source if record == _source_record(folder.name, source) else None
+    except (OSError, UnusableModelError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _source_record(name: str, source: Path) -> dict[str, str | int]:
+    status = os.stat(source)
+    return {
+        "name": name,
+        "path": str(source.absolute()),
+        "size_bytes": status.st_size,
+        "changed_ns": status.st_mtime_ns,
+    }
+
+
+def folder_locations(folder: Path, source: Source) -> Iterator[ModelLocation]:
+    """Find the models in a folder, or the folder itself as a model.
+
+    Their ids are the names of files and folders; one level below, they are ``org/name``.
+    """
+    if is_model_folder(folder):
+        yield ModelLocation(id=folder.name, path=folder, source=source)
+        return
+    for path in gguf_models(folder):
+        yield ModelLocation(id=path.name, path=path, source=source)
+    for path in _folders(folder):
+        yield from _subfolder_locations(path, path.name, source)
+        if not is_model_folder(path):
+            for below in _folders(path):
+                yield from _subfolder_locations(below, f"{path.name}/{below.name}", source)
+
+
+def _subfolder_locations(folder: Path, name: str, source: Source) -> Iterator[ModelLocation]:
+    """Return the only model of a folder by the folder's name, or each of several GGUF models by its file's name."""
+    if is_model_folder(folder):
+        yield ModelLocation(id=name, path=folder, source=source)
+        return
+    models = gguf_models(folder)
+    for path in models:
+        yield ModelLocation(id=name if len(models) == 1 else f"{name}/{path.name}", path=path, source=source)
+
+
+def hub_locations(cache: Path) -> Iterator[ModelLocation]:
+    """Find models in the hub cache: ``org/name``, and ``org/name:Q4_K_M`` for each GGUF model of a repository."""
+    for repo in repositories(cache):
+        yield from _repo_locations(repo)
+
+
+def _repo_locations(repo: CachedRepo) -> Iterator[ModelLocation]:
+    found = _cached_ggufs(repo)
+    is_folder = repo.current is not None and (not found or any(repo.current.glob("model*.safetensors")))
+    if repo.current is not None and is_folder:
+        yield ModelLocation(id=repo.id, path=repo.current, source="hub")
+    for label, files in label_models(found).items():
+        bare = () if is_folder or len(found) > 1 else (repo.id,)
+        aliases = (*(f"{repo.id}:{choice}" for choice in choices_for(label, files)), *bare)
+        path = found[files] / files.names[0]
+        yield ModelLocation(id=f"{repo.id}:{label}", path=path, source="hub", aliases=aliases)
+
+
+def _cached_ggufs(repo: CachedRepo) -> dict[GgufFiles, Path]:
+    """Return a snapshot for each GGUF model: a complete and verified one if possible, and a newer one first."""
+    whole: dict[GgufFiles, Path] = {}
+    others: dict[GgufFiles, Path] = {}
+    for snapshot in (*([repo.current] if repo.current else []), *repo.older):
+        names = {f"{part}{name}" for part, folder in _with_subfolders(snapshot) for name in _gguf_names(folder)}
+        for files in group_files(names):
+            is_whole = names.issuperset(files.names) and not any(is_unverified(snapshot / name) for name in files.names)
+            (whole if is_whole else others).setdefault(files, snapshot)
+    return others | whole
+
+
+def _with_subfolders(snapshot: Path) -> list[tuple[str, Path]]:
+    """Return the snapshot and its subfolders: repositories may have a folder for each quantization."""
+    return [("", snapshot), *((f"{path.name}/", path) for path in _folders(snapshot))]
+
+
+def path_locations(name: str) -> Iterator[ModelLocation]:
+    """Return the file or folder of that name. A starter's id never refers to a folder of the same name."""
+    path = Path(os.path.expanduser(name)).absolute()
+    # Any part of a split model will do. If others are missing, the error is raised when the model is read.
+    if (
+        find_starter(name) is None
+        and name.strip()
+        and any(os.path.lexists(path.parent / it) for it in parts_of(path.name))
+    ):
+        found = model_path(path)
+        # The whole path is the id: another model may have the name of the folder.
+        yield ModelLocation(id=os.path.abspath(found), path=found, source="path")
+
+
+def model_path(path: Path) -> Path:
+    """Return the file to read: the first part of a split model, or the only GGUF model of a folder."""
+    if not path.is_dir():
+        return path.with_name(parts_of(path.name)[0])
+    models = [] if is_model_folder(path) else gguf_models(path)
+    return models[0] if len(models) == 1 else path
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether the folder contains ``config.json``, as models in MLX's format do."""
+    try:
+        return (path / "config.json").exists()
+    except OSError:
+        # The folder belongs to another user.
+        return False
+
+
+def gguf_models(folder: Path) -> list[Path]:
+    """Return the GGUF models directly in the folder. A split one is listed by its first part, which may be missing."""
+    return [folder / files.names[0] for files in group_files(_gguf_names(folder))]
+
+
+def _gguf_names(folder: Path) -> list[str]:
+    return [path.name for path in _visible(folder) if is_gguf(path.name) and not os.path.isdir(path)]
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in _visible(folder) if os.path.isdir(path)]
+
+
+def _visible(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if _is_listable(path.name))
+    except OSError:
+        return []
+
+
+def _is_listable(name: str) -> bool:
+    """Whether the name is not hidden and can be written as JSON, unlike names in other encodings."""
+    return not name.startswith(".") and name.isprintable()
+
+
+def copy_locations(folder: Path) -> Iterator[ModelLocation]:
+    """Find the copies in the folder of all copies. They get the ids of their originals in ``join_formats``."""
+    for path in _copies(folder):
+        source = read_source(path)
+        copy = read_copy(path)
+        files = sorted(file for file in path.iterdir() if is_gguf(file.name)) if source is not None else []
+        if copy is not None and len(files) == 1:
+            yield ModelLocation(id=path.name, path=files[0], source="store", converted_from=source, copy=copy)
+
+
+def write_copy(folder: Path, name: str, original: Path, copy: QuantizedCopy) -> None:
+    """Record in the folder of a copy what it is a copy of, and what was measured.
+
+    Args:
+        name: Name that the folder gets in the folder of all copies.
+    """
+    (folder / RECORD_NAME).write_text(json.dumps(asdict(copy)))
+    write_source(folder, name, original)
+
+
+def read_copy(folder: Path) -> QuantizedCopy | None:
+    """Return the measurements of the copy in a folder; None if there is no valid record."""
+    try:
+        copy = QuantizedCopy(**read_json(folder / RECORD_NAME))
+        # Fails if a value of an edited record is not a number.
+        return copy if copy.type in get_args(QuantizedType) and str(copy) else None
+    except (UnusableModelError, TypeError, ValueError):
+        return None
+
+
+def remove_stale_copies(folder: Path) -> None:
+    """Remove the copies whose originals were changed or deleted.
+
+    Raises:
+        StorageFullError: the folder cannot be written to.
+    """
+    for path in _copies(folder):
+        if read_source(path) is None:
+            with lock_model(folder, path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _copies(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:
+        return []
