@@ -25,7 +25,7 @@ from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.engine.model_lookup import NONE_LOADED, check_pinned_kind, check_unload, loaded_id
 from lmx_lab.engine.registry import choose_engine, engine_for
 from lmx_lab.engine.residents import MAIN, Resident, Residents, share_memory, staying_bytes
-from lmx_lab.engine.swap_queue import SwapQueue
+from lmx_lab.engine.swap import SwapQueue
 from lmx_lab.engine.unload_operation import Drain, UnloadOperation
 from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings

@@ -23,7 +23,7 @@ from lmx_lab.engine.model_lookup import (
 )
 from lmx_lab.engine.requests import EmbeddingRequest, GenerationRequest, RerankRequest, TraceRequest
 from lmx_lab.engine.residents import Resident, Residents
-from lmx_lab.engine.swap_queue import SwapTurn
+from lmx_lab.engine.swap import SwapTurn
 from lmx_lab.errors import (
     GenerationTimeoutError,
     InvalidRequestError,
