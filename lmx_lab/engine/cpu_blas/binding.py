@@ -24,10 +24,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from lmx_lab.engine.container_limits import default_threads, threads_from_environment
 from lmx_lab.engine.cpu_blas import elf, gemv, machine_code
 from lmx_lab.engine.cpu_blas.exponential import Exponential
 from lmx_lab.engine.cpu_blas.openblas import OpenBlas
+from lmx_lab.engine.memory import default_threads, threads_from_environment
 from lmx_lab.values.engine import BlasName, BlasReport
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from lmx_lab.engine.echo.texts import DIMENSIONS, EchoTexts
 from lmx_lab.engine.echo.vocabulary import EchoVocabulary
 from lmx_lab.engine.interface import Capabilities
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks
-from lmx_lab.engine.machine_memory import total_bytes
+from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Mailbox, Pending, TokenStream
 from lmx_lab.engine.validation import check_dimensions, check_options, check_token_ids
