@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from lmx_lab.engine.admission import Permit
+from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.model_control import ModelControl
-from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.engine.model_lookup import (
     CHAT,
     Kinds,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.engine.engine_choice import gpu_of_mlx
+from lmx_lab.engine.find import gpu_of_mlx
 from lmx_lab.engine.llama_cpp.model import llama_environ
 from lmx_lab.engine.llama_cpp.process import require_installed
 from lmx_lab.engine.llama_cpp.quantized_types import copy_bytes, refuse_unsupported
