@@ -18,7 +18,7 @@ from lmx_lab.engine.memory import prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
-from lmx_lab.engine.mlx.memory_plan import STEP_TOKENS
+from lmx_lab.engine.mlx.kv_cache import STEP_TOKENS
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import Samplers

@@ -21,8 +21,7 @@ from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
-from lmx_lab.engine.mlx.kv_cache import Traits, measure
-from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint
+from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, Traits, measure
 from lmx_lab.engine.mlx.weights_dtype import fit_weights
 from lmx_lab.engine.quantized_layers import checked_classes
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
