@@ -9,10 +9,9 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.echo.model import EchoModel
+from lmx_lab.engine.echo.model import BEGIN, END, LONGEST_PIECE, MESSAGE, EchoModel
 from lmx_lab.engine.echo.queue import PreparedEcho
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
-from lmx_lab.engine.echo.vocabulary import BEGIN, END, LONGEST_PIECE, MESSAGE
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.grammar.queue import GrammarQueue
