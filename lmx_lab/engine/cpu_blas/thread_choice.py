@@ -12,7 +12,7 @@ from statistics import median
 
 import mlx.core as mx
 
-from lmx_lab.engine.cpu_blas import binding
+from lmx_lab.engine.cpu_blas import openblas
 from lmx_lab.values.engine import BlasReport
 
 FEW_ROWS = 4
@@ -89,7 +89,7 @@ class ThreadChoice:
     def _use(self, count: int) -> None:
         if count != self.current:
             self.wait()
-            binding.use_threads(count)
+            openblas.use_threads(count)
             self.current = count
 
     def wait(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from lmx_lab.engine.cpu_blas import ThreadChoice, binding, thread_choice
+from lmx_lab.engine.cpu_blas import ThreadChoice, openblas, thread_choice
 from lmx_lab.engine.cpu_blas.thread_choice import BUSY_INTERVAL_S, INTERVAL_S, PAUSE_S
 from lmx_lab.values.engine import BlasReport
 
@@ -18,7 +18,7 @@ class Machine:
         self.seconds = {1: 1.0, 2: 0.6, 3: 0.5, 4: 0.4}
         self.measured: list[int] = []
         self.in_use = 0
-        monkeypatch.setattr(binding, "use_threads", self._use)
+        monkeypatch.setattr(openblas, "use_threads", self._use)
         monkeypatch.setattr(thread_choice, "_product_s", self._measure)
         monkeypatch.setattr(thread_choice.time, "perf_counter", lambda: self.now)
 
@@ -148,7 +148,7 @@ def test_the_number_changes_and_is_measured_only_when_the_stream_computes_nothin
         machine.in_use = count
 
     monkeypatch.setattr(mx, "synchronize", wait)
-    monkeypatch.setattr(binding, "use_threads", use)
+    monkeypatch.setattr(openblas, "use_threads", use)
     threads = choice(machine)
     threads.stream = mx.default_stream(mx.cpu)
     for rows in (100, 1, 100):
