@@ -16,8 +16,8 @@ from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt, ToolUse
-from lmx_lab.engine.templates.tool_prompt import START, write_tools_as_text
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
+from lmx_lab.engine.text.tool_prompt import START, write_tools_as_text
 from lmx_lab.engine.validation import (
     check_characters,
     check_length,

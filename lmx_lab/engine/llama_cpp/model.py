@@ -20,8 +20,8 @@ from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_ba
 from lmx_lab.engine.llama_cpp.missing_tokens import TokenIndex
 from lmx_lab.engine.llama_cpp.process import PACKAGE, LlamaProcess
 from lmx_lab.engine.memory import default_threads, prefix_cache_bytes
-from lmx_lab.engine.templates.tool_prompt import END, START
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
+from lmx_lab.engine.text.tool_prompt import END, START
 from lmx_lab.engine.tokenizing.bounds import TokenBound
 from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_vocabularies
