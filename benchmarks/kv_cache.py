@@ -17,7 +17,7 @@ from benchmarks.paths import ROOT
 from benchmarks.rows import Limit, Row
 from lmx_lab.engine.llama_cpp.memory_plan import kv_bytes_per_token
 from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
-from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
+from lmx_lab.engine.memory import limit_bytes, total_bytes
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import KvCacheDtype, LoadSpec
 from lmx_lab.weights.facts import read_gguf

@@ -7,7 +7,7 @@ import os
 import xllamacpp
 
 from benchmarks.processes import child_settings, serve_lines, take_channel
-from lmx_lab.engine.container_limits import default_threads
+from lmx_lab.engine.memory import default_threads
 
 
 def main() -> None:

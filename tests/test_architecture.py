@@ -110,7 +110,7 @@ ONLY_IN = {
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.llama_cpp.worker"},
     # In a process of its own, within limits: templates are programs of strangers.
-    "jinja2": {"engine.templates.worker"},
+    "jinja2": {"engine.tokenizing.template_worker"},
 }
 MLX_IN_WEIGHTS = {"weights.gguf.convert_worker"}
 # Packages whose modules only they themselves import; other code imports names from the package.

@@ -17,7 +17,7 @@ from lmx_lab.cli.terminal import out, print_line, print_note, single_line
 from lmx_lab.values.models import ECHO, ModelEntry, QuantizedType, by_model
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.engine_choice import PreferredEngine
+    from lmx_lab.engine.find import PreferredEngine
     from lmx_lab.settings import Settings
     from lmx_lab.weights import Catalog
 
@@ -96,7 +96,7 @@ def quantize(
 
 
 def _preferred_engine(settings: Settings) -> PreferredEngine:
-    preferred: PreferredEngine = load("lmx_lab.engine.engine_choice:preferred_engine")(
+    preferred: PreferredEngine = load("lmx_lab.engine.find:preferred_engine")(
         load("lmx_lab.engine.speeds:read_speeds")(settings)
     )
     return preferred
@@ -138,7 +138,7 @@ def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> N
     """Print a row for each model, whatever the number of its formats."""
     table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     for formats in by_model(entries).values():
-        entry, *_ = ordered = load("lmx_lab.engine.engine_choice:by_preference")(formats, preferred)
+        entry, *_ = ordered = load("lmx_lab.engine.find:by_preference")(formats, preferred)
         size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
         engine = load("lmx_lab.engine.registry:engine_for")(entry.format).name
         shown = ",".join(dict.fromkeys(each.format for each in ordered))

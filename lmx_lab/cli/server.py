@@ -12,7 +12,7 @@ import lmx_lab
 from lmx_lab.cli.process import freeze_objects, stop_on_signals
 from lmx_lab.cli.terminal import print_line
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.templates.trial import prepared_trial
+from lmx_lab.engine.tokenizing.templates import prepared_trial
 from lmx_lab.qr_code import half_blocks
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec

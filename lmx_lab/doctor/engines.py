@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from lmx_lab.doctor import Finding
-from lmx_lab.engine.engine_choice import TITLES, preferred_engine
+from lmx_lab.engine.find import TITLES, preferred_engine
 from lmx_lab.engine.llama_cpp.process import PACKAGE
 from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.registry import ENGINES

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
 from lmx_lab.engine.interface import Capabilities, EngineHost
-from lmx_lab.engine.machine_memory import total_bytes
+from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
     Embeddings,

@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
+from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.interface import EngineHost, InferenceEngine
 from lmx_lab.engine.load_operation import IfBusy
-from lmx_lab.engine.machine_memory import total_bytes
+from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.model_control import ModelControl
-from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.engine.model_lookup import CHAT, EMBEDDING, RERANK, Kinds
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.requests import (

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from lmx_lab.engine import machine_memory
+from lmx_lab.engine import memory
 from lmx_lab.engine.manager import ModelManager
 from lmx_lab.engine.requests import GenerationRequest, Sampling, TextPrompt
 from lmx_lab.engine.speeds import Speeds, conditions
@@ -53,7 +53,7 @@ def measure_speeds(settings: Settings, models: Mapping[EngineName, ModelEntry]) 
         OutOfMemoryError: too little memory is free.
         EngineError: a model could not be loaded, or its engine died; the message has the reason.
     """
-    free = machine_memory.free_bytes()
+    free = memory.free_bytes()
     if free < NEEDED_BYTES:
         needed = f"{NEEDED_BYTES / 1e9:.1f} GB"
         raise OutOfMemoryError(f"{free / 1e9:.1f} GB of memory are free, and measuring needs {needed}; unload a model")

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.engine.container_limits import default_threads
+from lmx_lab.engine.memory import default_threads
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from lmx_lab.engine.admission import Permit
+from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.model_control import ModelControl
-from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.engine.model_lookup import (
     CHAT,
     Kinds,
@@ -23,7 +23,7 @@ from lmx_lab.engine.model_lookup import (
 )
 from lmx_lab.engine.requests import EmbeddingRequest, GenerationRequest, RerankRequest, TraceRequest
 from lmx_lab.engine.residents import Resident, Residents
-from lmx_lab.engine.swap_queue import SwapTurn
+from lmx_lab.engine.swap import SwapTurn
 from lmx_lab.errors import (
     GenerationTimeoutError,
     InvalidRequestError,

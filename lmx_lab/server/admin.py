@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.engine_choice import by_preference, preferred_engine
+from lmx_lab.engine.find import by_preference, preferred_engine
 from lmx_lab.engine.model_lookup import (
     ANY_KIND,
     CHAT,

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.engine import engine_choice
+from lmx_lab.engine import find
 from lmx_lab.errors import LabError
 from lmx_lab.notebook import Lab
 from lmx_lab.values.models import ModelEntry
@@ -26,7 +26,7 @@ REASON = "it is usually the faster engine on a CPU"
 @pytest.fixture
 def lab(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     """Run a server with ``tiny`` instead of the starter, in both formats."""
-    monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: None)
+    monkeypatch.setattr(find, "gpu_of_mlx", lambda: None)
     (tmp_path / "models" / f"{NAME}-gguf").mkdir(parents=True)
     (tmp_path / "models" / NAME).symlink_to(tiny.path)
     (tmp_path / "models" / f"{NAME}-gguf" / "tiny.gguf").symlink_to(tiny_gguf)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from lmx_lab.engine.echo.vocabulary import BEGIN, echo_vocabulary
+from lmx_lab.engine.echo.model import BEGIN, echo_vocabulary
 from lmx_lab.notebook import Lab
 from tests.support.asking import HELLO, error_of
 from tests.support.labs import serving

@@ -21,8 +21,8 @@ from lmx_lab.engine import model_control
 from lmx_lab.engine.llama_cpp import model, prepare
 from lmx_lab.engine.llama_cpp.process import SCRIPT
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.templates import renderer, trial
-from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox, render_chat
+from lmx_lab.engine.tokenizing import templates
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, TemplateRefusalError, TemplateSandbox, render_chat
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.notebook import Lab
 from lmx_lab.values.models import ModelEntry
@@ -119,7 +119,7 @@ def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(
 def test_a_killed_process_is_started_again(process: TemplateSandbox) -> None:
     process.render("", {})
     for child in psutil.Process().children():
-        if "templates/worker.py" in " ".join(child.cmdline()):
+        if "tokenizing/template_worker.py" in " ".join(child.cmdline()):
             child.kill()
             child.wait()
     assert process.render("{{ 1 + 1 }}", {}) == "2"
@@ -212,8 +212,8 @@ def malicious_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry
 def malicious_lab(malicious_home: Path) -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patched:
         process = TemplateSandbox(LIMIT_S)
-        patched.setattr(renderer, "default_sandbox", lambda: process)
-        patched.setattr(trial, "TRIAL_S", LIMIT_S)
+        patched.setattr(templates, "default_sandbox", lambda: process)
+        patched.setattr(templates, "TRIAL_S", LIMIT_S)
         with serving(malicious_home, "sometimes", slots=4) as lab:
             yield lab
         process.stop()
@@ -273,7 +273,7 @@ def gguf_lab(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Itera
     with pytest.MonkeyPatch.context() as patched:
         process = TemplateSandbox(LIMIT_S)
         patched.setattr(prepare, "default_sandbox", lambda: process)
-        patched.setattr(trial, "TRIAL_S", LIMIT_S)
+        patched.setattr(templates, "TRIAL_S", LIMIT_S)
         patched.setattr(prepare, "TEMPLATE_S", 2 * LIMIT_S)
         with serving(tmp_path_factory.mktemp("home"), None) as lab:
             yield lab, with_template(tiny_gguf, SOMETIMES, tmp_path_factory.mktemp("gguf"))

@@ -164,7 +164,7 @@ def test_child_processes_have_no_keys_in_arguments_or_environment(on_llama_cpp: 
     own = psutil.Process(on_llama_cpp.process.pid)
     children = own.children(recursive=True)
     names = {"/".join(Path(part).parts[-2:]) for child in children for part in child.cmdline() if part.endswith(".py")}
-    assert names >= {"llama_cpp/worker.py", "templates/worker.py", "grammar/worker.py"}
+    assert names >= {"llama_cpp/worker.py", "tokenizing/template_worker.py", "grammar/worker.py"}
     texts = [f"{child.cmdline()} {child.environ()}" for child in children] + [str(own.cmdline())]
     assert [secret for secret in SECRETS.values() if found(secret, *texts)] == []
 

@@ -5,7 +5,6 @@ instead, or the reference BLAS again, and returns a report. ``ThreadChoice`` set
 of the engine. The modules of this package are private.
 """
 
-from lmx_lab.engine.cpu_blas.binding import configure_blas
-from lmx_lab.engine.cpu_blas.thread_choice import ThreadChoice
+from lmx_lab.engine.cpu_blas.openblas import ThreadChoice, configure_blas
 
 __all__ = ["ThreadChoice", "configure_blas"]

@@ -13,15 +13,14 @@ from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
 from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.echo.model import EchoModel
+from lmx_lab.engine.echo.model import EchoModel, EchoVocabulary
 from lmx_lab.engine.echo.prepare import EchoPreparer
 from lmx_lab.engine.echo.queue import EchoGeneration, EchoQueue
 from lmx_lab.engine.echo.script import Script, read_script
 from lmx_lab.engine.echo.texts import DIMENSIONS, EchoTexts
-from lmx_lab.engine.echo.vocabulary import EchoVocabulary
 from lmx_lab.engine.interface import Capabilities
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks
-from lmx_lab.engine.machine_memory import total_bytes
+from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Mailbox, Pending, TokenStream
 from lmx_lab.engine.validation import check_dimensions, check_options, check_token_ids

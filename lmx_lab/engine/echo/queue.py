@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lmx_lab.engine.admission import AdmissionControl, Permit
-from lmx_lab.engine.echo.model import AnswerSampler, EchoModel
+from lmx_lab.engine.echo.model import END, AnswerSampler, EchoModel
 from lmx_lab.engine.echo.script import ScriptAnswer
-from lmx_lab.engine.echo.vocabulary import END
 from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.scheduler import Scheduler, Verdict

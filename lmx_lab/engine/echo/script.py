@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.engine.templates.tool_prompt import END, START
+from lmx_lab.engine.text.tool_prompt import END, START
 from lmx_lab.errors import (
     ContextLengthError,
     EngineError,

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lmx_lab.engine.echo.model import EchoModel
-from lmx_lab.engine.echo.vocabulary import LONGEST_PIECE
+from lmx_lab.engine.echo.model import LONGEST_PIECE, EchoModel
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.validation import check_characters, check_text, check_token_ids
 from lmx_lab.values.encoding import EncodeReport, Vectors

@@ -12,16 +12,18 @@ import numpy as np
 from lmx_lab.engine.encoders.layers import (
     ACTIVATIONS,
     Linear,
+    ModelConfig,
     Norm,
+    PaddedBatch,
     Steps,
+    Tensors,
     attend,
     block_length,
     find_activation,
     join_heads,
+    join_linear,
     split_heads,
 )
-from lmx_lab.engine.encoders.network import ModelConfig, PaddedBatch
-from lmx_lab.engine.encoders.tensors import Tensors, join_linear
 from lmx_lab.errors import UnusableModelError
 
 ROBERTAS = frozenset({"roberta", "xlm-roberta", "camembert"})

@@ -14,10 +14,17 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from lmx_lab.engine.encoders.bert import require_one_label
-from lmx_lab.engine.encoders.layers import SCORES_BYTES, Steps, on_cpu, run_to_end
-from lmx_lab.engine.encoders.network import ModelConfig, PaddedBatch
+from lmx_lab.engine.encoders.layers import (
+    SCORES_BYTES,
+    ModelConfig,
+    PaddedBatch,
+    Steps,
+    on_cpu,
+    require_finite,
+    require_memory,
+    run_to_end,
+)
 from lmx_lab.engine.encoders.sentence_transformers import LogitTokens
-from lmx_lab.engine.encoders.tensors import require_finite, require_memory
 from lmx_lab.engine.mlx.weights_dtype import DTYPES, fit_weights
 from lmx_lab.engine.quantized_layers import checked_classes
 from lmx_lab.errors import UnusableModelError

@@ -1,14 +1,27 @@
-"""Building blocks of encoders: linear layers, norms, activations and attention. Engine thread only."""
+"""What all encoders consist of. Engine thread only.
+
+Layers, norms, activations and attention; the tensors of a checkpoint, which are read one by one and checked; interfaces
+of networks and heads, padded batches of texts, and ``config.json``; pooling, which converts hidden states to vectors,
+and the modules after it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+import re
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
-from lmx_lab.errors import UnusableModelError
+from lmx_lab.engine.cancellation import check_cancelled
+from lmx_lab.engine.encoders.sentence_transformers import Dense, LayerNorm, Module, Normalize, Pooling, PoolingMode
+from lmx_lab.engine.encoders.tokenizer import TextTokens
+from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 
 SCORES_BYTES = 32 * 2**20
 """Size of the attention scores that a CPU computes at a time, which takes about 0.1 s. A GPU does not store scores."""
@@ -16,6 +29,12 @@ GELU_TAIL = (2.0214851e-05, -8.1131221e-05, 1.4191719e-03, 1.0485195e-02, 2.5478
 """The coefficients of a polynomial p, highest power first. For x >= 0, 1 - 1 / p(x) ** 32 approximates the cumulative
 normal distribution, and gelu has an error below 1e-6. The form is that of formula 7.1.28 of Abramowitz and Stegun. The
 coefficients were fitted to math.erfc by least squares, and reweighted until the errors of gelu were even."""
+SMALLEST_LENGTH = 1e-12
+"""Shorter vectors are not scaled to length 1."""
+TORCH_NORM_EPS = 1e-5
+
+Operation = Callable[[mx.array], mx.array]
+"""Converts vectors (rows, width) to vectors (rows, new width)."""
 
 
 def on_cpu() -> bool:
@@ -191,3 +210,299 @@ def _mask(
     near = distance <= window
     # Padding far from any text attends to itself: a softmax over nothing is NaN, which no later mask can remove.
     return near if mask is None else (mask & near) | (distance == 0)
+
+
+class Tensors:
+    """The tensors of a checkpoint. A tensor that is missing, unused, of another shape or not finite is an error.
+
+    Args:
+        found: Tensors by name, not yet read from disk.
+        dtype: Type to which tensors are converted; None keeps their own.
+        ignored: Pattern of names that may remain unused.
+    """
+
+    def __init__(self, found: dict[str, mx.array], dtype: mx.Dtype | None, ignored: str = "") -> None:
+        self._found = found
+        self._dtype = dtype
+        self._ignored = re.compile(ignored)
+
+    @classmethod
+    def read(
+        cls, folder: Path, dtype: mx.Dtype | None, rename: Callable[[str], str] = str, ignored: str = "(?!)"
+    ) -> Self:
+        """Open all ``model*.safetensors`` of a folder. ``rename`` maps the names in the files to those used here."""
+        files = sorted(folder.glob("model*.safetensors"))
+        if not files:
+            raise UnusableModelError(f"{folder} contains no model*.safetensors; PyTorch's own format is not supported")
+        found: dict[str, mx.array] = {}
+        for file in files:
+            arrays: Any = mx.load(str(file))
+            found |= {rename(name): array for name, array in arrays.items()}
+        return cls(found, dtype, ignored)
+
+    @property
+    def nbytes(self) -> int:
+        """Total size of all tensors after conversion."""
+        return sum(array.size * (self._dtype or array.dtype).size for array in self._found.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def expand(self, bits: int, group_size: int) -> None:
+        """Dequantize tensors in MLX's quantized format. Encoders are small enough for that."""
+        for name in [name.removesuffix(".scales") for name in self._found if name.endswith(".scales")]:
+            weight, scales = self._found[f"{name}.weight"], self._found.pop(f"{name}.scales")
+            biases = self._found.pop(f"{name}.biases", None)
+            self._found[f"{name}.weight"] = mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits)
+
+    def rows(self, name: str) -> int:
+        """Return the first dimension of a tensor."""
+        return int(self._get(name).shape[0])
+
+    def take(self, name: str, *shape: int) -> mx.array:
+        """Read a tensor of this shape from disk.
+
+        Raises:
+            UnusableModelError: it is missing, has another shape or type, or contains NaN or infinite numbers.
+            NotLoadedError: the load was cancelled.
+        """
+        check_cancelled()
+        tensor = self._get(name)
+        if tuple(tensor.shape) != shape:
+            raise UnusableModelError(
+                f"the tensor {name} has the shape {tuple(tensor.shape)}; config.json requires {shape}"
+            )
+        if not mx.issubdtype(tensor.dtype, mx.floating):
+            raise UnusableModelError(f"the tensor {name} contains {tensor.dtype}; floating-point numbers are required")
+        del self._found[name]
+        tensor = tensor if self._dtype is None else tensor.astype(self._dtype)
+        require_finite(name, tensor)
+        return tensor
+
+    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = True) -> Linear:
+        """Read a linear layer."""
+        return join_linear([self.pair(name, inputs, outputs, bias=bias)])
+
+    def pair(self, name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[mx.array, mx.array | None]:
+        """Read the weight (outputs, inputs) and the bias of a linear layer."""
+        return self.take(f"{name}.weight", outputs, inputs), self.take(f"{name}.bias", outputs) if bias else None
+
+    def norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> Norm:
+        """Read a layer norm."""
+        return Norm(self.take(f"{name}.weight", size), self.take(f"{name}.bias", size) if bias else None, eps)
+
+    def finish(self) -> None:
+        """Check that all tensors were used.
+
+        Raises:
+            UnusableModelError: a tensor remains that is not in the ignored ones.
+        """
+        left = sorted(name for name in self._found if not self._ignored.match(name))
+        if left:
+            raise UnusableModelError(f"{len(left)} tensors are not part of this architecture, first {left[0]}")
+
+    def _get(self, name: str) -> mx.array:
+        if name not in self._found:
+            raise UnusableModelError(f"the tensor {name} is missing")
+        return self._found[name]
+
+
+def require_finite(name: str, tensor: mx.array) -> None:
+    """Check that a tensor contains only finite numbers.
+
+    Raises:
+        UnusableModelError: it contains NaN or infinite numbers.
+    """
+    if not mx.isfinite(tensor).all().item():
+        raise UnusableModelError(
+            f"the tensor {name} contains NaN or infinite numbers in {tensor.dtype}; the file is damaged, or a wider "
+            "dtype is needed"
+        )
+
+
+def join_linear(parts: list[tuple[mx.array, mx.array | None]]) -> Linear:
+    """Combine linear layers of the same input to one, in the memory layout that is fastest for the BLAS."""
+    weight = mx.contiguous(mx.concatenate([weight for weight, _ in parts]).T)
+    biases = [bias for _, bias in parts if bias is not None]
+    bias = mx.concatenate(biases) if biases else None
+    mx.eval(weight, *([] if bias is None else [bias]))
+    return Linear(weight, bias)
+
+
+def require_memory(needed_bytes: int, limit_bytes: int) -> None:
+    """Check that weights fit into the memory limit.
+
+    Raises:
+        OutOfMemoryError: they do not.
+    """
+    if needed_bytes > limit_bytes:
+        raise OutOfMemoryError(
+            f"its weights take {needed_bytes / 1e9:.2f} GB, and the limit is {limit_bytes / 1e9:.2f} GB; choose a "
+            "smaller model, or raise memory_limit_bytes"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """Token ids of several texts as one array, padded on the right to the longest."""
+
+    ids: NDArray[np.int32]
+    """(rows, length)"""
+    lengths: NDArray[np.int32]
+    """(rows,), number of tokens without padding."""
+    skipped_tokens: NDArray[np.int32]
+    """(rows,), number of leading tokens that are left out of pooling."""
+    second_start: NDArray[np.int32]
+    """(rows,), index where the second segment begins; the length of the row if there is none."""
+    mask: mx.array | None
+    """(rows, length), False for padding; None if there is no padding."""
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[TextTokens]) -> Self:
+        lengths = np.array([len(text.tokens) for text in texts], np.int32)
+        ids = np.zeros((len(texts), int(lengths.max())), np.int32)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text.tokens)] = text.tokens
+        starts = [len(text.tokens) if text.second_start is None else text.second_start for text in texts]
+        padded = bool((lengths < ids.shape[1]).any())
+        return cls(
+            ids=ids,
+            lengths=lengths,
+            skipped_tokens=np.array([text.skipped_tokens for text in texts], np.int32),
+            second_start=np.array(starts, np.int32),
+            mask=mx.array(np.arange(ids.shape[1]) < lengths[:, None]) if padded else None,
+        )
+
+    def last_token(self, hidden: mx.array) -> mx.array:
+        """Return the hidden states (rows, size) of the last tokens, of (rows, length, size)."""
+        return hidden[mx.arange(len(self.lengths)), mx.array(self.lengths - 1)]
+
+
+class Network(Protocol):
+    """A model without its head: token ids to hidden states."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def positions(self) -> int | None:
+        """The largest number of tokens of one text; None if it is not limited."""
+        ...
+
+    def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
+        """Yield the hidden state (rows, length, size) after each layer, not evaluated; return the last one."""
+        ...
+
+    def batch_bytes(self, rows: int, length: int) -> int:
+        """Estimate the memory that a batch takes in addition to the weights."""
+        ...
+
+
+class Head(Protocol):
+    """Computes vectors or scores from hidden states."""
+
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
+        """Return vectors (rows, dimensions) or, for a reranker, scores (rows,)."""
+        ...
+
+
+class ModelConfig:
+    """A model's ``config.json``; values are checked when they are read.
+
+    Every method raises ``UnusableModelError`` if a value is invalid.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return an integer of at least 1."""
+        value = self.values.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UnusableModelError(f"config.json: {key} is {value!r}; it must be an integer of at least 1")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """Return a number."""
+        value = self.values.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UnusableModelError(f"config.json: {key} is {value!r}; it must be a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return a value as a boolean."""
+        return bool(self.values.get(key, default))
+
+    def head_size(self) -> int:
+        """Return the size of one attention head."""
+        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        if hidden % heads:
+            raise UnusableModelError(f"config.json: hidden_size {hidden} is not a multiple of its {heads} heads")
+        return hidden // heads
+
+
+@dataclass(frozen=True, eq=False)
+class PooledHead:
+    """Computes a vector for each text, or a score if the last operation returns a single number."""
+
+    pooling: Pooling
+    operations: tuple[Operation, ...]
+    score: bool = False
+
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
+        hidden = hidden.astype(mx.float32)
+        vectors = mx.concatenate([pool(hidden, batch, mode) for mode in self.pooling.modes], axis=-1)
+        for operation in self.operations:
+            vectors = operation(vectors)
+        return vectors.squeeze(-1) if self.score else vectors
+
+
+def pool(hidden: mx.array, batch: PaddedBatch, mode: PoolingMode) -> mx.array:
+    """Pool hidden states (rows, length, size) to (rows, size), without padding and skipped tokens."""
+    match mode:
+        case "cls":
+            return hidden[mx.arange(len(batch.skipped_tokens)), mx.array(batch.skipped_tokens)]
+        case "lasttoken":
+            return batch.last_token(hidden)
+    position = np.arange(hidden.shape[1])
+    counted = (position < batch.lengths[:, None]) & (position >= batch.skipped_tokens[:, None])
+    if mode == "max":
+        return mx.where(mx.array(counted)[..., None], hidden, -mx.inf).max(axis=1)
+    weights = counted * (position + 1) if mode == "weightedmean" else counted
+    total = weights.sum(axis=1, keepdims=True)
+    shares = weights / (np.sqrt(total) if mode == "mean_sqrt_len_tokens" else total)
+    return (mx.array(shares.astype(np.float32))[:, None] @ hidden).squeeze(1)
+
+
+def build_operation(module: Module, width: int) -> tuple[Operation, int]:
+    """Return the operation of a module on vectors of ``width`` numbers, and the width of its result, in float32.
+
+    Raises:
+        UnusableModelError: a tensor is missing or invalid, or the activation is not supported.
+    """
+    match module:
+        case Normalize():
+            return normalize, width
+        case LayerNorm():
+            tensors = Tensors.read(module.folder, mx.float32)
+            norm = Norm(tensors.take("norm.weight", width), tensors.take("norm.bias", width), TORCH_NORM_EPS)
+            tensors.finish()
+            return norm, width
+        case Dense():
+            return _dense(module, width), module.outputs
+
+
+def _dense(module: Dense, width: int) -> Operation:
+    act = find_activation(module.activation, TORCH_ACTIVATIONS)
+    tensors = Tensors.read(module.folder, mx.float32)
+    linear = tensors.linear("linear", width, module.outputs, bias=module.bias)
+    tensors.finish()
+    return lambda x: act(linear(x))
+
+
+def normalize(x: mx.array) -> mx.array:
+    """Scale vectors to length 1."""
+    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), SMALLEST_LENGTH)

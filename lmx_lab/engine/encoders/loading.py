@@ -15,10 +15,19 @@ from mlx_lm import tokenizer_utils
 from lmx_lab.engine.encoders import bert, modernbert
 from lmx_lab.engine.encoders.bert import Bert, FirstTokenHead
 from lmx_lab.engine.encoders.decoder import read_classifier, read_decoder, read_logit_reranker
-from lmx_lab.engine.encoders.layers import on_cpu
+from lmx_lab.engine.encoders.layers import (
+    Head,
+    ModelConfig,
+    Network,
+    Operation,
+    PaddedBatch,
+    PooledHead,
+    Tensors,
+    build_operation,
+    on_cpu,
+    require_memory,
+)
 from lmx_lab.engine.encoders.modernbert import ModernBert, ModernBertHead
-from lmx_lab.engine.encoders.network import Head, ModelConfig, Network, PaddedBatch
-from lmx_lab.engine.encoders.pooling import Operation, PooledHead, build_operation
 from lmx_lab.engine.encoders.sentence_transformers import (
     ChatTemplateInput,
     LogitTokens,
@@ -28,7 +37,6 @@ from lmx_lab.engine.encoders.sentence_transformers import (
     SentenceTransformersConfig,
     read_sentence_transformers,
 )
-from lmx_lab.engine.encoders.tensors import Tensors, require_memory
 from lmx_lab.engine.encoders.tokenizer import (
     ChatPairFormat,
     PairFormat,

@@ -13,18 +13,19 @@ from lmx_lab.engine.encoders.bert import require_one_label
 from lmx_lab.engine.encoders.layers import (
     ACTIVATIONS,
     Linear,
+    ModelConfig,
     Norm,
+    PaddedBatch,
     Steps,
+    Tensors,
     attend,
     block_length,
     find_activation,
     join_heads,
+    pool,
     split_heads,
 )
-from lmx_lab.engine.encoders.network import ModelConfig, PaddedBatch
-from lmx_lab.engine.encoders.pooling import pool
 from lmx_lab.engine.encoders.sentence_transformers import PoolingMode
-from lmx_lab.engine.encoders.tensors import Tensors
 from lmx_lab.errors import UnusableModelError
 
 IGNORED = r"head\.|decoder\.|classifier\."

@@ -11,8 +11,8 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as Normalizers
 
 from lmx_lab.engine.encoders.sentence_transformers import ChatTemplateInput, EncodingPrompts
-from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
 from lmx_lab.engine.tokenizing.encoder import EncodedText, TextEncoder, TextWork
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_chat
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
 from lmx_lab.values.encoding import InputType
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lmx_lab.engine.grammar.gbnf import to_lark
 from lmx_lab.engine.requests import AnswerFormat, ToolUse
-from lmx_lab.engine.templates.tool_prompt import END, START
+from lmx_lab.engine.text.tool_prompt import END, START
 
 WHITESPACE = r"[ ]|\n[ ]{0,24}"
 """Allowed between the parts of JSON: one space, or one line break with indentation. With more whitespace allowed, a

@@ -26,10 +26,10 @@ from lmx_lab.engine.llama_cpp.prepare import LlamaPreparer
 from lmx_lab.engine.llama_cpp.process import PACKAGE, is_installed, require_installed
 from lmx_lab.engine.llama_cpp.queue import LlamaGeneration, LlamaQueue
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
-from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
+from lmx_lab.engine.memory import limit_bytes, total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Item, Mailbox, Outbox, Pending, TokenStream
-from lmx_lab.engine.templates.trial import try_template
+from lmx_lab.engine.tokenizing.templates import try_template
 from lmx_lab.engine.validation import check_options, check_token_ids
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.settings import Settings

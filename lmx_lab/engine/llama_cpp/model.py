@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.grammar.build import Marker
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
@@ -20,9 +19,9 @@ from lmx_lab.engine.llama_cpp.grammar import read_token_table
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context
 from lmx_lab.engine.llama_cpp.missing_tokens import TokenIndex
 from lmx_lab.engine.llama_cpp.process import PACKAGE, LlamaProcess
-from lmx_lab.engine.machine_memory import prefix_cache_bytes
-from lmx_lab.engine.templates.tool_prompt import END, START
+from lmx_lab.engine.memory import default_threads, prefix_cache_bytes
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
+from lmx_lab.engine.text.tool_prompt import END, START
 from lmx_lab.engine.tokenizing.bounds import TokenBound
 from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_vocabularies

@@ -18,8 +18,8 @@ from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
 from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.request import Route, chat_body, chat_input, completion_body, route_of
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
-from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ReasoningState
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
     check_characters,

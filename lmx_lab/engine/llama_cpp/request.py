@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
-from lmx_lab.engine.templates.tool_prompt import template_tools
 from lmx_lab.engine.text.chat_format_detection import ChatFormat
+from lmx_lab.engine.text.tool_prompt import template_tools
 from lmx_lab.engine.validation import no_steering_error
 from lmx_lab.errors import InvalidRequestError
 

@@ -14,16 +14,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
-from lmx_lab.engine.mlx.draft_model import DraftModel, ModelDrafter
-from lmx_lab.engine.mlx.kv_cache import KvState
+from lmx_lab.engine.mlx.kv_cache import Footprint, KvState
 from lmx_lab.engine.mlx.logprobs import PromptScoring, answer_token, as_rows
-from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import PrefillPace
 from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, MinimumLength, Sampler, Samplers, processors
-from lmx_lab.engine.mlx.speculative import Drafter, PromptLookup, SpeculativeBatch
+from lmx_lab.engine.mlx.speculative import Drafter, DraftModel, ModelDrafter, PromptLookup, SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering
 from lmx_lab.engine.prefix_files import common_prefix
 from lmx_lab.engine.requests import GenerationRequest, InfillPrompt

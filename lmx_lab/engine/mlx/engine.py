@@ -36,8 +36,8 @@ from lmx_lab.engine.requests import (
     TraceRequest,
 )
 from lmx_lab.engine.stream import Pending, TokenStream
-from lmx_lab.engine.templates.trial import try_templates_of
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files, read_tokens
+from lmx_lab.engine.tokenizing.templates import try_templates_of
 from lmx_lab.engine.validation import check_options, check_vocabularies
 from lmx_lab.errors import EngineDeadError, EngineError, LabError, UnusableModelError
 from lmx_lab.settings import Settings

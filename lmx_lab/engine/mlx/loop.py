@@ -14,11 +14,11 @@ import mlx.core as mx
 
 from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cpu_blas import ThreadChoice
-from lmx_lab.engine.machine_memory import prefix_cache_bytes
+from lmx_lab.engine.memory import prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
-from lmx_lab.engine.mlx.memory_plan import STEP_TOKENS
+from lmx_lab.engine.mlx.kv_cache import STEP_TOKENS
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import Samplers

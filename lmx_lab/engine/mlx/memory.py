@@ -6,7 +6,7 @@ import gc
 
 import mlx.core as mx
 
-from lmx_lab.engine import machine_memory
+from lmx_lab.engine import memory as machine
 from lmx_lab.heap import return_freed_memory
 
 MAX_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
@@ -18,7 +18,7 @@ CUDA_MEMORY = "total_memory"
 def total_bytes() -> int:
     """Return the memory of the device. For a CPU, MLX reports none, and the memory of the machine is returned."""
     device = mx.device_info()
-    return int(device.get("memory_size") or device.get(CUDA_MEMORY) or machine_memory.total_bytes())
+    return int(device.get("memory_size") or device.get(CUDA_MEMORY) or machine.total_bytes())
 
 
 def is_of_device() -> bool:
@@ -33,7 +33,7 @@ def limit_bytes(chosen: int | None) -> int:
     available = total_bytes()
     if is_of_device():
         available = min(available, int(mx.device_info()["free_memory"]) + used_bytes() + int(mx.get_cache_memory()))
-    return machine_memory.limit_bytes(chosen, available)
+    return machine.limit_bytes(chosen, available)
 
 
 def limit_kept_bytes(limit_bytes: int) -> None:

@@ -21,16 +21,15 @@ from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
-from lmx_lab.engine.mlx.kv_cache import Traits, measure
-from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint
+from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, Traits, measure
 from lmx_lab.engine.mlx.weights_dtype import fit_weights
 from lmx_lab.engine.quantized_layers import checked_classes
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
-from lmx_lab.engine.templates.renderer import TemplateLimitError, default_sandbox, render_chat
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
 from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, default_sandbox, render_chat
 from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
     check_characters,

@@ -14,8 +14,7 @@ from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_activations
-from lmx_lab.engine.mlx.capture.attribution import compute_attribution
-from lmx_lab.engine.mlx.capture.logit_lens import compute_logit_lens
+from lmx_lab.engine.mlx.capture.lens import compute_attribution, compute_logit_lens
 from lmx_lab.engine.mlx.capture.patching import compute_patching
 from lmx_lab.engine.mlx.capture.points import HookPoints
 from lmx_lab.engine.mlx.jobs import JobQueue

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from lmx_lab.engine import machine_memory
+from lmx_lab.engine import memory
 from lmx_lab.engine.cancellation import check_cancelled
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callab
 
 
 def _fits(model: Any, dtype: mx.Dtype, limit_bytes: int) -> bool:
-    needed, room = expanded_bytes(model, dtype), round(min(limit_bytes, machine_memory.free_bytes()) * EXPANDED_SHARE)
+    needed, room = expanded_bytes(model, dtype), round(min(limit_bytes, memory.free_bytes()) * EXPANDED_SHARE)
     if needed > room:
         log.info(
             "weights stay quantized: expanded they would use %.2f GB, and %.2f GB are free for them",

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from lmx_lab.engine.grammar.build import Marker, ReasoningSection, build_grammar
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, ToolUse
-from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
-from lmx_lab.engine.templates.tool_prompt import END, START, template_tools, write_tools_as_text
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.tool_calls import CallFormat
+from lmx_lab.engine.text.tool_prompt import END, START, template_tools, write_tools_as_text
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_chat
 from lmx_lab.errors import InvalidRequestError
 
 ReasoningState = Literal["open", "possible", "closed"]

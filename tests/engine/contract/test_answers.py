@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, ModelManager, Sampling, TextPrompt, TokenPrompt
-from lmx_lab.engine.echo.vocabulary import EchoVocabulary
+from lmx_lab.engine.echo.model import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import Format

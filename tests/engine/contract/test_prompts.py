@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.engine import ChatPrompt, InfillPrompt, ModelManager, TextPrompt, TokenPrompt
-from lmx_lab.engine.echo.vocabulary import BEGIN, MESSAGE
+from lmx_lab.engine.echo.model import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights.tokenizer_files import can_infill

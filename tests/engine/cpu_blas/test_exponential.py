@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lmx_lab.engine.cpu_blas import binding, configure_blas, elf, exponential
+from lmx_lab.engine.cpu_blas import configure_blas, elf, exponential, openblas
 from tests.engine.cpu_blas.helpers import needs_x86
 
 needs_fma = pytest.mark.skipif(not exponential.has_flags(exponential.FLAGS), reason="the processor has no FMA")
@@ -20,7 +20,7 @@ needs_fma = pytest.mark.skipif(not exponential.has_flags(exponential.FLAGS), rea
 def library() -> Iterator[elf.Library]:
     """MLX's library with its own ``exp``."""
     configure_blas("off")
-    yield binding._mlx_library()
+    yield openblas._mlx_library()
     configure_blas("auto")
 
 

@@ -1,13 +1,23 @@
-"""OpenBLAS is loaded with the right kernels, and the process can fork and start programs."""
+"""MLX uses OpenBLAS or its own BLAS as a whole, and computes the same products with both. OpenBLAS is loaded with the
+right kernels, the process can fork and start programs, and products have the number of threads that is fastest.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
+import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
-from lmx_lab.engine.cpu_blas import openblas
+from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas, elf, openblas
+from lmx_lab.engine.cpu_blas.openblas import BUSY_INTERVAL_S, INTERVAL_S, PAUSE_S
+from lmx_lab.values.engine import BlasReport
 from tests.engine.cpu_blas.helpers import needs_slots, needs_x86, run
 
 WORKING = """
@@ -95,3 +105,295 @@ def test_kernels_chosen_by_the_user_are_used() -> None:
         "from lmx_lab.engine.cpu_blas import configure_blas; print(configure_blas().detail)",
         OPENBLAS_CORETYPE="Nehalem",
     )
+
+
+@pytest.fixture
+def mlx_binding() -> Iterator[openblas._Binding]:
+    """MLX with the BLAS of its wheel, and a separate binding for the test."""
+    before = configure_blas("off")
+    assert before.name == "reference"
+    separate = openblas._Binding()
+    yield separate
+    separate.configure("off", None)
+    configure_blas("auto")
+
+
+def slot_contents() -> list[int]:
+    library = next(found for found in elf.libraries() if found.path.endswith(openblas.MLX_LIBRARY))
+    slots = elf.slots(library, openblas.FUNCTIONS, platform.machine())
+    assert set(slots) == set(openblas.FUNCTIONS)
+    return [elf.read(slot) for name in openblas.FUNCTIONS for slot in slots[name]]
+
+
+@needs_slots
+def test_openblas_is_bound_and_the_original_is_restored(mlx_binding: openblas._Binding) -> None:
+    installed = slot_contents()
+    report = mlx_binding.configure("auto", 1)
+    assert (report.name, report.threads) == ("openblas", 1)
+    assert report.gemv
+    assert report.gflops is not None
+    assert not set(slot_contents()) & set(installed)
+    assert mlx_binding.configure("auto", 1) is report
+    assert mlx_binding.configure("auto", 2).threads == 2
+    assert mlx_binding.configure("off", None).name == "reference"
+    assert slot_contents() == installed
+
+
+@needs_slots
+def test_several_threads_can_configure_at_once() -> None:
+    code = """
+import threading, mlx.core as mx
+from lmx_lab.engine.cpu_blas import configure_blas
+names = []
+def configure(threads):
+    names.append(configure_blas("auto", threads).name)
+    mx.synchronize()
+    mx.clear_streams()
+threads = [threading.Thread(target=configure, args=(count,)) for count in (1, 2, 1, 2, 3, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(names == ["openblas"] * 6)
+"""
+    assert run(code) == "True"
+
+
+FAULTS = {
+    "package missing": (openblas, "PACKAGE", "no_such_package", "pip install scipy-openblas32"),
+    "symbol missing": (openblas, "PREFIX", "other_", "AttributeError"),
+    "another MLX": (openblas, "FUNCTIONS", ("cblas_sgemm", "cblas_zgemm"), "does not call cblas_zgemm"),
+    "wrong products": (openblas, "find_difference", lambda: "1 by 1", "differ from numpy's"),
+}
+
+
+@needs_slots
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_leaves_mlx_unchanged_and_is_logged_once(
+    fault: str, mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, name, value, words = FAULTS[fault]
+    installed = slot_contents()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, value)
+        report = mlx_binding.configure("auto", None)
+        assert mlx_binding.configure("auto", None) is report
+    assert report.name in {"reference", "system"}
+    assert words in report.detail
+    assert slot_contents() == installed
+    assert [(entry.levelno, report.detail in entry.getMessage()) for entry in caplog.records] == [
+        (logging.WARNING, True)
+    ]
+
+
+def _refuse(*_: object) -> None:
+    raise PermissionError(13, "mprotect: Permission denied")
+
+
+@needs_slots
+def test_pages_that_stay_read_only_leave_mlx_unchanged(
+    mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = slot_contents()
+    with monkeypatch.context() as patch:
+        patch.setattr(elf, "_protection", lambda _page: elf.mmap.PROT_READ)
+        patch.setattr(elf, "protect", _refuse)
+        assert "Permission denied" in mlx_binding.configure("auto", None).detail
+    assert slot_contents() == installed
+
+
+@needs_x86
+def test_without_executable_pages_a_single_row_is_computed_by_sgemm(
+    mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(elf, "protect", _refuse)
+        report = mlx_binding.configure("auto", None)
+    assert (report.name, report.gemv) == ("openblas", False)
+
+
+@needs_slots
+def test_another_blas_that_mlx_already_uses_is_kept(
+    mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = slot_contents()
+    with monkeypatch.context() as patch:
+        patch.setattr(elf, "owner", lambda _address: "/usr/lib/libopenblas.so.0")
+        report = mlx_binding.configure("auto", None)
+    assert (report.name, report.detail) == ("system", "libopenblas.so.0, already used by MLX")
+    assert slot_contents() == installed
+
+
+def test_nothing_is_bound_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert configure_blas().name == "unused"
+
+
+@needs_slots
+@pytest.mark.parametrize("transposed", list(itertools.product((False, True), repeat=2)))
+def test_products_of_mlx_equal_those_of_numpy(transposed: tuple[bool, bool]) -> None:
+    assert configure_blas("auto").name == "openblas"
+    random = np.random.default_rng(1)
+    for _ in range(60):
+        rows, inner, columns, batch = (int(size) for size in random.integers(1, (4, 90, 90, 4)))
+        a, b = random.standard_normal((batch, rows, inner)), random.standard_normal((inner, columns))
+        left = mx.array(a.swapaxes(1, 2).copy()).swapaxes(1, 2) if transposed[0] else mx.array(a)
+        right = mx.array(b.T.copy()).T if transposed[1] else mx.array(b)
+        assert np.allclose(np.array(left @ right), a @ b, atol=1e-3)
+        # A part of a matrix, so that rows are not contiguous.
+        assert np.allclose(np.array(left[..., :1, ::2] @ right[::2]), a[..., :1, ::2] @ b[::2], atol=1e-3)
+
+
+@needs_slots
+def test_a_process_exits_normally_with_either_blas() -> None:
+    for choice in ("auto", "off"):
+        run(f"from lmx_lab.engine.cpu_blas import configure_blas; configure_blas({choice!r})")
+
+
+class Machine:
+    """Simulates the time of a product for each number of threads, and the clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.seconds = {1: 1.0, 2: 0.6, 3: 0.5, 4: 0.4}
+        self.measured: list[int] = []
+        self.in_use = 0
+        monkeypatch.setattr(openblas, "use_threads", self._use)
+        monkeypatch.setattr(openblas, "_median_product_s", self._measure)
+        monkeypatch.setattr(openblas.time, "perf_counter", lambda: self.now)
+
+    def _use(self, count: int) -> None:
+        self.in_use = count
+
+    def _measure(self, limit_s: float) -> float:
+        self.measured.append(self.in_use)
+        return self.seconds[self.in_use]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def choice(machine: Machine, threads: int = 2, *, fixed: bool = False) -> ThreadChoice:
+    made = ThreadChoice(BlasReport(name="openblas", detail="", threads=threads, threads_fixed=fixed))
+    machine.in_use = threads
+    return made
+
+
+def test_an_idle_machine_uses_all_threads(machine: Machine) -> None:
+    choice(machine).prepare(100)
+    assert machine.in_use == 2
+
+
+def test_a_busy_machine_uses_the_fastest_number_of_threads(machine: Machine) -> None:
+    machine.seconds = {1: 1.0, 2: 30.0}
+    choice(machine).prepare(100)
+    assert machine.in_use == 1
+
+
+@pytest.mark.parametrize(("seconds", "best"), [({1: 4, 2: 2, 3: 1.5, 4: 9}, 3), ({1: 4, 2: 2, 3: 8, 4: 9}, 2)])
+def test_with_more_cores_numbers_in_between_are_measured(
+    machine: Machine, seconds: dict[int, float], best: int
+) -> None:
+    machine.seconds = seconds
+    choice(machine, 4).prepare(100)
+    assert machine.in_use == best
+    assert machine.measured == [1, 4, 3, 2]
+
+
+def test_few_rows_have_one_thread_and_nothing_is_measured(machine: Machine) -> None:
+    choice(machine).prepare(3)
+    assert (machine.in_use, machine.measured) == (1, [])
+
+
+def test_short_work_after_a_pause_has_one_thread(machine: Machine) -> None:
+    made = choice(machine)
+    made.prepare(63)
+    assert (machine.in_use, machine.measured) == (1, [])
+    machine.now += PAUSE_S / 2
+    made.prepare(63)
+    assert machine.in_use == 2
+
+
+def test_it_measures_again_only_after_the_interval(machine: Machine) -> None:
+    made = choice(machine)
+    made.prepare(100)
+    measured = len(machine.measured)
+    machine.now += INTERVAL_S - 0.01
+    made.prepare(100)
+    assert len(machine.measured) == measured
+    machine.seconds = {1: 1.0, 2: 30.0}
+    machine.now += 0.02
+    made.prepare(100)
+    assert machine.in_use == 1
+
+
+def test_on_a_busy_machine_it_measures_less_often_and_uses_all_threads_again(machine: Machine) -> None:
+    made = choice(machine)
+    machine.seconds = {1: 1.0, 2: 30.0}
+    made.prepare(100)
+    measured = len(machine.measured)
+    machine.seconds = {1: 1.0, 2: 0.6}
+    machine.now += INTERVAL_S + 0.1
+    made.prepare(100)
+    assert (machine.in_use, len(machine.measured)) == (1, measured)
+    machine.now += BUSY_INTERVAL_S
+    made.prepare(100)
+    assert machine.in_use == 2
+
+
+def test_a_fixed_number_of_threads_is_always_used(machine: Machine) -> None:
+    made = choice(machine, fixed=True)
+    for rows in (1, 100):
+        made.prepare(rows)
+        assert (machine.in_use, machine.measured) == (2, [])
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_lanes_have_one_thread_each_and_later_steps_have_all(machine: Machine, fixed: bool) -> None:
+    made = choice(machine, fixed=fixed)
+    made.prepare(500, lanes=2)
+    assert (machine.in_use, machine.measured) == (1, [])
+    made.prepare(500)
+    assert machine.in_use == 2
+
+
+def test_with_one_core_nothing_is_measured(machine: Machine) -> None:
+    made = choice(machine, 1)
+    made.prepare(500)
+    assert (made.current, machine.measured) == (1, [])
+
+
+def test_a_real_product_is_measured() -> None:
+    assert 0 < openblas._median_product_s(float("inf")) < 10
+
+
+def test_a_slow_number_of_threads_is_measured_once() -> None:
+    assert openblas._median_product_s(0.0) > 0
+
+
+def test_the_number_changes_and_is_measured_only_when_the_stream_computes_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = False
+
+    def wait(stream: object) -> None:
+        nonlocal idle
+        idle = stream is threads.stream
+
+    def use(count: int) -> None:
+        nonlocal idle
+        assert idle
+        machine.in_use = count
+
+    monkeypatch.setattr(mx, "synchronize", wait)
+    monkeypatch.setattr(openblas, "use_threads", use)
+    threads = choice(machine)
+    threads.stream = mx.default_stream(mx.cpu)
+    for rows in (100, 1, 100):
+        idle = False
+        threads.prepare(rows)
+        machine.now += INTERVAL_S / 4
+    assert machine.measured == [1, 2]
+    assert machine.in_use == 2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, EmbeddingRequest, ModelManager, RerankRequest, TextPrompt
-from lmx_lab.engine.echo.vocabulary import EchoVocabulary
+from lmx_lab.engine.echo.model import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO

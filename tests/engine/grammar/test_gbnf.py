@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from lmx_lab.engine.echo.vocabulary import echo_vocabulary
+from lmx_lab.engine.echo.model import echo_vocabulary
 from lmx_lab.engine.grammar.build import build_grammar
 from lmx_lab.engine.grammar.worker import build_tokenizer
 from lmx_lab.engine.requests import AnswerFormat

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine.echo.vocabulary import echo_vocabulary
+from lmx_lab.engine.echo.model import echo_vocabulary
 from lmx_lab.engine.grammar import worker
 from lmx_lab.engine.requests import AnswerFormat
 from tests.engine.grammar.grammars import PERSON, grammar_for, schema

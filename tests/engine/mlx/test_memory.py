@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from lmx_lab.engine import ModelManager, machine_memory
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine import memory as machine
 from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.mlx import kv_cache, memory
 from lmx_lab.engine.mlx.state import MlxCore
@@ -39,7 +40,7 @@ def test_the_memory_limit_is_80_percent_of_what_other_programs_leave_of_the_gpu(
     report_device(monkeypatch, {"memory_size": 32 * GB})
     assert (memory.total_bytes(), memory.is_of_device()) == (32 * GB, False)
     report_device(monkeypatch, {"device_name": "cpu"})
-    assert (memory.total_bytes(), memory.is_of_device()) == (machine_memory.total_bytes(), False)
+    assert (memory.total_bytes(), memory.is_of_device()) == (machine.total_bytes(), False)
 
 
 def test_engines_on_the_cpu_do_not_reduce_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from lmx_lab.engine import ModelManager, Sampling, TokenPrompt
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.memory_plan import Footprint
+from lmx_lab.engine.mlx.kv_cache import Footprint
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry

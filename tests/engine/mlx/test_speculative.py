@@ -14,8 +14,14 @@ from mlx_lm.utils import load_model
 from safetensors.numpy import load_file, save_file
 
 from lmx_lab.engine import AnswerFormat, ModelManager, Sampling, TokenPrompt
-from lmx_lab.engine.mlx.draft_model import DraftModel
-from lmx_lab.engine.mlx.speculative import FIRST_DRAFT, FIRST_PAUSE, LONGEST_DRAFT, PromptLookup, SpeculativeBatch
+from lmx_lab.engine.mlx.speculative import (
+    FIRST_DRAFT,
+    FIRST_PAUSE,
+    LONGEST_DRAFT,
+    DraftModel,
+    PromptLookup,
+    SpeculativeBatch,
+)
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import GenerationReport, TokenLogprob

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
-from lmx_lab.engine import ModelManager, machine_memory
+from lmx_lab.engine import ModelManager, memory
 from lmx_lab.engine.mlx.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -85,7 +85,7 @@ def test_memory_of_other_programs_is_not_available(
 ) -> None:
     needed = expanded_bytes(fitted("keep"), mx.float32)
     for free, expanded in ((needed / EXPANDED_SHARE + 1e3, True), (needed / EXPANDED_SHARE - 1e3, False)):
-        monkeypatch.setattr(machine_memory, "free_bytes", lambda free=free: round(free))
+        monkeypatch.setattr(memory, "free_bytes", lambda free=free: round(free))
         assert (weights_bytes(fitted("auto")) >= needed) is expanded
 
 

@@ -15,9 +15,9 @@ from mlx_lm import tokenizer_utils
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextPrompt, Tool, ToolUse
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
-from lmx_lab.engine.templates.tool_prompt import template_tools, write_tools_as_text
 from lmx_lab.engine.text.channels import CONTENT, REASONING
 from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, ReasoningState, detect_chat_format
+from lmx_lab.engine.text.tool_prompt import template_tools, write_tools_as_text
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry
 from tests.support.families import (

@@ -24,6 +24,7 @@ from lmx_lab.engine.mlx.capture.activations import (
     Part,
     Steps,
     TraceContext,
+    block_of,
     chunk_limit,
     evaluate,
     next_chunk,
@@ -32,7 +33,6 @@ from lmx_lab.engine.mlx.capture.activations import (
 )
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
 from lmx_lab.engine.mlx.capture.points import ATTN_OUT, RESID_MID, RESID_POST, RESID_PRE, HookPoints, Z
-from lmx_lab.engine.mlx.capture.reading import block_of
 from lmx_lab.engine.mlx.capture.tail import VOCABULARY_ROWS, logits_of_residual
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import PATCHABLE, Patching

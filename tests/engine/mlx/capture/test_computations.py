@@ -12,9 +12,8 @@ import pytest
 from mlx.nn.layers.quantized import quantize
 
 from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_activations
-from lmx_lab.engine.mlx.capture.attribution import compute_attribution
 from lmx_lab.engine.mlx.capture.install import HookPoint, install
-from lmx_lab.engine.mlx.capture.logit_lens import _most_likely, compute_logit_lens
+from lmx_lab.engine.mlx.capture.lens import _most_likely, compute_attribution, compute_logit_lens
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.patching import compute_patching
 from lmx_lab.engine.mlx.capture.points import find_points

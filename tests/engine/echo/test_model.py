@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.echo.vocabulary import END, FIRST_BYTE, LONGEST_PIECE, EchoVocabulary
+from lmx_lab.engine.echo.model import END, FIRST_BYTE, LONGEST_PIECE, EchoVocabulary
 
 VOCABULARY = EchoVocabulary()
 

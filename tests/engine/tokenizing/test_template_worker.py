@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine.templates import worker
+from lmx_lab.engine.tokenizing import template_worker
 
 
 def render(template: str, **variables: Any) -> dict[str, str]:
     answer: dict[str, str] = json.loads(
-        worker.handle(json.dumps({"template": template, "variables": variables}).encode())
+        template_worker.handle(json.dumps({"template": template, "variables": variables}).encode())
     )
     return answer
 
@@ -36,7 +36,7 @@ def test_a_template_can_use_what_chat_templates_are_written_for(template: str, t
     ("template", "message"),
     [
         ("{{ raise_exception('only users') }}", "only users"),
-        ("{{ raise_exception('x' * 5000) }}", "x" * worker.MAX_ERROR_CHARACTERS),
+        ("{{ raise_exception('x' * 5000) }}", "x" * template_worker.MAX_ERROR_CHARACTERS),
         ("{{ namespace(__class__=1) }}", "a namespace cannot have '__class__': names must not begin with _"),
         ("{% set ns = namespace() %}{% set ns._a = 1 %}", "a namespace cannot have '_a': names must not begin with _"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
@@ -49,6 +49,6 @@ def test_an_error_of_a_template_is_its_message(template: str, message: str) -> N
 
 def test_a_template_that_exceeds_a_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "memory" in render("{{ 'x' * size }}", size=10**18)["limit"]
-    monkeypatch.setattr(worker, "MAX_CHARACTERS", 10)
+    monkeypatch.setattr(template_worker, "MAX_CHARACTERS", 10)
     assert render("{% for n in range(5) %}{{ n }}{{ n }}{% endfor %}") == {"text": "0011223344"}
     assert "10 characters" in render("{% for n in range(6) %}{{ n }}{{ n }}{% endfor %}")["limit"]

@@ -1,4 +1,5 @@
-"""Read how much memory and how many CPUs this process may use, by control groups, JupyterHub and the environment.
+"""Read how much memory and how many CPUs this process may use: those of the machine, or of the container, by control
+groups, JupyterHub and the environment.
 
 psutil and MLX report the whole machine. In a container of 2 GB, a process that relies on that is killed by the kernel
 without a message. Control groups are nested and each of them may set a limit, so all visible ones are read.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +50,7 @@ def memory_limit_bytes(
     return min(limits, default=None)
 
 
-def free_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
+def container_free_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     """Return the memory that is available within the control groups; ``None`` if none of them has a limit."""
     free = []
     for folder, files, limit in _memory_limits(cgroups, membership):
@@ -150,3 +152,30 @@ def _hub_limit(environ: Mapping[str, str], name: str) -> float | None:
     except (KeyError, ValueError):
         return None
     return number if 0 < number < math.inf else None
+
+
+def total_bytes() -> int:
+    """Return the memory of the machine, or the limit of the container."""
+    return min(psutil.virtual_memory().total, memory_limit_bytes(os.environ) or sys.maxsize)
+
+
+def free_bytes() -> int:
+    """Return the memory that the machine or the container can still provide without ending a process."""
+    free, inside = psutil.virtual_memory().available, container_free_bytes()
+    return free if inside is None else min(free, inside)
+
+
+def limit_bytes(chosen: int | None, available_bytes: int | None = None) -> int:
+    """Return how many bytes models and caches may use together: the setting, or 80 % of the available memory.
+
+    Args:
+        available_bytes: The available memory; by default that of the machine or the container.
+    """
+    if chosen is not None:
+        return chosen
+    return (total_bytes() if available_bytes is None else available_bytes) * 8 // 10
+
+
+def prefix_cache_bytes(chosen: int | None, memory_limit_bytes: int) -> int:
+    """Return how many bytes the caches of ended requests may use: the setting, or a tenth of the memory limit."""
+    return memory_limit_bytes // 10 if chosen is None else chosen

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint, LayerCache
+from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, LayerCache
 
 MIB = 2**20
 FULL = LayerCache(bytes_per_token=1024)

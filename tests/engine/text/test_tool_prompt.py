@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from lmx_lab.engine import Tool, ToolUse
-from lmx_lab.engine.templates.tool_prompt import template_tools, write_tools_as_text
+from lmx_lab.engine.text.tool_prompt import template_tools, write_tools_as_text
 
 WEATHER = Tool(name="weather", description="Das Wetter · 天気", parameters={"type": "object", "properties": {}})
 TOOLS = ToolUse(tools=(WEATHER, Tool(name="add", parameters={"type": "object"})))

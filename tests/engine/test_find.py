@@ -1,32 +1,38 @@
-"""The engine of a model in several formats is the fastest one here, unless the caller requires another one."""
+"""The files of a model are found on disk, or downloaded where that is allowed. The engine of a model in several formats
+is the fastest one here, unless the caller requires another one.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmx_lab.engine import engine_choice, registry
-from lmx_lab.engine.engine_choice import (
+from lmx_lab.engine import find as finding
+from lmx_lab.engine import registry
+from lmx_lab.engine.find import (
+    ModelFinder,
     PreferredEngine,
     choose_format,
+    from_disk,
     gpu_of_mlx,
     preferred_engine,
     replaced_cuda_package,
 )
-from lmx_lab.engine.model_finder import ModelFinder
-from lmx_lab.errors import ModelNotFoundError, UnusableModelError
+from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import EngineChoice, Format, LoadSpec, ModelEntry
-from lmx_lab.weights import Catalog
+from lmx_lab.values.models import EngineChoice, Format, LoadProgress, LoadSpec, ModelEntry
+from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.starters import STARTERS
 from tests.support.engines import SPEEDS
 from tests.support.gguf import EXACT, LOSSY
 from tests.support.models import TINY_ENTRY
 
+pytestmark = pytest.mark.anyio
 NAME = "smollm2-135m"
 MLX = replace(TINY_ENTRY, id=NAME, path=Path("/models") / NAME)
 GGUF = replace(MLX, path=Path("/models/file.gguf"), format="gguf", aliases=(f"{NAME}-gguf",))
@@ -36,13 +42,97 @@ ON_CPU = PreferredEngine(name="llama.cpp", reason="it is usually the faster engi
 ON_GPU = PreferredEngine(name="mlx", reason="it uses the GPU (Metal)")
 
 
+class FakeCatalog(Catalog):
+    """A catalog whose results the tests set."""
+
+    def __init__(self, found: ModelEntry | Exception, fetched: ModelEntry | Exception = TINY_ENTRY) -> None:
+        super().__init__(Settings(home=Path("/nowhere")))
+        self.found, self.fetched = found, fetched
+        self.fetches: list[str] = []
+
+    def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
+        return [_return_or_raise(self.found)]
+
+    def can_fetch(self, name: str) -> bool:
+        return name == "org/name"
+
+    def fetch(self, name: str, report: Any = None, *, format: Format | None = None) -> ModelEntry:
+        self.fetches.append(name)
+        report(Progress(stage="download", done_bytes=1, total_bytes=2))
+        return _return_or_raise(self.fetched)
+
+
+def _return_or_raise(value: ModelEntry | Exception) -> ModelEntry:
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+MISSING = ModelNotFoundError("there is no model 'org/name'", param="model")
+INCOMPLETE = UnusableModelError("org/name lacks a file", param="model")
+FAILED = DownloadError("the hub does not answer")
+
+
+def finder(catalog: Catalog, *, downloads: bool = True) -> tuple[ModelFinder, list[LoadProgress]]:
+    progress: list[LoadProgress] = []
+    return ModelFinder(Settings(home=Path("/nowhere"), downloads=downloads), catalog, report=progress.append), progress
+
+
+async def test_a_model_on_disk_is_not_downloaded() -> None:
+    catalog = FakeCatalog(TINY_ENTRY)
+    assert await finder(catalog)[0].find(LoadSpec(model="org/name"), local=True) == TINY_ENTRY
+    assert catalog.fetches == []
+
+
+@pytest.mark.parametrize("missing", [MISSING, INCOMPLETE])
+async def test_a_missing_or_incomplete_model_is_downloaded(missing: Exception) -> None:
+    found, progress = finder(FakeCatalog(missing))
+    assert await found.find(LoadSpec(model="org/name"), local=True) is TINY_ENTRY
+    assert progress == [LoadProgress(model="org/name", stage="download", done_bytes=1, total_bytes=2)]
+
+
+@pytest.mark.parametrize(("downloads", "local"), [(False, True), (True, False)])
+async def test_downloads_need_the_setting_and_a_caller_on_this_machine(downloads: bool, local: bool) -> None:
+    catalog = FakeCatalog(MISSING)
+    with pytest.raises(ModelNotFoundError):
+        await finder(catalog, downloads=downloads)[0].find(LoadSpec(model="org/name"), local=local)
+    assert catalog.fetches == []
+
+
+async def test_a_damaged_model_that_cannot_be_downloaded_is_unusable() -> None:
+    with pytest.raises(UnusableModelError, match="lacks a file"):
+        await finder(FakeCatalog(INCOMPLETE))[0].find(LoadSpec(model="/models/tiny"), local=True)
+
+
+@pytest.mark.parametrize(
+    ("missing", "error", "message"),
+    [
+        (MISSING, ModelNotFoundError, "org/name is not on disk: the hub does not answer"),
+        (INCOMPLETE, UnusableModelError, "org/name lacks a file; the hub does not answer"),
+    ],
+)
+async def test_a_failed_download_has_the_error_of_the_missing_model(
+    missing: Exception, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await finder(FakeCatalog(missing, FAILED))[0].find(LoadSpec(model="org/name"), local=True)
+
+
+async def test_a_disk_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "DISK_S", 0.05)
+    end = threading.Event()
+    with pytest.raises(NotLoadedError, match=r"tiny was not loaded: the folders .* not been read within 0\.05 s"):
+        await from_disk(end.wait, "tiny")
+    end.set()
+
+
 @pytest.fixture(autouse=True)
 def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: None)
+    monkeypatch.setattr(finding, "gpu_of_mlx", lambda: None)
 
 
 def test_on_a_gpu_mlx_is_preferred_whatever_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: "Metal")
+    monkeypatch.setattr(finding, "gpu_of_mlx", lambda: "Metal")
     assert preferred_engine(SPEEDS) == ON_GPU
 
 
@@ -72,13 +162,13 @@ def test_mlx_uses_an_nvidia_gpu_unless_mlx_cpu_has_replaced_its_library(
     listed.mkdir()
     (listed / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-cuda-13\nVersion: 0.32.4\n")
     (listed / "RECORD").write_text("mlx/lib/libmlx.so,sha256=abc,9\nmlx/lib/libmlx.so.txt,,\n")
-    monkeypatch.setattr(engine_choice, "CUDA_DEVICES", (str(library),))
+    monkeypatch.setattr(finding, "CUDA_DEVICES", (str(library),))
     assert (gpu_of_mlx(), replaced_cuda_package()) == (None, None)
     monkeypatch.syspath_prepend(tmp_path)
     assert (gpu_of_mlx(), replaced_cuda_package()) == ("CUDA", None)
     library.write_bytes(b"for a CPU only")
     assert (gpu_of_mlx(), replaced_cuda_package()) == (None, "mlx-cuda-13==0.32.4")
-    monkeypatch.setattr(engine_choice, "CUDA_DEVICES", ())
+    monkeypatch.setattr(finding, "CUDA_DEVICES", ())
     assert gpu_of_mlx() is None
 
 
@@ -113,7 +203,7 @@ def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
 def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(
     monkeypatch: pytest.MonkeyPatch, loaded: ModelEntry | None, option: str, value: Any
 ) -> None:
-    monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: "Metal")
+    monkeypatch.setattr(finding, "gpu_of_mlx", lambda: "Metal")
     spec = replace(LoadSpec(model=NAME), **{option: value})
     preferred = preferred_engine(None, spec)
     found = choose_format([MLX, GGUF], spec, preferred, loaded)
@@ -182,7 +272,6 @@ async def find(
     return await finder.find(LoadSpec(model=name, engine=engine), local=local)
 
 
-@pytest.mark.anyio
 async def test_a_starter_is_fetched_in_the_format_that_its_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert STARTERS[NAME].converts
     for name, engine, fetched in (
@@ -200,7 +289,6 @@ async def test_a_starter_is_fetched_in_the_format_that_its_engine_needs(monkeypa
         assert catalog.fetched == [(NAME, "mlx")]
 
 
-@pytest.mark.anyio
 async def test_the_other_format_is_made_only_if_its_engine_is_required() -> None:
     catalog = StarterCatalog(GGUF)
     assert await find(catalog) == GGUF
@@ -215,7 +303,6 @@ async def test_the_other_format_is_made_only_if_its_engine_is_required() -> None
         await find(StarterCatalog(MLX), engine="llama.cpp", downloads=False)
 
 
-@pytest.mark.anyio
 async def test_an_engine_that_cannot_run_the_model_or_is_not_installed_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

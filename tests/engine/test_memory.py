@@ -13,16 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmx_lab.engine import container_limits
-from lmx_lab.engine.container_limits import (
+from lmx_lab.engine import memory
+from lmx_lab.engine.memory import (
     CGROUPS,
     MEMBERSHIP,
+    container_free_bytes,
     cpu_limit,
     default_threads,
-    free_bytes,
     memory_limit_bytes,
 )
-from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.mlx import memory as mlx_memory
 
 MIB = 2**20
 GIB = 2**30
@@ -32,9 +32,9 @@ OWN_V2 = "0::/user.slice/notebook.service\n"
 OWN_V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/pods/mine\n1:name=systemd:/pods/mine\n"
 PROGRAM = """
 import json, os
-from lmx_lab.engine import machine_memory
-from lmx_lab.engine.mlx import memory
-print(json.dumps([memory.total_bytes(), memory.limit_bytes(None), machine_memory.free_bytes()]))
+from lmx_lab.engine import memory
+from lmx_lab.engine.mlx import memory as mlx_memory
+print(json.dumps([mlx_memory.total_bytes(), mlx_memory.limit_bytes(None), memory.free_bytes()]))
 """
 
 
@@ -134,7 +134,7 @@ def test_cpu_limits_of_version_1_are_read_in_the_groups_of_the_cpu_controller(tm
 def test_there_is_a_thread_for_each_core_that_the_process_may_use(
     files: dict[str, str], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(container_limits.psutil, "cpu_count", lambda logical: 4)
+    monkeypatch.setattr(memory.psutil, "cpu_count", lambda logical: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -150,11 +150,11 @@ def test_environment_variables_set_the_number_of_threads() -> None:
 def test_inactive_file_pages_count_as_free(tmp_path: Path) -> None:
     stat = f"anon {600 * MIB}\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\n"
     files = {"memory.max": str(2 * GIB), "memory.current": str(GIB), "memory.stat": stat}
-    assert free_bytes(*tree(tmp_path / "v2", files, "0::/")) == GIB + 300 * MIB
+    assert container_free_bytes(*tree(tmp_path / "v2", files, "0::/")) == GIB + 300 * MIB
     stat = f"inactive_file 5\ntotal_inactive_file {300 * MIB}\n"
     files = {"memory.limit_in_bytes": str(2 * GIB), "memory.usage_in_bytes": str(GIB), "memory.stat": stat}
     v1 = {f"memory/pods/mine/{name}": text for name, text in files.items()}
-    assert free_bytes(*tree(tmp_path / "v1", v1, OWN_V1)) == GIB + 300 * MIB
+    assert container_free_bytes(*tree(tmp_path / "v1", v1, OWN_V1)) == GIB + 300 * MIB
 
 
 def test_free_memory_is_that_of_the_group_with_the_least(tmp_path: Path) -> None:
@@ -165,16 +165,16 @@ def test_free_memory_is_that_of_the_group_with_the_least(tmp_path: Path) -> None
         "user.slice/notebook.service/memory.current": str(MIB),
         "memory.max": str(GIB),
     }
-    assert free_bytes(*tree(tmp_path, files, OWN_V2)) == 0
-    assert free_bytes(*tree(tmp_path / "none", {}, OWN_V2)) is None
+    assert container_free_bytes(*tree(tmp_path, files, OWN_V2)) == 0
+    assert container_free_bytes(*tree(tmp_path / "none", {}, OWN_V2)) is None
 
 
 def test_models_get_80_percent_of_the_limit_of_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {**HUB, "MEM_LIMIT": str(GIB // 2)}.items():
         monkeypatch.setenv(name, text)
-    assert memory.total_bytes() == GIB // 2
-    assert memory.limit_bytes(None) == GIB // 2 * 8 // 10
-    assert memory.limit_bytes(5) == 5
+    assert mlx_memory.total_bytes() == GIB // 2
+    assert mlx_memory.limit_bytes(None) == GIB // 2 * 8 // 10
+    assert mlx_memory.limit_bytes(5) == 5
 
 
 @pytest.fixture

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.templates import trial
-from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox
-from lmx_lab.engine.templates.trial import SHAPES, prepared_trial, try_template, try_templates_of
+from lmx_lab.engine.tokenizing import templates
+from lmx_lab.engine.tokenizing.templates import (
+    SHAPES,
+    TemplateLimitError,
+    TemplateRefusalError,
+    TemplateSandbox,
+    prepared_trial,
+    try_template,
+    try_templates_of,
+)
 from lmx_lab.errors import NotLoadedError, UnusableModelError
 
 pytestmark = pytest.mark.slow
@@ -21,7 +28,7 @@ PATH = Path("model")
 
 @pytest.fixture(autouse=True)
 def _short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "TRIAL_S", 0.5)
+    monkeypatch.setattr(templates, "TRIAL_S", 0.5)
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
@@ -52,17 +59,17 @@ def test_a_template_that_refuses_messages_is_accepted() -> None:
 
 def test_a_process_that_was_started_in_advance_is_used_once_and_ended() -> None:
     with prepared_trial():
-        (sandbox,) = trial._prepared
+        (sandbox,) = templates._prepared
         try_template("{{ 'started in advance' }}", PATH, Cancellation())
-        assert (trial._prepared, sandbox._usual.process.starts) == ([], 1)
+        assert (templates._prepared, sandbox._usual.process.starts) == ([], 1)
     with prepared_trial():
-        (sandbox,) = trial._prepared
+        (sandbox,) = templates._prepared
     with pytest.raises(TemplateLimitError, match="ended the process"):
         sandbox.render("{{ 1 }}", {})
 
 
 def test_a_trial_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "TRIAL_S", 60.0)
+    monkeypatch.setattr(templates, "TRIAL_S", 60.0)
     cancellation = Cancellation()
     threading.Timer(0.3, cancellation.cancel).start()
     with pytest.raises(NotLoadedError, match="cancelled"):

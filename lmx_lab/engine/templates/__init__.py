@@ -1,1 +1,0 @@
-"""Render chat templates in a sandboxed process."""
