@@ -1,4 +1,4 @@
-"""Measure what a blocked cell delays: streams, WebSockets and connections of other programs, with the default loop."""
+"""Measure how long a blocked cell delays streams, WebSockets and connections of other programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDLE = "CPU time of an idle kernel with a lab, kernel ÷ thread"
 SLEEP_S, QUICK_SLEEP_S = 20.0, 3.0
 IDLE_S, QUICK_IDLE_S = 20.0, 3.0
 LEAD_S = 1.0
-"""Time before and after the sleep in which the clients are measured, too."""
+"""Time for which the clients are also measured before and after the sleep."""
 TOKENS_PER_S = 100
 POLL_S = 0.02
 WAIT_S = 60.0
@@ -96,7 +96,7 @@ class _Kernel:
         return "".join(printed).strip()
 
     def cpu_s(self) -> float:
-        # Of the operating system's own clock, whose ticks of 10 ms are too long for an idle process.
+        # Measured in the kernel: psutil reads ticks of 10 ms, which are too long for an idle process.
         return float(self.run("print(time.process_time())"))
 
     def close(self) -> None:

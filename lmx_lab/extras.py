@@ -55,7 +55,7 @@ def optional_imports(needed_by: str) -> Iterator[None]:
 
 
 def import_optional(module: str, needed_by: str) -> Any:
-    """Return an optional module, which may be within a package, without its types.
+    """Import an optional module, which may be a submodule, and return it without its types.
 
     Args:
         needed_by: As for ``optional_imports``.

@@ -46,8 +46,8 @@ def _dtype_of(hint: Any) -> Dtype:
 
 
 def optional_dtype(values: Iterable[Any]) -> Dtype | None:
-    """Return the nullable type of integers or Booleans among which values are missing; None for other values, because
-    the type that pandas infers for them can represent all of them.
+    """Return the nullable type of integers or booleans if some are missing; None for other values, because the type
+    that pandas infers represents all of them.
     """
     kinds = {type(value) for value in values}
     known = kinds - {NoneType}
@@ -113,7 +113,7 @@ def make_table_of_columns(
     pandas = import_optional("pandas", needed_by)
     table = pandas.DataFrame({name: _pandas_series(pandas, columns[name], dtype) for name, dtype in dtypes.items()})
     if index is not None:
-        # Without a dtype, pandas would convert integers among which labels are missing to floats.
+        # Without a dtype, pandas would convert integer labels to floats if some are missing.
         is_incomplete = isinstance(index, list) and any(label is None for label in index)
         table.index = pandas.Index(index, dtype="object" if is_incomplete else None)
     return table

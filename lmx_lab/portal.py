@@ -204,7 +204,7 @@ class _StepSelector(selectors.DefaultSelector):
         self.end_run: Callable[[], None]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for an event of the loop, which stays pending. Can be called beside a run in another thread."""
+        """Wait for an event of the loop, which stays pending. Can be called while another thread runs the loop."""
         super().select(timeout_s)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -329,7 +329,7 @@ class HostedLoop(LoopThread):
             self._selector.until = time.monotonic() + STEP_S
             self._selector.idle_s = 0.0  # For a run that an exception ends: its other callbacks are still ready.
             try:
-                # A loop refuses to run below another one.
+                # asyncio does not run a loop inside another one.
                 asyncio._set_running_loop(None)
                 self.loop.run_forever()
             except (SystemExit, KeyboardInterrupt) as exc:

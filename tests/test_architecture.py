@@ -49,7 +49,6 @@ TABLE = {
     "portal": Row("errors"),
     "wire": Row("errors values", "pydantic"),
     # What server and daemon share: the two never import each other.
-    # portal: records which loop serves which port, so that a caller that would wait for itself is refused.
     "http": Row("errors heap portal sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
     "weights": Row("errors values settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size. tokenizers: encoders lower-case through a normalizer.

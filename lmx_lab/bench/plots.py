@@ -53,7 +53,7 @@ TITLE_CHARACTERS = 55
 COLORS = 10
 """Number of matplotlib's colours, after which they repeat."""
 MARKERS = "osD^vPX"
-"""They distinguish the lines without their colours. With ten colours, each line has its own pair."""
+"""Markers, which distinguish lines without colours. Together with ten colours, each line has its own pair."""
 MAX_WIDE_LABELS = 5
 """Number of bars whose labels fit side by side; those of more bars are upright."""
 UNKNOWN = "not known"
@@ -68,7 +68,7 @@ class NotebookFigure(Figure):
         return out.getvalue()
 
     def widen(self, *texts: Artist) -> None:
-        """Widen the figure to its longest text if this would be cut."""
+        """Widen the figure if its longest text would be cut otherwise."""
         longest = max(text.get_window_extent().width for text in texts) / self.dpi
         self.set_figwidth(max(self.get_figwidth(), longest + 2 * PANEL_PADDING_INCHES))
 

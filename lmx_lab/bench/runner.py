@@ -57,9 +57,7 @@ def run(
 ) -> pd.DataFrame:
     """Run the plan and return a table with a row for each request, failed ones included. ``summary`` summarizes it.
 
-    The call blocks, and the requests are sent from another thread. A lab that serves on the kernel's own event loop
-    cannot answer in the meantime. To measure such a lab, use ``async for sample in samples(...)``, or its engine as the
-    target, or ``launch(loop="thread")``.
+    The call blocks, and the requests are sent from another thread. A lab in the same kernel answers meanwhile.
 
     Args:
         target: An address, an engine or a ``Target``; or several of them, which are measured in turns, so that drift of

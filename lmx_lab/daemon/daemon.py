@@ -293,7 +293,7 @@ def check_daemon(settings: Settings, *, explicit_port: bool, replaced: Daemon | 
     """Check that a daemon with these settings can be started.
 
     Args:
-        replaced: A running daemon that will be stopped before.
+        replaced: A running daemon that will be stopped before this one starts.
 
     Raises:
         InvalidRequestError, DaemonRunningError, PortTakenError, HostingError: as ``Daemon`` and its start.

@@ -1,5 +1,5 @@
-"""Find the files of a model by name on disk, and download them if that is allowed. Of several formats, choose that of
-the engine that is fastest here.
+"""Find the files of a model by name on disk, and download them if that is allowed. If a model has several
+formats, choose the one for the fastest engine on this machine.
 
 Blocking work runs in threads.
 """

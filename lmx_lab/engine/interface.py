@@ -99,7 +99,7 @@ class InferenceEngine(Protocol):
         Blocks, because it reads files, and tries the model's tokenizer and chat template in processes with limits.
 
         Args:
-            other_bytes: Memory of the models that stay in memory beside this one.
+            other_bytes: Memory of the other models that are loaded at the same time.
 
         Raises:
             UnusableModelError: the engine cannot run this model, or not with these options.

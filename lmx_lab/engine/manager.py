@@ -250,10 +250,11 @@ class ModelManager:
     async def check(self, spec: LoadSpec, *, beside: Sequence[ModelEntry] = ()) -> ModelEntry:
         """Check that a model can be loaded, without loading it, and return its files. They are downloaded if necessary.
 
-        The files and the options are checked as in a load. What only reading the weights shows is not found.
+        The files and the options are checked as in a load. Faults that appear only when the weights are read are not
+        found.
 
         Args:
-            beside: Models that will be in memory together with this one, but are not yet.
+            beside: Models that will be loaded together with this one and are not in memory yet.
 
         Raises:
             ModelNotFoundError, UnusableModelError, StorageFullError, OutOfMemoryError, NotLoadedError: as ``load``.
@@ -305,11 +306,10 @@ class ModelManager:
         return await self._run(lambda control: control.unload(model, local=local, wait=wait))
 
     async def make_room(self, model: str, *, limit_s: float) -> None:
-        """Unload all models for those of another manager of this process, which takes the place of this one.
+        """Unload all models to make room for those of another manager of this process, which replaces this one.
 
         Loads in progress are cancelled, and an unload no longer waits for answers. Until ``take_back`` or ``stop``,
-        this manager loads nothing, and its state is that a model is being loaded. Cancelling the caller does not cancel
-        the unload.
+        this manager loads nothing, and its state shows a load. Cancelling the caller does not cancel the unload.
 
         Args:
             model: The model that is loaded next, for messages.

@@ -1,5 +1,5 @@
-"""Read how much memory and how many CPUs this process may use: those of the machine, or of the container, by control
-groups, JupyterHub and the environment.
+"""Read how much memory and how many CPUs this process may use: those of the machine, or less if control groups,
+JupyterHub or the environment set a limit.
 
 psutil and MLX report the whole machine. In a container of 2 GB, a process that relies on that is killed by the kernel
 without a message. Control groups are nested and each of them may set a limit, so all visible ones are read.

@@ -125,10 +125,10 @@ def check_unload(name: str, now: EngineSnapshot, *, local: bool) -> None:
 
 
 def check_pinned_kind(spec: LoadSpec, entry: ModelEntry) -> None:
-    """Check that a model is of the kind as which a load pins it.
+    """Check that a model has the kind that a load pins.
 
     Raises:
-        UnusableModelError: it is not.
+        UnusableModelError: the model has another kind.
     """
     if entry.kind == "chat":
         raise UnusableModelError(f"{spec.model} is a chat model; only embedding models and rerankers can be pinned")

@@ -73,5 +73,5 @@ def staying_bytes(slots: Mapping[str, Resident], entry: ModelEntry, spec: LoadSp
 
 
 def share_memory(engine: InferenceEngine, other: InferenceEngine) -> bool:
-    """Return whether the models of two engines use the same memory. Those of MLX may have that of a GPU."""
+    """Return whether the models of two engines use the same memory. Models of MLX may be in the memory of a GPU."""
     return engine is other or not (engine.snapshot.memory_is_of_device or other.snapshot.memory_is_of_device)

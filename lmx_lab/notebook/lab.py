@@ -186,7 +186,7 @@ class Lab(
         return self._server.running
 
     async def wait(self) -> None:
-        """Wait until the server has ended, for whatever reason. Can be awaited on any loop."""
+        """Wait until the server has ended for any reason. Can be awaited on any loop."""
         await self.server.wait()
 
     # Models

@@ -64,9 +64,9 @@ def launch(
     """Start an inference server in this process, or return the running one if the arguments are the same.
 
     Changed arguments restart the server, on the same port unless ``port`` is another one, and without a model unless
-    ``model`` is given. Settings, ports, and the files and sizes of the models are checked before, while the running lab
-    answers: an error or an interrupt leaves it as it is. Then its models are unloaded. If a new one cannot be loaded
-    after all, the running lab loads its models again. ``await``, ``with`` and ``async with`` can be used on the result.
+    ``model`` is given. Settings, ports, and the files and sizes of the models are checked first, while the running lab
+    answers: an error or an interrupt leaves it as it is. Then its models are unloaded. If the load of a new one fails,
+    the running lab loads its models again. ``await``, ``with`` and ``async with`` can be used on the result.
 
     Args:
         model: Id or path of a model to load before this returns. It is downloaded if necessary.
@@ -216,7 +216,7 @@ def _replace(
     """Start a new lab in place of the old one, which is stopped only when the new one has its port and its models.
 
     Args:
-        spec: The model that the new lab loads; None for none.
+        spec: The model that the new lab loads; None if it loads none.
     """
     old: Lab | None = _REGISTRY.lab
     lab = Lab(settings, loop=loop, explicit_port=explicit)
@@ -239,7 +239,7 @@ def _replace(
         if old is not None:
             _stop(old)
     finally:
-        # Also if the stop was interrupted: it has ended the old lab nevertheless.
+        # Also after an interrupted stop, because the old lab has ended in this case, too.
         _start(lab, sock, old)
     return lab
 
@@ -257,8 +257,8 @@ def _reserve_port(settings: Settings, old: Lab | None, *, explicit: bool) -> soc
 
 
 async def _move_models(old: Lab, lab: Lab, specs: Sequence[LoadSpec], stages: LaunchStages) -> None:
-    """Check the models of a new lab while the old one answers, then load them in place of its models. A verb of the old
-    lab, whose loop continues meanwhile.
+    """Check the models of a new lab while the old one answers, then load them in place of its models. This is a
+    verb of the old lab, whose loop continues meanwhile.
     """
     backend, entries = LocalBackend(lab.server), list[ModelEntry]()
     for spec in specs:
@@ -287,8 +287,8 @@ async def _move_models(old: Lab, lab: Lab, specs: Sequence[LoadSpec], stages: La
 
 
 async def _take_back(old: Lab, daemon: LabDaemon | None) -> str:
-    """Load the models of a lab again that was not replaced, and start its daemon, as a part of a verb. Return what the
-    user must know, for a message.
+    """Restore a lab that was not replaced: load its models and start its daemon again. This is part of a verb. Return
+    the end of the error message, which describes the result.
     """
     try:
         model = await on_loop(old.engine.take_back())

@@ -211,11 +211,11 @@ class LocalServer(LabServer):
 
     @property
     def stopped(self) -> bool:
-        """Whether the server has ended, for whatever reason."""
+        """Whether the server has ended for any reason."""
         return self._stopped or (self._host is not None and not self._host.running)
 
     async def wait(self) -> None:
-        """Wait until the server has ended, for whatever reason. Can be awaited on any loop."""
+        """Wait until the server has ended for any reason. Can be awaited on any loop."""
         if self._host is not None:
             await self._host.wait()
 

@@ -28,7 +28,7 @@ class LoopPortal:
     """Runs coroutines on the loop of one thread, for callers on any thread and any loop.
 
     Args:
-        thread: The thread.
+        thread: The thread of the loop.
         check: Called before each call; raises ``HostingError`` if the loop is no longer in use.
     """
 

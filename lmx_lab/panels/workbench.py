@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 KEPT_S = 15 * 60
-"""Time for which measurements are kept: two in a second."""
+"""Time for which measurements are kept: two per second."""
 MAX_SAMPLES = 2 * KEPT_S
 MAX_REQUESTS = 1000
 OWN_TASKS = 4

@@ -67,7 +67,7 @@ class Picture:
     ends: Sequence[Place] = ()
     """The ends of intervals."""
     levels: Sequence[float]
-    """How a value is seen, from 0 to 1: its height above the axis, or the strength of its colour."""
+    """How strongly a value is shown, from 0 to 1: its height above the axis, or the strength of its colour."""
     lines: int = 0
     """Number of separate lines; 0 if the values are not connected."""
     texts: Sequence[str]

@@ -1,4 +1,4 @@
-"""A manager whose engine loads models when a test says so."""
+"""A manager whose engine finishes loads only when a test allows it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FakeCatalog(Catalog):
 
 
 class SlowEngine(EchoEngine):
-    """An echo engine whose loads wait while ``go_on`` is not set, and that records what it loads."""
+    """An echo engine that records its loads, which wait while ``resume`` is not set."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, EngineHost())

@@ -1,4 +1,4 @@
-"""Test that nothing waits for a cell: blocking clients in the cell itself, and clients outside while a cell blocks."""
+"""Test that the server answers while a cell blocks: blocking clients in the cell itself, and clients outside."""
 
 import contextlib
 import http.client

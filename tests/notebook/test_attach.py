@@ -402,7 +402,7 @@ def test_a_broken_answer_is_an_error_and_not_a_reply() -> None:
 
 @pytest.fixture
 async def own(tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
-    """A lab on the test's own loop, as in a kernel."""
+    """A lab whose server runs with the test's event loop, as in a kernel."""
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
         yield lab
 

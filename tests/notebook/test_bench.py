@@ -175,7 +175,7 @@ def test_an_interrupt_stops_running_requests_and_keeps_the_rows(
     assert bench_threads() == []
 
 
-# --- on the kernel's own loop
+# --- with the kernel's loop
 
 
 @pytest.fixture(scope="module")

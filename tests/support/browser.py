@@ -1,4 +1,4 @@
-"""Drive Chromium and JupyterLab as the reader of a notebook does, and use the panels in it."""
+"""Drive Chromium and JupyterLab as a user of a notebook does, and use the panels in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of events that sends what a test says."""
+"""A server of events whose messages a test defines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers and clients that send raw bytes at any speed, also wrong ones, and a proxy that cuts connections."""
+"""Servers and clients that send raw bytes at any speed, valid or not, and a proxy that cuts connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests how requests end other than by their answers, in every format: with errors, and with a client that is gone."""
+"""Tests of requests whose answers do not end normally, in every format: errors, and clients that disconnect."""
 
 from __future__ import annotations
 
