@@ -49,7 +49,7 @@ TABLE = {
     "portal": Row("errors"),
     "wire": Row("errors values", "pydantic"),
     # What server and daemon share: the two never import each other.
-    "http": Row("errors heap portal sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
+    "http": Row("errors heap sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
     "weights": Row("errors values settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size. tokenizers: encoders lower-case through a normalizer.
     # portal: llama.cpp's processes are awaited on a loop of their own.
