@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
     from lmx_lab.client.session import AsyncSession
     from lmx_lab.client.sse import Remark
-    from lmx_lab.client.turn_result import TurnResult
+    from lmx_lab.client.turn import TurnResult
     from lmx_lab.wire.events import DaemonEvent, UnknownEvent
 
 _MODULES = {
@@ -46,7 +46,7 @@ _MODULES = {
     "Remark": "lmx_lab.client.sse",
     "Session": "lmx_lab.client.blocking.session",
     "Subscription": "lmx_lab.client.event_subscription",
-    "TurnResult": "lmx_lab.client.turn_result",
+    "TurnResult": "lmx_lab.client.turn",
     "UnknownEvent": "lmx_lab.wire.events",
     "UnknownLabEvent": "lmx_lab.client.lab",
     "as_array": "lmx_lab.client.lab",
