@@ -14,10 +14,9 @@ from typing import Any, Literal, TypeVar
 import pydantic_core
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from lmx_lab.client.backoff import Backoff
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.errors import was_sent
-from lmx_lab.client.event_subscription import Subscription
+from lmx_lab.client.subscription import Backoff, Subscription
 from lmx_lab.errors import (
     ERROR_CLASSES,
     AlreadyResolvedError,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     # Imported for types only, because most labs have no daemon, and the client takes time to import.
-    from lmx_lab.client.event_receiver import ConnectionState
+    from lmx_lab.client.subscription import ConnectionState
     from lmx_lab.wire.events import DaemonEvent
 
 
