@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from lmx_lab.client.chat_format import ChatFormatClient
     from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
     from lmx_lab.client.daemon import AsyncDaemonClient
-    from lmx_lab.client.event_receiver import ConnectionState
-    from lmx_lab.client.event_subscription import Subscription
     from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
     from lmx_lab.client.session import AsyncSession
     from lmx_lab.client.sse import Remark
-    from lmx_lab.client.turn_result import TurnResult
+    from lmx_lab.client.subscription import ConnectionState, Subscription
+    from lmx_lab.client.turn import TurnResult
     from lmx_lab.wire.events import DaemonEvent, UnknownEvent
 
 _MODULES = {
@@ -32,7 +31,7 @@ _MODULES = {
     "AsyncSession": "lmx_lab.client.session",
     "BlockingSubscription": "lmx_lab.client.blocking.subscription",
     "ChatFormatClient": "lmx_lab.client.chat_format",
-    "ConnectionState": "lmx_lab.client.event_receiver",
+    "ConnectionState": "lmx_lab.client.subscription",
     "Cursor": "lmx_lab.client.cursors",
     "CursorStore": "lmx_lab.client.cursors",
     "DaemonClient": "lmx_lab.client.blocking.daemon",
@@ -45,8 +44,8 @@ _MODULES = {
     "Piece": "lmx_lab.client.chat_chunks",
     "Remark": "lmx_lab.client.sse",
     "Session": "lmx_lab.client.blocking.session",
-    "Subscription": "lmx_lab.client.event_subscription",
-    "TurnResult": "lmx_lab.client.turn_result",
+    "Subscription": "lmx_lab.client.subscription",
+    "TurnResult": "lmx_lab.client.turn",
     "UnknownEvent": "lmx_lab.wire.events",
     "UnknownLabEvent": "lmx_lab.client.lab",
     "as_array": "lmx_lab.client.lab",

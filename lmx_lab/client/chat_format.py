@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import pydantic_core
@@ -17,9 +17,9 @@ from lmx_lab.client.connection import KEEPALIVE_S, LONG_BYTES, AsyncClientBase, 
 from lmx_lab.client.errors import CHAT_SERVER, chat_server_error
 from lmx_lab.client.plain_transport import PlainTransport
 from lmx_lab.client.sse import Remark
-from lmx_lab.client.streams import next_until
-from lmx_lab.errors import ConnectionLostError, InvalidRequestError
+from lmx_lab.errors import ConnectionLostError, InvalidRequestError, UnreachableError
 
+T = TypeVar("T")
 DONE = "[DONE]"
 """The last event of a stream."""
 LAB_HEADER = "x-lmx-lab"
@@ -130,3 +130,22 @@ def _encode(body: Mapping[str, Any]) -> bytes:
         raise InvalidRequestError(
             f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
         ) from None
+
+
+async def next_until(items: AsyncGenerator[T, None], until_s: float | None) -> T | None:
+    """Return the next item of a stream.
+
+    Args:
+        until_s: Deadline on the loop's clock, if the answer is complete; None while it is not, because a timer for each
+            token would be too slow.
+
+    Returns:
+        None after the last item, and if the stream of a complete answer is not closed before the deadline.
+    """
+    if until_s is None:
+        return await anext(items, None)
+    try:
+        async with asyncio.timeout_at(until_s):
+            return await anext(items, None)
+    except (TimeoutError, UnreachableError):
+        return None

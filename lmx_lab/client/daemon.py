@@ -12,9 +12,9 @@ from pydantic import JsonValue
 from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.cursors import CursorStore
 from lmx_lab.client.daemon_routes import DaemonRoutes
-from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.request_bodies import build_body
 from lmx_lab.client.session import AsyncSession
+from lmx_lab.client.subscription import Subscription
 from lmx_lab.client.turn import ActiveTurns
 from lmx_lab.wire.sessions import CreateSession, SessionMessage
 

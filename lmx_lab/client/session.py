@@ -10,9 +10,7 @@ from pydantic import JsonValue
 
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.request_bodies import build_body
-from lmx_lab.client.turn import ActiveTurns, TurnFollower
-from lmx_lab.client.turn_permissions import OnPermission
-from lmx_lab.client.turn_result import TurnResult
+from lmx_lab.client.turn import ActiveTurns, OnPermission, TurnFollower, TurnResult
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.sessions import (

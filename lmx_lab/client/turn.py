@@ -1,29 +1,62 @@
-"""Submit one turn and follow it to its end, over lost connections and restarts of the daemon."""
+"""Run one turn: submit it, follow it to its end, decide on the permissions of its tool calls, and build its result."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import html
+import inspect
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
-from lmx_lab.client.backoff import Backoff
+import pydantic_core
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.errors import was_sent
-from lmx_lab.client.event_subscription import Subscription
-from lmx_lab.client.turn_permissions import OnPermission, TurnPermissions
-from lmx_lab.client.turn_result import TurnAccumulator, TurnResult
-from lmx_lab.errors import LabError, StoppingError, UnavailableError, UnreachableError, WrongServerError
+from lmx_lab.client.subscription import Backoff, Subscription
+from lmx_lab.errors import (
+    ERROR_CLASSES,
+    AlreadyResolvedError,
+    GoneError,
+    InvalidRequestError,
+    LabError,
+    NotFoundError,
+    StoppingError,
+    TurnError,
+    UnavailableError,
+    UnreachableError,
+    WrongServerError,
+)
+from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (
     DaemonEvent,
+    MessageDoneEvent,
     PermissionRequestEvent,
     PermissionResolvedEvent,
     ResetFrame,
     SessionDeletedEvent,
     SnapshotFrame,
+    ToolEnd,
+    ToolEndEvent,
+    ToolStartEvent,
     TurnDoneEvent,
     TurnErrorEvent,
+    TurnThinkingEvent,
 )
-from lmx_lab.wire.sessions import CancelTurns, SubmitTurn, TurnAccepted, TurnRecord
+from lmx_lab.wire.sessions import (
+    CancelTurns,
+    Decision,
+    PermissionRecord,
+    StopReason,
+    SubmitTurn,
+    ToolStatus,
+    TurnAccepted,
+    TurnRecord,
+    TurnStats,
+)
 
 CHECK_S = 15.0
 """Time without an event of the turn after which the turn's record is read."""
@@ -263,3 +296,265 @@ class TurnFollower:
                 if isinstance(exc, WrongServerError):
                     raise
                 await asyncio.sleep(backoff.next_delay_s(exc.retry_after_s))
+
+
+T = TypeVar("T")
+AllowOrDeny = Literal["allow", "deny"]
+Verdict = bool | AllowOrDeny | Decision
+"""A decision on one permission. Only a ``Decision`` can apply to the whole session."""
+OnPermission = AllowOrDeny | Callable[[PermissionRecord], Verdict | Awaitable[Verdict]]
+"""One decision for all permissions, or a function or coroutine function that decides on each."""
+_ALLOW_OR_DENY: dict[object, AllowOrDeny] = {True: "allow", False: "deny", "allow": "allow", "deny": "deny"}
+
+
+class TurnPermissions:
+    """The permissions of one turn. Each is decided in a separate task, while events continue to arrive.
+
+    If another client decides first, its decision counts.
+
+    Args:
+        policy: None leaves all decisions to other clients.
+
+    Raises:
+        InvalidRequestError: the policy is not valid.
+    """
+
+    def __init__(self, routes: DaemonRoutes, turn_id: str, policy: OnPermission | None) -> None:
+        self._routes = routes
+        self._turn_id = turn_id
+        if not (policy is None or callable(policy) or policy in ("allow", "deny")):
+            raise InvalidRequestError(
+                f"on_permission is {policy!r:.80}; give 'allow', 'deny', or a function that takes a permission",
+                param="on_permission",
+            )
+        self._policy = policy
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether decisions are made here, and not left to other clients."""
+        return self._policy is not None
+
+    def decide_on(self, *permissions: PermissionRecord) -> None:
+        """Start to decide on those permissions that belong to this turn and are new."""
+        if self._policy is None:
+            return
+        for permission in permissions:
+            if permission.turn_id == self._turn_id and permission.permission_id not in self._tasks:
+                work = self._decide(permission, self._policy)
+                self._tasks[permission.permission_id] = asyncio.create_task(work, name="lmx-lab permission of a turn")
+
+    def withdraw(self, permission_id: str) -> None:
+        """Cancel a decision in progress, because another client has decided."""
+        if (task := self._tasks.get(permission_id)) is not None:
+            task.cancel()
+
+    async def run_while_deciding(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
+        """Run a coroutine, which is cancelled if a decision fails.
+
+        Returns:
+            The coroutine's result, or None after the time limit.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            now = asyncio.get_running_loop().time
+            until = now() + timeout_s
+            while not task.done():
+                if (left_s := until - now()) <= 0:
+                    return None
+                deciding = {decision for decision in self._tasks.values() if not decision.done()}
+                await asyncio.wait({task, *deciding}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failures()
+            return task.result()
+        finally:
+            if task.cancel():
+                await asyncio.wait([task])
+
+    async def aclose(self) -> None:
+        """Cancel all decisions in progress. Idempotent."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _raise_failures(self) -> None:
+        for task in self._tasks.values():
+            # A cancellation that was not requested here comes from the policy, and is raised as well.
+            if task.done() and not (task.cancelled() and task.cancelling()):
+                task.result()
+
+    async def _is_pending(self, permission: PermissionRecord) -> bool:
+        """Whether the permission still needs a decision: its request may be an old event that is read again."""
+        try:
+            pending = await self._routes.permissions()
+        except UnavailableError:
+            return True
+        return any(other.permission_id == permission.permission_id for other in pending)
+
+    async def _decide(self, permission: PermissionRecord, policy: OnPermission) -> None:
+        if not isinstance(policy, str) and not await self._is_pending(permission):
+            return
+        verdict = policy if isinstance(policy, str) else policy(permission)
+        if inspect.isawaitable(verdict):
+            verdict = await verdict
+        decision = _as_decision(verdict)
+        backoff = Backoff()
+        while True:
+            try:
+                await self._routes.decide(permission.permission_id, decision.decision, scope=decision.scope)
+                return
+            except (AlreadyResolvedError, GoneError, NotFoundError):
+                return
+            except UnavailableError as exc:
+                if isinstance(exc, WrongServerError):
+                    raise
+                await asyncio.sleep(backoff.next_delay_s(exc.retry_after_s))
+
+
+def _as_decision(verdict: object) -> Decision:
+    if isinstance(verdict, Decision):
+        return verdict
+    if not isinstance(verdict, bool | str) or verdict not in _ALLOW_OR_DENY:
+        raise InvalidRequestError(
+            f"on_permission returned {verdict!r:.80}; it must return 'allow', 'deny', True, False or a Decision",
+            param="on_permission",
+        )
+    return Decision(decision=_ALLOW_OR_DENY[verdict])
+
+
+Arguments = dict[str, JsonValue]
+_ARGUMENTS: TypeAdapter[Arguments] = TypeAdapter(Arguments)
+
+
+SHOWN_CHARACTERS = 500
+"""Maximum number of characters of a tool's result in the display of a call."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TurnToolCall:
+    """A tool call of the turn with its result."""
+
+    call_id: str
+    name: str
+    arguments: Arguments | None
+    """The parsed arguments; None if the model has not written valid JSON."""
+    status: ToolStatus
+    text: str
+    """The result that was given to the model."""
+    elapsed_s: float
+
+    def __repr__(self) -> str:
+        arguments = "invalid arguments" if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
+        text = self.text if len(self.text) <= SHOWN_CHARACTERS else f"{self.text[:SHOWN_CHARACTERS]}…"
+        return f"→ {self.name}({arguments}) {self.status} in {self.elapsed_s:.2f} s: {text}"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TurnResult:
+    """The result of a turn that has completed or was cancelled.
+
+    Thoughts and tool calls are taken from the turn's events, and are missing if the events are no longer available.
+    """
+
+    turn_id: str
+    session_id: str
+    text: str
+    """The text of the last message. It may be incomplete if the turn was cancelled."""
+    thinking: str
+    """The thoughts of the last message."""
+    stop_reason: StopReason
+    stats: TurnStats | None
+    """None if the turn was cancelled before it started."""
+    tool_calls: tuple[TurnToolCall, ...] = ()
+    """The tool calls, in the order in which they ended."""
+    reconnects: int = 0
+    """How often the stream of events was reconnected during the turn."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        cost = f" · {self.stats.tokens} tokens, {self.stats.elapsed_s:.1f} s" if self.stats is not None else ""
+        return "\n\n".join([*map(repr, self.tool_calls), self.text, f"turn {self.turn_id} · {self.stop_reason}{cost}"])
+
+    def _repr_html_(self) -> str:
+        # Notebooks break lines of plain text within words; this style breaks them between words.
+        return f'<div style="white-space: pre-wrap; word-break: normal">{html.escape(repr(self))}</div>'
+
+
+class TurnAccumulator:
+    """Accumulates the result of a turn from its events."""
+
+    def __init__(self, session_id: str, turn_id: str) -> None:
+        self._session_id = session_id
+        self._turn_id = turn_id
+        self._thinking: tuple[str, str] = ("", "")
+        """The id of the current message, and its thoughts."""
+        self._arguments: dict[str, Arguments | None] = {}
+        self._calls: list[TurnToolCall] = []
+
+    def add(self, event: DaemonEvent) -> None:
+        """Add an event of the turn."""
+        match event:
+            case TurnThinkingEvent():
+                message_id, before = self._thinking
+                is_same = message_id == event.data.message_id
+                self._thinking = (event.data.message_id, (before if is_same else "") + event.data.text)
+            case MessageDoneEvent() if event.data.message.role == "assistant":
+                message = event.data.message
+                self._thinking = (message.message_id or "", message.reasoning_content or "")
+                self._arguments |= {call.call_id: _parse_arguments(call.arguments) for call in message.tool_calls}
+            case ToolStartEvent():
+                self._arguments[event.data.call_id] = event.data.arguments
+            case ToolEndEvent():
+                self._calls.append(_tool_call(event.data, self._arguments.get(event.data.call_id)))
+
+    def result(self, end: TurnDoneEvent | TurnErrorEvent | TurnRecord, *, reconnects: int) -> TurnResult:
+        """Return the result.
+
+        Args:
+            end: The turn's last event, or its record.
+            reconnects: How often the stream of events was reconnected.
+
+        Raises:
+            LabError: the turn has failed.
+        """
+        if isinstance(end, TurnErrorEvent):
+            raise turn_error(self._turn_id, end.data.error)
+        if isinstance(end, TurnRecord) and end.error is not None:
+            raise turn_error(self._turn_id, end.error)
+        outcome = end if isinstance(end, TurnRecord) else end.data
+        return TurnResult(
+            turn_id=self._turn_id,
+            session_id=self._session_id,
+            text=outcome.text,
+            thinking=self._thinking[1],
+            stop_reason=outcome.stop_reason or "end",
+            stats=outcome.stats,
+            tool_calls=tuple(self._calls),
+            reconnects=reconnects,
+        )
+
+
+def _tool_call(end: ToolEnd, arguments: Arguments | None) -> TurnToolCall:
+    return TurnToolCall(
+        call_id=end.call_id,
+        name=end.name,
+        arguments=arguments,
+        status=end.status,
+        text=end.text,
+        elapsed_s=end.elapsed_s,
+    )
+
+
+def turn_error(turn_id: str, detail: ErrorDetail) -> LabError:
+    """Return the error of a failed turn, of the class for its code."""
+    kind = ERROR_CLASSES.get(detail.code, TurnError)
+    code = "" if detail.code in ERROR_CLASSES else f" ({detail.code:.80})"
+    return kind(f"turn {turn_id}: {detail.message}{code}", param=detail.param)
+
+
+def _parse_arguments(text: str) -> Arguments | None:
+    try:
+        return _ARGUMENTS.validate_python(pydantic_core.from_json(text or "{}"))
+    except (ValueError, ValidationError):
+        return None

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 from fastapi import FastAPI
 
-from lmx_lab.daemon.routes.daemon import HEALTH, daemon_routes
-from lmx_lab.daemon.routes.event_stream import PATH, stream_routes
-from lmx_lab.daemon.routes.events import event_routes
-from lmx_lab.daemon.routes.mcp import mcp_routes
-from lmx_lab.daemon.routes.sessions import session_routes
-from lmx_lab.daemon.routes.turns import permission_routes, turn_routes
+from lmx_lab.daemon.routes.events import PATH, event_routes, stream_routes
+from lmx_lab.daemon.routes.resources import (
+    HEALTH,
+    daemon_routes,
+    mcp_routes,
+    permission_routes,
+    session_routes,
+    turn_routes,
+)
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.sessions import LIST_LIMIT
 from lmx_lab.http.guard import ASGIApp, GuardPolicy, local_policy

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lmx_lab.client import AsyncDaemonClient, DaemonClient
-from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.client.request_bodies import build_body
+from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import HostingError, InvalidRequestError, McpServerExistsError
 from lmx_lab.panels.workbench import EventSource

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
 from lmx_lab.frames import make_table
 from lmx_lab.panels.event_log import COLUMNS, GROUPS, MAX_ROWS, EventRow, EventRows, RowFilter, SessionTracker

@@ -22,7 +22,7 @@ from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 
 if TYPE_CHECKING:
     # Imported for types only, because most labs have no daemon, and the client takes time to import.
-    from lmx_lab.client.event_receiver import ConnectionState
+    from lmx_lab.client.subscription import ConnectionState
     from lmx_lab.wire.events import DaemonEvent
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from lmx_lab.client import backoff, turn
+from lmx_lab.client import subscription, turn
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import (
     DaemonEvent,
@@ -51,7 +51,7 @@ FAR = 4e9
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.005)
+    monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.005)
     monkeypatch.setattr(turn, "RECORD_WAIT_DECIDING_S", 0.05)
     monkeypatch.setattr(turn, "CHECK_ENDED_S", 0.05)
     # No test must pass because the record is read periodically.
@@ -546,7 +546,7 @@ async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(
 
 
 async def test_without_websockets_a_turn_ends_by_its_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.client.event_receiver.MIN_REFUSAL_INTERVAL_S", 0.001)
+    monkeypatch.setattr("lmx_lab.client.subscription.MIN_REFUSAL_INTERVAL_S", 0.001)
     async with here(place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Old()) as at:
         result = await at.session.run("go", on_permission="allow")
         assert (result.text, result.stop_reason, at.written) == ("done", "end", ["hello"])
@@ -558,7 +558,7 @@ async def test_without_websockets_a_turn_ends_by_its_record(place: Place, monkey
 async def test_without_websockets_a_turn_ends_while_a_policy_is_still_running(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmx_lab.client.event_receiver.MIN_REFUSAL_INTERVAL_S", 0.001)
+    monkeypatch.setattr("lmx_lab.client.subscription.MIN_REFUSAL_INTERVAL_S", 0.001)
     asked = asyncio.Event()
 
     async def never(permission: PermissionRecord) -> bool:

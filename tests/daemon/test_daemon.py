@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import pytest
 
-from lmx_lab.daemon import lifespan
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.home import DaemonHome, read_state
 from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
@@ -196,7 +195,7 @@ def test_a_start_that_fails_at_any_component_leaves_nothing_behind(
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError(f"no {name}")
 
-    monkeypatch.setattr(lifespan, name, fail)
+    monkeypatch.setattr(f"lmx_lab.daemon.daemon.{name}", fail)
     with pytest.raises(RuntimeError, match=name):
         new(tmp_path).start()
     check_nothing_left(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.errors import PermissionNotFoundError, UnauthorizedError, UnreachableError
 from lmx_lab.panels import event_log
 from lmx_lab.panels.event_log import COLUMNS, MAX_ROWS, EventRows, RowFilter

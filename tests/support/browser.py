@@ -635,6 +635,4 @@ give(log.created(), log.event("turn.started", {"model": "tiny"}), log.token("Let
      log.reset(500), log.snapshot(500, partial="It is"), LIVE, log.token(" sunny, and warm."), log.permission_request(),
      log.permission_request("per-2", tool="files__write", arguments={"path": "notes.txt", "text": "one\\ntwo"}))
 """
-EVENT_IMPORTS = (
-    "from lmx_lab.client.event_receiver import ConnectionState\nfrom lmx_lab.errors import UnreachableError\n"
-)
+EVENT_IMPORTS = "from lmx_lab.client.subscription import ConnectionState\nfrom lmx_lab.errors import UnreachableError\n"

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
-from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.server.translate import timings, usage

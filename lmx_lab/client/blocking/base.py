@@ -8,8 +8,8 @@ from typing import Generic, Protocol, Self, TypeVar
 from lmx_lab.client.blocking.portal import Portal
 from lmx_lab.client.blocking.stream import BlockingStream
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.session import AsyncSession
+from lmx_lab.client.subscription import Subscription
 from lmx_lab.wire.events import DaemonEvent
 
 

@@ -89,7 +89,7 @@ An interrupt (Ctrl-C) cancels the turn that is waited for. Callbacks are called 
         module="subscription",
         name="BlockingSubscription",
         base="SubscriptionBase",
-        sources=(("event_subscription", "Subscription"),),
+        sources=(("subscription", "Subscription"),),
         attribute="_subscription",
         title="Provide the blocking subscription to the daemon's events.",
         doc="""Events of the daemon for a ``for`` loop: ``with client.events() as events: for event in events: …``

@@ -11,7 +11,7 @@ from typing import Unpack
 from lmx_lab.client.blocking.base import SessionBase
 from lmx_lab.client.blocking.stream import BlockingOnPermission, BlockingStream, run_with_callbacks
 from lmx_lab.client.session import SessionFields, WhenBusy
-from lmx_lab.client.turn_result import TurnResult
+from lmx_lab.client.turn import TurnResult
 from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.sessions import CancelAnswer, SessionRecord, SessionSnapshot, TurnOverrides, TurnRecord
 

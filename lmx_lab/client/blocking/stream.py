@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from lmx_lab.client.blocking.portal import Portal, belongs_to_parent
-from lmx_lab.client.turn_permissions import OnPermission, Verdict
+from lmx_lab.client.turn import OnPermission, Verdict
 from lmx_lab.errors import HostingError
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.sessions import PermissionRecord

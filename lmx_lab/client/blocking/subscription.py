@@ -1,6 +1,6 @@
 """Provide the blocking subscription to the daemon's events."""
 
-# Generated from event_subscription.py by "make blocking"; do not edit.
+# Generated from subscription.py by "make blocking"; do not edit.
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import aclosing
 from lmx_lab.client.blocking.base import SubscriptionBase
 from lmx_lab.client.blocking.stream import BlockingStream
 from lmx_lab.client.cursors import Cursor
-from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.client.subscription import ConnectionState
 
 
 class BlockingSubscription(SubscriptionBase):

@@ -1,22 +1,34 @@
-"""A session with an MCP server. This is the only module that imports the package ``mcp``.
+"""Sessions with MCP servers over stdio and HTTP. This is the only module that imports the package ``mcp``.
 
 A session must be closed in the task that opened it, because the package's cancel scopes are bound to a task. Calls can
-come from any task. Import this module in a thread: importing the package takes a second.
+come from any task. Import this module in a thread: importing the package takes a second. The servers are not trusted:
+the size of answers over HTTP is limited.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
-from httpx2 import HTTPError
+from httpx2 import (
+    AsyncBaseTransport,
+    AsyncByteStream,
+    AsyncClient,
+    AsyncHTTPTransport,
+    HTTPError,
+    ReadError,
+    Request,
+    Response,
+    Timeout,
+)
 from mcp import types
 from mcp.client.session import ClientSession, IncomingMessage
 from mcp.client.streamable_http import streamable_http_client
@@ -26,10 +38,8 @@ from mcp.types.jsonrpc import CONNECTION_CLOSED, REQUEST_TIMEOUT, jsonrpc_messag
 from pydantic import TypeAdapter, ValidationError
 
 from lmx_lab.daemon.mcp.failure import McpFailure, StopSignal
-from lmx_lab.daemon.mcp.http import ResponseMonitor, http_client, raise_first, unreachable
 from lmx_lab.daemon.mcp.process import McpProcess
 from lmx_lab.daemon.mcp.redaction import SecretRedactor, one_line
-from lmx_lab.daemon.mcp.results import tool_result
 from lmx_lab.daemon.mcp.stdio import MESSAGE_BYTES, MessageReader, MessageWriter
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig
@@ -397,3 +407,154 @@ def _serialize_message(item: SessionMessage) -> tuple[bytes, bool]:
     line = item.message.model_dump_json(by_alias=True, exclude_unset=True).encode()
     # Notifications do not wait, so that a server that does not read cannot delay the cancelling of a call.
     return line, not isinstance(item.message, types.JSONRPCNotification)
+
+
+def http_client(config: McpServerConfig, monitor: ResponseMonitor) -> AsyncClient:
+    """Return a client that sends the headers of the configuration and reads answers of at most 8 MiB."""
+    return AsyncClient(
+        headers=config.headers,
+        # The requests have their own read timeouts, because a stream of events can be silent for long.
+        timeout=Timeout(config.start_timeout_s, read=None),
+        transport=LimitedTransport(MESSAGE_BYTES),
+        event_hooks={"response": [monitor.on_response]},
+    )
+
+
+class LimitedTransport(AsyncBaseTransport):
+    """The transport of httpx2 with a limit: an answer that is larger fails, unless it is a stream of events."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._inner = AsyncHTTPTransport()
+
+    async def handle_async_request(self, request: Request) -> Response:
+        # Without compression, because a few compressed bytes can expand to any size.
+        request.headers["Accept-Encoding"] = "identity"
+        response = await self._inner.handle_async_request(request)
+        is_event_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        if not is_event_stream and isinstance(response.stream, AsyncByteStream):
+            response.stream = _LimitedStream(response.stream, self._limit_bytes)
+        return response
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class _LimitedStream(AsyncByteStream):
+    def __init__(self, stream: AsyncByteStream, limit_bytes: int) -> None:
+        self._stream = stream
+        self._limit_bytes = limit_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read_bytes = 0
+        async for piece in self._stream:
+            read_bytes += len(piece)
+            if read_bytes > self._limit_bytes:
+                raise ReadError(f"an answer of more than {self._limit_bytes:,} bytes")
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class ResponseMonitor:
+    """Notes the statuses with which a server refuses requests, because the errors of the package ``mcp`` omit them."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        """
+        Args:
+            on_lost: Called when the server no longer accepts the session.
+        """
+        self._on_lost = on_lost
+        self.is_initialized = False
+        """Whether the session was opened."""
+        self.refusal = ""
+        """Status and reason of the last refusal, such as ``401 Unauthorized``."""
+
+    async def on_response(self, response: Response) -> None:
+        """Handle a response; a hook of the client."""
+        # A GET requests the stream of notifications, which a server need not support.
+        if response.status_code < 400 or response.request.method != "POST":
+            return
+        self.refusal = f"{response.status_code} {response.reason_phrase}".strip()
+        if self.is_initialized and response.status_code in (401, 403, 404):
+            # The session, or the authorization for it, has expired: all further calls would be refused.
+            self._on_lost()
+
+    async def end_failure(self) -> McpFailure:
+        """Return why the session has ended."""
+        reason = f"the server answered {self.refusal}" if self.refusal else "the server could not be reached"
+        return McpFailure("unreachable", reason)
+
+
+def raise_first(group: BaseExceptionGroup[BaseException], redactor: SecretRedactor) -> NoReturn:
+    """Raise the first exception of a group, which the task groups of the package ``mcp`` raise, as ``McpFailure``."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    if isinstance(first, McpFailure):
+        raise first from None
+    if isinstance(first, HTTPError):
+        raise unreachable(first, redactor) from group
+    raise McpFailure("protocol", f"{type(first).__name__}: {one_line(redactor.redact(str(first)))}") from group
+
+
+def unreachable(exc: HTTPError, redactor: SecretRedactor) -> McpFailure:
+    """Return the failure that an error of HTTP means."""
+    reason = one_line(redactor.redact(str(exc))) or type(exc).__name__
+    return McpFailure("unreachable", f"the server cannot be reached: {reason}; check url, and that the server runs")
+
+
+TEXT_CHARACTERS = 2**20
+"""Maximum length of a result. The runner of the turn applies a lower limit."""
+
+
+def tool_result(content: Sequence[Any], structured: Any, *, is_error: bool) -> ToolResult:
+    """Convert a result to text: the text parts, and descriptions in place of images and other parts.
+
+    Args:
+        content: Parts of the result, which have a ``type`` as defined by MCP.
+        structured: Structured part of the result. It comes first, as JSON, if there is no text part.
+        is_error: Whether the tool reports an error.
+    """
+    text = _join(filter(None, map(_block_text, content)))
+    if structured is not None and not any(block.type == "text" and block.text for block in content):
+        text = _join([json.dumps(structured, ensure_ascii=False), *([text] if text else [])])
+    if is_error:
+        return ToolResult(status="error", text=text or "The tool failed without a message.")
+    return ToolResult(status="ok", text=text or "(no result)")
+
+
+def _join(texts: Iterator[str] | Sequence[str]) -> str:
+    kept, size = [], 0
+    for text in texts:
+        kept.append(text[: TEXT_CHARACTERS - size])
+        size += len(kept[-1]) + 1
+        if size >= TEXT_CHARACTERS:
+            break
+    return "\n".join(kept)
+
+
+def _block_text(block: Any) -> str:
+    match block.type:
+        case "text":
+            return str(block.text)
+        case "image" | "audio":
+            return f"[{block.type} of type {one_line(block.mime_type)}, {_size(block.data)}; it cannot be shown here]"
+        case "resource_link":
+            return f"[link to the resource {one_line(block.uri)} {one_line(block.title or block.name)}]"
+        case "resource":
+            return _resource_text(block.resource)
+        case other:
+            return f"[content of type {one_line(str(other))}; it cannot be shown here]"
+
+
+def _resource_text(resource: Any) -> str:
+    if (text := getattr(resource, "text", None)) is not None:
+        return f"[resource {one_line(resource.uri)}]\n{text}"
+    kind = f" of type {one_line(resource.mime_type)}" if resource.mime_type else ""
+    return f"[resource {one_line(resource.uri)}{kind}, {_size(resource.blob)}; it cannot be shown here]"
+
+
+def _size(base64: str) -> str:
+    return f"{len(base64) * 3 // 4:,} bytes"

@@ -1,4 +1,4 @@
-"""Run one turn: perform the actions of its state machine, each after it was written to the log."""
+"""Run one turn: perform the actions of its state machine, each after it was written to the log, and run its tools."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from lmx_lab.daemon.turns import permissions, records
 from lmx_lab.daemon.turns.concurrency import TurnSlots
 from lmx_lab.daemon.turns.message_builder import MessageBuilder, TurnUsage
 from lmx_lab.daemon.turns.model_client import ModelClient
-from lmx_lab.daemon.turns.prompt import chat_request, select_tools
+from lmx_lab.daemon.turns.prompt import call_ids, chat_request, normalize_calls, select_tools, truncate_result
 from lmx_lab.daemon.turns.queue import StartedTurn
 from lmx_lab.daemon.turns.recovery import end_from_rows
-from lmx_lab.daemon.turns.running_tools import RunningTools
-from lmx_lab.daemon.turns.tool_calls import call_ids, normalize_calls, truncate_result
 from lmx_lab.daemon.turns.turn import (
     CallModel,
     EndToolCall,
@@ -36,6 +34,7 @@ from lmx_lab.daemon.turns.turn import (
     StopRequested,
     StopTimedOut,
     StopTool,
+    ToolEnded,
     TurnAction,
     TurnEnding,
     TurnInput,
@@ -47,7 +46,7 @@ from lmx_lab.daemon.turns.writer import TurnWriter
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.events import ToolEnd
-from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall
+from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall, ToolStatus
 
 log = logging.getLogger(__name__)
 Effect = Callable[[], None]
@@ -424,3 +423,66 @@ class ActiveTurn:
             self._save_message(())
         stats = self._usage.stats(self._loop.time())
         self._add_turn_change(records.end, ending=ending, text=self._message.text, stats=stats)
+
+
+class RunningTools:
+    """The tools of one turn that were started."""
+
+    def __init__(
+        self,
+        toolbox: Toolbox,
+        *,
+        on_end: Callable[[ToolEnded], None],
+        stopped_status: Callable[[], ToolStatus],
+    ) -> None:
+        """
+        Args:
+            on_end: Called with the end of each call.
+            stopped_status: Returns the status of calls that are stopped.
+        """
+        self._toolbox = toolbox
+        self._on_end = on_end
+        self._stopped_status = stopped_status
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._started_s: dict[str, float] = {}
+
+    def start(self, call: ToolCall, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> None:
+        """Start a call in a task."""
+        loop = asyncio.get_running_loop()
+        self._started_s[call.call_id] = loop.time()
+        task = loop.create_task(self._run(call, arguments, on_progress))
+        # A callback, because a task that is cancelled before its first step does not run any of its own code.
+        task.add_done_callback(lambda ended: self._report_stopped(call.call_id) if ended.cancelled() else None)
+        self._tasks[call.call_id] = task
+
+    async def _run(self, call: ToolCall, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> None:
+        try:
+            result = await self._toolbox.call(call.name, arguments, on_progress=on_progress)
+            ended = ToolEnded(call_id=call.call_id, status=result.status, text=result.text)
+        except Exception as exc:
+            log.exception("tool %s raised an exception", call.name)
+            ended = ToolEnded(call_id=call.call_id, status="error", text=f"the tool failed: {type(exc).__name__}")
+        self._on_end(ended)
+
+    def stop(self, call_id: str) -> None:
+        """Cancel a call. One that was not started because of an error ends immediately."""
+        if (task := self._tasks.get(call_id)) is not None:
+            task.cancel()
+        else:
+            self._report_stopped(call_id)
+
+    def _report_stopped(self, call_id: str) -> None:
+        if call_id in self._started_s:
+            text = "the turn was stopped while this tool was running; it is unknown whether the call had an effect"
+        else:
+            text = "the turn was stopped before this call started"
+        self._on_end(ToolEnded(call_id=call_id, status=self._stopped_status(), text=text))
+
+    def elapsed_s(self, call_id: str) -> float:
+        """Return the seconds since a call was started, or 0 if it was not."""
+        started_s = self._started_s.get(call_id)
+        return 0.0 if started_s is None else round(asyncio.get_running_loop().time() - started_s, 6)
+
+    def running_tasks(self) -> list[asyncio.Task[None]]:
+        """Return the tasks that have not ended."""
+        return [task for task in self._tasks.values() if not task.done()]

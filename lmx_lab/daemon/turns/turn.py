@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from lmx_lab.daemon.turns.tool_calls import EXCERPT_CHARACTERS, parse_arguments
+from lmx_lab.daemon.turns.prompt import EXCERPT_CHARACTERS, parse_arguments
 from lmx_lab.errors import LabError, TurnError
 from lmx_lab.wire.sessions import StopReason, ToolCall, ToolStatus
 

@@ -13,9 +13,9 @@ from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.blocking.subscription import BlockingSubscription
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.lab import AsyncLabClient
 from lmx_lab.client.session import AsyncSession
+from lmx_lab.client.subscription import Subscription
 
 ALONE = {"aclose", "close", "connection", "credentials", "session_id", "url"}
 """Members that only async or only blocking classes have, and attributes of instances."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.daemon.mcp import results
-from lmx_lab.daemon.mcp.results import tool_result
+from lmx_lab.daemon.mcp import connection
+from lmx_lab.daemon.mcp.connection import tool_result
 
 
 def part(kind: str, **fields: Any) -> SimpleNamespace:
@@ -51,6 +51,6 @@ def test_an_error_has_a_message() -> None:
 
 
 def test_a_long_result_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "TEXT_CHARACTERS", 5)
+    monkeypatch.setattr(connection, "TEXT_CHARACTERS", 5)
     parts = [part("text", text="abc"), part("text", text="def"), part("text", text="ghi")]
     assert tool_result(parts, None, is_error=False).text == "abc\nd"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lmx_lab.daemon.tools.docstrings import read_docstring
-from lmx_lab.daemon.tools.function_schema import function_schema
+from lmx_lab.daemon.tools.function_schema import function_schema, read_docstring
 
 
 def test_docstrings_of_three_styles_are_parsed() -> None:

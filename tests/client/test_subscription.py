@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.client import backoff, event_receiver
+from lmx_lab.client import subscription
 from lmx_lab.client.cursors import Cursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import (
@@ -20,8 +20,7 @@ from lmx_lab.client.daemon_events import (
     TurnTokenEvent,
     UnknownEvent,
 )
-from lmx_lab.client.event_receiver import ConnectionState
-from lmx_lab.client.event_subscription import Subscription
+from lmx_lab.client.subscription import ConnectionState, Subscription
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -52,8 +51,8 @@ WAIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.001)
-    monkeypatch.setattr(event_receiver, "MIN_REFUSAL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.001)
+    monkeypatch.setattr(subscription, "MIN_REFUSAL_INTERVAL_S", 0.001)
 
 
 @asynccontextmanager
@@ -186,7 +185,7 @@ async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatc
     def fail(*args: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("lmx_lab.client.event_position.EventPosition.process", fail)
+    monkeypatch.setattr("lmx_lab.client.subscription.EventPosition.process", fail)
     async with EventServer([hello(3), STAY]) as server, subscribed(server, after=3) as events:
         with pytest.raises(ZeroDivisionError):
             await anext(events)
@@ -195,7 +194,7 @@ async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatc
 
 @pytest.mark.slow
 async def test_a_slow_reader_does_not_count_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.client.streams.MAX_ITEMS", 2)
+    monkeypatch.setattr("lmx_lab.client.subscription.MAX_ITEMS", 2)
     many = [event(seq) for seq in range(4, 40)]
     async with (
         EventServer([hello(3, heartbeat_s=0.6), *many, STAY]) as server,
@@ -391,7 +390,7 @@ class Clock:
 
 @pytest.mark.parametrize("ahead_s", [3600.0, 86_400.0 * 365])
 async def test_after_sleep_a_new_connection_is_opened_at_once(monkeypatch: Any, ahead_s: float) -> None:
-    monkeypatch.setattr(backoff, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.01)
     clock = Clock()
     async with (
         EventServer([hello(3), synced(3), STAY], [hello(3), event(4), STAY]) as server,
@@ -404,7 +403,7 @@ async def test_after_sleep_a_new_connection_is_opened_at_once(monkeypatch: Any, 
 
 
 async def test_after_sleep_the_next_attempt_starts_at_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr(backoff, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.01)
     clock = Clock()
     busy = Refused(503, error("queue-full"), headers={"Retry-After": "3600"})
     async with (
@@ -418,7 +417,7 @@ async def test_after_sleep_the_next_attempt_starts_at_once(monkeypatch: Any) -> 
 
 
 async def test_setting_the_clock_back_has_no_effect(monkeypatch: Any) -> None:
-    monkeypatch.setattr(backoff, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.01)
     clock = Clock()
     checked = asyncio.Event()
 

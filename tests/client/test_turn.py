@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmx_lab.client.turn_result import TurnAccumulator, TurnResult, TurnToolCall, turn_error
+from lmx_lab.client.turn import TurnAccumulator, TurnResult, TurnToolCall, turn_error
 from lmx_lab.errors import ERROR_CLASSES, LabError, TurnError
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.sessions import TurnRecord

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.daemon.turns.tool_calls import parse_arguments
+from lmx_lab.daemon.turns.prompt import parse_arguments
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.client import backoff
+from lmx_lab.client import subscription
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent, TurnDoneEvent, TurnErrorEvent, TurnTokenEvent
 from lmx_lab.errors import DaemonRestartedError
@@ -36,8 +36,8 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.01)
-    monkeypatch.setattr(backoff, "MAX_DELAY_S", 0.1)
+    monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.01)
+    monkeypatch.setattr(subscription, "MAX_DELAY_S", 0.1)
 
 
 class Seen:

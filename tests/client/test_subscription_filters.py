@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.client import backoff, event_receiver
+from lmx_lab.client import subscription
 from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.cursors import FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent, ResetFrame, SessionCreatedEvent, SnapshotFrame
 from lmx_lab.client.daemon_routes import DaemonRoutes
-from lmx_lab.client.event_subscription import Subscription
+from lmx_lab.client.subscription import Subscription
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.errors import InvalidRequestError, QueueFullError
@@ -26,8 +26,8 @@ WAIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.005)
-    monkeypatch.setattr(event_receiver, "MIN_REFUSAL_INTERVAL_S", 0.005)
+    monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.005)
+    monkeypatch.setattr(subscription, "MIN_REFUSAL_INTERVAL_S", 0.005)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events
 async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmx_lab.client.streams.MAX_ITEMS", 50)
+    monkeypatch.setattr("lmx_lab.client.subscription.MAX_ITEMS", 50)
     start = latest(daemon)
     last = write_tokens(daemon, 3000)
     async with client_of(daemon) as client, client.events(after=start) as events:
