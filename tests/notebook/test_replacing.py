@@ -465,6 +465,7 @@ def test_a_port_that_another_program_takes_at_the_last_moment_is_an_error(
 ) -> None:
     monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
     taken: list[socket.socket] = []
+    before = threading.enumerate()
     running.server.when_closed(lambda: taken.append(bind("127.0.0.1", running.port, explicit=True)))
     with pytest.raises(
         PortTakenError, match=rf"port {running.port} .*; the lab at {running.url} has ended, call launch"
@@ -472,4 +473,4 @@ def test_a_port_that_another_program_takes_at_the_last_moment_is_an_error(
         lmx_lab.launch("other", slots=3, **{**options, "port": running.port})
     taken[0].close()
     assert lmx_lab.current() is None
-    assert not [thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-models"]
+    assert not [each.name for each in threading.enumerate() if each not in before and each.name == "lmx-lab-models"]
