@@ -93,7 +93,8 @@ TABLE = {
     # jupyter_core: Jupyter servers record their address. ipywidgets, pandas: types of results.
     "notebook": Row(EVERYTHING, "IPython ipywidgets pandas psutil pydantic rich jupyter_core"),
     # pandas, matplotlib: types of what bench prints and draws.
-    "cli": Row(EVERYTHING, "typer rich pandas matplotlib"),
+    # numpy: imported before two threads need it.
+    "cli": Row(EVERYTHING, "typer rich pandas matplotlib numpy"),
     "deploy": Row("errors extras values settings http server engine", "ray"),
     "doctor": Row(EVERYTHING, "mlx psutil jupyter_core"),
 }

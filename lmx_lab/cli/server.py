@@ -82,6 +82,9 @@ def _first_load(engine: ModelManager, spec: LoadSpec | None) -> asyncio.Task[Loa
     """Begin to load the first model of the server; return None if there is none."""
     for first in (*engine.unpinned(), spec):
         if first is not None:
+            # The load and the server import it at the same time, which can fail with a partially initialized module.
+            import numpy.typing  # noqa: F401
+
             return asyncio.create_task(_load_first(engine, first), name=f"lmx-lab load {first.model:.80}")
     return None
 
