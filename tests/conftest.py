@@ -13,7 +13,6 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +22,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 
 # Before their import, so that failed assertions in these modules show their values, as those in tests do.
@@ -66,7 +64,7 @@ WHOLLY_SLOW = re.compile(r"^pytestmark = .*mark\.(slow|long)\b", re.MULTILINE)
 LONG_FOLDERS = frozenset({"browser", "faults", "package"})
 """Folders whose tests only ``make test-all`` runs."""
 # With this package, jsonschema spends a second on compiling 38 grammars for formats that no schema here has.
-sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+sys.modules["rfc3987_syntax"] = None
 # On a busy machine an example may take any time, so there is no deadline. In CI, hypothesis' own profile, to which
 # these settings are added, draws the same examples in every run.
 settings.register_profile("lab", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -74,7 +72,7 @@ settings.register_profile("fast", settings.get_profile("lab"), max_examples=20)
 settings.load_profile("lab")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Draw fewer examples in ``make test-fast`` and ``make test``. Tests state their number as a multiple of the
     profile's.
 
@@ -85,13 +83,13 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("fast")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     # Otherwise the first collection of garbage would take half a second.
     gc.freeze()
     gc.enable()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """Skip the import of the folders and files that ``make test-fast`` leaves out."""
     if "not slow" not in config.option.markexpr:
         return None
@@ -100,7 +98,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return WHOLLY_SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark the tests that ``make test-fast`` and ``make test`` leave out. Run the longest first, so that all workers
     end together.
     """
@@ -114,18 +112,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def anyio_backend() -> str:
+def anyio_backend():
     return "asyncio"
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_foreign_settings() -> None:
+def _no_foreign_settings():
     for name in [name for name in os.environ if name.startswith("LMX_LAB_") and name != "LMX_LAB_TEST_HOME"]:
         del os.environ[name]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _exclude_old_objects_from_garbage_collection() -> None:
+def _exclude_old_objects_from_garbage_collection():
     """Freeze the existing objects before each file of tests.
 
     Each load and unload collects garbage, which takes 0.4 s with the objects of all tests, and longer with those that
@@ -136,7 +134,7 @@ def _exclude_old_objects_from_garbage_collection() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _share_certificates() -> Iterator[None]:
+def _share_certificates():
     """Read the certificates of authorities only once. It takes 20 ms for each HTTP client, and no test uses them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(httpcore2, "default_ssl_context", functools.cache(httpcore2.default_ssl_context))
@@ -144,7 +142,7 @@ def _share_certificates() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _share_validators() -> Iterator[None]:
+def _share_validators():
     """Build the validator of each type of FastAPI's fields only once, because every lab and daemon defines its routes.
 
     Otherwise this takes half of the time for starting a lab with the echo engine.
@@ -168,7 +166,7 @@ def _share_validators() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _wait_longer_for_responses() -> Iterator[None]:
+def _wait_longer_for_responses():
     """Replace the default timeout of HTTP clients (5 s), because a response may take longer on a busy machine.
 
     The default is one instance, which is the default value of many functions.
@@ -180,7 +178,7 @@ def _wait_longer_for_responses() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _cache_tokenizers() -> Iterator[None]:
+def _cache_tokenizers():
     """Read each tokenizer once, because that takes 90 % of the time for loading a tiny model.
 
     Each load gets a copy, which shares the tokens and their byte table, because no test changes them. All test models
@@ -212,14 +210,14 @@ def _cache_tokenizers() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _asyncio_is_not_patched() -> Iterator[None]:
+def _asyncio_is_not_patched():
     """Fail tests that nest loops: this patches asyncio for the whole process, and ``asyncio.run`` then leaks loops."""
     yield
     assert not hasattr(asyncio, "_nest_patched"), "this test has nested event loops; run its code in a separate process"
 
 
 @pytest.fixture(scope="session")
-def starter_home(_cache_tokenizers: None) -> Path:
+def starter_home(_cache_tokenizers):
     """A lab's home with ``smollm2-135m`` in MLX's format, which is downloaded once and kept between runs."""
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
     Catalog(Settings(home=home)).convert("smollm2-135m")
@@ -229,18 +227,18 @@ def starter_home(_cache_tokenizers: None) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2(starter_home: Path) -> ModelEntry:
+def smollm2(starter_home):
     return Catalog(Settings(home=starter_home)).resolve("smollm2-135m", formats=["mlx"])
 
 
 @pytest.fixture(scope="session")
-def minilm(starter_home: Path) -> ModelEntry:
+def minilm(starter_home):
     """The real all-MiniLM-L6-v2, which is downloaded once and kept between runs."""
     return Catalog(Settings(home=starter_home)).fetch("minilm-l6")
 
 
 @pytest.fixture(scope="session")
-def tiny_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def tiny_home(tmp_path_factory, smollm2):
     """A lab's home with ``tiny`` and ``tiny-two``: two-layer llamas with random weights and SmolLM2's tokenizer."""
     home = tmp_path_factory.mktemp("tiny-home")
     for seed, name in enumerate(("tiny", "tiny-two")):
@@ -249,12 +247,12 @@ def tiny_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> 
 
 
 @pytest.fixture(scope="session")
-def tiny(tiny_home: Path) -> ModelEntry:
+def tiny(tiny_home):
     return Catalog(Settings(home=tiny_home)).resolve("tiny")
 
 
 @pytest.fixture(scope="session")
-def thinker_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def thinker_home(tmp_path_factory, smollm2):
     """A lab's home with ``thinker``: like ``tiny``, with tokens and a template for reasoning and tool calls."""
     home = tmp_path_factory.mktemp("thinker-home")
     write_tiny_llama(home / "models" / "thinker", smollm2.path, seed=2)
@@ -263,12 +261,12 @@ def thinker_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) 
 
 
 @pytest.fixture(scope="session")
-def thinker(thinker_home: Path) -> ModelEntry:
+def thinker(thinker_home):
     return Catalog(Settings(home=thinker_home)).resolve("thinker")
 
 
 @pytest.fixture(scope="session")
-def smollm2_gguf(starter_home: Path) -> Path:
+def smollm2_gguf(starter_home):
     """The real SmolLM2 as a GGUF file, which is downloaded once and kept between runs."""
     from tests.support.gguf import starter_gguf
 
@@ -276,7 +274,7 @@ def smollm2_gguf(starter_home: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_gguf(starter_home: Path, smollm2: ModelEntry, smollm2_gguf: Path) -> Path:
+def tiny_gguf(starter_home, smollm2, smollm2_gguf):
     """The weights of ``tiny`` as a GGUF file, with the tokenizer and chat template of SmolLM2."""
     from tests.support.gguf import kept, write_tiny_gguf
 
@@ -284,7 +282,7 @@ def tiny_gguf(starter_home: Path, smollm2: ModelEntry, smollm2_gguf: Path) -> Pa
 
 
 @pytest.fixture(scope="session")
-def minilm_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
+def minilm_gguf(starter_home, minilm):
     """The real all-MiniLM-L6-v2 as a GGUF file."""
     from tests.support.gguf import kept, write_minilm_gguf
 
@@ -292,7 +290,7 @@ def minilm_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reranker_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
+def reranker_gguf(starter_home, minilm):
     """A cross-encoder with random weights and a context of 64 tokens, as a GGUF file; it is fast and deterministic."""
     from tests.support.gguf import kept, write_reranker_gguf
 
@@ -300,7 +298,7 @@ def reranker_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
 
 
 @pytest.fixture(scope="session")
-def echo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def echo_home(tmp_path_factory):
     """Create a home with the model ``other``, which is listed but cannot be loaded: its weights are one tensor."""
     home = tmp_path_factory.mktemp("echo-home")
     other = home / "models" / "other"
@@ -312,7 +310,7 @@ def echo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def long_gguf(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Path:
+def long_gguf(tmp_path_factory, tiny_gguf):
     """``tiny`` with a context of 8,192 tokens, so that a request runs as long as a test needs."""
     from tests.support.gguf import with_context
 

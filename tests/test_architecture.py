@@ -6,7 +6,6 @@ import ast
 import functools
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -133,7 +132,7 @@ class Import:
 
 
 @functools.cache
-def modules() -> dict[str, Path]:
+def modules():
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -142,11 +141,11 @@ def modules() -> dict[str, Path]:
 
 
 @functools.cache
-def syntax_tree(path: Path) -> ast.Module:
+def syntax_tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def statements(node: ast.AST) -> Iterator[ast.stmt]:
+def statements(node):
     """Return all statements below a node. ``ast.walk`` also visits expressions and takes ten times as long."""
     for field in ("body", "orelse", "handlers", "finalbody", "cases"):
         for child in getattr(node, field, ()):
@@ -156,12 +155,12 @@ def statements(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 @functools.cache
-def imports() -> tuple[Import, ...]:
+def imports():
     """Return all imports. Call it only within tests, because every worker collects this file but only one runs it."""
     return tuple(_imports())
 
 
-def _imports() -> Iterator[Import]:
+def _imports():
     for module, path in modules().items():
         tree = syntax_tree(path)
         top = {id(node) for node in tree.body}
@@ -174,7 +173,7 @@ def _imports() -> Iterator[Import]:
                 yield from _from(module, node, lazy=id(node) not in top)
 
 
-def _from(module: str, node: ast.ImportFrom, *, lazy: bool) -> Iterator[Import]:
+def _from(module, node, *, lazy):
     assert node.module is not None
     for alias in node.names:
         full = f"{node.module}.{alias.name}"
@@ -183,16 +182,16 @@ def _from(module: str, node: ast.ImportFrom, *, lazy: bool) -> Iterator[Import]:
 
 
 @functools.cache
-def _exists(dotted: str) -> bool:
+def _exists(dotted):
     path = ROOT.parent / dotted.replace(".", "/")
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def room(module: str) -> str:
+def room(module):
     return module.split(".", maxsplit=1)[0]
 
 
-def test_only_one_module_makes_data_frames() -> None:
+def test_only_one_module_makes_data_frames():
     """Other ways lose the type of an empty column, or round integers among which values are missing."""
     # batch.answers: vectors of polars, which have a fixed length.
     makers = {
@@ -204,13 +203,13 @@ def test_only_one_module_makes_data_frames() -> None:
     assert makers == {"frames", "batch.answers"}
 
 
-def test_every_room_has_a_row() -> None:
+def test_every_room_has_a_row():
     rooms = {room(module) for module in modules()}
     assert rooms <= set(TABLE), f"without a row: {rooms - set(TABLE)}"
 
 
 @pytest.mark.parametrize("name", sorted({room(module) for module in modules()}))
-def test_a_room_imports_only_what_its_row_allows(name: str) -> None:
+def test_a_room_imports_only_what_its_row_allows(name):
     row = TABLE[name]
     wrong = []
     for item in imports():
@@ -226,7 +225,7 @@ def test_a_room_imports_only_what_its_row_allows(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_should_have_one_importer_has_one() -> None:
+def test_what_should_have_one_importer_has_one():
     wrong = [str(i) for i in imports() if i.module not in ONLY_IN.get(i.target.split(".")[0], {i.module})]
     wrong += [
         str(item)
@@ -237,14 +236,14 @@ def test_what_should_have_one_importer_has_one() -> None:
 
 
 @pytest.mark.parametrize("package", PRIVATE)
-def test_modules_of_a_private_package_are_imported_only_within_it(package: str) -> None:
+def test_modules_of_a_private_package_are_imported_only_within_it(package):
     inner = f"lmx_lab.{package}."
     wrong = [str(i) for i in imports() if i.target.startswith(inner) and not f"{i.module}.".startswith(f"{package}.")]
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_cycles_between_modules() -> None:
-    graph: dict[str, set[str]] = {module: set() for module in modules()}
+def test_no_cycles_between_modules():
+    graph = {module: set() for module in modules()}
     for item in imports():
         target = item.target.removeprefix("lmx_lab.")
         if item.lazy and room(item.module) in LAZY_CYCLES:
@@ -252,7 +251,7 @@ def test_no_cycles_between_modules() -> None:
         # The package itself hands out names lazily: that is no edge.
         if item.target.startswith("lmx_lab.") and item.module != "__init__" and target in graph:
             graph[item.module].add(target)
-    done: set[str] = set()
+    done = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, f"cycle: {' -> '.join((*path, module))}"
@@ -265,7 +264,7 @@ def test_no_cycles_between_modules() -> None:
         visit(module, ())
 
 
-def test_modules_and_functions_stay_readable() -> None:
+def test_modules_and_functions_stay_readable():
     """A module has at most 900 lines, a function at most 80."""
     wrong = []
     for module, path in modules().items():
@@ -282,7 +281,7 @@ def test_modules_and_functions_stay_readable() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_test_imports_a_test() -> None:
+def test_no_test_imports_a_test():
     """What several folders share is in ``tests/support``. A helper that one folder uses may be in this folder."""
     wrong = []
     for top in ("tests", "soak", "benchmarks"):
@@ -299,7 +298,7 @@ def test_no_test_imports_a_test() -> None:
 
 
 @functools.cache
-def arrows() -> set[tuple[str, str]]:
+def arrows():
     """Return the arrows of the diagram in ``docs/contributing.md``, as pairs of packages."""
     (diagram,) = [block.text for block in code_blocks(DOCS / "contributing.md") if block.language == "mermaid"]
     lines = [line.split(" --> ") for line in diagram.splitlines()[1:]]
@@ -307,8 +306,8 @@ def arrows() -> set[tuple[str, str]]:
 
 
 @functools.cache
-def reachable(start: str) -> set[str]:
-    found: set[str] = set()
+def reachable(start):
+    found = set()
     new = {start}
     while new:
         found |= new
@@ -316,12 +315,12 @@ def reachable(start: str) -> set[str]:
     return found
 
 
-def test_arrows_are_allowed_imports() -> None:
+def test_arrows_are_allowed_imports():
     for source, target in arrows():
         assert TABLE[source].inside == EVERYTHING or target in TABLE[source].inside.split(), (source, target)
 
 
-def test_every_import_between_packages_follows_the_arrows() -> None:
+def test_every_import_between_packages_follows_the_arrows():
     packages = {name for pair in arrows() for name in pair}
     for item in imports():
         source, target = room(item.module), room(item.target.removeprefix("lmx_lab."))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,27 +17,27 @@ from benchmarks.rows import Limit, Row
 pytestmark = pytest.mark.slow
 
 
-def test_the_rate_of_one_stream_excludes_the_first_token() -> None:
+def test_the_rate_of_one_stream_excludes_the_first_token():
     assert decode_window([Timeline(times=[1.0, 1.5, 2.0, 2.5, 3.0], tokens=5)]).rate == pytest.approx(2.0)
 
 
-def test_the_rate_of_several_streams_counts_only_the_time_when_all_decode() -> None:
+def test_the_rate_of_several_streams_counts_only_the_time_when_all_decode():
     early = Timeline(times=[0.0, 0.1, 1.0, 2.0, 3.0], tokens=5)
     late = Timeline(times=[1.0, 2.0, 3.0, 3.1, 3.2], tokens=5)
     assert decode_window([early, late]).rate == pytest.approx(2.0)
 
 
-def test_a_piece_of_two_tokens_counts_as_two() -> None:
+def test_a_piece_of_two_tokens_counts_as_two():
     assert decode_window([Timeline(times=[1.0, 2.0, 3.0], tokens=6)]).rate == pytest.approx(2.0)
 
 
-def test_streams_that_decode_at_different_times_have_no_rate() -> None:
+def test_streams_that_decode_at_different_times_have_no_rate():
     with pytest.raises(BenchError):
         decode_window([Timeline(times=[0.0, 1.0], tokens=2), Timeline(times=[2.0, 3.0], tokens=2)])
 
 
 @pytest.mark.parametrize(("q", "value"), [(0.0, 1), (0.5, 50), (0.99, 99), (1.0, 100)])
-def test_a_quantile_is_one_of_the_values(q: float, value: float) -> None:
+def test_a_quantile_is_one_of_the_values(q, value):
     assert quantile([float(i) for i in range(100, 0, -1)], q) == value
 
 
@@ -53,18 +51,18 @@ def test_a_quantile_is_one_of_the_values(q: float, value: float) -> None:
         (math.nan, True, "ERROR"),
     ],
 )
-def test_only_a_binding_limit_can_fail(value: float, binding: bool, verdict: str) -> None:
+def test_only_a_binding_limit_can_fail(value, binding, verdict):
     limit = Limit(sign="≤", bound=1)
     row = Row(figure="f", case="c", model="tiny", value=value, limit=limit, binding=binding)
     assert row.verdict == verdict
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(0.9, "shown"), (math.nan, "ERROR")])
-def test_a_row_without_a_limit_is_shown_and_cannot_fail(value: float, verdict: str) -> None:
+def test_a_row_without_a_limit_is_shown_and_cannot_fail(value, verdict):
     assert Row(figure="f", case="c", model="smollm2", value=value).verdict == verdict
 
 
-def test_first_tokens_are_compared_by_difference_and_speeds_by_ratio() -> None:
+def test_first_tokens_are_compared_by_difference_and_speeds_by_ratio():
     rounds = [{"ours": {"ms": 30.0, "rate": 9.0}, "theirs": {"ms": 25.0, "rate": 10.0}} for _ in range(3)]
     table = gguf.Turns(model="smollm2", case="1 stream", samples=rounds)
     difference, ratio = (
@@ -75,7 +73,7 @@ def test_first_tokens_are_compared_by_difference_and_speeds_by_ratio() -> None:
     assert (ratio.value, ratio.verdict, ratio.summary) == (pytest.approx(0.9), "FAIL", "9.0 against 10.0 tok/s")
 
 
-def small_harness(bench: Bench) -> list[Row]:
+def small_harness(bench):
     found = harness.measure_harness(streams=2, per_second=400, tokens=20)
     share = found.decode_share
     return [
@@ -86,16 +84,16 @@ def small_harness(bench: Bench) -> list[Row]:
     ]
 
 
-def point(figure: str, server: str, x: int, value: float) -> Row:
+def point(figure, server, x, value):
     return Row(figure=figure, case="", model="-", value=value, unit="tok/s", detail={"server": server, "x": x})
 
 
-def failing(bench: Bench) -> list[Row]:
+def failing(bench):
     raise BenchError("the measurement failed")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """The folder to which the program writes. The only figure is fast and needs no model."""
     monkeypatch.setattr(paths, "PAGE", tmp_path / "BENCHMARKS.md")
     monkeypatch.setattr(paths, "IMAGES", tmp_path / "images")
@@ -108,7 +106,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     signal.signal(signal.SIGTERM, ends)
 
 
-def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(folder: Path) -> None:
+def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(folder):
     section = "\n## On another machine\n\nOther results.\n"
     (folder / "BENCHMARKS.md").write_text(f"Previous results.\n{section}")
     assert program.main([]) == 1
@@ -131,14 +129,14 @@ def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(
 
 
 @pytest.mark.parametrize("arguments", [["--quick"], ["--only", "harness"], ["--model", "tiny"]])
-def test_a_partial_run_does_not_write_the_page(folder: Path, arguments: list[str]) -> None:
+def test_a_partial_run_does_not_write_the_page(folder, arguments):
     (folder / "BENCHMARKS.md").write_text("unchanged")
     program.main(arguments)
     assert len(list(folder.glob("*.json"))) == 1
     assert (folder / "BENCHMARKS.md").read_text() == "unchanged"
 
 
-def test_a_failed_measurement_prevents_writing_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_measurement_prevents_writing_the_page(folder, monkeypatch):
     monkeypatch.setitem(program.FIGURES, "failing", program.Figure(title="failing", measure=failing, models=("tiny",)))
     assert program.main([]) == 1
     (kept,) = folder.glob("*.json")
@@ -146,7 +144,7 @@ def test_a_failed_measurement_prevents_writing_the_page(folder: Path, monkeypatc
     assert not (folder / "BENCHMARKS.md").exists()
 
 
-def test_an_interrupted_run_keeps_the_figures_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_keeps_the_figures_before(folder, monkeypatch):
     def interrupted(bench: Bench) -> list[Row]:
         raise KeyboardInterrupt
 
@@ -157,7 +155,7 @@ def test_an_interrupted_run_keeps_the_figures_before(folder: Path, monkeypatch: 
     assert [row["figure"] for row in json.loads(kept.read_text())["rows"]] == ["harness", "cores", "other", "known"]
 
 
-def test_the_page_shows_a_chart_of_each_curve(folder: Path) -> None:
+def test_the_page_shows_a_chart_of_each_curve(folder):
     rows = [
         point(curves.STREAMS, server, x, x * factor)
         for server, factor in {"one": 10.0, "two": 5.0}.items()
@@ -173,7 +171,7 @@ def test_the_page_shows_a_chart_of_each_curve(folder: Path) -> None:
     assert chart.read_bytes() == drawn
 
 
-def test_a_figure_can_be_measured_again_in_an_earlier_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_can_be_measured_again_in_an_earlier_run(folder, monkeypatch):
     monkeypatch.setitem(program.FIGURES, "failing", program.Figure(title="again", measure=failing, models=("tiny",)))
     program.main([])
     (kept,) = folder.glob("*.json")

@@ -1,7 +1,5 @@
 """Tests of the error classes: the tree in the docstring, and the statuses. ``tests/docs`` tests the table of codes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -12,9 +10,9 @@ from lmx_lab.http.error_bodies import respond, status_of
 from tests.support.asking import error_classes
 
 
-def documented_tree() -> list[tuple[str, str | None]]:
+def documented_tree():
     """Return (class, parent) for each line of the tree in the module's docstring."""
-    path: list[tuple[int, str]] = []
+    path = []
     found = []
     for line in (errors.__doc__ or "").splitlines():
         if match := re.match(r"( +)([A-Z]\w+Error|LabError)\b", line):
@@ -25,13 +23,13 @@ def documented_tree() -> list[tuple[str, str | None]]:
     return found
 
 
-def test_the_tree_in_the_docstring_has_all_classes() -> None:
+def test_the_tree_in_the_docstring_has_all_classes():
     real = [(kind.__name__, None if kind is LabError else kind.__mro__[1].__name__) for kind in error_classes()]
     assert sorted(documented_tree(), key=str) == sorted(real, key=str)
 
 
 @pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
-def test_every_error_has_a_status_and_a_body(kind: type[LabError]) -> None:
+def test_every_error_has_a_status_and_a_body(kind):
     response = respond(kind("what, the limit, the next step"), request_id="req_1")
     assert 400 <= status_of(kind("")) == response.status_code < 600
 
@@ -47,5 +45,5 @@ def test_every_error_has_a_status_and_a_body(kind: type[LabError]) -> None:
         (errors.InvalidRequestError, "invalid-request", 400),
     ],
 )
-def test_codes_have_the_statuses_of_the_specification(kind: type[LabError], code: str, status: int) -> None:
+def test_codes_have_the_statuses_of_the_specification(kind, code, status):
     assert (kind.code, status_of(kind(""))) == (code, status)

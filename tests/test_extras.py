@@ -1,7 +1,5 @@
 """Test that each optional package is in an extra, and that its absence is one line with the command to install it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -9,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,7 +63,7 @@ USES = {
 """A use of each optional module that the package imports."""
 
 
-def imported(code: str) -> Iterator[str]:
+def imported(code):
     """Yield the modules that some code imports, also with ``import_optional``: those in ``OPTIONAL``, and the top-level
     modules of all others.
     """
@@ -85,12 +82,12 @@ def imported(code: str) -> Iterator[str]:
                 yield known_name(str(beginning))
 
 
-def known_name(module: str) -> str:
+def known_name(module):
     return next((name for name in OPTIONAL if f"{module}.".startswith(f"{name}.")), module.partition(".")[0])
 
 
 @functools.cache
-def optional_modules() -> frozenset[str]:
+def optional_modules():
     """Return the modules that the package imports although it does not require them."""
     sources = (path.read_text(encoding="utf-8") for path in (ROOT / "lmx_lab").rglob("*.py"))
     found = {module for source in sources for module in imported(source)} - sys.stdlib_module_names - {"lmx_lab"}
@@ -100,13 +97,13 @@ def optional_modules() -> frozenset[str]:
 
 # All files of the package are parsed.
 @pytest.mark.slow
-def test_the_package_imports_no_other_optional_modules() -> None:
+def test_the_package_imports_no_other_optional_modules():
     assert optional_modules() - WITHOUT_ERROR - WITH_OTHERS == set(USES)
     assert set(USES) <= set(OPTIONAL)
 
 
 @pytest.mark.parametrize("module", OPTIONAL)
-def test_the_extra_of_a_module_installs_its_package(module: str) -> None:
+def test_the_extra_of_a_module_installs_its_package(module):
     package, extra = OPTIONAL[module]
     if extra is None:
         assert package not in {name for requirements in EXTRAS.values() for name in names(requirements)}
@@ -119,7 +116,7 @@ def test_the_extra_of_a_module_installs_its_package(module: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - OF_DEVELOPMENT))
-def test_each_package_of_an_extra_that_is_imported_can_be_named(extra: str) -> None:
+def test_each_package_of_an_extra_that_is_imported_can_be_named(extra):
     modules = {
         module for module, packages in packages_of_modules().items() if names(EXTRAS[extra]).intersection(packages)
     }
@@ -129,7 +126,7 @@ def test_each_package_of_an_extra_that_is_imported_can_be_named(extra: str) -> N
 # Each starts a program. The tests of the modules that use a package test its message, too.
 @pytest.mark.long
 @pytest.mark.parametrize("module", USES)
-def test_without_a_package_its_use_is_one_line_with_the_command_that_installs_it(module: str, tmp_path: Path) -> None:
+def test_without_a_package_its_use_is_one_line_with_the_command_that_installs_it(module, tmp_path):
     command = [sys.executable, "-c", PROGRAM, module, USES[module], tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -149,9 +146,7 @@ def test_without_a_package_its_use_is_one_line_with_the_command_that_installs_it
         ("zeroconf", ["serve", "--port", "0", "--host", "0.0.0.0", "--announce"]),
     ],
 )
-def test_a_command_without_a_package_prints_one_line(
-    module: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_without_a_package_prints_one_line(module, arguments, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "lmx_lab.server.telemetry", raising=False)
     for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -163,9 +158,7 @@ def test_a_command_without_a_package_prints_one_line(
     assert done.status == 1
 
 
-def test_an_installed_package_that_is_damaged_is_not_called_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_that_is_damaged_is_not_called_missing(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     for content, message in (
         ("import no_such_dependency", "no_such_dependency"),
@@ -180,7 +173,7 @@ def test_an_installed_package_that_is_damaged_is_not_called_missing(
         assert not isinstance(caught.value, LabError)
 
 
-def test_the_error_is_an_import_error_for_callers_that_catch_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_is_an_import_error_for_callers_that_catch_one(monkeypatch):
     monkeypatch.setitem(sys.modules, "segno", None)
     with pytest.raises(ImportError) as caught:
         import_optional("segno", "a QR code")
@@ -189,7 +182,7 @@ def test_the_error_is_an_import_error_for_callers_that_catch_one(monkeypatch: py
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_imports_only_what_make_lab_installs(path: Path) -> None:
+def test_a_notebook_imports_only_what_make_lab_installs(path):
     """``tests/notebooks`` runs each notebook without the other modules."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

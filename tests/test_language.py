@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -52,7 +52,7 @@ ALLOWED: frozenset[tuple[str, str]] = frozenset()
 ALLOWED_LIMIT = 20
 
 
-def phrase_pattern(phrase: str) -> re.Pattern[str]:
+def phrase_pattern(phrase):
     return re.compile(rf"(?<![\w-])(?:{phrase.replace(' ', SEPARATOR)})(?![\w-])")
 
 
@@ -61,7 +61,7 @@ ANY_PHRASE = phrase_pattern("|".join(REPLACEMENTS))
 """All phrases, because a search for each would take several times as long, as would one that ignores the case."""
 
 
-def texts() -> Iterator[tuple[str, str]]:
+def texts():
     """Yield the path of each checked file, relative to the root, and its text."""
     for place in PLACES:
         start = ROOT / place
@@ -71,7 +71,7 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield name, path.read_text(encoding="utf-8")
 
 
-def problems(name: str, text: str) -> Iterator[str]:
+def problems(name, text):
     """Yield each phrase of a text to replace, with its file and line."""
     lines, lowered = text.splitlines(), text.lower()
     for match in ANY_PHRASE.finditer(lowered):
@@ -84,17 +84,17 @@ def problems(name: str, text: str) -> Iterator[str]:
 
 # Part of make check.
 @pytest.mark.slow
-def test_no_text_has_a_phrase_to_replace() -> None:
+def test_no_text_has_a_phrase_to_replace():
     found = [problem for name, text in texts() for problem in problems(name, text)]
     assert not found, f"{len(found)} phrases to replace:\n" + "\n".join(found)
 
 
-def test_exceptions_are_few_and_in_use() -> None:
+def test_exceptions_are_few_and_in_use():
     assert len(ALLOWED) <= ALLOWED_LIMIT
     by_name = dict(texts())
     assert [(file, text) for file, text in sorted(ALLOWED) if text not in by_name.get(file, "")] == []
 
 
-def test_a_phrase_is_found_across_lines_and_only_as_whole_words() -> None:
+def test_a_phrase_is_found_across_lines_and_only_as_whole_words():
     text = "# The reader goes\n# on. An anewly defined word\nis not a problem."
     assert list(problems("a.py", text)) == ["a.py:1: 'goes # on'; write instead: continue, keep running, resume"]

@@ -1,9 +1,6 @@
 """Test progress bars in terminals and files."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
@@ -13,42 +10,42 @@ from lmx_lab.weights import Progress
 from lmx_lab.wire.admin import ModelEvent
 
 
-def steps() -> Iterator[Progress]:
+def steps():
     for done in (0, 500_000, 1_000_000):
         yield Progress(stage="download", done_bytes=done, total_bytes=1_000_000)
 
 
-def test_a_terminal_shows_a_bar_during_a_download() -> None:
+def test_a_terminal_shows_a_bar_during_a_download():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, force_jupyter=False)
     with bar("org/[name]", console) as shown:
         for step in steps():
             shown.update(step)
-    assert "org/[name]: download" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "org/[name]: download" in console.file.getvalue()
 
 
-def test_a_step_without_a_number_of_bytes_shows_only_its_stage() -> None:
+def test_a_step_without_a_number_of_bytes_shows_only_its_stage():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, force_jupyter=False)
     with bar("smollm2", console) as shown:
         shown.update(ModelEvent(model="smollm2", stage="load", total_bytes=1_000_000))
-    output = console.file.getvalue()  # type: ignore[attr-defined]
+    output = console.file.getvalue()
     assert "smollm2: load" in output
     assert "MB" not in output
     assert "bytes" not in output
 
 
-def test_a_narrow_terminal_shows_the_count() -> None:
+def test_a_narrow_terminal_shows_the_count():
     console = Console(file=io.StringIO(), force_terminal=True, width=60, force_jupyter=False)
     with counter("bench", console) as shown:
         shown.show("[lab] " * 20, 3, 12)
-    output = console.file.getvalue()  # type: ignore[attr-defined]
+    output = console.file.getvalue()
     assert " 3/12" in output
     assert "bench: [lab]" in output
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_nothing_is_drawn_into_a_file_or_before_the_first_step(terminal: bool) -> None:
+def test_nothing_is_drawn_into_a_file_or_before_the_first_step(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, force_jupyter=False)
     with bar("model", console) as shown:
         for step in [] if terminal else steps():
             shown.update(step)
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    assert console.file.getvalue() == ""

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import sys
 
@@ -24,26 +22,26 @@ CONTROLS = set("\x1b\x07\x9b\u202e\u2066\u200f\r\b")
         ("\u200d joins", "\u200d joins"),
     ],
 )
-def test_control_characters_are_escaped(text: str, safe: str) -> None:
+def test_control_characters_are_escaped(text, safe):
     assert escape_text(text) == safe
 
 
-def test_lone_surrogates_are_replaced() -> None:
+def test_lone_surrogates_are_replaced():
     assert replace_surrogates("a\ud800b 🙂") == "a?b 🙂"
 
 
-def log_record(message: str, level: int = logging.INFO) -> logging.LogRecord:
+def log_record(message, level=logging.INFO):
     return logging.LogRecord("lmx_lab", level, "", 0, "%s", (message,), None)
 
 
-def test_a_log_message_is_one_line_without_control_characters() -> None:
+def test_a_log_message_is_one_line_without_control_characters():
     line = LogFormatter("%(levelname)s %(message)s").format(log_record(f"GET /{ESCAPES}\n2026-01-01 ERROR forged"))
     assert "\n" not in line
     assert line == escape_text(line)
     assert "\\x1b[31mred" in line
 
 
-def test_a_traceback_in_a_log_keeps_its_lines_but_no_control_characters() -> None:
+def test_a_traceback_in_a_log_keeps_its_lines_but_no_control_characters():
     try:
         raise ValueError(ESCAPES)
     except ValueError:
@@ -54,17 +52,13 @@ def test_a_traceback_in_a_log_keeps_its_lines_but_no_control_characters() -> Non
 
 
 @pytest.mark.parametrize(("configured", "printed"), [(False, "\\x1b[31mred"), (True, "")])
-def test_warnings_are_printed_escaped_until_logging_is_configured(
-    configured: bool, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_are_printed_escaped_until_logging_is_configured(configured, printed, monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()] if configured else [])
     LastResortHandler().handle(log_record("\x1b[31mred", logging.WARNING))
     assert capsys.readouterr().err.strip() == printed
 
 
-def test_the_warnings_of_excluded_loggers_are_not_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_warnings_of_excluded_loggers_are_not_printed(monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     handler = LastResortHandler(without=("lmx_lab.server",))
     for name in ("lmx_lab.server.chat", "lmx_lab.engine"):
@@ -72,7 +66,7 @@ def test_the_warnings_of_excluded_loggers_are_not_printed(
     assert capsys.readouterr().err.strip() == "from lmx_lab.engine"
 
 
-def test_only_the_most_recent_log_lines_are_kept_in_memory() -> None:
+def test_only_the_most_recent_log_lines_are_kept_in_memory():
     handler = RecentLinesHandler(2)
     for message in ("first", "second", "x" * 10_000):
         handler.handle(log_record(message))

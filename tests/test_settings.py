@@ -1,7 +1,5 @@
 """Tests of the settings: precedence, types, ranges and secrets."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -12,13 +10,13 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 
 
-def test_arguments_take_precedence_over_the_environment_and_the_environment_over_defaults() -> None:
+def test_arguments_take_precedence_over_the_environment_and_the_environment_over_defaults():
     environ = {"LMX_LAB_PORT": "9000", "LMX_LAB_SLOTS": "3"}
     settings = Settings.read(environ, port=9001)
     assert (settings.port, settings.slots, settings.host) == (9001, 3, "127.0.0.1")
 
 
-def test_variables_are_converted_to_the_types_of_the_settings() -> None:
+def test_variables_are_converted_to_the_types_of_the_settings():
     environ = {
         "LMX_LAB_HOME": "~/lab",
         "LMX_LAB_MODEL_FOLDERS": os.pathsep.join(["/a", "/b"]),
@@ -72,27 +70,25 @@ def test_variables_are_converted_to_the_types_of_the_settings() -> None:
         ({}, {"announce_name": "kitchen"}),
     ],
 )
-def test_the_error_about_an_invalid_value_names_the_setting(
-    environ: dict[str, str], overrides: dict[str, object]
-) -> None:
+def test_the_error_about_an_invalid_value_names_the_setting(environ, overrides):
     name = next(iter([*environ, *overrides]))
     with pytest.raises(InvalidRequestError, match=name):
         Settings.read(environ, **overrides)
 
 
-def test_a_name_for_announcements_needs_one_only_if_it_is_an_argument() -> None:
+def test_a_name_for_announcements_needs_one_only_if_it_is_an_argument():
     environ = {"LMX_LAB_ANNOUNCE_NAME": "kitchen"}
     assert Settings.read(environ).announce_name == "kitchen"
     assert Settings.read({"LMX_LAB_ANNOUNCE": "1"}, announce_name="hall").announce_name == "hall"
 
 
-def test_an_empty_variable_counts_as_not_set() -> None:
+def test_an_empty_variable_counts_as_not_set():
     assert Settings.read({"LMX_LAB_HOST": "", "LMX_LAB_HOME": "", "LMX_LAB_PORT": ""}) == Settings()
 
 
-def test_settings_are_frozen_and_their_repr_has_no_keys() -> None:
+def test_settings_are_frozen_and_their_repr_has_no_keys():
     settings = Settings(api_key="s3cret", upstream_api_key="hidden")
     assert "s3cret" not in repr(settings)
     assert "hidden" not in repr(settings)
     with pytest.raises(FrozenInstanceError):
-        settings.port = 1  # type: ignore[misc]
+        settings.port = 1

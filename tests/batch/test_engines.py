@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 import pandas as pd
@@ -17,7 +15,6 @@ import lmx_lab
 from lmx_lab.batch.servers import WAITING
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, ModelEntry
 from tests.batch.stored import stored_answers
 
 pytestmark = pytest.mark.slow
@@ -25,14 +22,14 @@ COLUMNS = {"days": Annotated[int, Field(ge=0, le=99)], "far": bool, "kind": Lite
 
 
 @pytest.fixture(params=["mlx", "gguf"])
-def lab(request: pytest.FixtureRequest, tiny: ModelEntry, tiny_gguf: Path, tmp_path: Path) -> Iterator[lmx_lab.Lab]:
-    paths: dict[Format, Path] = {"mlx": tiny.path, "gguf": tiny_gguf}
+def lab(request, tiny, tiny_gguf, tmp_path):
+    paths = {"mlx": tiny.path, "gguf": tiny_gguf}
     with lmx_lab.Lab(Settings(home=tmp_path, port=0, slots=4, threads=1), loop="thread") as lab:
         lab.load(paths[request.param])
         yield lab
 
 
-def test_sampled_answers_have_typed_columns_and_are_computed_once(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_sampled_answers_have_typed_columns_and_are_computed_once(lab, tmp_path):
     frame = pd.DataFrame({"text": [f"Row {number}" for number in range(6)]})
     first, second = [
         lab.map(frame, "{text}", schema=COLUMNS, temperature=1.0, seed=7, max_tokens=100, cache=tmp_path / "a.db")
@@ -60,7 +57,7 @@ class Trip(BaseModel):
 
 
 @pytest.mark.long
-def test_sampled_answers_have_valid_columns(lab: lmx_lab.Lab) -> None:
+def test_sampled_answers_have_valid_columns(lab):
     """``make bench`` computes 1,000 rows with each engine."""
     frame = pd.DataFrame({"text": [f"Row {number}" for number in range(100)]})
     answers = lab.map(frame, "{text}", schema=Trip, temperature=1.0, seed=3, max_tokens=400)
@@ -91,9 +88,7 @@ SLOTS, ROWS, KILLS = 4, 500, 20
 
 
 @pytest.mark.long
-def test_after_kills_at_random_moments_the_frame_is_that_of_an_undisturbed_run(
-    tiny: ModelEntry, tmp_path: Path
-) -> None:
+def test_after_kills_at_random_moments_the_frame_is_that_of_an_undisturbed_run(tiny, tmp_path):
     cache, log, moments = tmp_path / "a.db", tmp_path / "log", random.Random(20)
     log.touch()
     stored = begun = 0

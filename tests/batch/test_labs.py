@@ -7,9 +7,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +26,7 @@ ROWS = [f"row {number}" for number in range(24)]
 GONE = "the server is gone"
 
 
-def started(folder: Path, **settings: Any) -> lmx_lab.Lab:
+def started(folder, **settings):
     lab = lmx_lab.Lab(Settings(home=folder, port=0, slots=4, **settings), loop="thread")
     lab.start()
     lab.load("echo")
@@ -36,24 +34,19 @@ def started(folder: Path, **settings: Any) -> lmx_lab.Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory):
     with started(tmp_path_factory.mktemp("home")) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def other(tmp_path_factory):
     """A connection to another lab, which answers slowly."""
     with started(tmp_path_factory.mktemp("other"), echo_tokens_per_s=10) as served, attach(served.url) as other:
         yield other
 
 
-def before_each(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: type[LocalBackend | RemoteBackend],
-    before: Callable[[], Any],
-    method: Literal["generate", "embed"] = "generate",
-) -> None:
+def before_each(monkeypatch, backend, before, method="generate"):
     """Await a function before each request to servers of this kind."""
     send = getattr(backend, method)
 
@@ -64,9 +57,7 @@ def before_each(
     monkeypatch.setattr(backend, method, wrapped)
 
 
-def test_the_faster_lab_answers_more_rows_and_the_cache_has_the_answers_of_both(
-    lab: lmx_lab.Lab, other: lmx_lab.Lab, tmp_path: Path
-) -> None:
+def test_the_faster_lab_answers_more_rows_and_the_cache_has_the_answers_of_both(lab, other, tmp_path):
     answers = lab.map(ROWS, "{text}", labs=[other, lab, other], cache=tmp_path / "a.db")
     assert answers["answer"].tolist() == ROWS
     fast, slow = answers.attrs["labs"]
@@ -81,9 +72,7 @@ def test_the_faster_lab_answers_more_rows_and_the_cache_has_the_answers_of_both(
     assert [each["answer"] for each in lab.map(iter(ROWS[:8]), "{text}", labs=[other])] == ROWS[:8]
 
 
-def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(
-    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(lab, other, monkeypatch):
     monkeypatch.setattr(servers, "MAX_PAUSE_S", 0.01)
     calls, returned, resumed = [0], [False], asyncio.Event()
     models = RemoteBackend.models
@@ -113,9 +102,7 @@ def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(
 
 
 @pytest.mark.filterwarnings("ignore:the other labs")
-def test_if_all_labs_fail_one_error_names_the_reason_of_each(
-    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_all_labs_fail_one_error_names_the_reason_of_each(lab, other, monkeypatch):
     calls, failed = {RemoteBackend: 0, LocalBackend: 0}, asyncio.Event()
 
     async def fail() -> None:
@@ -139,9 +126,7 @@ def test_if_all_labs_fail_one_error_names_the_reason_of_each(
     assert done.tolist() == [ROWS[at] for at in done.index]
 
 
-def test_several_labs_compute_vectors_and_the_cache_has_those_of_all(
-    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_several_labs_compute_vectors_and_the_cache_has_those_of_all(lab, other, monkeypatch, tmp_path):
     monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
     texts = [*ROWS, "", ROWS[0]]
     found = lab.embed_frame(texts, labs=[other, lab, other], cache=tmp_path / "v.db")
@@ -158,9 +143,7 @@ def test_several_labs_compute_vectors_and_the_cache_has_those_of_all(
     assert again.attrs["interrupted"] is False
 
 
-def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(
-    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(lab, other, monkeypatch):
     monkeypatch.setattr(servers, "MAX_PAUSE_S", 0.01)
     monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
     calls, returned, resumed = {"own": 0, "other": 0, "returned": 0}, [False], asyncio.Event()
@@ -198,9 +181,7 @@ def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(
 
 
 @pytest.mark.filterwarnings("ignore:the other labs")
-def test_if_all_labs_fail_the_error_has_the_vectors_so_far(
-    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_all_labs_fail_the_error_has_the_vectors_so_far(lab, other, monkeypatch):
     monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
     calls, failed = {"own": 0, "other": 0}, asyncio.Event()
 
@@ -224,12 +205,10 @@ def test_if_all_labs_fail_the_error_has_the_vectors_so_far(
     assert stopped.value.frame["error"].notna().sum() == len(ROWS) - 3
 
 
-def test_labs_that_cannot_take_part_are_refused_before_the_first_row(
-    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_labs_that_cannot_take_part_are_refused_before_the_first_row(lab, other, monkeypatch, tmp_path):
     for labs in (other, [other.url], other.url):
         with pytest.raises(InvalidRequestError, match="list of labs"):
-            lab.map(ROWS, "{text}", labs=labs)  # type: ignore[arg-type]
+            lab.map(ROWS, "{text}", labs=labs)
 
     models = RemoteBackend.models
 
@@ -245,11 +224,9 @@ def test_labs_that_cannot_take_part_are_refused_before_the_first_row(
         lab.map(ROWS, "{text}", labs=[other])
 
 
-def test_labs_with_other_embedding_models_are_refused_before_the_first_text(
-    lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labs_with_other_embedding_models_are_refused_before_the_first_text(lab, other, monkeypatch):
     with pytest.raises(InvalidRequestError, match="list of labs"):
-        lab.embed_frame(ROWS, labs=other)  # type: ignore[arg-type]
+        lab.embed_frame(ROWS, labs=other)
     models, embed, sent = RemoteBackend.models, RemoteBackend.embed, []
 
     async def other_vectors(backend: RemoteBackend, body: EmbeddingsBody) -> Any:
@@ -285,7 +262,7 @@ with lmx_lab.Lab(Settings(home=pathlib.Path(sys.argv[1]), port=0, slots=4, echo_
 
 
 @pytest.mark.slow
-def test_the_rows_of_a_killed_lab_are_answered_by_another(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_the_rows_of_a_killed_lab_are_answered_by_another(lab, tmp_path):
     child = subprocess.Popen([sys.executable, "-c", SERVED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     rows = [f"row {number}" for number in range(400)]
@@ -310,9 +287,7 @@ def test_the_rows_of_a_killed_lab_are_answered_by_another(lab: lmx_lab.Lab, tmp_
 
 
 @pytest.mark.slow
-def test_the_vectors_of_a_killed_lab_are_computed_by_another(
-    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_vectors_of_a_killed_lab_are_computed_by_another(lab, monkeypatch, tmp_path):
     child = subprocess.Popen([sys.executable, "-c", SERVED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     calls = [0]
@@ -339,7 +314,7 @@ def test_the_vectors_of_a_killed_lab_are_computed_by_another(
 
 
 @pytest.mark.slow
-def test_labs_whose_embedders_have_the_same_name_and_other_weights_are_refused(tmp_path: Path) -> None:
+def test_labs_whose_embedders_have_the_same_name_and_other_weights_are_refused(tmp_path):
     homes = [tmp_path / name for name in "ab"]
     for seed, home in enumerate(homes):
         write_tiny_bert(home / "models" / "embedder", seed=seed)
@@ -350,7 +325,7 @@ def test_labs_whose_embedders_have_the_same_name_and_other_weights_are_refused(t
                 first.embed_frame(["the cat"], labs=[other])
 
 
-def test_a_lab_in_the_kernel_answers_rows_while_its_kernel_waits(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_a_lab_in_the_kernel_answers_rows_while_its_kernel_waits(lab, tmp_path):
     async def share_with_a_kernel() -> Any:
         async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="kernel") as kernel:
             await kernel.aload("echo")

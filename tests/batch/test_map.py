@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -40,7 +39,7 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory):
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
     with lmx_lab.Lab(settings, loop="thread") as lab:
         lab.load("echo")
@@ -73,11 +72,11 @@ class Sent:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+def sent(monkeypatch):
     return Sent(monkeypatch)
 
 
-def test_rows_have_the_same_index_and_errors_are_in_their_rows(lab: lmx_lab.Lab) -> None:
+def test_rows_have_the_same_index_and_errors_are_in_their_rows(lab):
     frame = pd.DataFrame({"text": ["a {b} {{c}}", None, "d", math.nan], "n": [1, 2, 3, 4]}, index=["x", "x", "y", "z"])
     answers = lab.map(frame, "{n:02d}: {text}")
     assert list(answers.index) == ["x", "x", "y", "z"]
@@ -93,7 +92,7 @@ def test_rows_have_the_same_index_and_errors_are_in_their_rows(lab: lmx_lab.Lab)
         lab.map(frame, "{text}", errors="raise")
 
 
-def test_kinds_of_rows_and_prompts(lab: lmx_lab.Lab) -> None:
+def test_kinds_of_rows_and_prompts(lab):
     assert lab.map("one", "say {text}")["answer"].tolist() == ["say one"]
     assert lab.map(pd.Series(["a", "b"], name="review"), "{review}!")["answer"].tolist() == ["a!", "b!"]
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "<{text}>"}]}]
@@ -106,8 +105,8 @@ def test_kinds_of_rows_and_prompts(lab: lmx_lab.Lab) -> None:
     assert {"answer", "city", "error"} <= set(empty.columns)
 
 
-def test_an_iterable_gives_an_iterator_that_reads_a_limited_number_of_rows_ahead(lab: lmx_lab.Lab) -> None:
-    read: list[int] = []
+def test_an_iterable_gives_an_iterator_that_reads_a_limited_number_of_rows_ahead(lab):
+    read = []
 
     def rows() -> Iterator[dict[str, Any]]:
         for number in range(10_000):
@@ -128,7 +127,7 @@ def test_an_iterable_gives_an_iterator_that_reads_a_limited_number_of_rows_ahead
         next(lab.map(rows(), "{text}"))
 
 
-def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab: lmx_lab.Lab) -> None:
+def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab):
     class Trip(pydantic.BaseModel):
         city: str = pydantic.Field(max_length=10)
         days: int | None
@@ -194,14 +193,12 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab: lmx_lab.La
         ({"frame": 5}, "data frame"),
     ],
 )
-def test_invalid_arguments_are_refused_before_the_first_row(
-    lab: lmx_lab.Lab, arguments: dict[str, Any], message: str
-) -> None:
+def test_invalid_arguments_are_refused_before_the_first_row(lab, arguments, message):
     with pytest.raises(InvalidRequestError, match=message):
         lab.map(**{"frame": ["a"] * 3, "prompt": "{text}", **arguments})
 
 
-def test_seeds_are_derived_and_each_row_has_n_answers(lab: lmx_lab.Lab, sent: Sent) -> None:
+def test_seeds_are_derived_and_each_row_has_n_answers(lab, sent):
     answers = lab.map(["a", "a", "b"], "{text}", n=2, seed=1)
     assert answers.index.tolist() == [0, 0, 1, 1, 2, 2]
     assert answers["sample"].tolist() == [0, 1] * 3
@@ -211,20 +208,20 @@ def test_seeds_are_derived_and_each_row_has_n_answers(lab: lmx_lab.Lab, sent: Se
     assert {request.seed for request in sent.requests[6:]} < seeds  # They do not depend on the order of rows.
 
 
-def test_requests_are_sent_as_the_engine_has_room_and_again_after_a_refusal(lab: lmx_lab.Lab, sent: Sent) -> None:
+def test_requests_are_sent_as_the_engine_has_room_and_again_after_a_refusal(lab, sent):
     async def before(count: int) -> None:
         await asyncio.sleep(0)
         if count % 5 == 2:
             raise QueueFullError("full", retry_after_s=0.01)
 
-    sent.before = before  # type: ignore[method-assign]
+    sent.before = before
     answers = lab.map([str(number) for number in range(100)], "{text}")
     assert answers["answer"].tolist() == [str(number) for number in range(100)]
     assert len(sent.requests) > 100
     assert sent.most_at_once <= 6
 
 
-def test_a_second_run_computes_only_what_is_missing(lab: lmx_lab.Lab, sent: Sent, tmp_path: Path) -> None:
+def test_a_second_run_computes_only_what_is_missing(lab, sent, tmp_path):
     path = tmp_path / "answers.db"
     rows = ["a", "b", "a", "long " * 40_000]
     first = lab.map(rows, "{text}", cache=path, temperature=0)
@@ -257,7 +254,7 @@ def test_a_second_run_computes_only_what_is_missing(lab: lmx_lab.Lab, sent: Sent
         AnswerCache(tmp_path / "none.db", read_only=True)
 
 
-def test_files_of_other_programs_are_refused_and_two_processes_may_share_one(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_files_of_other_programs_are_refused_and_two_processes_may_share_one(lab, tmp_path):
     other = tmp_path / "other.db"
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE t (x)")
@@ -282,18 +279,16 @@ def test_files_of_other_programs_are_refused_and_two_processes_may_share_one(lab
     asyncio.run(share())
 
 
-def test_an_unloaded_model_ends_the_run_with_one_error_and_the_answers_are_kept(
-    lab: lmx_lab.Lab, sent: Sent, tmp_path: Path
-) -> None:
+def test_an_unloaded_model_ends_the_run_with_one_error_and_the_answers_are_kept(lab, sent, tmp_path):
     rows, path = [str(number) for number in range(50)], tmp_path / "a.db"
-    unloads: list[int] = []
+    unloads = []
 
     async def before(count: int) -> None:
         if count == 20 and not unloads:
             unloads.append(count)
             await lab.aunload()
 
-    sent.before = before  # type: ignore[method-assign]
+    sent.before = before
     with pytest.raises(BatchStoppedError, match=r"echo.*a\.db") as stopped:
         lab.map(rows, "{text}", cache=path)
     with pytest.raises(NotLoadedError):
@@ -307,7 +302,7 @@ def test_an_unloaded_model_ends_the_run_with_one_error_and_the_answers_are_kept(
     assert len(sent.requests) == 50 - len(done)
 
 
-def test_an_interrupt_returns_the_answers_so_far(lab: lmx_lab.Lab, sent: Sent) -> None:
+def test_an_interrupt_returns_the_answers_so_far(lab, sent):
     async def before(count: int) -> None:
         if count == 10:
             signal.raise_signal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else (
@@ -316,7 +311,7 @@ def test_an_interrupt_returns_the_answers_so_far(lab: lmx_lab.Lab, sent: Sent) -
         if count >= 10:
             await asyncio.sleep(WAIT_S)
 
-    sent.before = before  # type: ignore[method-assign]
+    sent.before = before
     answers = lab.map([str(number) for number in range(20)], "{text}")
     assert answers.attrs["interrupted"] is True
     assert len(answers) == 20
@@ -324,7 +319,7 @@ def test_an_interrupt_returns_the_answers_so_far(lab: lmx_lab.Lab, sent: Sent) -
     assert (answers["error"].notna() == answers["answer"].isna()).all()
 
 
-def test_an_attached_lab_does_the_same(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_an_attached_lab_does_the_same(lab, tmp_path):
     with attach(lab.url) as far:
         rows = ['{"days": 1}', "x"]
         for _ in range(2):
@@ -348,7 +343,7 @@ with lmx_lab.Lab(Settings(home=home, port=0, slots=4, echo_tokens_per_s=40), loo
 
 
 @pytest.mark.slow
-def test_after_a_kill_only_missing_rows_are_computed(lab: lmx_lab.Lab, sent: Sent, tmp_path: Path) -> None:
+def test_after_a_kill_only_missing_rows_are_computed(lab, sent, tmp_path):
     path, rows = tmp_path / "a.db", [f"row {number}" for number in range(120)]
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(path)])
     try:
@@ -363,6 +358,6 @@ def test_after_a_kill_only_missing_rows_are_computed(lab: lmx_lab.Lab, sent: Sen
     assert stored_answers(path) == 120
 
 
-def test_an_empty_table_has_the_columns_of_several_answers(lab: lmx_lab.Lab) -> None:
+def test_an_empty_table_has_the_columns_of_several_answers(lab):
     rows = pd.DataFrame({"text": ["a"]})
     pd.testing.assert_index_equal(lab.map(rows.iloc[:0], "{text}", n=2).columns, lab.map(rows, "{text}", n=2).columns)

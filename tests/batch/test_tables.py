@@ -1,11 +1,5 @@
 """Test tables of polars and pyarrow: rows of them are answered, and the answers are a table of the same kind."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 import lmx_lab
@@ -16,7 +10,7 @@ SCHEMA = {"n": int, "tags": list[str]}
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory):
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
     with lmx_lab.Lab(settings, loop="thread") as lab:
         lab.load("echo")
@@ -24,17 +18,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
 
 
 @pytest.fixture(params=["polars", "pyarrow"])
-def make(request: pytest.FixtureRequest) -> Any:
+def make(request):
     module = pytest.importorskip(request.param)
     return module.DataFrame if request.param == "polars" else module.table
 
 
-def as_lists(table: Any) -> dict[str, list[Any]]:
+def as_lists(table):
     values = table.to_pydict() if hasattr(table, "to_pydict") else table.to_dict(as_series=False)
     return dict(values)
 
 
-def test_tables_of_other_libraries_are_accepted_and_returned(lab: lmx_lab.Lab, make: Any, tmp_path: Path) -> None:
+def test_tables_of_other_libraries_are_accepted_and_returned(lab, make, tmp_path):
     table = make({"text": ['{"n":3,"tags":["a"]}', None, "x"]})
     answers = lab.map(table, "{text}", schema=SCHEMA, n=2)
     assert type(answers) is type(table)
@@ -52,7 +46,7 @@ def test_tables_of_other_libraries_are_accepted_and_returned(lab: lmx_lab.Lab, m
     assert result.df["score"].dropna().tolist() == [1, 1]
 
 
-def test_integers_and_booleans_are_exact_although_others_are_missing(lab: lmx_lab.Lab, make: Any) -> None:
+def test_integers_and_booleans_are_exact_although_others_are_missing(lab, make):
     schema = {"n": int | None, "far": bool | None, "x": float | None, "tags": list[str] | None}
     rows = ['{"n":1152921504606846977,"far":true,"x":0.5,"tags":["a"]}', '{"n":null,"far":null,"x":null,"tags":null}']
     answers = lab.map(make({"text": [*rows, None]}), "{text}", schema=schema)
@@ -64,7 +58,7 @@ def test_integers_and_booleans_are_exact_although_others_are_missing(lab: lmx_la
     assert empty.schema == answers.schema
 
 
-def test_embed_frame_and_search_return_a_table_of_the_same_library(lab: lmx_lab.Lab, make: Any) -> None:
+def test_embed_frame_and_search_return_a_table_of_the_same_library(lab, make):
     table = make({"text": ["sea", None, "hill"], "n": [1, 2, 3]})
     vectors = lab.embed_frame(table, "text")
     assert type(vectors) is type(table)
@@ -85,7 +79,7 @@ def test_embed_frame_and_search_return_a_table_of_the_same_library(lab: lmx_lab.
         lab.search(make({"text": ["sea"], "score": [1]}), "sea", "text")
 
 
-def test_pyarrow_columns_and_record_batches_are_accepted(lab: lmx_lab.Lab) -> None:
+def test_pyarrow_columns_and_record_batches_are_accepted(lab):
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"text": ["a", None]})
     for rows in (table["text"], table["text"].chunk(0), table.to_batches()[0]):
@@ -96,7 +90,7 @@ def test_pyarrow_columns_and_record_batches_are_accepted(lab: lmx_lab.Lab) -> No
         assert lab.search(rows, "a")["text"].to_pylist() == ["a"]
 
 
-def test_columns_of_polars_and_wrong_tables(lab: lmx_lab.Lab) -> None:
+def test_columns_of_polars_and_wrong_tables(lab):
     polars = pytest.importorskip("polars")
     texts = polars.Series("t", ["a", "b"])
     assert lab.map(texts, "{t}")["answer"].to_list() == ["a", "b"]

@@ -6,8 +6,6 @@ import asyncio
 import math
 import signal
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from lmx_lab.errors import (
     BatchStoppedError,
     EngineError,
     InvalidRequestError,
-    LabError,
     NotLoadedError,
     QueueFullError,
 )
@@ -31,16 +28,16 @@ from tests.support.models import write_tiny_bert
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory):
     with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
         lab.load("echo")
         yield lab
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def sent(monkeypatch):
     """Return the texts of each request."""
-    bodies: list[Any] = []
+    bodies = []
     embed = LocalBackend.embed
 
     async def recorded(backend: LocalBackend, body: EmbeddingsBody) -> Any:
@@ -51,7 +48,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return bodies
 
 
-def test_vectors_have_the_index_of_their_rows_and_errors_are_in_their_rows(lab: lmx_lab.Lab, sent: list[Any]) -> None:
+def test_vectors_have_the_index_of_their_rows_and_errors_are_in_their_rows(lab, sent):
     frame = pd.DataFrame({"text": ["sea", None, "hill", math.nan, 7, "", "sea"], "n": range(7)}, index=list("aabcdef"))
     vectors = lab.embed_frame(frame, "text")
     assert sent == [["sea", "hill"]]
@@ -69,7 +66,7 @@ def test_vectors_have_the_index_of_their_rows_and_errors_are_in_their_rows(lab: 
     assert len(lab.embed_frame([])) == 0
 
 
-def test_a_text_that_is_too_long_has_an_error_and_the_others_have_vectors(lab: lmx_lab.Lab) -> None:
+def test_a_text_that_is_too_long_has_an_error_and_the_others_have_vectors(lab):
     texts = ["sea", "x " * 40_000, "hill"]
     vectors = lab.embed_frame(texts)
     assert vectors["embedding"].isna().tolist() == [False, True, False]
@@ -79,7 +76,7 @@ def test_a_text_that_is_too_long_has_an_error_and_the_others_have_vectors(lab: l
     assert lab.embed_frame(texts, truncate=True)["error"].isna().all()
 
 
-def test_only_missing_vectors_are_computed(lab: lmx_lab.Lab, sent: list[Any], tmp_path: Path) -> None:
+def test_only_missing_vectors_are_computed(lab, sent, tmp_path):
     first = lab.embed_frame(["sea", "hill"], cache=tmp_path / "v.db")
     second = lab.embed_frame(pd.Series(["hill", "sand", "sea"]), cache=tmp_path / "v.db")
     assert sent == [["sea", "hill"], ["sand"]]
@@ -89,9 +86,7 @@ def test_only_missing_vectors_are_computed(lab: lmx_lab.Lab, sent: list[Any], tm
     assert sent[2:] == [["sea"]]
 
 
-def test_texts_are_divided_into_requests_and_sent_again_to_a_full_server(
-    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_divided_into_requests_and_sent_again_to_a_full_server(lab, monkeypatch):
     assert [len(each) for each in _requests(map(str, range(TEXTS_AT_ONCE + 1)))] == [TEXTS_AT_ONCE, 1]
     assert [len(each) for each in _requests(["x" * CHARACTERS_AT_ONCE, "y", "z"])] == [1, 2]
     embed, refused = LocalBackend.embed, []
@@ -108,7 +103,7 @@ def test_texts_are_divided_into_requests_and_sent_again_to_a_full_server(
 
 
 @pytest.mark.parametrize("error", [NotLoadedError("gone"), EngineError("out of memory")])
-def test_a_run_that_fails_keeps_its_vectors(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, error: LabError) -> None:
+def test_a_run_that_fails_keeps_its_vectors(lab, monkeypatch, error):
     embed = LocalBackend.embed
 
     async def fail(backend: LocalBackend, body: EmbeddingsBody) -> Any:
@@ -125,7 +120,7 @@ def test_a_run_that_fails_keeps_its_vectors(lab: lmx_lab.Lab, monkeypatch: pytes
         lab.embed_frame(["two"])
 
 
-def test_an_interrupt_returns_the_vectors_so_far(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_returns_the_vectors_so_far(lab, monkeypatch):
     embed = LocalBackend.embed
 
     async def interrupted(backend: LocalBackend, body: EmbeddingsBody) -> Any:
@@ -141,7 +136,7 @@ def test_an_interrupt_returns_the_vectors_so_far(lab: lmx_lab.Lab, monkeypatch: 
     assert vectors["error"].notna().sum() == 2
 
 
-def test_an_interrupted_search_is_marked(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_search_is_marked(lab, monkeypatch):
     embed = LocalBackend.embed
 
     async def interrupted(backend: LocalBackend, body: EmbeddingsBody) -> Any:
@@ -158,11 +153,11 @@ def test_an_interrupted_search_is_marked(lab: lmx_lab.Lab, monkeypatch: pytest.M
     assert found.attrs["interrupted"] is True
 
 
-def test_columns_whose_names_are_numbers_are_selected(lab: lmx_lab.Lab) -> None:
+def test_columns_whose_names_are_numbers_are_selected(lab):
     assert lab.embed_frame(pd.DataFrame([["a", "b"]]), 1)["error"].isna().all()
 
 
-def test_bad_arguments_are_refused_before_the_first_text(lab: lmx_lab.Lab, sent: list[Any]) -> None:
+def test_bad_arguments_are_refused_before_the_first_text(lab, sent):
     frame = pd.DataFrame({"a": ["x"], "b": ["y"]})
     for arguments in (
         {"frame": frame},
@@ -186,7 +181,7 @@ def test_bad_arguments_are_refused_before_the_first_text(lab: lmx_lab.Lab, sent:
     assert sent == []
 
 
-def test_search_returns_the_most_similar_rows_with_their_labels(lab: lmx_lab.Lab) -> None:
+def test_search_returns_the_most_similar_rows_with_their_labels(lab):
     frame = pd.DataFrame({"text": ["hill", "sea", None, "the sea", "sand"], "n": range(5)}, index=list("abcde"))
     found = lab.search(frame, "sea", "text", top_n=2)
     assert list(found.columns) == ["text", "n", "similarity", "score"]
@@ -202,7 +197,7 @@ def test_search_returns_the_most_similar_rows_with_their_labels(lab: lmx_lab.Lab
     assert exact["far"].tolist() == [True, pd.NA]
 
 
-def test_equal_and_zero_vectors_are_in_order() -> None:
+def test_equal_and_zero_vectors_are_in_order():
     vectors = np.array([[0, 0], [1, 1], [np.nan, 1], [2, 2], [-1, 0]], dtype=np.float32)
     found = most_similar(vectors, np.array([1, 1], dtype=np.float32), 10)
     assert [at for at, _ in found] == [1, 3, 0, 4]
@@ -213,7 +208,7 @@ def test_equal_and_zero_vectors_are_in_order() -> None:
 
 
 @pytest.mark.slow
-def test_a_reranker_orders_the_most_similar_rows(tmp_path: Path) -> None:
+def test_a_reranker_orders_the_most_similar_rows(tmp_path):
     for name, labels in (("embedder", {}), ("reranker", {"labels": 1})):
         write_tiny_bert(tmp_path / "models" / name, **labels)
     settings = Settings(home=tmp_path, port=0, embedder="embedder", reranker="reranker")

@@ -1,36 +1,29 @@
 """Comparisons name the better side and the ratio if the samples allow it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
 
-from lmx_lab.bench import RequestSample, compare, frame
+from lmx_lab.bench import compare, frame
 from lmx_lab.errors import InvalidRequestError
 from tests.support.samples import run_of, sample
 
 SPREAD = list(np.random.default_rng(0).uniform(50, 150, 12))
 
 
-def side(factor: float, *, per_repeat: int = 4, jitter: int = 1, **fields: Any) -> list[RequestSample]:
+def side(factor, *, per_repeat=4, jitter=1, **fields):
     noise = np.random.default_rng(jitter).normal(1, 0.005, len(SPREAD))
     values = [float(factor * value * moved) for value, moved in zip(SPREAD, noise, strict=True)]
     return run_of(values, per_repeat=per_repeat, e2e_ms=1000 * factor, **fields)
 
 
-def row(
-    a: Iterable[RequestSample] | pd.DataFrame, b: Iterable[RequestSample] | pd.DataFrame, metric: str
-) -> pd.Series[object]:
+def row(a, b, metric):
     table = compare(a, b)
     return table.set_index("metric").loc[metric]
 
 
 @pytest.mark.slow
-def test_the_faster_side_is_better_in_time_and_in_tokens_per_second() -> None:
+def test_the_faster_side_is_better_in_time_and_in_tokens_per_second():
     quick, slow = side(1.0, target="quick"), side(1.1, target="slow", jitter=2)
     for metric in ("ttft_ms", "decode_tok_s", "total_tok_s"):
         assert row(quick, slow, metric)["better"] == "a"
@@ -43,12 +36,12 @@ def test_the_faster_side_is_better_in_time_and_in_tokens_per_second() -> None:
     assert row(quick, slow, "total_tok_s")["ratio"] == pytest.approx(1.1)
 
 
-def test_neither_of_two_equal_sides_is_better() -> None:
+def test_neither_of_two_equal_sides_is_better():
     table = compare(side(1.0), side(1.0, jitter=2))
     assert set(table["better"]) == {"-"}
 
 
-def test_the_values_of_a_case_are_exact_although_others_are_missing() -> None:
+def test_the_values_of_a_case_are_exact_although_others_are_missing():
     rows = [*side(1.0, cached_tokens=2**60 + 1), *side(1.0)]
     table = compare(rows, rows, by=("cached_tokens",), metrics=("ttft_ms",))
     assert table["cached_tokens"].tolist() == [2**60 + 1, pd.NA]
@@ -58,7 +51,7 @@ def test_the_values_of_a_case_are_exact_although_others_are_missing() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("repeats", "other_run"), [(3, False), (5, True)])
-def test_few_comparisons_of_equal_sides_with_drift_are_significant(repeats: int, other_run: bool) -> None:
+def test_few_comparisons_of_equal_sides_with_drift_are_significant(repeats, other_run):
     a, b = (drifting(repeats, 500, seed).assign(run=seed if other_run else 0) for seed in (1, 2))
     table = compare(a, b, metrics=("total_tok_s",))
     assert set(table["paired"]) == {not other_run}
@@ -68,13 +61,13 @@ def test_few_comparisons_of_equal_sides_with_drift_are_significant(repeats: int,
 
 
 @pytest.mark.slow
-def test_a_difference_larger_than_the_drift_is_significant() -> None:
+def test_a_difference_larger_than_the_drift_is_significant():
     a, b = drifting(5, 100, 1), drifting(5, 100, 2)
     table = compare(a.assign(e2e_ms=0.8 * a["e2e_ms"]), b, metrics=("total_tok_s",))
     assert (table["better"] == "a").sum() >= 95
 
 
-def drifting(repeats: int, cases: int, seed: int) -> pd.DataFrame:
+def drifting(repeats, cases, seed):
     """A case for each level of concurrency; repeats vary by 3 % and requests by 1 %."""
     generator, requests = np.random.default_rng(seed), 4
     shape = (cases, repeats, requests)
@@ -87,27 +80,27 @@ def drifting(repeats: int, cases: int, seed: int) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("per_repeat", [12, 6])
-def test_with_fewer_than_three_repeats_there_is_a_ratio_but_no_better_side(per_repeat: int) -> None:
+def test_with_fewer_than_three_repeats_there_is_a_ratio_but_no_better_side(per_repeat):
     table = compare(side(1.0, per_repeat=per_repeat), side(9.0, per_repeat=per_repeat))
     assert set(table["better"]) == {"-"}
     assert table[["low", "high"]].isna().all(axis=None)
     assert table.set_index("metric").loc["ttft_ms", "ratio"] == pytest.approx(1 / 9, rel=0.02)
 
 
-def test_a_failed_request_does_not_remove_its_repeat_from_the_pairs() -> None:
+def test_a_failed_request_does_not_remove_its_repeat_from_the_pairs():
     failed = [sample(at_s=50, repeat=0, request=0, error="lmx-timeout: late", e2e_ms=1.0), *side(1.1)[1:]]
     first = row(side(1.0), failed, "ttft_ms")
     assert (first["paired"], first["repeats"], first["n_a"], first["n_b"]) == (True, 3, 12, 11)
 
 
-def test_a_repeat_that_failed_on_one_side_is_ignored_on_both() -> None:
+def test_a_repeat_that_failed_on_one_side_is_ignored_on_both():
     first = row(side(1.0, per_repeat=3), side(1.1, per_repeat=3)[3:], "ttft_ms")
     assert (first["paired"], first["repeats"]) == (True, 3)
     assert first["better"] == "a"
 
 
 @pytest.mark.slow
-def test_repeats_of_several_common_runs_are_paired() -> None:
+def test_repeats_of_several_common_runs_are_paired():
     # The machine is three times as slow in the second run.
     a, b = (
         pd.concat([frame(side(factor * slow, jitter=jitter)).assign(run=day) for day, slow in (("mon", 1), ("tue", 3))])
@@ -118,14 +111,14 @@ def test_repeats_of_several_common_runs_are_paired() -> None:
     assert first["ratio"] == pytest.approx(1 / 1.1, rel=0.02)
 
 
-def test_repeats_of_different_runs_are_not_paired() -> None:
+def test_repeats_of_different_runs_are_not_paired():
     before, after = (frame(side(factor)).assign(run=run) for factor, run in ((1.0, "one"), (1.1, "two")))
     assert not row(before, after, "ttft_ms")["paired"]
     assert row(before, before, "ttft_ms")["paired"]
 
 
 @pytest.mark.slow
-def test_times_of_whole_answers_have_no_ratio_if_their_lengths_differ() -> None:
+def test_times_of_whole_answers_have_no_ratio_if_their_lengths_differ():
     for tokens, compared in ((96, True), (90, False)):
         table = compare(side(1.0, tokens=100), side(1.1, tokens=tokens)).set_index("metric")
         assert set(table["output_tokens_b"]) == {tokens}
@@ -135,7 +128,7 @@ def test_times_of_whole_answers_have_no_ratio_if_their_lengths_differ() -> None:
         assert table.loc["ttft_ms", "better"] == "a"
 
 
-def test_pieces_of_a_stream_are_not_compared_with_tokens() -> None:
+def test_pieces_of_a_stream_are_not_compared_with_tokens():
     table = compare(side(1.0, counted_by="usage"), side(4.0, counted_by="chunks")).set_index("metric")
     for metric in ("decode_tok_s", "itl_ms_p50", "total_tok_s"):
         assert np.isnan(table.loc[metric, "ratio"])
@@ -143,7 +136,7 @@ def test_pieces_of_a_stream_are_not_compared_with_tokens() -> None:
     assert table.loc["ttft_ms", "better"] == "a"
 
 
-def test_several_runs_of_a_side_are_combined() -> None:
+def test_several_runs_of_a_side_are_combined():
     days = [frame(side(1.0, jitter=day)).assign(run=f"day {day}") for day in range(3)]
     first = row(pd.concat(days), side(1.1), "ttft_ms")
     assert (first["n_a"], first["n_b"], first["repeats"], first["paired"]) == (36, 12, 3, False)
@@ -151,7 +144,7 @@ def test_several_runs_of_a_side_are_combined() -> None:
 
 
 @pytest.mark.slow
-def test_cases_that_only_one_side_has_are_listed() -> None:
+def test_cases_that_only_one_side_has_are_listed():
     small, large = side(1.0), side(1.0, prompt_tokens_wanted=64)
     table = compare([*small, *large], small)
     assert set(table["prompt_tokens_wanted"]) == {16}
@@ -161,33 +154,33 @@ def test_cases_that_only_one_side_has_are_listed() -> None:
         compare(large, small)
 
 
-def test_cold_is_not_compared_with_warm() -> None:
+def test_cold_is_not_compared_with_warm():
     with pytest.raises(InvalidRequestError, match=r"cold.*warm"):
         compare(side(1.0), side(1.0, cache="warm"))
 
 
-def test_a_side_with_two_targets_is_refused() -> None:
+def test_a_side_with_two_targets_is_refused():
     with pytest.raises(InvalidRequestError, match="b has several values of target: one, two"):
         compare(side(1.0), [*side(1.0, target="one"), *side(1.0, target="two")])
 
 
-def test_models_can_be_compared() -> None:
+def test_models_can_be_compared():
     table = compare(side(1.0, model="small", threads=2), side(2.0, model="large"), by=("concurrency",))
     assert table.set_index("metric").loc["ttft_ms", "ratio"] == pytest.approx(0.5, rel=0.02)
 
 
 @pytest.mark.parametrize("wrong", [{"metrics": ("speed",)}, {"by": ("colour",)}])
-def test_unknown_columns_are_reported(wrong: dict[str, tuple[str, ...]]) -> None:
+def test_unknown_columns_are_reported(wrong):
     with pytest.raises(InvalidRequestError, match=r"no column (speed|colour)"):
         compare(side(1.0), side(1.0), **wrong)
 
 
-def test_a_side_without_samples_has_no_case() -> None:
+def test_a_side_without_samples_has_no_case():
     with pytest.raises(InvalidRequestError, match="a has none"):
         compare([], side(1.0))
 
 
-def test_a_side_with_failed_requests_only_has_no_ratio() -> None:
+def test_a_side_with_failed_requests_only_has_no_ratio():
     down = [sample(request=at, error="unreachable: no server", e2e_ms=1.0) for at in range(12)]
     table = compare(side(1.0), down)
     assert table["ratio"].isna().all()

@@ -1,7 +1,5 @@
 """Tests of the HTTP client of the benchmark: bytes in pieces of any size, and all kinds of invalid responses."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import socket
@@ -10,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.bench.http_stream import ChatEndpoint, TimedEvent, TimedRequest
+from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
 from lmx_lab.client.http_response import ChunkedDecoder
 from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
 from tests.support.sockets import HEAD, answering, streamed, whole
@@ -19,19 +17,19 @@ pytestmark = pytest.mark.anyio
 EVENTS = ("data: one\n\n", ": waits\n\n", "data: two\r\n\r\ndata:three\n\n")
 
 
-async def events(url: str) -> list[TimedEvent]:
+async def events(url):
     async with TimedRequest(ChatEndpoint(url), b"{}") as request:
         request.send()
         return [event async for event in request.events()]
 
 
-def cut(data: bytes, places: list[int]) -> list[bytes]:
+def cut(data, places):
     edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
     return [data[start:end] for start, end in itertools.pairwise(edges)]
 
 
 @given(parts=st.lists(st.binary(min_size=1, max_size=40), max_size=6), places=st.lists(st.integers(0, 500)))
-def test_chunked_coding_is_decoded_from_pieces_of_any_size(parts: list[bytes], places: list[int]) -> None:
+def test_chunked_coding_is_decoded_from_pieces_of_any_size(parts, places):
     sent = b"".join(b"%x;name=value\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
     decoder = ChunkedDecoder()
     assert b"".join(decoder.feed(piece) for piece in cut(sent, places)) == b"".join(parts)
@@ -39,12 +37,12 @@ def test_chunked_coding_is_decoded_from_pieces_of_any_size(parts: list[bytes], p
 
 
 @pytest.mark.parametrize("size", [b"-5\r\n", b"x\r\n", b"\r\n", b"1" * 70_000])
-def test_an_invalid_chunk_size_is_refused(size: bytes) -> None:
+def test_an_invalid_chunk_size_is_refused(size):
     with pytest.raises(ValueError, match=r"."):
         ChunkedDecoder().feed(size)
 
 
-async def test_events_have_their_time_of_arrival() -> None:
+async def test_events_have_their_time_of_arrival():
     with answering(streamed(*EVENTS)) as server:
         async with TimedRequest(ChatEndpoint(f"{server.url}/v1/", "secret"), b'{"a":1}') as request:
             sent_at_s = request.send()
@@ -58,12 +56,12 @@ async def test_events_have_their_time_of_arrival() -> None:
     assert body == '{"a":1}'
 
 
-async def test_a_document_instead_of_a_stream_is_one_event() -> None:
+async def test_a_document_instead_of_a_stream_is_one_event():
     with answering(whole('{"choices": []}')) as server:
         assert [event.data for event in await events(server.url)] == ['{"choices": []}']
 
 
-async def test_a_refusal_raises_the_servers_error() -> None:
+async def test_a_refusal_raises_the_servers_error():
     with (
         answering(whole('{"error": {"message": "it broke", "code": 500}}', status="500 Oh")) as server,
         pytest.raises(EngineError, match="it broke"),
@@ -83,19 +81,19 @@ async def test_a_refusal_raises_the_servers_error() -> None:
         HEAD.format(status="200 OK", kind="text/event-stream").encode() + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-async def test_a_response_of_another_program_is_an_error(answer: bytes) -> None:
+async def test_a_response_of_another_program_is_an_error(answer):
     with answering(answer) as server, pytest.raises(UnreachableError, match=r"unlike a chat-format server") as raised:
         await events(server.url)
     assert not isinstance(raised.value, ConnectionLostError)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-t", streamed("data: one\n\n", end=False)])
-async def test_a_connection_that_ends_too_early_is_an_error(answer: bytes) -> None:
+async def test_a_connection_that_ends_too_early_is_an_error(answer):
     with answering(answer) as server, pytest.raises(ConnectionLostError):
         await events(server.url)
 
 
-async def test_an_address_without_a_server_differs_from_a_lost_connection() -> None:
+async def test_an_address_without_a_server_differs_from_a_lost_connection():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(UnreachableError, match="nothing answers") as raised:
@@ -103,7 +101,7 @@ async def test_an_address_without_a_server_differs_from_a_lost_connection() -> N
     assert type(raised.value) is UnreachableError
 
 
-async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
+async def test_a_server_that_sends_more_than_is_read_has_to_wait():
     """Of 4 MB that are not read, a part is in the buffer, and the rest has not left the server."""
     with answering(streamed(*["data: " + "x" * 99_992 + "\n\n"] * 40)) as server:
         async with TimedRequest(ChatEndpoint(server.url), b"{}") as request:
@@ -117,7 +115,7 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
 
 
 @pytest.mark.slow
-def test_an_invalid_address_is_refused() -> None:
+def test_an_invalid_address_is_refused():
     with pytest.raises(InvalidRequestError):
         ChatEndpoint("ftp://x")
     assert ChatEndpoint("https://host/hub/proxy/8400/v1").path == "/hub/proxy/8400/v1/chat/completions"

@@ -1,9 +1,6 @@
 """Tests of intervals: they contain the true value as often as their level says."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +15,12 @@ DRAWS = 200
 SIDE = st.lists(st.floats(1e-3, 1e6), min_size=3, max_size=12)
 
 
-def bounds(interval: Interval) -> list[float]:
+def bounds(interval):
     return [interval.low, interval.median, interval.high]
 
 
 @given(values=st.lists(st.floats(1e-3, 1e6), min_size=6, max_size=40), exponent=st.integers(-8, 8))
-def test_an_interval_scales_with_its_unit(values: list[float], exponent: int) -> None:
+def test_an_interval_scales_with_its_unit(values, exponent):
     of = [at % 3 for at in range(len(values))]
     interval = median_interval(values, groups=of, draws=DRAWS)
     scaled = median_interval([2.0**exponent * value for value in values], groups=of, draws=DRAWS)
@@ -31,7 +28,7 @@ def test_an_interval_scales_with_its_unit(values: list[float], exponent: int) ->
 
 
 @pytest.mark.parametrize(("level", "enough"), [(0.95, 6), (0.9, 5), (0.99, 8)])
-def test_with_too_few_values_there_is_no_interval(level: float, enough: int) -> None:
+def test_with_too_few_values_there_is_no_interval(level, enough):
     values = [float(value) for value in range(enough)]
     few, many = (median_interval(values[:count], level=level) for count in (enough - 1, enough))
     assert (few.median, few.n, str(few)) == (values[enough - 1] / 2 - 0.5, enough - 1, f"{few.median:g} [-]")
@@ -43,9 +40,7 @@ def test_with_too_few_values_there_is_no_interval(level: float, enough: int) -> 
 
 @pytest.mark.slow
 @given(a=SIDE, b=SIDE, factor=st.floats(0.01, 100), paired=st.booleans())
-def test_a_ratio_scales_with_a_side_and_inverts_when_they_are_swapped(
-    a: list[float], b: list[float], factor: float, paired: bool
-) -> None:
+def test_a_ratio_scales_with_a_side_and_inverts_when_they_are_swapped(a, b, factor, paired):
     if paired:
         a, b = a[: len(b)], b[: len(a)]
     ratio = ratio_interval(a, b, paired)
@@ -55,12 +50,12 @@ def test_a_ratio_scales_with_a_side_and_inverts_when_they_are_swapped(
     assert bounds(ratio_interval(b, a, paired)) == pytest.approx([1 / end for end in reversed(bounds(ratio))], rel=1e-6)
 
 
-def test_identical_ratios_have_an_interval_of_width_zero() -> None:
+def test_identical_ratios_have_an_interval_of_width_zero():
     ratio = ratio_interval([2.0, 6.0, 4.0], [1.0, 3.0, 2.0], True)
     assert (bounds(ratio), ratio.n) == (pytest.approx([2.0, 2.0, 2.0]), 3)
 
 
-def test_intervals_of_ratios_agree_with_textbook_examples() -> None:
+def test_intervals_of_ratios_agree_with_textbook_examples():
     logs = [0.1, 0.2, 0.6]
     # Mean 0.3; its standard error is 0.26458 / sqrt(3); t of 2 degrees is 4.3027.
     pairs = ratio_interval(np.exp(logs), [1.0] * 3, True)
@@ -74,7 +69,7 @@ def test_intervals_of_ratios_agree_with_textbook_examples() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("repeats", "drift"), [(3, 0.03), (5, 0.03), (10, 0.3)])
-def test_intervals_of_equal_sides_contain_1_as_often_as_their_level(repeats: int, drift: float, paired: bool) -> None:
+def test_intervals_of_equal_sides_contain_1_as_often_as_their_level(repeats, drift, paired):
     generator = np.random.default_rng(repeats)
     sides = np.exp(generator.normal(0, drift, (2000, 2, repeats)))
     held = sum(1 in ratio_interval(a, b, paired) for a, b in sides)
@@ -82,7 +77,7 @@ def test_intervals_of_equal_sides_contain_1_as_often_as_their_level(repeats: int
     assert 1880 <= held <= (1920 if paired else 1990)
 
 
-def test_two_repeats_give_a_ratio_without_interval() -> None:
+def test_two_repeats_give_a_ratio_without_interval():
     for paired in (True, False):
         ratio = ratio_interval([2.0, 2.0], [1.0, 1.0], paired)
         assert (ratio.median, ratio.n) == (pytest.approx(2), 2)
@@ -101,18 +96,18 @@ def test_two_repeats_give_a_ratio_without_interval() -> None:
         *[(0.95, 9_999, 1.960), (0.99, 10_000, 2.576)],
     ],
 )
-def test_students_t_agrees_with_published_tables(level: float, freedom: int, table: float) -> None:
+def test_students_t_agrees_with_published_tables(level, freedom, table):
     assert student(level, freedom) == pytest.approx(table, abs=6e-4)
 
 
 @pytest.mark.slow
-def test_intervals_contain_the_true_median_as_often_as_their_level() -> None:
+def test_intervals_contain_the_true_median_as_often_as_their_level():
     generator = np.random.default_rng(1)
     held = sum(1.0 in median_interval(generator.normal(1, 0.1, 30), draws=DRAWS) for _ in range(300))
     assert 270 <= held <= 298
 
 
-def test_differences_between_repeats_widen_the_interval() -> None:
+def test_differences_between_repeats_widen_the_interval():
     generator = np.random.default_rng(2)
     drift = np.repeat([1.0, 1.3, 0.8, 1.1, 0.9], 20)
     values, repeats = drift + generator.normal(0, 0.01, 100), np.repeat(range(5), 20)
@@ -121,7 +116,7 @@ def test_differences_between_repeats_widen_the_interval() -> None:
     assert knowing.high - knowing.low > 1.3 * (blind.high - blind.low)
 
 
-def test_pairing_reveals_a_difference_that_drift_hides() -> None:
+def test_pairing_reveals_a_difference_that_drift_hides():
     generator = np.random.default_rng(3)
     minutes = generator.uniform(1, 100, 5)
     slower = minutes * generator.normal(1.05, 0.005, 5)
@@ -129,13 +124,13 @@ def test_pairing_reveals_a_difference_that_drift_hides() -> None:
     assert 1 in ratio_interval(slower, minutes, False)
 
 
-def test_padding_of_shorter_groups_does_not_count() -> None:
+def test_padding_of_shorter_groups_does_not_count():
     # A quarter of the draws has only values of the small group. If padding counted, it would dominate other draws too.
     interval = median_interval([1.0] * 99 + [50.0], groups=[0] * 99 + [1], level=0.4)
     assert (interval.low, interval.high) == (1.0, 1.0)
 
 
-def test_missing_values_are_ignored() -> None:
+def test_missing_values_are_ignored():
     assert median_interval([None, 3.0, math.nan, 1.0, 2.0, math.inf]).n == 3
     assert median_interval([]) is NOTHING
     assert median_interval([None]) is NOTHING
@@ -145,18 +140,18 @@ def test_missing_values_are_ignored() -> None:
 
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("b", [[0.0, 0.0], [-1.0, -2.0], [None, None]])
-def test_the_ratio_to_zero_is_unknown(b: list[float | None], paired: bool) -> None:
+def test_the_ratio_to_zero_is_unknown(b, paired):
     assert math.isnan(ratio_interval([1.0, 2.0], b, paired).median)
 
 
-def test_the_same_seed_gives_the_same_interval() -> None:
+def test_the_same_seed_gives_the_same_interval():
     values = np.random.default_rng(4).normal(1, 0.2, 25)
     assert median_interval(values) == median_interval(values)
     assert {median_interval(values, seed=seed).high for seed in range(5)} != {median_interval(values).high}
 
 
 @pytest.mark.slow
-def test_many_values_are_drawn_in_chunks() -> None:
+def test_many_values_are_drawn_in_chunks():
     values = np.random.default_rng(5).normal(1, 0.2, NUMBERS_PER_CHUNK // 100)
     interval = median_interval(values, draws=250)
     assert interval.low < 1 < interval.high
@@ -164,17 +159,17 @@ def test_many_values_are_drawn_in_chunks() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"level": 0}, {"level": 1}, {"level": math.nan}, {"draws": 0}, {"groups": [1]}])
-def test_invalid_arguments_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(wrong):
     with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
         median_interval([1.0, 2.0], **wrong)
 
 
-def test_pairs_need_sides_of_equal_length() -> None:
+def test_pairs_need_sides_of_equal_length():
     with pytest.raises(InvalidRequestError, match="paired=False"):
         ratio_interval([1.0], [1.0, 2.0], True)
 
 
-def test_intervals_overlap_if_they_share_a_value() -> None:
+def test_intervals_overlap_if_they_share_a_value():
     one, other = (Interval(median=at, low=at - 1, high=at + 1, n=9) for at in (1.0, 3.0))
     assert one.overlaps(other)
     assert not one.overlaps(Interval(median=4, low=2.5, high=5, n=9))

@@ -13,7 +13,7 @@ import pytest
 
 from lmx_lab.bench.case import Case, Poisson, prompt_hash
 from lmx_lab.bench.load_generator import MAX_FAILURES, CaseRun, Run, drive
-from lmx_lab.bench.sample import Chunk, RequestSample
+from lmx_lab.bench.sample import Chunk
 from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.errors import InvalidRequestError, UnreachableError
 from tests.support.model_server import (
@@ -36,19 +36,19 @@ pytestmark = pytest.mark.anyio
 CASE: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 4, "requests": 3, "warm_up": 0}
 
 
-def case(**changes: Any) -> Case:
+def case(**changes):
     return Case(**{**CASE, **changes})
 
 
-async def run_case(server: Scripted, *, silence_s: float = 60.0, **changes: Any) -> list[RequestSample]:
+async def run_case(server, *, silence_s=60.0, **changes):
     return await collect(drive(ChatTarget(server.url), case(**changes), silence_s=silence_s))
 
 
-def codes(samples: list[RequestSample]) -> list[str | None]:
+def codes(samples):
     return [sample.error.partition(":")[0] if sample.error else None for sample in samples]
 
 
-async def test_a_case_sends_its_warm_up_and_then_its_requests() -> None:
+async def test_a_case_sends_its_warm_up_and_then_its_requests():
     with Scripted(WORDS) as server:
         samples = await run_case(server, warm_up=2)
     assert [(sample.warm_up, sample.request) for sample in samples] == [
@@ -64,7 +64,7 @@ async def test_a_case_sends_its_warm_up_and_then_its_requests() -> None:
     assert [sample.started_at for sample in samples] == sorted(sample.started_at for sample in samples)
 
 
-async def test_other_servers_get_standard_fields_only() -> None:
+async def test_other_servers_get_standard_fields_only():
     with Scripted(WORDS) as server:
         await run_case(server)
     (body,) = {tuple(sorted(body)) for body in server.bodies}
@@ -72,7 +72,7 @@ async def test_other_servers_get_standard_fields_only() -> None:
     assert [body["max_tokens"] for body in server.bodies] == [1, 1, 4, 4, 4]
 
 
-async def test_cold_prompts_begin_differently_in_all_runs() -> None:
+async def test_cold_prompts_begin_differently_in_all_runs():
     with Scripted(WORDS) as server:
         for _ in range(2):
             await run_case(server, prompt_tokens=40, warm_up=1)
@@ -83,9 +83,7 @@ async def test_cold_prompts_begin_differently_in_all_runs() -> None:
 
 @pytest.mark.parametrize("tokens_per_word", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("prompt_tokens", [60, 300])
-async def test_prompts_have_the_requested_length_as_counted_by_the_target(
-    tokens_per_word: float, prompt_tokens: int
-) -> None:
+async def test_prompts_have_the_requested_length_as_counted_by_the_target(tokens_per_word, prompt_tokens):
     """The server counts 30 tokens for the template, and a token for each comma and full stop."""
 
     def counting(body: dict[str, Any]) -> Script:
@@ -101,7 +99,7 @@ async def test_prompts_have_the_requested_length_as_counted_by_the_target(
     assert all(count is not None and abs(count - prompt_tokens) <= 0.03 * prompt_tokens for count in found), found
 
 
-async def test_an_unreachable_target_has_samples_and_gets_no_more_requests_after_some() -> None:
+async def test_an_unreachable_target_has_samples_and_gets_no_more_requests_after_some():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     samples = await collect(drive(ChatTarget(f"http://127.0.0.1:{port}"), case(requests=8, warm_up=1)))
@@ -111,7 +109,7 @@ async def test_an_unreachable_target_has_samples_and_gets_no_more_requests_after
     assert all(sample.ttft_ms is None and sample.output_tokens == 0 for sample in samples)
 
 
-async def test_only_consecutive_connection_failures_end_a_case() -> None:
+async def test_only_consecutive_connection_failures_end_a_case():
     with Scripted(WORDS) as server:
         target = Flickering(server.url)
         samples = await collect(drive(target, case(requests=12)))
@@ -131,29 +129,29 @@ class Flickering(ChatTarget):
             yield piece
 
 
-async def test_a_lost_connection_gives_a_sample_with_the_tokens_so_far() -> None:
-    broken: Script = [token("a"), token("b"), DROP]
+async def test_a_lost_connection_gives_a_sample_with_the_tokens_so_far():
+    broken = [token("a"), token("b"), DROP]
     with Scripted(after_calibration(WORDS, broken, WORDS)) as server:
         samples = await run_case(server)
     assert codes(samples) == [None, "connection-lost", None]
     assert (samples[1].output_tokens, samples[1].counted_by, samples[1].finish_reason) == (2, "chunks", None)
 
 
-async def test_a_refused_request_does_not_affect_the_others() -> None:
-    answers: list[Script] = [WORDS, refuses(500, "internal-error", "it broke"), WORDS] * 3
+async def test_a_refused_request_does_not_affect_the_others():
+    answers = [WORDS, refuses(500, "internal-error", "it broke"), WORDS] * 3
     with Scripted(after_calibration(*answers)) as server:
         samples = await run_case(server, requests=9)
     assert codes(samples) == [None, "internal-error", None] * 3
     assert "it broke" in (samples[1].error or "")
 
 
-async def test_errors_of_the_server_do_not_end_a_case() -> None:
+async def test_errors_of_the_server_do_not_end_a_case():
     with Scripted(after_calibration(refuses(500, "internal-error"))) as server:
         assert codes(await run_case(server, requests=8)) == ["internal-error"] * 8
     assert [body["max_tokens"] for body in server.bodies].count(4) == 8
 
 
-async def test_without_usage_chunks_are_counted() -> None:
+async def test_without_usage_chunks_are_counted():
     answer = [chunk({"role": "assistant"}), token("a"), token("b"), token("c"), *ending("stop", usage=None)]
     with Scripted(answer) as server:
         samples = await run_case(server, warm_up=1)
@@ -163,7 +161,7 @@ async def test_without_usage_chunks_are_counted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begun", [[], [token("a")]])
-async def test_a_request_fails_if_the_target_sends_nothing_for_a_while(begun: list[Any]) -> None:
+async def test_a_request_fails_if_the_target_sends_nothing_for_a_while(begun):
     with Scripted(after_calibration([*begun, STALL], WORDS)) as server:
         samples = await run_case(server, silence_s=2.0)
         await server.until(lambda: server.left == 1)
@@ -172,32 +170,32 @@ async def test_a_request_fails_if_the_target_sends_nothing_for_a_while(begun: li
 
 
 @pytest.mark.slow
-async def test_a_request_with_keep_alives_only_fails_in_the_end() -> None:
+async def test_a_request_with_keep_alives_only_fails_in_the_end():
     forever = [step for _ in range(600) for step in (b": prompt 1/2\n\n", 0.05)]
     with Scripted(after_calibration(forever)) as server:
         assert codes(await run_case(server, requests=1, silence_s=0.3)) == ["silent"]
 
 
-async def test_an_answer_without_a_token_is_a_failure() -> None:
+async def test_an_answer_without_a_token_is_a_failure():
     with Scripted(after_calibration([chunk({"role": "assistant"}), *ending("stop")])) as server:
         assert codes(await run_case(server, requests=2)) == ["empty", "empty"]
 
 
 @pytest.mark.slow
-async def test_a_stuck_target_gets_no_more_requests_after_some() -> None:
+async def test_a_stuck_target_gets_no_more_requests_after_some():
     with Scripted(after_calibration([STALL])) as server:
         samples = await run_case(server, requests=6, silence_s=0.3)
         assert codes(samples) == ["silent"] * 3 + ["unreachable"] * 3
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), 10**6, "1", True])
-async def test_an_invalid_time_limit_is_refused(seconds: Any) -> None:
+async def test_an_invalid_time_limit_is_refused(seconds):
     with pytest.raises(InvalidRequestError, match=r"silence_s is .*up to 86,400"):
         Run(silence_s=seconds)
 
 
 @pytest.mark.slow
-async def test_keep_alives_prevent_the_time_limit() -> None:
+async def test_keep_alives_prevent_the_time_limit():
     """Comments arrive more often than the limit, for longer than the limit."""
     waits = [step for _ in range(25) for step in (b": prompt 1/2\n\n", 0.1)]
     with Scripted(after_calibration([*waits, *WORDS])) as server:
@@ -208,14 +206,14 @@ async def test_keep_alives_prevent_the_time_limit() -> None:
 
 
 @pytest.mark.slow
-async def test_a_server_that_never_answers_costs_one_time_limit_per_request() -> None:
+async def test_a_server_that_never_answers_costs_one_time_limit_per_request():
     with Scripted([STALL]) as server:
         assert codes(await run_case(server, requests=2, silence_s=0.2)) == ["silent", "silent"]
 
 
-async def test_concurrency_is_the_number_of_running_requests() -> None:
+async def test_concurrency_is_the_number_of_running_requests():
     gates = [Gate() for _ in range(6)]
-    answers: list[Script] = [[token("a"), gate, *ending("stop")] for gate in gates]
+    answers = [[token("a"), gate, *ending("stop")] for gate in gates]
     with Scripted(after_calibration(*answers)) as server:
         measured = asyncio.create_task(run_case(server, requests=6, concurrency=3))
         for gate in gates[:3]:
@@ -233,9 +231,9 @@ async def test_concurrency_is_the_number_of_running_requests() -> None:
     assert samples[0].prompt_hash == prompt_hash(first), "samples come as their requests end"
 
 
-async def test_arrivals_wait_for_free_slots_only_and_report_their_delay() -> None:
+async def test_arrivals_wait_for_free_slots_only_and_report_their_delay():
     gate = Gate()
-    held: Script = [token("a"), gate, *ending("stop")]
+    held = [token("a"), gate, *ending("stop")]
     with Scripted(after_calibration(held, held, WORDS)) as server:
         poisson = Poisson(per_second=1000)
         measured = asyncio.create_task(run_case(server, requests=4, concurrency=2, arrival=poisson))
@@ -251,8 +249,8 @@ async def test_arrivals_wait_for_free_slots_only_and_report_their_delay() -> Non
     assert {sample.arrival for sample in samples} == {"poisson(1000/s)"}
 
 
-async def test_repeats_have_different_arrivals() -> None:
-    drawn: list[tuple[float, ...]] = []
+async def test_repeats_have_different_arrivals():
+    drawn = []
 
     class Noted(Poisson):
         def times_s(self, count: int, seed: int) -> tuple[float, ...]:
@@ -266,7 +264,7 @@ async def test_repeats_have_different_arrivals() -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-async def test_with_a_warm_cache_and_unknown_hits_prefill_speed_is_unknown() -> None:
+async def test_with_a_warm_cache_and_unknown_hits_prefill_speed_is_unknown():
     with Scripted(WORDS) as server:
         warm = await run_case(server, cache="warm", warm_up=1, prompt_tokens=40)
         cold = await run_case(server, prompt_tokens=40)
@@ -274,12 +272,12 @@ async def test_with_a_warm_cache_and_unknown_hits_prefill_speed_is_unknown() -> 
     assert None not in {sample.prefill_tok_s for sample in cold}
 
 
-async def test_without_arrivals_there_is_no_delay() -> None:
+async def test_without_arrivals_there_is_no_delay():
     with Scripted(WORDS) as server:
         assert {sample.late_ms for sample in await run_case(server)} == {None}
 
 
-async def test_closing_the_generator_cancels_running_requests() -> None:
+async def test_closing_the_generator_cancels_running_requests():
     before = asyncio.all_tasks()
     with Scripted(after_calibration(WORDS, [token("a"), STALL])) as server:
         samples = drive(ChatTarget(server.url), case(requests=4, concurrency=2))
@@ -290,8 +288,8 @@ async def test_closing_the_generator_cancels_running_requests() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_a_refused_user_waits_as_the_server_advises(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
+async def test_a_refused_user_waits_as_the_server_advises(monkeypatch):
+    slept = []
     loop, real_sleep = asyncio.get_running_loop(), asyncio.sleep
 
     async def sleep(seconds: float) -> None:
@@ -302,7 +300,7 @@ async def test_a_refused_user_waits_as_the_server_advises(monkeypatch: pytest.Mo
             await real_sleep(seconds)
 
     monkeypatch.setattr("lmx_lab.bench.load_generator.asyncio.sleep", sleep)
-    answers: list[Script] = [
+    answers = [
         refuses(429, "queue-full", "full", retry_after="2"),
         refuses(429, "queue-full", retry_after="900"),
         WORDS,

@@ -1,15 +1,11 @@
 """Plots show medians with intervals. ``contract/test_figures`` has what all figures share."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
-from lmx_lab.bench import RequestSample, by_concurrency, by_prompt_length, summary
+from lmx_lab.bench import by_concurrency, by_prompt_length, summary
 from lmx_lab.bench.plots import MAX_LINES
 from lmx_lab.errors import InvalidRequestError
 from tests.support.samples import run_of, sample
@@ -17,7 +13,7 @@ from tests.support.samples import run_of, sample
 pytestmark = pytest.mark.slow
 
 
-def swept(**fields: Any) -> list[RequestSample]:
+def swept(**fields):
     return [
         sample
         for users in (1, 4, 8)
@@ -25,7 +21,7 @@ def swept(**fields: Any) -> list[RequestSample]:
     ]
 
 
-def test_points_are_the_medians_and_bars_the_intervals_of_the_summary() -> None:
+def test_points_are_the_medians_and_bars_the_intervals_of_the_summary():
     samples = swept()
     chart = by_concurrency(samples, metrics=("ttft_ms",))
     (panel,) = chart.axes
@@ -38,7 +34,7 @@ def test_points_are_the_medians_and_bars_the_intervals_of_the_summary() -> None:
     assert ends == [pytest.approx(pair) for pair in zip(table["ttft_ms_low"], table["ttft_ms_high"], strict=True)]
 
 
-def test_a_median_without_an_interval_has_no_bar() -> None:
+def test_a_median_without_an_interval_has_no_bar():
     few, many = run_of([10.0, 11.0, 12.0]), run_of([20.0] * 7 + [30.0], concurrency=2)
     (panel,) = by_concurrency([*few, *many], metrics=("ttft_ms",)).axes
     (bars,) = panel.containers
@@ -48,14 +44,14 @@ def test_a_median_without_an_interval_has_no_bar() -> None:
     assert all(np.isnan(float(cap.get_ydata()[0])) for cap in caps)
 
 
-def test_lines_are_named_by_differing_values_and_the_title_has_common_ones() -> None:
+def test_lines_are_named_by_differing_values_and_the_title_has_common_ones():
     chart = by_concurrency([*swept(model="small", cache="cold"), *swept(model="small", cache="warm")])
     assert [text.get_text() for text in chart.legends[0].get_texts()] == ["cold cache", "warm cache"]
     assert chart.get_suptitle() == "lab · small · prompt 16 · answer 8 · closed"
     assert len(chart.axes) == 3
 
 
-def test_a_plot_over_prompt_lengths_has_a_line_for_each_concurrency() -> None:
+def test_a_plot_over_prompt_lengths_has_a_line_for_each_concurrency():
     samples = [one for tokens in (16, 64, 1024) for one in swept(prompt_tokens_wanted=tokens)]
     chart = by_prompt_length(samples)
     assert [text.get_text() for text in chart.legends[0].get_texts()] == [
@@ -67,7 +63,7 @@ def test_a_plot_over_prompt_lengths_has_a_line_for_each_concurrency() -> None:
 
 
 @pytest.mark.parametrize("users", [(1, 4), (1,)])
-def test_all_lines_are_in_the_legend_with_different_names(users: tuple[int, ...]) -> None:
+def test_all_lines_are_in_the_legend_with_different_names(users):
     names = ["long " * 40, "long " * 41, "_hidden", ""]
     samples = [one for name in names for each in users for one in run_of([1.0], target=name, concurrency=each)]
     legend = [text.get_text() for text in by_concurrency(samples, metrics=("ttft_ms",)).legends[0].get_texts()]
@@ -76,7 +72,7 @@ def test_all_lines_are_in_the_legend_with_different_names(users: tuple[int, ...]
 
 
 @pytest.mark.parametrize("plot", [by_concurrency, by_prompt_length])
-def test_what_cannot_be_plotted_is_refused(plot: Callable[..., Any]) -> None:
+def test_what_cannot_be_plotted_is_refused(plot):
     with pytest.raises(InvalidRequestError, match="nothing to plot"):
         plot([])
     with pytest.raises(InvalidRequestError, match="nothing to plot"):
@@ -90,7 +86,7 @@ def test_what_cannot_be_plotted_is_refused(plot: Callable[..., Any]) -> None:
         plot(many)
 
 
-def test_without_matplotlib_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_package_to_install(monkeypatch):
     import lmx_lab.bench
 
     monkeypatch.delitem(sys.modules, "lmx_lab.bench.plots")
@@ -99,7 +95,7 @@ def test_without_matplotlib_the_error_names_the_package_to_install(monkeypatch: 
         _ = lmx_lab.bench.by_concurrency
 
 
-def test_a_single_case_is_drawn_as_a_bar_with_its_value() -> None:
+def test_a_single_case_is_drawn_as_a_bar_with_its_value():
     panel = by_concurrency(run_of([10.0, 20.0, 30.0, 40.0, 50.0, 60.0]), metrics=("ttft_ms",)).axes[0]
     (bar,) = panel.patches
     assert bar.get_height() == 35.0
@@ -109,11 +105,11 @@ def test_a_single_case_is_drawn_as_a_bar_with_its_value() -> None:
 
 
 @pytest.mark.parametrize(("value", "label"), [(0.0, "0"), (0.01234, "0.01234"), (999.96, "1000"), (15854.2, "15,854")])
-def test_a_bar_has_its_value_with_four_digits_or_without_decimals(value: float, label: str) -> None:
+def test_a_bar_has_its_value_with_four_digits_or_without_decimals(value, label):
     (panel,) = by_concurrency([sample(ttft_ms=value)], metrics=("ttft_ms",)).axes
     assert [text.get_text() for text in panel.texts] == [label]
 
 
-def test_a_bar_without_a_value_says_so_beside_others() -> None:
+def test_a_bar_without_a_value_says_so_beside_others():
     (panel,) = by_concurrency([sample(ttft_ms=8.0), sample(target="other")], metrics=("ttft_ms",)).axes
     assert [(text.get_text(), text.xy) for text in panel.texts] == [("8", (0, 8)), ("not known", (1, 0))]

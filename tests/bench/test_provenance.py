@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pandas as pd
-import pytest
 
 from lmx_lab.bench import describe_machine, frame
 from lmx_lab.bench import provenance as module
@@ -18,7 +17,7 @@ from lmx_lab.bench.provenance import provenance
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_contains_what_affects_speed_and_is_valid_json() -> None:
+def test_it_contains_what_affects_speed_and_is_valid_json():
     facts = json.loads(json.dumps(provenance(seeds=[3, 1, 3], prompts="abc")))
     assert (facts["seeds"], facts["prompts"]) == ([1, 3], "abc")
     assert facts["python"] == platform.python_version()
@@ -28,12 +27,12 @@ def test_it_contains_what_affects_speed_and_is_valid_json() -> None:
     assert facts["machine"]["threads"] >= 1
 
 
-def test_the_commit_is_that_of_the_checkout() -> None:
+def test_the_commit_is_that_of_the_checkout():
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert provenance()["commit"] == (done.stdout.strip() or None)
 
 
-def test_the_commit_of_an_unrelated_checkout_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_an_unrelated_checkout_is_not_used(tmp_path, monkeypatch):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     author = ("-c", "user.name=author", "-c", "user.email=author@localhost")
     subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
@@ -43,12 +42,12 @@ def test_the_commit_of_an_unrelated_checkout_is_not_used(tmp_path: Path, monkeyp
     assert (facts["commit"], facts["dirty"]) == (None, None)
 
 
-def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_the_commit_is_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert provenance()["commit"] is None
 
 
-def test_it_contains_no_names_and_no_folders() -> None:
+def test_it_contains_no_names_and_no_folders():
     text = json.dumps(provenance())
     assert str(Path.home()) not in text
     assert str(ROOT) not in text
@@ -56,7 +55,7 @@ def test_it_contains_no_names_and_no_folders() -> None:
     assert f'"{getpass.getuser()}"' not in text
 
 
-def test_a_sentence_describes_the_machine_and_says_if_it_was_busy() -> None:
+def test_a_sentence_describes_the_machine_and_says_if_it_was_busy():
     def rows(*shares: float) -> pd.DataFrame:
         machines = [{"cpu": "Some CPU", "threads": 2, "busy_share": share} for share in shares]
         table = frame([])

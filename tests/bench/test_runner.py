@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from lmx_lab.bench.sample import COLUMNS, RequestSample
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook import Lab
 from tests.support.labs import serving
 from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
 from tests.support.samples import collect, sample
@@ -30,12 +28,12 @@ CASE = Case(prompt_tokens=8, output_tokens=4, requests=4)
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_home: Path) -> Iterator[Lab]:
+def lab(tiny_home):
     with serving(tiny_home, "tiny") as lab:
         yield lab
 
 
-def test_a_sweep_is_a_table_with_a_row_for_each_request() -> None:
+def test_a_sweep_is_a_table_with_a_row_for_each_request():
     with Scripted(WORDS) as server:
         table = run(server.url, SWEEP)
     assert tuple(table.columns) == COLUMNS
@@ -49,7 +47,7 @@ def test_a_sweep_is_a_table_with_a_row_for_each_request() -> None:
     assert table.attrs["provenance"]["seeds"] == [0]
 
 
-def test_targets_take_turns_in_alternating_order() -> None:
+def test_targets_take_turns_in_alternating_order():
     with Scripted(WORDS) as one, Scripted(WORDS) as two:
         table = run([ChatTarget(one.url, name="a"), ChatTarget(two.url, name="b")], CASE)
     assert "".join(table["target"]) == "ab" + "abbaabba"
@@ -57,28 +55,28 @@ def test_targets_take_turns_in_alternating_order() -> None:
     assert measured.groupby("target")["request"].apply(sorted).to_dict() == {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3]}
 
 
-def test_with_several_users_targets_take_turns_by_repeat_in_alternating_order() -> None:
+def test_with_several_users_targets_take_turns_by_repeat_in_alternating_order():
     plan = Sweep(prompt_tokens=8, output_tokens=4, requests=6, concurrency=2, warm_up=0, repeats=2)
     with Scripted(WORDS) as one, Scripted(WORDS) as two:
         table = run([ChatTarget(one.url, name="a"), ChatTarget(two.url, name="b")], plan)
     assert "".join(table["target"]) == "aaaaaabbbbbb" + "bbbbbbaaaaaa"
 
 
-def test_with_arrivals_targets_do_not_take_turns() -> None:
+def test_with_arrivals_targets_do_not_take_turns():
     case = Case(prompt_tokens=8, output_tokens=4, requests=3, warm_up=0, arrival=Poisson(per_second=500))
     with Scripted(WORDS) as one, Scripted(WORDS) as two:
         table = run([ChatTarget(one.url, name="a"), ChatTarget(two.url, name="b")], [case])
     assert [name for name, _ in groupby(table["target"])] == ["a", "b"]
 
 
-def test_two_targets_on_one_server_share_no_cached_prompts(lab: Lab) -> None:
+def test_two_targets_on_one_server_share_no_cached_prompts(lab):
     case = Case(prompt_tokens=100, output_tokens=4, requests=3)
     table = run([EngineTarget(lab.engine), lab.url], case)
     # All prompts have the beginning of the chat template in common.
     assert table["cached_tokens"].max() < 40
 
 
-def test_an_unreachable_target_does_not_prevent_measuring_another() -> None:
+def test_an_unreachable_target_does_not_prevent_measuring_another():
     with Scripted(WORDS) as alive:
         dead = Scripted(WORDS)
         dead.start().stop()
@@ -87,8 +85,8 @@ def test_an_unreachable_target_does_not_prevent_measuring_another() -> None:
     assert failed == {"dead": 5, "alive": 0}
 
 
-def test_progress_is_reported_on_the_callers_thread_up_to_the_total() -> None:
-    reported: list[tuple[int, int, threading.Thread]] = []
+def test_progress_is_reported_on_the_callers_thread_up_to_the_total():
+    reported = []
 
     def watch(progress: RunProgress) -> None:
         reported.append((progress.done, progress.total, threading.current_thread()))
@@ -99,9 +97,7 @@ def test_progress_is_reported_on_the_callers_thread_up_to_the_total() -> None:
 
 
 @pytest.mark.slow
-def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(monkeypatch, capsys):
     with Scripted(WORDS) as server:
         run(server.url, CASE)
         assert capsys.readouterr().err == ""
@@ -114,12 +110,12 @@ def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
     assert "5/5" in output
 
 
-def test_a_line_of_progress_contains_the_error() -> None:
+def test_a_line_of_progress_contains_the_error():
     text = progress_text(RunProgress(done=3, total=12, sample=sample(error="queue-full: no place")))
     assert text.endswith("failed: queue-full: no place")
 
 
-def test_a_full_disk_stops_the_writing_but_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_the_writing_but_not_the_run(tmp_path, monkeypatch):
     def full(recorder: Recorder, taken: RequestSample) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -130,13 +126,13 @@ def test_a_full_disk_stops_the_writing_but_not_the_run(tmp_path: Path, monkeypat
     assert table["error"].isna().all()
 
 
-def test_a_run_that_is_refused_leaves_no_file(tmp_path: Path) -> None:
+def test_a_run_that_is_refused_leaves_no_file(tmp_path):
     with Scripted(WORDS, models=("a", "b")) as server, pytest.raises(InvalidRequestError, match="model="):
         run(server.url, CASE, record=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_can_be_stored_and_loaded(tmp_path: Path) -> None:
+def test_a_run_can_be_stored_and_loaded(tmp_path):
     with Scripted(WORDS) as server:
         table = run(server.url, CASE, record=tmp_path)
     kept = load(table.attrs["path"])
@@ -145,7 +141,7 @@ def test_a_run_can_be_stored_and_loaded(tmp_path: Path) -> None:
     assert next(iter(kept.attrs["provenance"].values())) == table.attrs["provenance"]
 
 
-def interrupting(after: int) -> Callable[[RunProgress], None]:
+def interrupting(after):
     def watch(progress: RunProgress) -> None:
         if progress.done == after:
             signal.raise_signal(signal.SIGINT)
@@ -153,7 +149,7 @@ def interrupting(after: int) -> Callable[[RunProgress], None]:
     return watch
 
 
-def test_an_interrupt_returns_finished_requests_and_cancels_running_ones(tmp_path: Path) -> None:
+def test_an_interrupt_returns_finished_requests_and_cancels_running_ones(tmp_path):
     before = signal.getsignal(signal.SIGINT), threading.active_count()
     with Scripted(after_calibration(WORDS, WORDS, WORDS, [token("a"), STALL])) as server:
         table = run(server.url, CASE, progress=interrupting(after=3), record=tmp_path)
@@ -166,7 +162,7 @@ def test_an_interrupt_returns_finished_requests_and_cancels_running_ones(tmp_pat
     assert "lmx-lab-bench" not in threads
 
 
-def test_an_interrupt_in_the_middle_of_an_answer_closes_its_connection() -> None:
+def test_an_interrupt_in_the_middle_of_an_answer_closes_its_connection():
     with Scripted(after_calibration(WORDS, [token("a"), STALL])) as server:
         answering = threading.Thread(target=_interrupt_when, args=(lambda: len(server.bodies) == 4,))
         answering.start()
@@ -177,18 +173,18 @@ def test_an_interrupt_in_the_middle_of_an_answer_closes_its_connection() -> None
     assert table.attrs["interrupted"] is True
 
 
-def _interrupt_when(true: Callable[[], bool]) -> None:
+def _interrupt_when(true):
     _until(true)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def _until(true: Callable[[], bool]) -> None:
+def _until(true):
     pause = threading.Event()
     while not true():
         pause.wait(0.005)
 
 
-def test_a_second_interrupt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_raises(monkeypatch):
     def twice(progress: RunProgress) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -197,7 +193,7 @@ def test_a_second_interrupt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         run(server.url, CASE, progress=twice)
 
 
-def test_an_exception_in_a_target_is_raised_to_the_caller() -> None:
+def test_an_exception_in_a_target_is_raised_to_the_caller():
     class Broken(ChatTarget):
         async def describe(self) -> TargetFacts:
             return TargetFacts()
@@ -209,12 +205,12 @@ def test_an_exception_in_a_target_is_raised_to_the_caller() -> None:
         run(Broken("127.0.0.1:1"), CASE)
 
 
-async def _inside_a_loop(url: str) -> int:
+async def _inside_a_loop(url):
     return len(run(url, CASE))
 
 
 @pytest.mark.anyio
-async def test_it_also_blocks_while_an_event_loop_runs() -> None:
+async def test_it_also_blocks_while_an_event_loop_runs():
     with Scripted(WORDS) as server:
         assert await _inside_a_loop(server.url) == 5
         assert len(await collect(samples(server.url, CASE))) == 5
@@ -232,13 +228,13 @@ async def test_it_also_blocks_while_an_event_loop_runs() -> None:
         (7, CASE),
     ],
 )
-def test_invalid_targets_and_plans_are_refused_before_anything_is_measured(target: Any, plan: Any) -> None:
+def test_invalid_targets_and_plans_are_refused_before_anything_is_measured(target, plan):
     with pytest.raises(InvalidRequestError):
         run(target, plan)
 
 
 @pytest.mark.long
-def test_intervals_of_two_runs_of_a_sweep_overlap(lab: Lab) -> None:
+def test_intervals_of_two_runs_of_a_sweep_overlap(lab):
     """Other load on the machine may separate two runs, but hardly three pairs."""
     case = Case(prompt_tokens=32, output_tokens=48, requests=8)
     target = EngineTarget(lab.engine)
@@ -258,9 +254,9 @@ def test_intervals_of_two_runs_of_a_sweep_overlap(lab: Lab) -> None:
 
 
 @pytest.mark.long
-def test_the_same_target_given_twice_is_equally_fast(lab: Lab) -> None:
+def test_the_same_target_given_twice_is_equally_fast(lab):
     one, two = EngineTarget(lab.engine, name="one"), EngineTarget(lab.engine, name="two")
-    found: list[float] = []
+    found = []
     while len(found) < 3 and not (found and abs(found[-1] - 1) < 0.25):
         table = run([one, two], Case(prompt_tokens=32, output_tokens=48, requests=16))
         medians = table[~table["warm_up"]].groupby("target")["decode_tok_s"].median()
@@ -268,7 +264,7 @@ def test_the_same_target_given_twice_is_equally_fast(lab: Lab) -> None:
     assert found[-1] == pytest.approx(1, abs=0.25), found
 
 
-def test_a_worker_cancelled_before_its_start_sends_nothing() -> None:
+def test_a_worker_cancelled_before_its_start_sends_nothing():
     with Scripted(WORDS) as server:
         worker = runner._Worker(lambda: samples(server.url, CASE))
         worker.cancel()

@@ -1,10 +1,5 @@
 """Tests of measuring in a cell of a notebook."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.support.kernels import Notebook
@@ -14,14 +9,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def notebook(tmp_path: Path) -> Iterator[Notebook]:
+def notebook(tmp_path):
     notebook = Notebook(tmp_path)
     yield notebook
     notebook.close()
 
 
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
-def test_the_stop_button_returns_the_finished_requests(notebook: Notebook, first_line: str) -> None:
+def test_the_stop_button_returns_the_finished_requests(notebook, first_line):
     """In a cell with ``await``, the handler of ipykernel raises no exception."""
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server:
         output = notebook.interrupt(

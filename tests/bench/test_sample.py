@@ -1,12 +1,9 @@
 """Tests of the measurement of one request: its metrics, and the rows of tables."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time
 from datetime import datetime
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -19,18 +16,18 @@ from tests.support.model_server import event
 from tests.support.samples import sample
 
 
-def metrics(*chunks: Chunk) -> dict[str, Any]:
+def metrics(*chunks):
     trace = Trace(sent_at_s=10.0, ended_at_s=10.0)
     for chunk in chunks:
         trace.add(chunk)
     return trace.metrics()
 
 
-def read(**fields: Any) -> Chunk:
+def read(**fields):
     return measure_chunk(ChunkReader("http://x").read(event(fields).removeprefix(b"data: ").decode()), 1.0)
 
 
-def test_the_metrics_of_ten_tokens_agree_with_a_calculation_by_hand() -> None:
+def test_the_metrics_of_ten_tokens_agree_with_a_calculation_by_hand():
     times = [10.5, *(10.6 + 0.1 * number for number in range(9))]
     found = metrics(
         Chunk(at_s=10.0),
@@ -62,7 +59,7 @@ def test_the_metrics_of_ten_tokens_agree_with_a_calculation_by_hand() -> None:
     }
 
 
-def test_the_time_of_a_last_token_without_text_counts() -> None:
+def test_the_time_of_a_last_token_without_text_counts():
     usage = TokenUsage(prompt=3, cached=None, completion=3)
     found = metrics(
         Chunk(at_s=10.5, tokens=1),
@@ -73,13 +70,13 @@ def test_the_time_of_a_last_token_without_text_counts() -> None:
     assert found["decode_tok_s"] == pytest.approx(10)
 
 
-def test_the_tokens_of_a_piece_share_the_time_before_it() -> None:
+def test_the_tokens_of_a_piece_share_the_time_before_it():
     found = metrics(Chunk(at_s=10.5, tokens=2), Chunk(at_s=10.9, tokens=4), Chunk(at_s=11.0, tokens=1))
     assert found["itl_ms_p50"] == pytest.approx(100)
     assert found["decode_tok_s"] == pytest.approx(10)
 
 
-def test_the_times_of_tokens_are_unknown_if_pieces_are_large() -> None:
+def test_the_times_of_tokens_are_unknown_if_pieces_are_large():
     usage = TokenUsage(prompt=3, cached=None, completion=128)
     found = metrics(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, tokens=1), Chunk(at_s=10.7, usage=usage))
     assert (found["output_tokens"], found["pieces"], found["decode_tok_s"]) == (128, 2, None)
@@ -87,7 +84,7 @@ def test_the_times_of_tokens_are_unknown_if_pieces_are_large() -> None:
     assert found["ttft_ms"] == pytest.approx(500)
 
 
-def test_times_start_when_the_request_was_due() -> None:
+def test_times_start_when_the_request_was_due():
     trace = Trace(sent_at_s=10.0, due_at_s=7.0, ended_at_s=10.0)
     for chunk in (Chunk(at_s=10.5, tokens=1), Chunk(at_s=11.0, usage=TokenUsage(prompt=20, cached=0, completion=1))):
         trace.add(chunk)
@@ -96,25 +93,25 @@ def test_times_start_when_the_request_was_due() -> None:
     assert found["prefill_tok_s"] == pytest.approx(40), "only the time of the server counts"
 
 
-def test_without_usage_chunks_are_counted_and_the_prompt_is_unknown() -> None:
+def test_without_usage_chunks_are_counted_and_the_prompt_is_unknown():
     found = metrics(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, tokens=1), Chunk(at_s=10.6, finish_reason="stop"))
     assert (found["output_tokens"], found["counted_by"]) == (2, "chunks")
     assert (found["prompt_tokens"], found["prefill_tok_s"]) == (None, None)
 
 
-def test_a_usage_of_zero_tokens_is_ignored() -> None:
+def test_a_usage_of_zero_tokens_is_ignored():
     found = metrics(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, usage=TokenUsage(prompt=3, cached=None, completion=0)))
     assert (found["output_tokens"], found["counted_by"], found["prompt_tokens"]) == (1, "chunks", 3)
 
 
 @pytest.mark.parametrize("chunks", [(), (Chunk(at_s=10.5, tokens=1),)])
-def test_rates_of_no_token_and_of_one_are_unknown(chunks: tuple[Chunk, ...]) -> None:
+def test_rates_of_no_token_and_of_one_are_unknown(chunks):
     found = metrics(*chunks)
     assert found["decode_tok_s"] is None
     assert "itl_ms_p50" not in found
 
 
-def test_cached_tokens_are_read_from_the_timings_if_usage_has_none() -> None:
+def test_cached_tokens_are_read_from_the_timings_if_usage_has_none():
     chunk = Chunk(
         at_s=10.5, usage=TokenUsage(prompt=30, cached=None, completion=1), server=ServerMetrics(cached_tokens=20)
     )
@@ -133,11 +130,11 @@ def test_cached_tokens_are_read_from_the_timings_if_usage_has_none() -> None:
         (None, 0),
     ],
 )
-def test_only_a_delta_with_content_is_a_piece_of_the_answer(delta: Any, tokens: int) -> None:
+def test_only_a_delta_with_content_is_a_piece_of_the_answer(delta, tokens):
     assert read(choices=[{"index": 0, "delta": delta, "finish_reason": None}]).tokens == tokens
 
 
-def test_a_chunk_is_read_with_usage_and_timings() -> None:
+def test_a_chunk_is_read_with_usage_and_timings():
     timings = {"cache_n": 4, "prompt_per_second": 50.0, "predicted_per_second": 7, "queue_ms": 2, "ttft_ms": "late"}
     usage = {"prompt_tokens": 9, "completion_tokens": 3.0, "prompt_tokens_details": {"cached_tokens": 4}}
     chunk = read(choices=[{"delta": {}, "finish_reason": "length"}], usage=usage, timings=timings)
@@ -147,24 +144,24 @@ def test_a_chunk_is_read_with_usage_and_timings() -> None:
 
 
 @pytest.mark.parametrize("value", [None, True, -1, "3", 1e400, float("nan"), [], {}])
-def test_an_implausible_count_is_unknown(value: Any) -> None:
+def test_an_implausible_count_is_unknown(value):
     chunk = read(choices=[{"delta": {}}], usage={"prompt_tokens": value, "prompt_tokens_details": value})
     assert chunk.usage == TokenUsage(prompt=None, cached=None, completion=None)
 
 
-def test_an_error_in_a_stream_is_raised_unless_it_is_null() -> None:
+def test_an_error_in_a_stream_is_raised_unless_it_is_null():
     with pytest.raises(EngineError, match="it broke"):
         read(error={"message": "it broke", "code": 500})
     assert read(error=None, choices=[{"delta": {"content": "a"}}]).tokens == 1
 
 
 @pytest.mark.parametrize("data", ["[1]", "no", "\ufffd", "[" * 100_000])
-def test_data_that_is_not_a_chunk_is_refused(data: str) -> None:
+def test_data_that_is_not_a_chunk_is_refused(data):
     with pytest.raises(UnreachableError, match="unlike"):
         ChunkReader("http://x").read(data)
 
 
-def test_every_sample_is_a_row_and_the_table_has_the_provenance() -> None:
+def test_every_sample_is_a_row_and_the_table_has_the_provenance():
     table = frame([sample(request=1), sample(request=2, error="lmx-timeout: late")], {"commit": "abc"})
     assert tuple(table.columns) == COLUMNS
     assert table["request"].tolist() == [1, 2]
@@ -172,7 +169,7 @@ def test_every_sample_is_a_row_and_the_table_has_the_provenance() -> None:
     assert table.attrs["provenance"] == {"commit": "abc"}
 
 
-def test_column_types_do_not_depend_on_the_values() -> None:
+def test_column_types_do_not_depend_on_the_values():
     full = sample(
         engine="lmx", threads=2, output_tokens=8, ttft_ms=1.5, finish_reason="length", counted_by="usage", error="x: y"
     )
@@ -180,18 +177,18 @@ def test_column_types_do_not_depend_on_the_values() -> None:
     assert (frame([sample()]).dtypes == frame([full]).dtypes).all()
 
 
-def test_integers_are_exact_although_others_are_missing() -> None:
+def test_integers_are_exact_although_others_are_missing():
     table = frame([sample(seed=2**60 + 1, cached_tokens=2**60 + 1), sample(cached_tokens=None)])
     assert table["cached_tokens"].tolist() == [2**60 + 1, pd.NA]
     assert table["seed"].tolist() == [2**60 + 1, 0]
 
 
-def test_nan_and_infinity_are_missing_values() -> None:
+def test_nan_and_infinity_are_missing_values():
     written = row(sample(ttft_ms=math.nan, decode_tok_s=math.inf, e2e_ms=2.5))
     assert (written["ttft_ms"], written["decode_tok_s"], written["e2e_ms"]) == (None, None, 2.5)
 
 
-def test_time_stamps_do_not_follow_changes_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_stamps_do_not_follow_changes_of_the_wall_clock(monkeypatch):
     clock = RunClock()
     before = clock.stamp(100.0)
     monkeypatch.setattr(time, "time", lambda: 0.0)
@@ -200,7 +197,7 @@ def test_time_stamps_do_not_follow_changes_of_the_wall_clock(monkeypatch: pytest
     assert one.year > 2000
 
 
-def test_without_pandas_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install"):
         frame([])

@@ -1,7 +1,5 @@
 """Tests of the summary: which requests and which time count."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -24,12 +22,12 @@ from tests.support.samples import run_of, sample
         ([(0, 4), (1, 6), (8, 9), (8.5, 8.6)], 7),
     ],
 )
-def test_overlapping_time_counts_once_and_gaps_do_not_count(spans: list[tuple[float, float]], busy: float) -> None:
+def test_overlapping_time_counts_once_and_gaps_do_not_count(spans, busy):
     starts, ends = (np.array([span[at] for span in spans], dtype=float) for at in (0, 1))
     assert busy_s(starts, ends) == pytest.approx(busy)
 
 
-def test_a_summary_excludes_warm_up_and_counts_errors() -> None:
+def test_a_summary_excludes_warm_up_and_counts_errors():
     rows = [
         sample(warm_up=True, ttft_ms=9999.0, output_tokens=8),
         *run_of([10.0, 30.0, 20.0, 60.0, 40.0, 50.0]),
@@ -46,12 +44,12 @@ def test_a_summary_excludes_warm_up_and_counts_errors() -> None:
     assert line["queue_ms_n"] == 0
 
 
-def test_tokens_of_concurrent_requests_are_added_but_their_time_counts_once() -> None:
+def test_tokens_of_concurrent_requests_are_added_but_their_time_counts_once():
     rows = [sample(at_s=0.1 * at, request=at, e2e_ms=1000.0, output_tokens=11, concurrency=2) for at in range(2)]
     assert summary(rows).iloc[0]["total_tok_s"] == pytest.approx(20)
 
 
-def test_time_between_requests_does_not_count() -> None:
+def test_time_between_requests_does_not_count():
     rows = [
         sample(at_s=at, request=at // 2, target=name, e2e_ms=1000.0, output_tokens=8)
         for at in range(8)
@@ -60,7 +58,7 @@ def test_time_between_requests_does_not_count() -> None:
     assert summary(rows).set_index("target")["total_tok_s"].to_dict() == pytest.approx({"one": 8, "two": 8})
 
 
-def test_the_total_is_not_the_mean_of_the_rates_of_the_repeats() -> None:
+def test_the_total_is_not_the_mean_of_the_rates_of_the_repeats():
     # 8 tokens in 1 s and 8 in 3 s are 16 tokens in 4 s, a rate of 4. The mean of the two rates would be 5.33.
     rows = [
         sample(e2e_ms=1000.0, output_tokens=8),
@@ -69,7 +67,7 @@ def test_the_total_is_not_the_mean_of_the_rates_of_the_repeats() -> None:
     assert summary(rows).iloc[0]["total_tok_s"] == pytest.approx(4)
 
 
-def test_a_total_has_an_interval_with_three_or_more_repeats() -> None:
+def test_a_total_has_an_interval_with_three_or_more_repeats():
     took_ms = [900.0, 1000.0, 1100.0]
     rows = [sample(at_s=10 * at, repeat=at, e2e_ms=took, output_tokens=8) for at, took in enumerate(took_ms)]
     two, three = summary(rows[:2]).iloc[0], summary(rows).iloc[0]
@@ -82,7 +80,7 @@ def test_a_total_has_an_interval_with_three_or_more_repeats() -> None:
     )
 
 
-def test_the_clients_delay_is_reported_and_does_not_count_as_the_servers_time() -> None:
+def test_the_clients_delay_is_reported_and_does_not_count_as_the_servers_time():
     # A request is due each second and answered within half a second. The client sent them late, and the times count
     # from the due time.
     late_ms = [0.0, 100.0, 400.0]
@@ -99,13 +97,13 @@ def test_the_clients_delay_is_reported_and_does_not_count_as_the_servers_time() 
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "ns"])
-def test_times_of_any_resolution_are_accepted(unit: str) -> None:
+def test_times_of_any_resolution_are_accepted(unit):
     table = frame(run_of([1.0, 2.0, 3.0]))
     table["started_at"] = table["started_at"].dt.as_unit(unit)
     assert summary(table).iloc[0]["total_tok_s"] == pytest.approx(8)
 
 
-def test_equal_repeats_of_different_runs_or_seeds_are_distinct() -> None:
+def test_equal_repeats_of_different_runs_or_seeds_are_distinct():
     day = run_of([1.0, 2.0])
     table = pd.concat(
         [frame(day).assign(run="monday"), frame(day).assign(run="tuesday"), frame(day).assign(run="tuesday", seed=1)]
@@ -113,31 +111,31 @@ def test_equal_repeats_of_different_runs_or_seeds_are_distinct() -> None:
     assert summary(table, by=("concurrency",)).iloc[0]["total_tok_s_n"] == 3
 
 
-def test_token_counts_differ_if_they_are_more_than_5_percent_apart() -> None:
+def test_token_counts_differ_if_they_are_more_than_5_percent_apart():
     assert [token_counts_differ(100, other) for other in (95, 94, 105, 106, 0)] == [False, True, False, True, True]
     assert not token_counts_differ(math.nan, 5)
     assert not token_counts_differ(5, math.nan)
 
 
-def test_cold_and_warm_are_two_cases() -> None:
+def test_cold_and_warm_are_two_cases():
     table = summary([*run_of([10.0, 11.0]), *run_of([1.0, 2.0], cache="warm")])
     assert table.set_index("cache")["ttft_ms"].to_dict() == {"cold": 10.5, "warm": 1.5}
 
 
-def test_a_case_with_failed_requests_only_is_a_row_without_metrics() -> None:
+def test_a_case_with_failed_requests_only_is_a_row_without_metrics():
     rows = [sample(request=at, error="unreachable: no server", e2e_ms=1.0) for at in range(3)]
     line = summary(rows).iloc[0]
     assert (line["requests"], line["errors"]) == (3, 3)
     assert line[["ttft_ms", "total_tok_s", "output_tokens", "peak_memory_gb"]].isna().all()
 
 
-def test_the_summary_of_an_empty_table_has_all_columns() -> None:
+def test_the_summary_of_an_empty_table_has_all_columns():
     empty, full = summary([]), summary(run_of([1.0, 2.0], peak_memory_gb=1.5))
     assert len(empty) == 0
     assert empty.dtypes.to_dict() == full.dtypes.to_dict()
 
 
-def test_a_table_can_be_summarized_by_other_columns() -> None:
+def test_a_table_can_be_summarized_by_other_columns():
     table = frame([*run_of([10.0, 12.0], model="small"), *run_of([20.0, 22.0], model="large")], {"commit": "abc"})
     summed = summary(table, by=("model",))
     assert summed["ttft_ms"].tolist() == [11.0, 21.0]
@@ -146,7 +144,7 @@ def test_a_table_can_be_summarized_by_other_columns() -> None:
         summary(table, by=("colour",))
 
 
-def test_a_summary_shows_what_identifies_a_case_and_its_figures_first() -> None:
+def test_a_summary_shows_what_identifies_a_case_and_its_figures_first():
     rows = [*run_of([10.0] * 6), *run_of([20.0] * 6, concurrency=4)]
     first = list(summary(rows).columns[:9])
     assert first == [

@@ -8,11 +8,9 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -83,13 +81,13 @@ with Recorder(sys.argv[1], provenance={}) as kept:
 
 
 @pytest.mark.slow
-def test_a_killed_run_has_all_added_samples(tmp_path: Path) -> None:
+def test_a_killed_run_has_all_added_samples(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == -signal.SIGKILL
     assert load(tmp_path)["ttft_ms"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_run_that_ends_with_an_exception_is_stored(tmp_path: Path) -> None:
+def test_a_run_that_ends_with_an_exception_is_stored(tmp_path):
     def interrupted() -> None:
         with Recorder(tmp_path, provenance=FACTS) as kept:
             kept.add(sample())
@@ -100,14 +98,14 @@ def test_a_run_that_ends_with_an_exception_is_stored(tmp_path: Path) -> None:
     assert len(load(tmp_path)) == 1
 
 
-def edited(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> pd.DataFrame:
+def edited(path, change):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     change(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return load(path)
 
 
-def test_unknown_fields_are_dropped_and_absent_ones_are_missing(tmp_path: Path) -> None:
+def test_unknown_fields_are_dropped_and_absent_ones_are_missing(tmp_path):
     def change(lines: list[dict[str, Any]]) -> None:
         lines[0] |= {"lmx_lab_bench": 2, "more": 1}
         lines[1]["joules"] = 3.5
@@ -129,25 +127,25 @@ def test_unknown_fields_are_dropped_and_absent_ones_are_missing(tmp_path: Path) 
         *(("target", None), ("repeat", True), ("concurrency", 1.5)),
     ],
 )
-def test_a_line_with_an_invalid_required_field_is_skipped(tmp_path: Path, field: str, value: object) -> None:
+def test_a_line_with_an_invalid_required_field_is_skipped(tmp_path, field, value):
     table = edited(save(run_of([1.0, 2.0]), FACTS, tmp_path), lambda lines: lines[1].update({field: value}))
     assert table["ttft_ms"].tolist() == [2.0]
 
 
 @pytest.mark.parametrize("value", ["fast", [1.0], {}, True, float("nan")])
-def test_a_metric_of_a_wrong_type_is_missing(tmp_path: Path, value: object) -> None:
+def test_a_metric_of_a_wrong_type_is_missing(tmp_path, value):
     table = edited(save(run_of([1.0, 2.0]), FACTS, tmp_path), lambda lines: lines[1].update(ttft_ms=value))
     assert table["ttft_ms"].isna().tolist() == [True, False]
 
 
-def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
+def test_lines_that_are_not_objects_are_skipped(tmp_path):
     path = save(run_of([1.0, 2.0]), FACTS, tmp_path)
     head, first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(head + b"[1]\n\xff\xfe\n\n" + first + b"x" * 3_000_000 + b"\n" + b"[" * 100_000 + b"\n" + second)
     assert load(path)["ttft_ms"].tolist() == [1.0, 2.0]
 
 
-def test_the_runs_of_a_folder_are_loaded_oldest_first(tmp_path: Path) -> None:
+def test_the_runs_of_a_folder_are_loaded_oldest_first(tmp_path):
     for day, value in (("20260102", 2.0), ("20260101", 1.0), ("20260103", 3.0)):
         save(run_of([value]), {"day": day}, tmp_path).rename(tmp_path / f"{day}T000000Z-aaaaaa.jsonl")
     (tmp_path / "notes.txt").write_text("not one of them")
@@ -158,7 +156,7 @@ def test_the_runs_of_a_folder_are_loaded_oldest_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "hello\n", '{"provenance": {}}\n', '{"lmx_lab_bench": 1}\n'])
-def test_a_file_that_is_not_a_run_is_skipped_in_a_folder_but_refused_as_path(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_run_is_skipped_in_a_folder_but_refused_as_path(tmp_path, content):
     save(run_of([1.0]), FACTS, tmp_path)
     other = tmp_path / "other.jsonl"
     other.write_text(content)
@@ -169,7 +167,7 @@ def test_a_file_that_is_not_a_run_is_skipped_in_a_folder_but_refused_as_path(tmp
         load(other)
 
 
-def test_by_default_runs_are_in_the_labs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_runs_are_in_the_labs_home(tmp_path, monkeypatch):
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path / "home"))
     assert len(load()) == 0
     path = save(run_of([1.0]), FACTS)
@@ -177,22 +175,20 @@ def test_by_default_runs_are_in_the_labs_home(tmp_path: Path, monkeypatch: pytes
     assert len(load()) == 1
 
 
-def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(InvalidRequestError, match="does not exist"):
         load(tmp_path / "nothing")
     with pytest.raises(InvalidRequestError, match="last is 0"):
         load(tmp_path, last=0)
 
 
-def test_only_the_owner_can_access_a_run(tmp_path: Path) -> None:
+def test_only_the_owner_can_access_a_run(tmp_path):
     path = save([sample()], FACTS, tmp_path / "runs")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
 
 
-def test_a_disk_that_is_full_from_the_start_is_an_error_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_from_the_start_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
     make = os.open
 
     def full(path: str, *rest: int) -> int:
@@ -205,18 +201,18 @@ def test_a_disk_that_is_full_from_the_start_is_an_error_and_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_of_the_same_second_have_different_files(tmp_path: Path) -> None:
+def test_runs_of_the_same_second_have_different_files(tmp_path):
     assert len({save([sample()], FACTS, tmp_path) for _ in range(20)}) == 20
     assert len(load(tmp_path)) == 20
 
 
-def test_a_provenance_that_is_not_valid_json_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_provenance_that_is_not_valid_json_is_refused_and_leaves_no_file(tmp_path):
     with pytest.raises(InvalidRequestError, match="plain Python values"):
         save([sample()], {"home": tmp_path}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_closed_recorder_refuses_samples(tmp_path: Path) -> None:
+def test_a_closed_recorder_refuses_samples(tmp_path):
     with Recorder(tmp_path, provenance={}) as kept:
         pass
     with pytest.raises(RuntimeError, match="with Recorder"):

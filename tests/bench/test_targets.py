@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import statistics
-from collections.abc import Iterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmx_lab.bench.case import Case
 from lmx_lab.bench.load_generator import drive
-from lmx_lab.bench.sample import Chunk, RequestSample
-from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
+from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts, as_target
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import (
     ConnectionLostError,
@@ -26,7 +23,6 @@ from lmx_lab.errors import (
     UnauthorizedError,
     UnreachableError,
 )
-from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.support.labs import serving, wait_until_idle
 from tests.support.model_server import STALL, WORDS, Scripted, chunk, ending, event, json_answer, token
@@ -39,26 +35,26 @@ TRIES = 4
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_home: Path) -> Iterator[Lab]:
+def lab(tiny_home):
     with serving(tiny_home, "tiny", slots=SLOTS, queue_limit=QUEUE) as lab:
         yield lab
 
 
 @pytest.fixture(params=["engine", "http"])
-def target(request: pytest.FixtureRequest, lab: Lab) -> Target:
+def target(request, lab):
     return EngineTarget(lab.engine) if request.param == "engine" else ChatTarget(lab.url)
 
 
-async def read_chunks(target: Target, **changes: Any) -> list[Chunk]:
+async def read_chunks(target, **changes):
     async with aclosing(target.ask({**BODY, **changes})) as chunks:
         return [chunk async for chunk in chunks]
 
 
-def ratio(samples: list[RequestSample], ours: str, theirs: str) -> float:
+def ratio(samples, ours, theirs):
     return float(statistics.median(getattr(sample, ours) / getattr(sample, theirs) for sample in samples))
 
 
-async def test_a_lab_describes_what_computes(target: Target, lab: Lab) -> None:
+async def test_a_lab_describes_what_computes(target, lab):
     facts, blas = await target.describe(), lab.engine.snapshot.blas
     assert blas is not None
     assert (facts.model, facts.quantization) == ("tiny", "float32")
@@ -67,7 +63,7 @@ async def test_a_lab_describes_what_computes(target: Target, lab: Lab) -> None:
     assert (facts.engine or "").startswith("lmx-lab")
 
 
-async def test_a_lab_with_llama_cpp_is_described_as_such(tiny_home: Path, tiny_gguf: Path) -> None:
+async def test_a_lab_with_llama_cpp_is_described_as_such(tiny_home, tiny_gguf):
     with serving(tiny_home, str(tiny_gguf), threads=1) as lab:
         for target in (EngineTarget(lab.engine), ChatTarget(lab.url)):
             facts = await target.describe()
@@ -86,7 +82,7 @@ async def test_a_lab_with_llama_cpp_is_described_as_such(tiny_home: Path, tiny_g
             assert facts.blas
 
 
-async def test_an_answer_of_the_lab_has_the_requested_length(target: Target) -> None:
+async def test_an_answer_of_the_lab_has_the_requested_length(target):
     await target.describe()
     chunks = await read_chunks(target, max_tokens=100)
     assert not any((chunks[0].tokens, chunks[0].usage, chunks[0].finish_reason))
@@ -100,13 +96,13 @@ async def test_an_answer_of_the_lab_has_the_requested_length(target: Target) -> 
 
 
 @pytest.mark.long
-async def test_metrics_agree_with_the_engines_reports_within_two_percent(target: Target) -> None:
+async def test_metrics_agree_with_the_engines_reports_within_two_percent(target):
     """Compare the median decode rates, which both sides measure.
 
     The run is repeated, because other programs use this machine. Metrics with different definitions would never agree.
     """
     case = Case(prompt_tokens=64, output_tokens=128, requests=9)
-    found: list[float] = []
+    found = []
     while len(found) < TRIES and not (found and abs(found[-1] - 1) <= 0.02):
         samples = [sample async for sample in drive(target, case) if not sample.warm_up]
         assert {sample.error for sample in samples} == {None}
@@ -116,7 +112,7 @@ async def test_metrics_agree_with_the_engines_reports_within_two_percent(target:
     assert found[-1] == pytest.approx(1, abs=0.02), found
 
 
-async def test_the_engine_reports_values_that_http_does_not(lab: Lab) -> None:
+async def test_the_engine_reports_values_that_http_does_not(lab):
     samples = await collect(drive(EngineTarget(lab.engine), Case(prompt_tokens=64, output_tokens=64, requests=5)))
     for sample in samples:
         assert sample.ttft_ms is not None
@@ -127,8 +123,8 @@ async def test_the_engine_reports_values_that_http_does_not(lab: Lab) -> None:
         assert 0 < sample.peak_memory_gb < 1
 
 
-async def test_a_warm_prompt_is_cached_and_a_cold_one_is_not(target: Target) -> None:
-    sizes: dict[str, Any] = {"prompt_tokens": 128, "output_tokens": 4, "requests": 3}
+async def test_a_warm_prompt_is_cached_and_a_cold_one_is_not(target):
+    sizes = {"prompt_tokens": 128, "output_tokens": 4, "requests": 3}
     cold = [s async for s in drive(target, Case(**sizes, cache="cold")) if not s.warm_up]
     warm = [s async for s in drive(target, Case(**sizes, cache="warm")) if not s.warm_up]
     # In both cases, all prompts have the beginning of the chat template in common.
@@ -136,7 +132,7 @@ async def test_a_warm_prompt_is_cached_and_a_cold_one_is_not(target: Target) -> 
     assert min(sample.cached_tokens or 0 for sample in warm) > 80
 
 
-async def test_more_users_than_slots_wait_or_are_refused_and_all_have_samples(target: Target) -> None:
+async def test_more_users_than_slots_wait_or_are_refused_and_all_have_samples(target):
     users = 2 * (SLOTS + QUEUE)
     case = Case(prompt_tokens=64, output_tokens=32, concurrency=users, requests=users)
     samples = [sample async for sample in drive(target, case) if not sample.warm_up]
@@ -147,7 +143,7 @@ async def test_more_users_than_slots_wait_or_are_refused_and_all_have_samples(ta
     assert {sample.output_tokens for sample in samples if not sample.error} == {32}
 
 
-async def test_closing_an_answer_cancels_it(target: Target, lab: Lab) -> None:
+async def test_closing_an_answer_cancels_it(target, lab):
     before = lab.engine.snapshot.output_tokens
     async with aclosing(target.ask({**BODY, "max_tokens": 400})) as chunks:
         async for piece in chunks:
@@ -157,7 +153,7 @@ async def test_closing_an_answer_cancels_it(target: Target, lab: Lab) -> None:
     assert lab.engine.snapshot.output_tokens - before < 400
 
 
-async def test_without_a_model_a_target_raises(tiny_home: Path) -> None:
+async def test_without_a_model_a_target_raises(tiny_home):
     async with ModelManager(Settings(home=tiny_home)) as manager:
         with pytest.raises(NotLoadedError):
             await EngineTarget(manager).describe()
@@ -180,44 +176,44 @@ async def test_without_a_model_a_target_raises(tiny_home: Path) -> None:
         ("b", json_answer({"detail": "no such route"}, status=404), "b"),
     ],
 )
-async def test_the_model_of_a_request(given: str | None, models: Any, sent: str) -> None:
+async def test_the_model_of_a_request(given, models, sent):
     with Scripted(WORDS, models=models) as server:
         await read_chunks(ChatTarget(server.url, model=given))
         assert [body["model"] for body in server.bodies] == [sent]
 
 
-async def test_a_server_with_several_models_needs_a_model_name() -> None:
+async def test_a_server_with_several_models_needs_a_model_name():
     with Scripted(WORDS, models=[f"m{number}" for number in range(8)]) as server:
         with pytest.raises(InvalidRequestError, match=r"lists 8 models \(m0, m1, m2, m3, m4 and 3 more\)"):
             await read_chunks(ChatTarget(server.url))
         assert server.bodies == []
 
 
-async def test_a_server_that_lists_no_models_needs_a_model_name() -> None:
+async def test_a_server_that_lists_no_models_needs_a_model_name():
     with Scripted(WORDS, models=()) as server, pytest.raises(ModelNotFoundError, match="model="):
         await ChatTarget(server.url).describe()
 
 
-async def test_a_server_that_cannot_list_models_is_described_by_the_given_facts() -> None:
+async def test_a_server_that_cannot_list_models_is_described_by_the_given_facts():
     with Scripted(WORDS, models=json_answer({"error": "no cache"}, status=500)) as server:
         assert await ChatTarget(server.url, model="b").describe() == TargetFacts(model="b")
         with pytest.raises(LabError):
             await ChatTarget(server.url).describe()
 
 
-async def test_a_wrong_key_is_always_an_error() -> None:
+async def test_a_wrong_key_is_always_an_error():
     refusal = json_answer({"error": {"message": "no such key"}}, status=401)
     with Scripted(WORDS, models=refusal) as server, pytest.raises(UnauthorizedError):
         await ChatTarget(server.url, model="b", api_key="wrong").describe()
 
 
-async def test_an_unreachable_server_is_an_error_even_with_a_model_name() -> None:
+async def test_an_unreachable_server_is_an_error_even_with_a_model_name():
     for model in ("b", None):
         with pytest.raises(UnreachableError, match="nothing answers at"):
             await ChatTarget("127.0.0.1:1", model=model).describe()
 
 
-async def test_facts_that_a_server_does_not_report_can_be_given() -> None:
+async def test_facts_that_a_server_does_not_report_can_be_given():
     known = TargetFacts(engine="other 1.0", device="gpu")
     with Scripted(WORDS) as server:
         target = ChatTarget(server.url, name="other", known=known, extra={"ignore_eos": True})
@@ -226,13 +222,13 @@ async def test_facts_that_a_server_does_not_report_can_be_given() -> None:
     assert server.bodies[0]["ignore_eos"] is True
 
 
-async def test_a_lab_is_asked_for_full_length_and_deterministic_answers() -> None:
+async def test_a_lab_is_asked_for_full_length_and_deterministic_answers():
     with Scripted(WORDS, lab=True) as server:
         await read_chunks(ChatTarget(server.url))
     assert (server.bodies[0]["ignore_eos"], server.bodies[0]["temperature"]) == (True, 0)
 
 
-async def test_a_stream_that_stays_open_after_the_finish_reason_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_stays_open_after_the_finish_reason_is_complete(monkeypatch):
     monkeypatch.setattr("lmx_lab.bench.targets.MAX_OPEN_S", 0.05)
     with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as server:
         chunks = await read_chunks(ChatTarget(server.url))
@@ -240,24 +236,24 @@ async def test_a_stream_that_stays_open_after_the_finish_reason_is_complete(monk
     assert [piece.finish_reason for piece in chunks] == [None, None, "stop"]
 
 
-async def test_a_stream_without_done_is_complete_after_the_finish_reason() -> None:
+async def test_a_stream_without_done_is_complete_after_the_finish_reason():
     with Scripted([token("a"), chunk({}, finish="stop")]) as server:
         assert len(await read_chunks(ChatTarget(server.url))) == 3
 
 
-async def test_a_stream_that_ends_without_a_finish_reason_is_an_error() -> None:
+async def test_a_stream_that_ends_without_a_finish_reason_is_an_error():
     with Scripted([token("a")]) as server, pytest.raises(ConnectionLostError, match="before the answer was complete"):
         await read_chunks(ChatTarget(server.url))
 
 
-async def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
+async def test_an_error_in_the_middle_of_a_stream_is_raised():
     broken = event({"error": {"code": "oom-unloaded", "message": "no memory", "type": "t"}})
     with Scripted([token("a"), broken]) as server, pytest.raises(LabError, match="no memory") as raised:
         await read_chunks(ChatTarget(server.url))
     assert raised.value.code == "oom-unloaded"
 
 
-async def test_a_json_document_instead_of_a_stream_is_one_piece() -> None:
+async def test_a_json_document_instead_of_a_stream_is_one_piece():
     message = {"role": "assistant", "content": "hello"}
     document = {
         "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
@@ -269,13 +265,13 @@ async def test_a_json_document_instead_of_a_stream_is_one_piece() -> None:
     assert (whole.tokens, whole.finish_reason, whole.usage.completion) == (1, "stop", 5)
 
 
-def test_a_key_is_never_shown() -> None:
+def test_a_key_is_never_shown():
     target = ChatTarget("http://127.0.0.1:1", api_key="secret")
     assert "secret" not in f"{target!r} {target.name}"
 
 
-def test_an_invalid_target_is_refused() -> None:
-    given: Any = 3
+def test_an_invalid_target_is_refused():
+    given = 3
     with pytest.raises(InvalidRequestError, match="address"):
         as_target(given)
     with pytest.raises(InvalidRequestError):
@@ -283,18 +279,18 @@ def test_an_invalid_target_is_refused() -> None:
     assert as_target("127.0.0.1:8400").name == "127.0.0.1:8400"
 
 
-def test_for_a_lab_the_error_names_its_bench_method(lab: Lab) -> None:
-    itself: Any = lab
+def test_for_a_lab_the_error_names_its_bench_method(lab):
+    itself = lab
     with pytest.raises(InvalidRequestError, match=r"call its method bench\(\)"):
         as_target(itself)
 
 
-async def test_an_unknown_model_of_a_lab_is_not_replaced_by_the_loaded_one(lab: Lab) -> None:
+async def test_an_unknown_model_of_a_lab_is_not_replaced_by_the_loaded_one(lab):
     with pytest.raises(NotLoadedError, match="nope"):
         await ChatTarget(lab.url, model="nope").describe()
 
 
-async def test_usage_in_the_last_piece_is_read() -> None:
+async def test_usage_in_the_last_piece_is_read():
     """mlx_lm.server sends usage in this way."""
     last = chunk({"content": "b"}, finish="length", usage={"prompt_tokens": 7, "completion_tokens": 2})
     with Scripted([token("a"), last, *ending("length", usage=None)[1:]]) as server:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Error, expect
+from playwright.sync_api import Error, expect
 
-from lmx_lab.values.models import ModelEntry
 from tests.support.browser import LAUNCH, SLEEP, WAIT_MS, JupyterLab, Tab, chromium, machine_only
 from tests.support.models import write_endless_llama, write_tiny_bert
 
@@ -21,14 +19,14 @@ PICTURES = Path(__file__).parent.parent.parent / "build" / "browser"
 
 # For the package, not the session: it runs an event loop in this thread, which other tests cannot have.
 @pytest.fixture(scope="package")
-def browser() -> Iterator[Browser]:
+def browser():
     expect.set_options(timeout=WAIT_MS)
     with chromium() as browser:
         yield browser
 
 
 @pytest.fixture(scope="session")
-def panels_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def panels_home(tmp_path_factory, smollm2):
     """A lab's home with ``tiny`` and ``tiny-two``, whose answers end only when they are stopped, and ``tiny-bert``."""
     home = tmp_path_factory.mktemp("panels-home")
     for seed, name in enumerate(("tiny", "tiny-two")):
@@ -38,33 +36,33 @@ def panels_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -
 
 
 @pytest.fixture(scope="package")
-def jupyterlab(browser: Browser, tmp_path_factory: pytest.TempPathFactory, panels_home: Path) -> Iterator[JupyterLab]:
+def jupyterlab(browser, tmp_path_factory, panels_home):
     lab = JupyterLab(tmp_path_factory.mktemp("jupyterlab"), panels_home)
     yield lab
     lab.close()
 
 
 @pytest.fixture(scope="package")
-def window(browser: Browser, jupyterlab: JupyterLab) -> Iterator[BrowserContext]:
+def window(browser, jupyterlab):
     with machine_only(browser) as context:
         yield context
 
 
 @pytest.fixture(scope="package")
-def tabs() -> list[Tab]:
+def tabs():
     """All open tabs; the first one stays open."""
     return []
 
 
 @pytest.fixture(scope="package")
-def tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab]) -> Tab:
+def tab(window, jupyterlab, tabs):
     """A tab of JupyterLab; fixtures of modules open notebooks in it."""
     tabs.append(Tab(jupyterlab, window, "first"))
     return tabs[0]
 
 
 @pytest.fixture
-def another_tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab]) -> Iterator[Callable[[], Tab]]:
+def another_tab(window, jupyterlab, tabs):
     """A function that opens another tab, for one test."""
 
     def open_tab() -> Tab:
@@ -78,10 +76,10 @@ def another_tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab])
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item):
     """Write screenshots of all tabs if a test fails."""
     report = yield
-    tabs: list[Tab] = getattr(item, "funcargs", {}).get("tabs", [])
+    tabs = getattr(item, "funcargs", {}).get("tabs", [])
     if report.failed and report.when == "call":
         PICTURES.mkdir(parents=True, exist_ok=True)
         for number, tab in enumerate(tabs):
@@ -91,7 +89,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(autouse=True)
-def _no_foreign_request_and_no_error(tabs: list[Tab], another_tab: object) -> Iterator[None]:
+def _no_foreign_request_and_no_error(tabs, another_tab):
     yield
     for tab in tabs:
         # After a call and its reply, all earlier events have arrived.
@@ -106,7 +104,7 @@ def _no_foreign_request_and_no_error(tabs: list[Tab], another_tab: object) -> It
 
 
 @pytest.fixture(scope="module")
-def one_panel(request: pytest.FixtureRequest, tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
+def one_panel(request, tab, jupyterlab):
     """A notebook with an echo lab and the panel that the module's constant ``PANEL`` names."""
     notebook = f"{request.module.PANEL}.ipynb"
     launch = "import lmx_lab\nlab = lmx_lab.launch('echo', port=0, loop='thread')"
@@ -120,7 +118,7 @@ def one_panel(request: pytest.FixtureRequest, tab: Tab, jupyterlab: JupyterLab) 
 
 
 @pytest.fixture(scope="package")
-def _panels(tab: Tab, jupyterlab: JupyterLab) -> None:
+def _panels(tab, jupyterlab):
     jupyterlab.write("panels.ipynb", [LAUNCH.format(loop="thread"), "lab.panel()", SLEEP])
     tab.open("panels.ipynb")
     tab.run(0)
@@ -128,7 +126,7 @@ def _panels(tab: Tab, jupyterlab: JupyterLab) -> None:
 
 
 @pytest.fixture
-def panels(tab: Tab, _panels: None) -> Tab:
+def panels(tab, _panels):
     """A notebook with all panels of a lab in a thread, with ``tiny`` loaded. Many tests use it."""
     tab.open("panels.ipynb")
     tab.kernel(RESET)

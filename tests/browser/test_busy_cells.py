@@ -1,24 +1,20 @@
 """Test panels and servers on both loops while a cell sleeps."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import LAUNCH, SLEEP, JupyterLab, Tab, chart_moves, model_button, model_row, sleeping
+from tests.support.browser import LAUNCH, SLEEP, chart_moves, model_button, model_row, sleeping
 
 ANSWER = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 1500, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def kernel_loop_notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[None]:
+def kernel_loop_notebook(tab, jupyterlab):
     jupyterlab.write("kernel-loop.ipynb", [LAUNCH.format(loop="kernel"), "lab.panel()", SLEEP])
     tab.open("kernel-loop.ipynb")
     tab.run(0)
@@ -29,7 +25,7 @@ def kernel_loop_notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[None]:
 
 
 @pytest.fixture
-def kernel_loop(tab: Tab, kernel_loop_notebook: None) -> Tab:
+def kernel_loop(tab, kernel_loop_notebook):
     """The same as ``panels``, but on the kernel's loop."""
     tab.open("kernel-loop.ipynb")
     tab.kernel("if lab.engine.snapshot.model != 'tiny': lab.load('tiny')")
@@ -37,14 +33,14 @@ def kernel_loop(tab: Tab, kernel_loop_notebook: None) -> Tab:
 
 
 @pytest.fixture(params=["thread", "kernel"])
-def busy(request: pytest.FixtureRequest) -> Tab:
+def busy(request):
     """One of these notebooks, with visible panels."""
-    tab: Tab = request.getfixturevalue("panels" if request.param == "thread" else "kernel_loop")
+    tab = request.getfixturevalue("panels" if request.param == "thread" else "kernel_loop")
     expect(tab.panel("Metrics").locator("canvas").first).to_be_visible()
     return tab
 
 
-def test_the_chart_moves_and_unload_works(busy: Tab) -> None:
+def test_the_chart_moves_and_unload_works(busy):
     with sleeping(busy):
         chart_moves(busy)
         model_button(busy, "Unload tiny").click()
@@ -53,7 +49,7 @@ def test_the_chart_moves_and_unload_works(busy: Tab) -> None:
     assert busy.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
-def test_other_clients_are_answered_and_the_panel_says_running(busy: Tab) -> None:
+def test_other_clients_are_answered_and_the_panel_says_running(busy):
     url = busy.kernel("if lab.engine.snapshot.model != 'tiny': lab.load('tiny')\nprint(lab.url)")
     with ThreadPoolExecutor(1) as pool:
         started = threading.Event()
@@ -69,15 +65,15 @@ def test_other_clients_are_answered_and_the_panel_says_running(busy: Tab) -> Non
         assert text == finished(busy, again)
 
 
-def finished(tab: Tab, streamed: Future[str]) -> str:
+def finished(tab, streamed):
     tab.wait(streamed.done, "the answer has ended")
     return streamed.result()
 
 
-def stream(url: str, started: threading.Event) -> str:
+def stream(url, started):
     """Stream an answer to a client outside the kernel."""
     text = ""
-    body: dict[str, Any] = {"model": "default", "stream": True, **ANSWER}
+    body = {"model": "default", "stream": True, **ANSWER}
     with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=200) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -86,13 +82,13 @@ def stream(url: str, started: threading.Event) -> str:
     return text
 
 
-def answers_unload(message: dict[str, Any]) -> bool:
+def answers_unload(message):
     """Return whether this is the panel's reply to a click on Unload."""
     content = message["content"].get("data", {}).get("content", {})
     return message["header"]["msg_type"] == "comm_msg" and content.get("result") == {"model": "tiny"}
 
 
-def test_unload_bypasses_a_kernel_that_does_not_answer(panels: Tab) -> None:
+def test_unload_bypasses_a_kernel_that_does_not_answer(panels):
     url = panels.kernel("print(lab.url)")
     before = len(panels.messages)
     panels.disconnect()

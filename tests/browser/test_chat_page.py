@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+from playwright.sync_api import Page, expect
 
 from lmx_lab.notebook import Lab
 from lmx_lab.panels.chat import from_json
@@ -59,13 +56,13 @@ SCROLL = """async () => {
 
 
 @contextmanager
-def window(browser: Browser, *, expected: str = "(?!)", **options: Any) -> Iterator[BrowserContext]:
+def window(browser, *, expected="(?!)", **options):
     """A context whose pages log no error, violate no policy and request nothing from other hosts.
 
     Args:
         expected: Matches messages of the console that the test provokes.
     """
-    problems: list[str] = []
+    problems = []
 
     def check(page: Page) -> None:
         page.set_default_timeout(WAIT_MS)
@@ -82,26 +79,26 @@ def window(browser: Browser, *, expected: str = "(?!)", **options: Any) -> Itera
     assert [text for text in problems if not re.search(expected, text)] == []
 
 
-def open_page(context: BrowserContext, lab: Lab) -> Page:
+def open_page(context, lab):
     page = context.new_page()
     page.goto(lab.url)
     expect(page.locator(BOX)).to_be_visible()
     return page
 
 
-def ask(page: Page, text: str) -> Locator:
+def ask(page, text):
     """Send a message, and return the answer."""
     page.locator(BOX).fill(text)
     page.locator(GO).click()
     return page.locator(".assistant").last
 
 
-def ended(page: Page) -> None:
+def ended(page):
     expect(page.locator(GO)).to_have_text("Send")
     expect(page.locator("[role=log] [aria-busy=true]")).to_have_count(0)
 
 
-def conversations(page: Page) -> Locator:
+def conversations(page):
     """Return the entries in the list of conversations, which is in a drawer on a phone."""
     opener = page.get_by_role("button", name="Conversations", exact=True)
     if opener.is_visible():
@@ -109,12 +106,12 @@ def conversations(page: Page) -> Locator:
     return page.get_by_role("navigation").get_by_role("listitem")
 
 
-def settings(page: Page) -> Locator:
+def settings(page):
     page.get_by_role("button", name="Settings").click()
     return page.get_by_role("dialog", name="Settings")
 
 
-def import_file(page: Page, content: Any) -> None:
+def import_file(page, content):
     conversations(page)
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="Import").click()
@@ -123,14 +120,14 @@ def import_file(page: Page, content: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def paced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def paced(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("paced"), "echo", echo_tokens_per_s=PACE) as lab:
         yield lab
 
 
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_a_conversation(browser: Browser, paced: Lab, size: dict[str, Any]) -> None:
-    bodies: list[dict[str, Any]] = []
+def test_a_conversation(browser, paced, size):
+    bodies = []
     with window(browser, viewport=size) as context:
         page = open_page(context, paced)
         page.on("request", lambda it: bodies.append(it.post_data_json) if it.method == "POST" else None)
@@ -181,7 +178,7 @@ def test_a_conversation(browser: Browser, paced: Lab, size: dict[str, Any]) -> N
         check_files(page)
 
 
-def check_files(page: Page) -> None:
+def check_files(page):
     """Save the conversation of the page, read it here and in the page, and delete one of the two."""
     with page.expect_download() as download:
         settings(page).get_by_role("button", name="Save").click()
@@ -200,7 +197,7 @@ def check_files(page: Page) -> None:
     expect(conversations(page)).to_have_count(2)
     page.keyboard.press("Escape")
     for theme in ("dark", "light"):
-        page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
+        page.emulate_media(color_scheme=theme)
         assert serious_violations(page) == []
     page.on("dialog", lambda dialog: dialog.accept())
     expect(ask(page, LONG).locator(TEXT)).to_contain_text("a a a")
@@ -217,7 +214,7 @@ HOSTILE = (
 )
 
 
-def test_text_of_models_and_files_does_nothing(browser: Browser, paced: Lab) -> None:
+def test_text_of_models_and_files_does_nothing(browser, paced):
     name = "<img src=x onerror='window.ran = 1'>.txt"
     with window(browser, viewport=PHONE) as context:
         page = open_page(context, paced)
@@ -265,9 +262,7 @@ def test_text_of_models_and_files_does_nothing(browser: Browser, paced: Lab) -> 
 
 
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_every_control_is_reached_by_keyboard_and_has_a_name(
-    browser: Browser, paced: Lab, size: dict[str, Any]
-) -> None:
+def test_every_control_is_reached_by_keyboard_and_has_a_name(browser, paced, size):
     with window(browser, viewport=size) as context:
         page = open_page(context, paced)
         if size == PHONE:
@@ -296,7 +291,7 @@ def test_every_control_is_reached_by_keyboard_and_has_a_name(
             expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-def test_a_key_is_asked_for_once(browser: Browser, tmp_path: Path) -> None:
+def test_a_key_is_asked_for_once(browser, tmp_path):
     with (
         serving(tmp_path, "echo", api_key="s3cret", record="all") as lab,
         window(browser, viewport=PHONE, expected="401") as context,
@@ -319,7 +314,7 @@ def test_a_key_is_asked_for_once(browser: Browser, tmp_path: Path) -> None:
         expect(dialog).to_be_hidden()
 
 
-def test_a_conversation_continues_after_interruptions(browser: Browser, panels_home: Path) -> None:
+def test_a_conversation_continues_after_interruptions(browser, panels_home):
     """The network is lost, the model is unloaded during an answer, and the server restarts."""
     notes = "[role=status].notes"
     with window(browser, viewport=PHONE, expected="ERR_|503|404|409") as context:
@@ -359,13 +354,13 @@ TABLE = "document.querySelector('.assistant table').outerHTML"
 LAST_ANSWER = "[...document.querySelectorAll('.assistant')].at(-1).textContent"
 
 
-def wait_for_answer(page: Page, text: str) -> None:
+def wait_for_answer(page, text):
     """Wait until the last answer contains a text. Locators of Playwright take seconds among 2,000 messages."""
     while text not in page.evaluate(LAST_ANSWER):
         page.wait_for_timeout(200)
 
 
-def test_large_conversations_and_answers_stay_responsive(browser: Browser, tmp_path: Path) -> None:
+def test_large_conversations_and_answers_stay_responsive(browser, tmp_path):
     """Prints the durations of tasks and frames. The limits are wide, because other programs use the processor too."""
     roles = ("user", "assistant")
     messages = [{"role": role, "content": f"{role} {at}\n\n- **item**"} for at in range(1000) for role in roles]
@@ -414,7 +409,7 @@ def test_large_conversations_and_answers_stay_responsive(browser: Browser, tmp_p
         assert lists[:3] == [[1, 50], [51, 50], [101, 20]]
 
 
-def test_two_tabs_and_a_full_storage_lose_no_message(browser: Browser, paced: Lab) -> None:
+def test_two_tabs_and_a_full_storage_lose_no_message(browser, paced):
     with window(browser, viewport=DESKTOP) as context:
         one = open_page(context, paced)
         expect(ask(one, "Both.")).to_contain_text("tok/s")

@@ -1,13 +1,11 @@
 """Test the chat panel by mouse and by keyboard."""
 
-from __future__ import annotations
-
 from playwright.sync_api import expect
 
-from tests.support.browser import LONG_ANSWER, Tab, ask
+from tests.support.browser import LONG_ANSWER, ask
 
 
-def test_an_answer_streams_and_ends_with_its_cost(panels: Tab) -> None:
+def test_an_answer_streams_and_ends_with_its_cost(panels):
     chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     expect(chat.get_by_role("button", name="Stop")).to_be_visible()
     answer = chat.locator(".assistant .text:not(.dim)").last
@@ -22,7 +20,7 @@ def test_an_answer_streams_and_ends_with_its_cost(panels: Tab) -> None:
     expect(chat.get_by_label("message")).to_be_focused()
 
 
-def test_an_answer_is_stopped_by_mouse_and_the_transcript_cleared(panels: Tab) -> None:
+def test_an_answer_is_stopped_by_mouse_and_the_transcript_cleared(panels):
     chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer begins")
     chat.get_by_role("button", name="Stop").click()
@@ -32,7 +30,7 @@ def test_an_answer_is_stopped_by_mouse_and_the_transcript_cleared(panels: Tab) -
     expect(chat.locator(".assistant")).to_have_count(0)
 
 
-def test_html_in_a_message_is_shown_as_text(panels: Tab) -> None:
+def test_html_in_a_message_is_shown_as_text(panels):
     text = "<img src=x onerror=alert(1)><script>alert(2)</script> **&amp;**"
     chat = ask(panels, text)
     expect(chat.locator(".user .text:not(.dim)").last).to_have_text(text)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import expect
 
 from tests.support.browser import (
     ALL_EVENTS,
@@ -18,8 +17,6 @@ from tests.support.browser import (
     RESET_EVENTS,
     SCRIPTED_EVENTS,
     SLEEP,
-    JupyterLab,
-    Tab,
     seconds,
     serious_violations,
     sleeping,
@@ -37,7 +34,7 @@ VISIBLE = """(box) => {
 
 
 @pytest.fixture(scope="module")
-def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
+def notebook(tab, jupyterlab):
     jupyterlab.write("events.ipynb", [SCRIPTED_EVENTS, "compose_panels(bench, ['events'])", SLEEP])
     tab.open("events.ipynb")
     tab.run(0)
@@ -49,20 +46,20 @@ def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
 
 
 @pytest.fixture
-def events(notebook: Tab) -> Tab:
+def events(notebook):
     """A notebook with the panel, without rows; its daemon has not sent events yet."""
     notebook.kernel(RESET_EVENTS)
     expect(rows(notebook)).to_have_count(0)
     return notebook
 
 
-def rows(tab: Tab) -> Locator:
+def rows(tab):
     """Return the rows that are elements of the page."""
     return tab.panel("Events").locator(".rows tbody:nth-of-type(2) tr")
 
 
 @pytest.mark.long
-def test_ten_thousand_events_per_second_do_not_overload_the_browser(events: Tab) -> None:
+def test_ten_thousand_events_per_second_do_not_overload_the_browser(events):
     panel = events.panel("Events")
     comm = events.kernel("print(panel.comm.comm_id)")
     events.kernel("daemon = Flood(10_000)\nbench.follow_events(daemon)")
@@ -89,7 +86,7 @@ def test_ten_thousand_events_per_second_do_not_overload_the_browser(events: Tab)
     assert len(own) <= MAX_UPDATES_PER_S * seconds(messages) + 5
 
 
-def test_a_decision_is_sent_while_a_cell_sleeps(events: Tab) -> None:
+def test_a_decision_is_sent_while_a_cell_sleeps(events):
     panel = events.panel("Events")
     # From a thread, because the cell blocks the kernel's loop.
     events.kernel(
@@ -112,7 +109,7 @@ def test_a_decision_is_sent_while_a_cell_sleeps(events: Tab) -> None:
     ]
 
 
-def test_rows_in_view_stay_while_others_arrive(events: Tab) -> None:
+def test_rows_in_view_stay_while_others_arrive(events):
     panel = events.panel("Events")
     box = panel.get_by_label("rows")
     events.kernel("give(*(log.event('x.n', f'number {n:04}') for n in range(1000)))")
@@ -137,7 +134,7 @@ def test_rows_in_view_stay_while_others_arrive(events: Tab) -> None:
     assert box.evaluate(VISIBLE)[-1] == '"later 4199"'
 
 
-def test_an_event_is_shown_and_copied_as_text(events: Tab) -> None:
+def test_an_event_is_shown_and_copied_as_text(events):
     panel = events.panel("Events")
     events.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -157,7 +154,7 @@ def test_an_event_is_shown_and_copied_as_text(events: Tab) -> None:
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_a_session_can_be_followed_and_stopped_with_enough_contrast(events: Tab, theme: str) -> None:
+def test_a_session_can_be_followed_and_stopped_with_enough_contrast(events, theme):
     panel = events.panel("Events")
     events.kernel(ALL_EVENTS)
     panel.get_by_label("session", exact=True).select_option("ses-1")

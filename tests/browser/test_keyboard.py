@@ -1,9 +1,5 @@
 """Test that all controls of the panels can be reached, recognized and used with the keyboard alone."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 from playwright.sync_api import expect
 
@@ -16,14 +12,12 @@ from tests.support.browser import (
     OUTLINE,
     RESET_EVENTS,
     SCRIPTED_EVENTS,
-    JupyterLab,
-    Tab,
     ask_echo,
 )
 
 
 @pytest.fixture(scope="module")
-def all_panels(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
+def all_panels(tab, jupyterlab):
     """A notebook with all panels, with the events of a scripted daemon, a conversation and a ranking."""
     jupyterlab.write(
         "keyboard.ipynb",
@@ -44,12 +38,12 @@ def all_panels(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
 
 
 @pytest.mark.parametrize("name", ["Models", "Metrics", "Chat", "Rerank", "Events"])
-def test_tab_reaches_every_control_in_order_and_each_has_a_name(all_panels: Tab, name: str) -> None:
+def test_tab_reaches_every_control_in_order_and_each_has_a_name(all_panels, name):
     panel = all_panels.panel(name)
     for fold in panel.locator("summary:visible").all():
         if not fold.evaluate("node => node.parentElement.open"):
             fold.press("Enter")
-    reached: list[int] = []
+    reached = []
     count = panel.evaluate(MARK_CONTROLS)
     while (focused := all_panels.page.evaluate(FOCUSED_CONTROL)) is not None:
         assert all_panels.page.evaluate(OUTLINE) != "none", f"control {focused} shows no focus"
@@ -63,7 +57,7 @@ def test_tab_reaches_every_control_in_order_and_each_has_a_name(all_panels: Tab,
     assert [role for role, label in controls if not label] == []
 
 
-def test_a_question_is_edited_saved_and_loaded_by_keyboard(all_panels: Tab) -> None:
+def test_a_question_is_edited_saved_and_loaded_by_keyboard(all_panels):
     page, chat = all_panels.page, all_panels.panel("Chat")
     answers = chat.locator(".assistant .text:not(.dim)")
     ask_echo(all_panels, "Second.")

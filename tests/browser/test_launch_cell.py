@@ -1,24 +1,18 @@
 """Test the launch cell in JupyterLab."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import JupyterLab, Tab
-
 
 @pytest.fixture(scope="module", autouse=True)
-def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[None]:
+def notebook(tab, jupyterlab):
     jupyterlab.write("launch.ipynb", ["import lmx_lab\nlab = lmx_lab.launch('tiny', port=0)\nlab"])
     tab.open("launch.ipynb")
     yield
     tab.close_notebook()
 
 
-def test_the_launch_cell_shows_the_lab_and_its_addresses(tab: Tab) -> None:
+def test_the_launch_cell_shows_the_lab_and_its_addresses(tab):
     shown = tab.run(0)
     url = tab.kernel("print(lab.url)")
     expect(shown).to_contain_text(url)

@@ -1,11 +1,9 @@
 """Test the lens panel: keyboard, branches, 4,000 tokens, themes, narrow windows, and its content without a kernel."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import CONTRASTS, MIN_CONTRAST, Tab, serious_violations
+from tests.support.browser import CONTRASTS, MIN_CONTRAST, serious_violations
 
 PANEL = "lens"
 """The panel that ``one_panel`` shows."""
@@ -27,7 +25,7 @@ SMOOTH_MS = 200
 """It is generous, because other tests may use the processors."""
 
 
-def test_tokens_alternatives_and_branches_are_used_by_keyboard(one_panel: Tab) -> None:
+def test_tokens_alternatives_and_branches_are_used_by_keyboard(one_panel):
     panel, page = one_panel.panel("Lens"), one_panel.page
     expect(panel.get_by_text("No answer yet")).to_be_visible()
     one_panel.kernel(SHORT)
@@ -69,7 +67,7 @@ def test_tokens_alternatives_and_branches_are_used_by_keyboard(one_panel: Tab) -
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_the_panel_is_accessible_and_readable_in_both_themes_and_in_400_pixels(one_panel: Tab, theme: str) -> None:
+def test_the_panel_is_accessible_and_readable_in_both_themes_and_in_400_pixels(one_panel, theme):
     panel = one_panel.panel("Lens")
     one_panel.kernel(SHORT)
     tokens = panel.get_by_role("listbox", name="tokens")
@@ -92,7 +90,7 @@ def test_the_panel_is_accessible_and_readable_in_both_themes_and_in_400_pixels(o
     assert overflow <= 0
 
 
-def test_4000_tokens_scroll_smoothly_and_are_in_the_saved_notebook(one_panel: Tab) -> None:
+def test_4000_tokens_scroll_smoothly_and_are_in_the_saved_notebook(one_panel):
     panel = one_panel.panel("Lens")
     one_panel.kernel(LONG)
     tokens = panel.get_by_role("listbox", name="tokens")

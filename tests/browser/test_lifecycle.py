@@ -1,13 +1,9 @@
 """Test notebooks whose kernel restarts or dies, whose cells run again, or that attach to another notebook's lab."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import JupyterLab, Tab, ask_echo
+from tests.support.browser import ask_echo
 
 NAME = "lifecycle.ipynb"
 ATTACHED = "attached.ipynb"
@@ -22,7 +18,7 @@ CANCELLED = "create_subshell_request message before replies were done"
 
 
 @pytest.fixture(scope="module")
-def opened(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
+def opened(tab, jupyterlab):
     """A notebook whose lab runs on the kernel's loop."""
     jupyterlab.write(
         NAME,
@@ -39,14 +35,14 @@ def opened(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
 
 
 @pytest.fixture
-def notebook(opened: Tab) -> Tab:
+def notebook(opened):
     """The notebook after all of its cells have run."""
     opened.open(NAME)
     run_all(opened)
     return opened
 
 
-def run_all(tab: Tab) -> None:
+def run_all(tab):
     tab.command("notebook:run-all-cells")
     for name in PANELS:
         expect(tab.panel(name)).to_have_count(1)
@@ -54,7 +50,7 @@ def run_all(tab: Tab) -> None:
     assert tab.kernel("print(lab.panel() is not None)") == "True"
 
 
-def test_running_all_cells_again_keeps_the_lab_and_the_conversation(notebook: Tab) -> None:
+def test_running_all_cells_again_keeps_the_lab_and_the_conversation(notebook):
     url = notebook.kernel("print(lab.url)")
     chat = ask_echo(notebook, "Before.")
     run_all(notebook)
@@ -64,7 +60,7 @@ def test_running_all_cells_again_keeps_the_lab_and_the_conversation(notebook: Ta
     expect(notebook.page.locator(NOTES)).to_have_count(0)
 
 
-def test_a_restarted_kernel_shows_one_note_until_the_cells_run_again(notebook: Tab) -> None:
+def test_a_restarted_kernel_shows_one_note_until_the_cells_run_again(notebook):
     notebook.restart()
     for name in PANELS:
         expect(notebook.panel(name).locator(".state")).to_have_text("disconnected")
@@ -76,7 +72,7 @@ def test_a_restarted_kernel_shows_one_note_until_the_cells_run_again(notebook: T
     notebook.forgive(NOT_FOUND)
 
 
-def test_a_second_notebook_attaches_to_the_lab_of_the_first(notebook: Tab, jupyterlab: JupyterLab) -> None:
+def test_a_second_notebook_attaches_to_the_lab_of_the_first(notebook, jupyterlab):
     url = notebook.kernel("print(lab.url)")
     jupyterlab.write(ATTACHED, [f"import lmx_lab\nlab = lmx_lab.attach({url!r})", "lab.panel()"])
     notebook.open(ATTACHED)
@@ -102,7 +98,7 @@ def test_a_second_notebook_attaches_to_the_lab_of_the_first(notebook: Tab, jupyt
         notebook.close_notebook()
 
 
-def test_a_notebook_reopened_after_its_kernel_died_shows_what_was_seen(notebook: Tab) -> None:
+def test_a_notebook_reopened_after_its_kernel_died_shows_what_was_seen(notebook):
     ask_echo(notebook, "Remember this.")
     expect(notebook.outputs(SHOWN).locator(".lmx-snapshot")).to_contain_text("Remember this.")
     notebook.save()

@@ -1,13 +1,11 @@
 """Test the metrics panel: its charts, pause and the length of its time axis."""
 
-from __future__ import annotations
-
 from playwright.sync_api import expect
 
-from tests.support.browser import LONG_ANSWER, Tab, ask, chart_moves, drawn
+from tests.support.browser import LONG_ANSWER, ask, chart_moves, drawn
 
 
-def test_the_chart_moves_while_an_answer_streams(panels: Tab) -> None:
+def test_the_chart_moves_while_an_answer_streams(panels):
     metrics = panels.panel("Metrics")
     ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     decode = metrics.locator("figcaption").first.locator("b").first
@@ -18,7 +16,7 @@ def test_the_chart_moves_while_an_answer_streams(panels: Tab) -> None:
     panels.wait(lambda: float(decode.inner_text().split()[0]) == 0, "it is over")
 
 
-def test_a_paused_chart_does_not_change_until_it_is_resumed(panels: Tab) -> None:
+def test_a_paused_chart_does_not_change_until_it_is_resumed(panels):
     metrics = panels.panel("Metrics")
     chart_moves(panels)
     metrics.get_by_role("button", name="Pause").click()
@@ -32,7 +30,7 @@ def test_a_paused_chart_does_not_change_until_it_is_resumed(panels: Tab) -> None
     panels.wait(lambda: drawn(panels) != still, "the chart moves again")
 
 
-def test_the_window_is_chosen_by_keyboard(panels: Tab) -> None:
+def test_the_window_is_chosen_by_keyboard(panels):
     window = panels.panel("Metrics").get_by_label("window")
     window.focus()
     panels.page.keyboard.press("End")
@@ -43,7 +41,7 @@ def test_the_window_is_chosen_by_keyboard(panels: Tab) -> None:
     expect(window).to_be_focused()
 
 
-def test_keys_on_a_button_are_not_commands_of_the_notebook(panels: Tab) -> None:
+def test_keys_on_a_button_are_not_commands_of_the_notebook(panels):
     cells = panels.page.locator(".jp-Notebook:visible .jp-Cell")
     before = cells.count()
     panels.panel("Metrics").get_by_role("button", name="Pause").focus()
@@ -55,7 +53,7 @@ def test_keys_on_a_button_are_not_commands_of_the_notebook(panels: Tab) -> None:
     assert cells.count() == before
 
 
-def test_the_values_of_a_chart_are_also_a_table_and_a_data_frame(panels: Tab) -> None:
+def test_the_values_of_a_chart_are_also_a_table_and_a_data_frame(panels):
     table = panels.panel("Metrics").locator("table").first
     panels.wait(lambda: table.locator("tbody tr").count() > 1, "rows are written")
     assert "decode_tokens_per_second" in panels.kernel("print(list(lab.metrics().df))")

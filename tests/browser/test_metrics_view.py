@@ -1,12 +1,8 @@
 """Test what the module of the metrics panel draws, and when, on an empty page that tests scroll and resize."""
 
-from __future__ import annotations
-
 from base64 import b64encode
-from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page
 
 from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, pack_columns, window
@@ -61,7 +57,7 @@ ROWS = f"""(canvases) => canvases.map((canvas) => {{
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+def page(browser):
     """The panel below the visible part of the page. Twenty seconds of the minute have no samples."""
     samples = [Sample(at=NOON + number / 2, **VALUES) for number in range(121) if not 40 < number < 80]
     frame = pack_columns(window(samples, window_s=60), samples[-1].at)
@@ -71,7 +67,7 @@ def page(browser: Browser) -> Iterator[Page]:
         "server": {"state": "running", "place": "the kernel's loop", "note": ""},
     }
     page = browser.new_page()
-    errors: list[str] = []
+    errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.set_content(PAGE.format(css=assets.styles(*MetricsPanel.STYLES)))
     page.evaluate(RENDER, [assets.script(*MetricsPanel.SCRIPTS), state, b64encode(frame).decode()])
@@ -80,14 +76,14 @@ def page(browser: Browser) -> Iterator[Page]:
     assert not errors
 
 
-def see(page: Page) -> Locator:
+def see(page):
     page.evaluate("document.getElementById('above').remove()")
     canvas = page.locator("canvas").first
     page.wait_for_function(f"() => ({COLUMNS})(document.querySelector('canvas')).includes(true)")
     return canvas
 
 
-def test_a_chart_out_of_view_is_not_drawn(page: Page) -> None:
+def test_a_chart_out_of_view_is_not_drawn(page):
     canvas = page.locator("canvas").first
     page.evaluate("listeners.get('change:frame').forEach((f) => f())")
     page.evaluate(NEXT_FRAMES)
@@ -95,8 +91,8 @@ def test_a_chart_out_of_view_is_not_drawn(page: Page) -> None:
     see(page)
 
 
-def test_a_gap_has_no_line(page: Page) -> None:
-    drawn: list[bool] = see(page).evaluate(COLUMNS)
+def test_a_gap_has_no_line(page):
+    drawn = see(page).evaluate(COLUMNS)
     first, last = drawn.index(True), len(drawn) - drawn[::-1].index(True)
     width = last - first
     gap = drawn[first + int(0.38 * width) : first + int(0.62 * width)]
@@ -106,7 +102,7 @@ def test_a_gap_has_no_line(page: Page) -> None:
     assert all(drawn[first + int(0.7 * width) : last])
 
 
-def test_every_chart_shows_all_its_lines_inside_its_limits(page: Page) -> None:
+def test_every_chart_shows_all_its_lines_inside_its_limits(page):
     see(page)
     page.evaluate(NEXT_FRAMES)
     shown = page.locator("canvas").evaluate_all(ROWS)
@@ -117,7 +113,7 @@ def test_every_chart_shows_all_its_lines_inside_its_limits(page: Page) -> None:
         assert 0.05 < min(rows) <= max(rows) < 0.9
 
 
-def test_a_chart_follows_the_width(page: Page) -> None:
+def test_a_chart_follows_the_width(page):
     canvas = see(page)
     wide = canvas.evaluate("canvas => canvas.width")
     page.evaluate("document.getElementById('view').style.width = '400px'")
@@ -125,7 +121,7 @@ def test_a_chart_follows_the_width(page: Page) -> None:
     assert page.evaluate("document.getElementById('view').scrollWidth") == 400
 
 
-def test_a_closed_view_removes_its_listeners(page: Page) -> None:
+def test_a_closed_view_removes_its_listeners(page):
     see(page)
     page.evaluate("leave()")
     assert page.evaluate("[...listeners.values()].flat().length") == 0

@@ -1,15 +1,13 @@
 """Test the models panel by mouse and by keyboard."""
 
-from __future__ import annotations
-
 import re
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 
 from lmx_lab.panels import assets
 from lmx_lab.panels.models import ModelsPanel
 from lmx_lab.qr_code import data_uri
-from tests.support.browser import LONG_ANSWER, Tab, ask, model_button, model_row
+from tests.support.browser import LONG_ANSWER, ask, model_button, model_row
 
 # The panel on an empty page. Its kernel replies when a direct request was sent to the server, which does not respond.
 SCRIPT = """async ([code, phone_code]) => {
@@ -41,7 +39,7 @@ store_speeds(lab.settings, Speeds(model="smollm2-135m", measured_at=0, busy_perc
 UNMEASURED = "(lab.settings.home / FILE).unlink()"
 
 
-def test_each_model_has_its_engine_and_one_line_says_which_is_faster(panels: Tab) -> None:
+def test_each_model_has_its_engine_and_one_line_says_which_is_faster(panels):
     # With other panels beside it, not all columns are visible, but this one is.
     expect(panels.panel("Models").get_by_role("columnheader", name="engine")).to_be_visible()
     expect(model_row(panels, "tiny").get_by_role("cell", name="mlx").first).to_be_visible()
@@ -55,7 +53,7 @@ def test_each_model_has_its_engine_and_one_line_says_which_is_faster(panels: Tab
     expect(line).to_have_count(0)
 
 
-def test_load_and_unload_by_mouse(panels: Tab) -> None:
+def test_load_and_unload_by_mouse(panels):
     model_button(panels, "Load tiny-two").click()
     expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
     expect(model_row(panels, "tiny")).to_contain_text("on disk")
@@ -65,7 +63,7 @@ def test_load_and_unload_by_mouse(panels: Tab) -> None:
     assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
-def test_load_and_unload_by_keyboard_keep_the_focus(panels: Tab) -> None:
+def test_load_and_unload_by_keyboard_keep_the_focus(panels):
     name = panels.panel("Models").get_by_label("model to load")
     name.focus()
     panels.page.keyboard.type("tiny-two")
@@ -82,13 +80,13 @@ def test_load_and_unload_by_keyboard_keep_the_focus(panels: Tab) -> None:
     expect(model_button(panels, "Load tiny-two")).to_be_focused()
 
 
-def test_a_double_click_on_load_loads_once(panels: Tab) -> None:
+def test_a_double_click_on_load_loads_once(panels):
     model_button(panels, "Load tiny-two").dblclick()
     expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
     assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny-two"
 
 
-def test_loading_an_unknown_model_is_an_error_that_can_be_dismissed(panels: Tab) -> None:
+def test_loading_an_unknown_model_is_an_error_that_can_be_dismissed(panels):
     panels.panel("Models").get_by_label("model to load").fill("<b>no</b>/<img src=x onerror=alert(1)>")
     panels.page.keyboard.press("Enter")
     strip = panels.panel("Models").get_by_role("alert")
@@ -97,7 +95,7 @@ def test_loading_an_unknown_model_is_an_error_that_can_be_dismissed(panels: Tab)
     expect(strip).to_be_hidden()
 
 
-def test_a_load_waits_for_a_running_answer_and_shows_it(panels: Tab) -> None:
+def test_a_load_waits_for_a_running_answer_and_shows_it(panels):
     chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer has started")
     model_button(panels, "Load tiny-two").click()
@@ -107,7 +105,7 @@ def test_a_load_waits_for_a_running_answer_and_shows_it(panels: Tab) -> None:
     expect(chat.locator(".assistant").last).to_contain_text("stopped")
 
 
-def test_an_unload_says_how_many_answers_are_left_and_can_wait_or_stop_them(panels: Tab) -> None:
+def test_an_unload_says_how_many_answers_are_left_and_can_wait_or_stop_them(panels):
     chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
     panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer has started")
     model_button(panels, "Unload tiny").click()
@@ -133,7 +131,7 @@ def test_an_unload_says_how_many_answers_are_left_and_can_wait_or_stop_them(pane
     assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
-def panel_alone(browser: Browser, phone_code: str = "") -> Page:
+def panel_alone(browser, phone_code=""):
     page = browser.new_page()
     # A page of this machine, so that the server's own address is used.
     page.route("http://localhost/", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))
@@ -142,7 +140,7 @@ def panel_alone(browser: Browser, phone_code: str = "") -> Page:
     return page
 
 
-def test_the_qr_code_of_the_chat_page_is_shown_if_there_is_one(browser: Browser) -> None:
+def test_the_qr_code_of_the_chat_page_is_shown_if_there_is_one(browser):
     page = panel_alone(browser, data_uri("http://192.0.2.5:8400"))
     page.get_by_text("QR code for phones").click()
     image = page.get_by_role("img", name="QR code of the LAN address")
@@ -154,7 +152,7 @@ def test_the_qr_code_of_the_chat_page_is_shown_if_there_is_one(browser: Browser)
     page.close()
 
 
-def test_a_direct_request_is_aborted_when_the_kernel_answers(browser: Browser) -> None:
+def test_a_direct_request_is_aborted_when_the_kernel_answers(browser):
     page = panel_alone(browser)
     page.get_by_role("button", name="Unload tiny").click()
     requested = page.wait_for_function(

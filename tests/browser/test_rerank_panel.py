@@ -1,22 +1,20 @@
 """Test the rerank panel by mouse and by keyboard."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import expect
 
-from tests.support.browser import DOCUMENTS, Tab, rank
+from tests.support.browser import DOCUMENTS, rank
 
 
-def column(rerank: Locator, name: str) -> list[str]:
+def column(rerank, name):
     at = ["rank", "score", "document", "index", "change"].index(name) + 1
     return rerank.locator(f"tbody td:nth-child({at})").all_inner_texts()
 
 
 @pytest.mark.parametrize("way", ["mouse", "keyboard"])
-def test_documents_are_ranked_and_sorted(panels: Tab, way: str) -> None:
+def test_documents_are_ranked_and_sorted(panels, way):
     rerank = rank(panels, "\n".join(DOCUMENTS))
     expect(rerank.locator("tbody tr")).to_have_count(3)
     assert column(rerank, "rank") == ["1", "2", "3"]
@@ -35,7 +33,7 @@ def test_documents_are_ranked_and_sorted(panels: Tab, way: str) -> None:
         expect(button).to_be_focused()
 
 
-def test_documents_with_html_and_script_are_shown_as_text(panels: Tab) -> None:
+def test_documents_with_html_and_script_are_shown_as_text(panels):
     documents = ["<script>alert(1)</script>", "<img src=x onerror=alert(2)>", "<b>the cat</b> &amp;"]
     rerank = rank(panels, json.dumps(documents))
     expect(rerank.locator("tbody tr")).to_have_count(3)
@@ -44,7 +42,7 @@ def test_documents_with_html_and_script_are_shown_as_text(panels: Tab) -> None:
     expect(rerank.locator("tbody :is(script, img, b)")).to_have_count(0)
 
 
-def test_ten_thousand_documents_are_shown_in_pages(panels: Tab) -> None:
+def test_ten_thousand_documents_are_shown_in_pages(panels):
     # As JSON in one line, because Playwright takes minutes to type ten thousand lines.
     rerank = rank(panels, json.dumps([f"the cat {number}" for number in range(10_000)]))
     expect(rerank).to_contain_text("of 10,000")

@@ -1,17 +1,13 @@
 """Test the rerank panel: long documents, errors, cancelling, and the focus."""
 
-from __future__ import annotations
-
-from playwright.sync_api import Locator, expect
-
-from tests.support.browser import Tab
+from playwright.sync_api import expect
 
 DOCUMENTS = "Bread is baked.\nright to left: \u202eabc\n" + "A long one. " * 100
 SLOW = "import asyncio\nlab.workbench.backend.rerank = lambda *_, **__: asyncio.sleep(3600)"
 """A ranking then takes until it is cancelled."""
 
 
-def send(tab: Tab, documents: str, query: str) -> Locator:
+def send(tab, documents, query):
     """Fill in the form, send it by keyboard, and return the panel."""
     panel = tab.panel("Rerank")
     panel.get_by_label("Query").fill(query)
@@ -20,14 +16,14 @@ def send(tab: Tab, documents: str, query: str) -> Locator:
     return panel
 
 
-def rank(tab: Tab, query: str) -> Locator:
+def rank(tab, query):
     """Rank documents, and wait for the result. Each test has another query."""
     panel = send(tab, DOCUMENTS, query)
     expect(panel.get_by_role("status").filter(has_text=query)).to_be_visible()
     return panel
 
 
-def test_a_long_document_opens_and_closes(panels: Tab) -> None:
+def test_a_long_document_opens_and_closes(panels):
     panel = rank(panels, "What is long?")
     cell = panel.locator("td.document", has_text="A long one.")
     cell.get_by_role("button", name="more").focus()
@@ -40,7 +36,7 @@ def test_a_long_document_opens_and_closes(panels: Tab) -> None:
     assert "right to left: \\u202eabc" in panel.locator("tbody").inner_text()
 
 
-def test_errors_in_the_form_are_shown(panels: Tab) -> None:
+def test_errors_in_the_form_are_shown(panels):
     panel = send(panels, "", "q")
     expect(panel.get_by_role("alert")).to_contain_text("no documents")
     send(panels, "[1, 2]", "q")
@@ -53,7 +49,7 @@ def test_errors_in_the_form_are_shown(panels: Tab) -> None:
     expect(panel.get_by_role("alert")).to_be_hidden()
 
 
-def test_a_long_ranking_can_be_cancelled(panels: Tab) -> None:
+def test_a_long_ranking_can_be_cancelled(panels):
     panels.kernel(SLOW)
     panel = send(panels, DOCUMENTS, "How long?")
     panel.get_by_role("button", name="Cancel").focus()
@@ -64,7 +60,7 @@ def test_a_long_ranking_can_be_cancelled(panels: Tab) -> None:
     panels.kernel("del lab.workbench.backend.rerank")
 
 
-def test_replaced_rows_keep_the_focus_in_the_table(panels: Tab) -> None:
+def test_replaced_rows_keep_the_focus_in_the_table(panels):
     panel = rank(panels, "Where was I?")
     panel.get_by_role("button", name="more").focus()
     panels.kernel("lab.panel('rerank')._handle_custom_msg({'id': 'x', 'do': 'sort', 'column': 'score'}, [])")
@@ -72,7 +68,7 @@ def test_replaced_rows_keep_the_focus_in_the_table(panels: Tab) -> None:
     expect(panel.get_by_role("group", name="result")).to_be_focused()
 
 
-def test_a_result_in_a_cell_is_a_table_that_sorts(panels: Tab) -> None:
+def test_a_result_in_a_cell_is_a_table_that_sorts(panels):
     panels.add_cell("lab.rerank('salt', ['bread', '<i>salt</i>', 'sea'])")
     table = panels.run(3).locator("section.lmx")
     expect(table.locator("tbody tr")).to_have_count(3)

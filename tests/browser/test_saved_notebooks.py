@@ -1,16 +1,13 @@
 """Test saved notebooks: their size, and what they display without a kernel."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import LAUNCH, JupyterLab, Tab, panel_names, serious_violations, updates
+from tests.support.browser import LAUNCH, panel_names, serious_violations, updates
 
 MAX_BYTES = 300_000
 UPDATES = 1000
@@ -26,7 +23,7 @@ WITHOUT_KERNEL = "reading 'kernel'"
 
 
 @pytest.fixture(scope="module")
-def saved(tab: Tab, jupyterlab: JupyterLab) -> str:
+def saved(tab, jupyterlab):
     """A saved notebook with panels and a lab, whose kernel has ended. Returns the address of the lab."""
     jupyterlab.write(NAME, [LAUNCH.format(loop="thread"), "lab", "lab.panel()", "lab.panel('rerank')"])
     tab.open(NAME)
@@ -42,13 +39,13 @@ def saved(tab: Tab, jupyterlab: JupyterLab) -> str:
 
 
 @pytest.fixture
-def closing(tab: Tab) -> Iterator[None]:
+def closing(tab):
     yield
     tab.close_notebook()
 
 
 @pytest.mark.long
-def test_a_thousand_updates_do_not_grow_the_notebook(panels: Tab, jupyterlab: JupyterLab) -> None:
+def test_a_thousand_updates_do_not_grow_the_notebook(panels, jupyterlab):
     (metrics,) = [comm for comm, name in panel_names(panels).items() if name == "metrics"]
     expect(panels.panel("Metrics").locator("canvas").first).to_be_visible()
     # Hidden, because a browser cannot draw so often.
@@ -69,7 +66,7 @@ def test_a_thousand_updates_do_not_grow_the_notebook(panels: Tab, jupyterlab: Ju
     assert len(text) < MAX_BYTES
 
 
-def test_without_a_kernel_the_snapshot_is_shown(tab: Tab, saved: str, closing: None) -> None:
+def test_without_a_kernel_the_snapshot_is_shown(tab, saved, closing):
     tab.open(NAME, kernel=False)
     expect(tab.outputs(1)).to_contain_text(saved)
     expect(tab.outputs(2)).to_contain_text("tiny-two")
@@ -91,7 +88,7 @@ def test_without_a_kernel_the_snapshot_is_shown(tab: Tab, saved: str, closing: N
     tab.forgive(WITHOUT_KERNEL)
 
 
-def test_with_a_new_kernel_the_snapshot_is_shown_until_the_cell_runs_again(tab: Tab, saved: str, closing: None) -> None:
+def test_with_a_new_kernel_the_snapshot_is_shown_until_the_cell_runs_again(tab, saved, closing):
     tab.open(NAME)
     tab.wait(lambda: any(NOT_FOUND in each for each in tab.complaints), "JupyterLab misses the widgets")
     expect(tab.outputs(1).get_by_text("model not found")).to_have_count(1)
@@ -104,7 +101,7 @@ def test_with_a_new_kernel_the_snapshot_is_shown_until_the_cell_runs_again(tab: 
     tab.forgive(NOT_FOUND)
 
 
-def test_converted_to_html_the_snapshot_is_shown_once(saved: str, jupyterlab: JupyterLab) -> None:
+def test_converted_to_html_the_snapshot_is_shown_once(saved, jupyterlab):
     command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "html", "--stdout", jupyterlab.folder / NAME]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.count(saved) == 2, "in the outputs of two cells"

@@ -1,17 +1,15 @@
 """Test that all panels are accessible and that their text has enough contrast, in the light and the dark theme."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import CONTRASTS, DOCUMENTS, LAUNCH, MIN_CONTRAST, Tab, ask, rank, serious_violations
+from tests.support.browser import CONTRASTS, DOCUMENTS, LAUNCH, MIN_CONTRAST, ask, rank, serious_violations
 
 GRID = ".jp-Notebook:not(.lm-mod-hidden) .widget-gridbox"
 PANELS = ("Models", "Metrics", "Chat", "Rerank")
 
 
-def fill(tab: Tab) -> None:
+def fill(tab):
     """Show text in all parts of the panels: an answer, a ranking, an error, and opened details."""
     chat = ask(tab, "What can be read?")
     expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
@@ -21,16 +19,16 @@ def fill(tab: Tab) -> None:
     expect(tab.panel("Models").get_by_role("alert")).to_contain_text("nothing/like-this")
 
 
-def contrasts(tab: Tab) -> dict[str, float]:
+def contrasts(tab):
     """Return the lowest contrast of each text."""
-    found: dict[str, float] = {}
+    found = {}
     for name in PANELS:
         for text, contrast in tab.panel(name).first.evaluate(CONTRASTS):
             found[f"{name}: {text}"] = min(contrast, found.get(f"{name}: {text}", 21))
     return found
 
 
-def test_the_contrast_measurement_is_correct(tab: Tab) -> None:
+def test_the_contrast_measurement_is_correct(tab):
     tab.page.evaluate(
         """() => document.body.insertAdjacentHTML("beforeend", `<div id="measured" style="background: #fff">
             <p style="color: #767676">just enough</p><p style="color: #000; opacity: 0.5">faded</p>
@@ -47,7 +45,7 @@ def test_the_contrast_measurement_is_correct(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_the_panels_are_accessible_and_all_text_has_enough_contrast(panels: Tab, theme: str) -> None:
+def test_the_panels_are_accessible_and_all_text_has_enough_contrast(panels, theme):
     panels.theme(theme)
     try:
         fill(panels)

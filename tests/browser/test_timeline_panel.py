@@ -1,11 +1,9 @@
 """Test the timeline panel: bars, keyboard, themes, narrow windows, and following many requests without growth."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import CONTRASTS, MIN_CONTRAST, Tab, serious_violations
+from tests.support.browser import CONTRASTS, MIN_CONTRAST, serious_violations
 
 PANEL = "timeline"
 """The panel that ``one_panel`` shows."""
@@ -14,7 +12,7 @@ NODES = "(node) => node.querySelectorAll('*').length"
 MAX_LANES = 20
 
 
-def test_requests_are_explained_and_the_view_is_paused_by_keyboard(one_panel: Tab) -> None:
+def test_requests_are_explained_and_the_view_is_paused_by_keyboard(one_panel):
     panel, page = one_panel.panel("Timeline"), one_panel.page
     expect(panel.get_by_text("No request has run yet")).to_be_visible()
     one_panel.kernel(CHATS.format(count=1))
@@ -39,7 +37,7 @@ def test_requests_are_explained_and_the_view_is_paused_by_keyboard(one_panel: Ta
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_the_panel_is_accessible_and_readable_in_both_themes_and_in_400_pixels(one_panel: Tab, theme: str) -> None:
+def test_the_panel_is_accessible_and_readable_in_both_themes_and_in_400_pixels(one_panel, theme):
     panel = one_panel.panel("Timeline")
     one_panel.kernel(CHATS.format(count=1))
     expect(panel.get_by_role("listitem").first).to_be_visible()
@@ -60,7 +58,7 @@ def test_the_panel_is_accessible_and_readable_in_both_themes_and_in_400_pixels(o
     assert overflow <= 0
 
 
-def test_the_view_does_not_grow_with_the_number_of_requests(one_panel: Tab) -> None:
+def test_the_view_does_not_grow_with_the_number_of_requests(one_panel):
     panel = one_panel.panel("Timeline")
     lanes = panel.get_by_role("listitem")
     sizes = []

@@ -1,14 +1,11 @@
 """Test the size of the panels' code and the rate of messages. All browser tests check that no other host is used."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.sync_api import expect
 
 from tests.support.browser import (
     LONG_ANSWER,
     MAX_UPDATES_PER_S,
-    Tab,
     ask,
     model_button,
     model_row,
@@ -20,14 +17,14 @@ from tests.support.browser import (
 MAX_CODE_BYTES = 84 * 1024
 
 
-def test_the_code_of_all_panels_is_small(panels: Tab) -> None:
+def test_the_code_of_all_panels_is_small(panels):
     code = int(panels.kernel("print(sum(len(panel._esm.encode()) for panel in lab.workbench.panels.values()))"))
     assert set(panel_names(panels).values()) >= {"models", "metrics", "chat", "rerank"}
     assert 30_000 < code <= MAX_CODE_BYTES
 
 
 @pytest.mark.long
-def test_no_panel_sends_more_than_four_messages_per_second(panels: Tab) -> None:
+def test_no_panel_sends_more_than_four_messages_per_second(panels):
     with panels.watched() as messages:
         chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
         model_button(panels, "Load tiny-two").click()

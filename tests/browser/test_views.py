@@ -1,20 +1,16 @@
 """Test views of panels: displayed twice, closed, in another tab, suspended, and of a stopped server."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import httpx2
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import LAUNCH, Tab, ask, model_button, model_row
+from tests.support.browser import LAUNCH, ask, model_button, model_row
 
 SHOWN = 1
 """Index of the cell that displays the panels."""
 
 
-def test_a_second_tab_shows_the_same_and_works(panels: Tab, another_tab: Callable[[], Tab]) -> None:
+def test_a_second_tab_shows_the_same_and_works(panels, another_tab):
     chat = ask(panels, "What do both tabs show?")
     expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
     panels.save()
@@ -29,7 +25,7 @@ def test_a_second_tab_shows_the_same_and_works(panels: Tab, another_tab: Callabl
     expect(other.panel("Metrics").locator("canvas")).to_have_count(4)
 
 
-def test_panels_have_titles_and_leave_no_cell_of_the_grid_empty(panels: Tab) -> None:
+def test_panels_have_titles_and_leave_no_cell_of_the_grid_empty(panels):
     grid = panels.outputs(SHOWN).locator(".widget-gridbox")
     places = {}
     for name in ("Models", "Metrics", "Chat", "Rerank"):
@@ -50,7 +46,7 @@ def test_panels_have_titles_and_leave_no_cell_of_the_grid_empty(panels: Tab) -> 
     )
 
 
-def test_a_panel_shown_twice_is_the_same_panel_twice(panels: Tab) -> None:
+def test_a_panel_shown_twice_is_the_same_panel_twice(panels):
     panels.add_cell("lab.panel('models')")
     panels.run(3)
     both = panels.panel("Models")
@@ -62,7 +58,7 @@ def test_a_panel_shown_twice_is_the_same_panel_twice(panels: Tab) -> None:
     expect(panels.panel("Models")).to_have_count(1)
 
 
-def test_a_closed_panel_is_shown_again_with_the_right_state(panels: Tab) -> None:
+def test_a_closed_panel_is_shown_again_with_the_right_state(panels):
     panels.kernel("lab.panel('models').close()")
     expect(panels.panel("Models")).to_have_count(0)
     panels.kernel("lab.load('tiny-two')")
@@ -72,7 +68,7 @@ def test_a_closed_panel_is_shown_again_with_the_right_state(panels: Tab) -> None
     expect(model_row(panels, "tiny-two")).to_contain_text("on disk")
 
 
-def test_a_cleared_output_is_restored_with_the_current_state(panels: Tab) -> None:
+def test_a_cleared_output_is_restored_with_the_current_state(panels):
     panels.command("notebook:clear-all-cell-outputs")
     expect(panels.panel("Models")).to_have_count(0)
     panels.kernel("lab.load('tiny-two')")
@@ -80,7 +76,7 @@ def test_a_cleared_output_is_restored_with_the_current_state(panels: Tab) -> Non
     expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
 
 
-def test_a_stopped_server_is_shown_and_then_the_next_one(panels: Tab) -> None:
+def test_a_stopped_server_is_shown_and_then_the_next_one(panels):
     panels.kernel("lab.stop()")
     for name in ("Models", "Chat", "Metrics", "Rerank"):
         expect(panels.panel(name).locator(".state")).to_have_text("stopped")
@@ -97,7 +93,7 @@ def test_a_stopped_server_is_shown_and_then_the_next_one(panels: Tab) -> None:
     expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
 
 
-def test_a_suspended_tab_shows_the_right_state_when_it_resumes(panels: Tab) -> None:
+def test_a_suspended_tab_shows_the_right_state_when_it_resumes(panels):
     url = panels.kernel("print(lab.url)")
     panels.freeze()
     assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
@@ -106,7 +102,7 @@ def test_a_suspended_tab_shows_the_right_state_when_it_resumes(panels: Tab) -> N
     expect(model_row(panels, "tiny")).to_contain_text("on disk")
 
 
-def test_lost_state_is_requested_again(panels: Tab) -> None:
+def test_lost_state_is_requested_again(panels):
     url = panels.kernel("print(lab.url)")
     expect(model_row(panels, "tiny")).to_contain_text("loaded")
     with panels.deaf():
@@ -117,7 +113,7 @@ def test_lost_state_is_requested_again(panels: Tab) -> None:
     expect(model_row(panels, "tiny")).to_contain_text("on disk")
 
 
-def test_a_browser_shows_the_right_state_after_a_lost_connection(panels: Tab) -> None:
+def test_a_browser_shows_the_right_state_after_a_lost_connection(panels):
     url = panels.kernel("print(lab.url)")
     panels.disconnect()
     assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200

@@ -24,7 +24,7 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /d
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A home for commands that run in this process, where nothing has to be imported again."""
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -46,9 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=str,
 )
-def test_a_failure_and_an_invalid_command_line_have_different_exit_statuses(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int
-) -> None:
+def test_a_failure_and_an_invalid_command_line_have_different_exit_statuses(capsys, arguments, status):
     assert run(arguments) == status
     output = capsys.readouterr().err
     assert bool(output) == (status != 0)
@@ -73,9 +71,7 @@ def test_a_failure_and_an_invalid_command_line_have_different_exit_statuses(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_invalid_command_line_is_one_line_with_the_next_step(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, help_of: str
-) -> None:
+def test_an_invalid_command_line_is_one_line_with_the_next_step(capsys, arguments, message, help_of):
     assert run(arguments) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)
@@ -96,14 +92,12 @@ def test_an_invalid_command_line_is_one_line_with_the_next_step(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_invalid_value_is_named_as_it_was_given(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_an_invalid_value_is_named_as_it_was_given(capsys, arguments, message):
     assert run(arguments) == 2
     assert capsys.readouterr().err.startswith(f"invalid-request: {message}")
 
 
-def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_the_help_is_printed(capsys):
     assert run([]) == 2
     shown = capsys.readouterr()
     assert "Exit status: 0" in shown.out
@@ -111,9 +105,7 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["models"], ["bench", "--model", "m"], ["pull", "m"]])
-def test_a_missing_folder_with_models_is_an_error(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
+def test_a_missing_folder_with_models_is_an_error(home, monkeypatch, capsys, arguments):
     monkeypatch.setenv("LMX_LAB_MODEL_FOLDERS", f"{home}:{home / 'nowhere'}")
     assert run(arguments) == 2
     shown = capsys.readouterr()
@@ -121,14 +113,14 @@ def test_a_missing_folder_with_models_is_an_error(
     assert (shown.out, shown.err.count("\n")) == ("", 1)
 
 
-def test_a_file_is_refused_as_folder_with_models(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_refused_as_folder_with_models(home, capsys):
     file = home / "model.gguf"
     file.touch()
     assert run(["serve", "--port", "0", "--models", str(file)]) == 2
     assert f"{file} is not a folder" in capsys.readouterr().err
 
 
-def test_an_invalid_upstream_is_refused_before_anything_starts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_upstream_is_refused_before_anything_starts(home, capsys):
     assert run(["daemon", "--upstream", "junk"]) == 2
     output = capsys.readouterr().err
     assert output.startswith("invalid-request: upstream: 'junk' has neither http:// nor a port")
@@ -136,9 +128,7 @@ def test_an_invalid_upstream_is_refused_before_anything_starts(home: Path, capsy
 
 
 @pytest.mark.usefixtures("home")
-def test_an_unused_token_of_the_environment_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unused_token_of_the_environment_is_reported(monkeypatch, capsys):
     monkeypatch.setenv("LMX_LAB_DAEMON_TOKEN", "t")
     assert run(["events"]) == 1
     note, failed = capsys.readouterr().err.splitlines()
@@ -146,7 +136,7 @@ def test_an_unused_token_of_the_environment_is_reported(
     assert failed.startswith("unreachable: no daemon of this user is running")
 
 
-def started(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def started(home, *arguments):
     """Run a command in a process of its own."""
     return subprocess.run(
         [*PROGRAM, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=environment(home), check=False
@@ -154,13 +144,13 @@ def started(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_help_names_every_command(tmp_path: Path) -> None:
+def test_the_help_names_every_command(tmp_path):
     done = started(tmp_path, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert all(name in done.stdout for name in COMMANDS)
 
 
-def test_parsing_arguments_imports_no_slow_package() -> None:
+def test_parsing_arguments_imports_no_slow_package():
     source = """
 import sys
 import lmx_lab
@@ -195,13 +185,13 @@ print({'mlx.core', 'fastapi', 'mlx_lm', 'pydantic', 'numpy', 'httpx2', 'asyncio'
         (["daemon", "--port", "0", "--mcp-config", "/no/such/file"], "invalid-request"),
     ],
 )
-def test_an_error_is_one_line_and_an_exit_status(tiny_home: Path, arguments: list[str], code: str) -> None:
+def test_an_error_is_one_line_and_an_exit_status(tiny_home, arguments, code):
     ended = run_command(tiny_home, *arguments)
     assert (ended.status, ended.stderr.count("\n")) == (2 if code == "invalid-request" else 1, 1), ended.stderr
     assert ended.stderr.startswith(f"{code}: ")
 
 
-def test_ctrl_c_during_the_import_of_typer_has_no_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_during_the_import_of_typer_has_no_traceback(tmp_path):
     """A module whose import never ends stands for the 0.2 s that the real one takes."""
     (tmp_path / "typer.py").write_text(BLOCKS)
     named = {**environment(tmp_path), "PYTHONPATH": str(tmp_path)}
@@ -215,9 +205,7 @@ def test_ctrl_c_during_the_import_of_typer_has_no_traceback(tmp_path: Path) -> N
         assert process.stderr.read() == b""
 
 
-def test_ctrl_c_during_the_imports_of_a_command_has_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_during_the_imports_of_a_command_has_no_traceback(tmp_path, monkeypatch):
     (tmp_path / "psutil.py").write_text(BLOCKS)
     monkeypatch.syspath_prepend(tmp_path)
     for module in [name for name in sys.modules if name.partition(".")[0] == "psutil" or in_doctor(name)]:
@@ -236,7 +224,7 @@ def test_ctrl_c_during_the_imports_of_a_command_has_no_traceback(
     assert (ended.status, ended.stdout, ended.stderr) == (130, "importing\n", "")
 
 
-def in_doctor(module: str) -> bool:
+def in_doctor(module):
     return module == "lmx_lab.doctor" or module.startswith("lmx_lab.doctor.")
 
 
@@ -250,7 +238,7 @@ def test_a_full_disk_is_one_line_and_a_failure(tmp_path: Path, arguments: list[s
 
 
 @pytest.mark.slow
-def test_a_command_runs_with_closed_streams(tmp_path: Path) -> None:
+def test_a_command_runs_with_closed_streams(tmp_path):
     command = f"{shlex.join(PROGRAM)} --version <&- >&- 2>&-"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, timeout=WAIT_S, env=environment(tmp_path), check=False
@@ -259,7 +247,7 @@ def test_a_command_runs_with_closed_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
-def test_a_command_runs_with_one_closed_stream(tmp_path: Path, closed: str) -> None:
+def test_a_command_runs_with_one_closed_stream(tmp_path, closed):
     if closed == "stdout":
         ended = run_command(tmp_path, "--version", stdout=CLOSED)
     else:
@@ -269,7 +257,7 @@ def test_a_command_runs_with_one_closed_stream(tmp_path: Path, closed: str) -> N
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
-def test_a_closed_pipe_prints_nothing(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_closed_pipe_prints_nothing(tmp_path, arguments):
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -279,9 +267,7 @@ def test_a_closed_pipe_prints_nothing(tmp_path: Path, arguments: list[str]) -> N
     assert (ended.status, ended.stderr) == (1, "")
 
 
-def test_an_os_error_is_one_line_and_a_traceback_only_on_request(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_os_error_is_one_line_and_a_traceback_only_on_request(monkeypatch, capsys):
     def refused(_: object) -> None:
         Path("/dev/null/model").read_bytes()
 
@@ -297,8 +283,8 @@ def test_an_os_error_is_one_line_and_a_traceback_only_on_request(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_has_valid_examples_and_exit_statuses(tmp_path: Path, name: str) -> None:
-    command = typer.main.get_command(application.app).commands[name]  # type: ignore[attr-defined]
+def test_the_help_of_a_command_has_valid_examples_and_exit_statuses(tmp_path, name):
+    command = typer.main.get_command(application.app).commands[name]
     examples = [line for line in command.epilog.splitlines() if line.startswith(f"  lmx-lab {name}")]
     assert examples
     for example in examples:
@@ -310,7 +296,7 @@ def test_the_help_of_a_command_has_valid_examples_and_exit_statuses(tmp_path: Pa
     assert max(len(line) for line in command.epilog.splitlines() if line.startswith("  ")) <= 78
 
 
-def test_the_help_has_examples_without_markup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_has_examples_without_markup(capsys):
     assert run(["bench", "--help"]) == 0
     output = capsys.readouterr().out
     assert "pip install 'lmx-lab[lab]'" in output
@@ -318,7 +304,7 @@ def test_the_help_has_examples_without_markup(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_the_help_shows_options_as_they_are_typed(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_the_help_shows_options_as_they_are_typed(capsys, name):
     """A switch takes no value, and an option that can be repeated takes one value at a time."""
     assert run([name, "-h"] if name else ["-h"]) == 0
     output = capsys.readouterr().out

@@ -6,9 +6,6 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -27,23 +24,23 @@ SMALL = ("-p", "48", "-n", "8", "--requests", "3")
 
 
 @pytest.fixture
-def server() -> Iterator[Scripted]:
+def server():
     with Scripted(WORDS) as server:
         yield server
 
 
-def bench(*arguments: str) -> int:
+def bench(*arguments):
     """Run the command in this process, where nothing has to be imported again; return its exit status."""
     return run(["bench", *arguments])
 
 
-def figures(output: str) -> list[list[str]]:
+def figures(output):
     """Return the cells of the lines with medians."""
     return [line.split() for line in output.splitlines() if re.match(r" *\d+ +\d+ ", line)]
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     return tmp_path
 
@@ -51,7 +48,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- a model of this process
 
 
-def test_a_model_is_measured_in_this_process_without_http(tiny_home: Path, tmp_path: Path) -> None:
+def test_a_model_is_measured_in_this_process_without_http(tiny_home, tmp_path):
     plot = tmp_path / "bench.png"
     result = run_command(tiny_home, "bench", "--model", "tiny", *SMALL, "-c", "1,2", "-r", "2", "--plot", str(plot))
     assert result.status == 0, result.stderr
@@ -74,9 +71,7 @@ def test_a_model_is_measured_in_this_process_without_http(tiny_home: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_with_compare_the_model_is_served_and_both_are_measured_over_http(
-    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_compare_the_model_is_served_and_both_are_measured_over_http(home, server, capsys):
     plot = home / "bench.svg"
     assert bench("--model", "echo", *SMALL, "--compare", server.url, "--no-record", "--json", "--plot", str(plot)) == 0
     assert b"<svg" in plot.read_bytes()
@@ -96,9 +91,7 @@ def test_with_compare_the_model_is_served_and_both_are_measured_over_http(
 
 
 @pytest.mark.slow
-def test_a_running_server_is_measured_by_its_address(
-    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_running_server_is_measured_by_its_address(home, server, capsys):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("LMX_LAB_API_KEY", "secret")
         assert bench("--url", server.url, "--model", "theirs", *SMALL) == 0
@@ -111,7 +104,7 @@ def test_a_running_server_is_measured_by_its_address(
 
 
 @pytest.mark.slow
-def test_arrivals_cache_and_seed_can_be_set(home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrivals_cache_and_seed_can_be_set(home, server, capsys):
     chosen = ("--rate", "50", "--warm", "--seed", "7", "--json")
     assert bench("--url", server.url, *SMALL, *chosen) == 0
     document = json.loads(capsys.readouterr().out)
@@ -122,9 +115,7 @@ def test_arrivals_cache_and_seed_can_be_set(home: Path, server: Scripted, capsys
 
 
 @pytest.mark.slow
-def test_the_other_server_does_not_get_the_key_of_the_first(
-    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_other_server_does_not_get_the_key_of_the_first(home, server, capsys):
     with Scripted(WORDS) as other:
         keys = ("--api-key", "first", "--compare-api-key", "second")
         compared = ("--compare", other.url, "--compare-model", "another")
@@ -139,9 +130,7 @@ def test_the_other_server_does_not_get_the_key_of_the_first(
 
 
 @pytest.mark.slow
-def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(home, capsys):
     refused = refuses(429, "queue-full", "no \x1b[31mplace")
     with Scripted(after_calibration(WORDS, WORDS, refused, WORDS)) as server:
         assert bench("--url", server.url, *SMALL, "--no-record") == 1
@@ -151,7 +140,7 @@ def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(
     assert "\x1b[31m" not in captured.err
 
 
-def test_a_failed_warm_up_is_reported_separately_from_the_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_warm_up_is_reported_separately_from_the_table(home, capsys):
     with Scripted(after_calibration(refuses(429, "queue-full", "no place"), WORDS)) as server:
         assert bench("--url", server.url, *SMALL, "--no-record") == 1
     captured = capsys.readouterr()
@@ -160,9 +149,7 @@ def test_a_failed_warm_up_is_reported_separately_from_the_table(home: Path, caps
 
 
 @pytest.mark.parametrize("more", [[], ["--model", "m"], ["--json"]], ids=" ".join)
-def test_an_unreachable_server_is_one_line_and_nothing_is_measured(
-    home: Path, capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
+def test_an_unreachable_server_is_one_line_and_nothing_is_measured(home, capsys, more):
     assert bench("--url", "http://127.0.0.1:1", *more) == 1
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("\n")) == ("", 1)
@@ -170,22 +157,18 @@ def test_an_unreachable_server_is_one_line_and_nothing_is_measured(
     assert not (home / "bench").exists()
 
 
-def test_the_server_to_compare_with_must_be_reachable(
-    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_server_to_compare_with_must_be_reachable(home, server, capsys):
     assert bench("--url", server.url, *SMALL, "--compare", "127.0.0.1:1") == 1
     assert capsys.readouterr().err.startswith("unreachable: nothing answers at http://127.0.0.1:1")
     assert server.bodies == []
 
 
-def test_the_same_server_given_twice_is_refused(
-    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_server_given_twice_is_refused(home, server, capsys):
     assert bench("--url", server.url, "--compare", server.url) == 2
     assert "the same name" in capsys.readouterr().err
 
 
-def test_a_lab_without_a_model_is_one_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lab_without_a_model_is_one_line(home, capsys):
     with serving(home, None) as empty:
         assert bench("--url", f"127.0.0.1:{empty.port}", *SMALL, "--no-record") == 1
     captured = capsys.readouterr()
@@ -194,14 +177,14 @@ def test_a_lab_without_a_model_is_one_line(home: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_a_lab_that_loads_models_on_demand_is_measured(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lab_that_loads_models_on_demand_is_measured(home, capsys):
     with serving(home, "echo", swap=True, idle_unload_s=0.2) as lab:
         until(lambda: "0.2 s" in httpx2.get(f"{lab.url}/readyz").text)
         for named in ([], ["--model", "default"]):
             assert bench("--url", lab.url, *named, *SMALL, "--no-record") == 0, capsys.readouterr().err
 
 
-def test_ctrl_c_prints_the_results_so_far(tmp_path: Path) -> None:
+def test_ctrl_c_prints_the_results_so_far(tmp_path):
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server:
 
         def interrupt(command: Running) -> None:
@@ -220,13 +203,13 @@ def test_ctrl_c_prints_the_results_so_far(tmp_path: Path) -> None:
 # --- tables
 
 
-def table(*samples: Any, **attrs: Any) -> Any:
+def table(*samples, **attrs):
     rows = frame(samples, {})
     rows.attrs.update(interrupted=False, path=None, **attrs)
     return rows
 
 
-def test_a_table_fits_into_eighty_characters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_fits_into_eighty_characters(capsys):
     many = {"concurrency": 4096, "prompt_tokens_wanted": 100_000, "output_tokens_wanted": 10_000}
     slow = [12_345.6, 13_456.7, 14_567.8, 15_678.9]
     bench_tables.print_tables(table(*run_of(slow * 2, per_repeat=4, itl_ms_p50=123.4, **many)))
@@ -235,7 +218,7 @@ def test_a_table_fits_into_eighty_characters(capsys: pytest.CaptureFixture[str])
     assert max(map(len, map(str.rstrip, output.splitlines()))) <= 80
 
 
-def test_a_run_that_is_interrupted_immediately_prints_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_interrupted_immediately_prints_no_table(capsys):
     for rows in (table(), table(sample(warm_up=True))):
         bench_tables.print_tables(rows)
         captured = capsys.readouterr()
@@ -244,7 +227,7 @@ def test_a_run_that_is_interrupted_immediately_prints_no_table(capsys: pytest.Ca
         assert json.loads(capsys.readouterr().out)["summary"] == []
 
 
-def test_a_server_without_usage_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_usage_is_reported(capsys):
     counted = run_of([5.0, 6.0], counted_by="usage", target="a")
     bench_tables.print_tables(table(*counted, *run_of([5.0, 6.0], counted_by="chunks", target="b")))
     notes = [each for each in capsys.readouterr().err.splitlines() if "reports no usage" in each]
@@ -252,7 +235,7 @@ def test_a_server_without_usage_is_reported(capsys: pytest.CaptureFixture[str]) 
     assert notes[0].startswith("b ")
 
 
-def test_targets_without_a_common_case_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_targets_without_a_common_case_are_not_compared(capsys):
     bench_tables.print_tables(table(sample(target="a"), sample(target="b", concurrency=2)))
     captured = capsys.readouterr()
     assert "compared with" not in captured.out
@@ -260,7 +243,7 @@ def test_targets_without_a_common_case_are_not_compared(capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_the_better_side_is_shown_with_three_or_more_repeats(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_better_side_is_shown_with_three_or_more_repeats(capsys):
     for repeats, better in ((2, "-"), (3, "a")):
         quick, slow = ([float(at * factor) for at in range(100, 112)] for factor in (1, 2))
         sides = (("quick", quick), ("slow", slow))
@@ -273,9 +256,7 @@ def test_the_better_side_is_shown_with_three_or_more_repeats(capsys: pytest.Capt
         assert "--repeats 3 or more" in captured.err
 
 
-def test_totals_of_answers_with_different_lengths_are_not_compared(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_totals_of_answers_with_different_lengths_are_not_compared(capsys):
     long, short = (run_of([1.0] * 9, per_repeat=3, target=str(tokens), tokens=tokens) for tokens in (8, 5))
     bench_tables.print_tables(table(*long, *short))
     captured = capsys.readouterr()
@@ -283,7 +264,7 @@ def test_totals_of_answers_with_different_lengths_are_not_compared(
     assert "answers of a have 8 tokens, of b 5" in captured.err
 
 
-def test_actual_token_counts_are_shown_if_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_actual_token_counts_are_shown_if_they_differ(capsys):
     met = run_of([1.0], prompt_tokens=16)
     bench_tables.print_tables(table(*met))
     captured = capsys.readouterr()
@@ -295,7 +276,7 @@ def test_actual_token_counts_are_shown_if_they_differ(capsys: pytest.CaptureFixt
         assert "in brackets" in captured.err
 
 
-def test_the_delay_of_requests_is_shown_with_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_delay_of_requests_is_shown_with_arrivals(capsys):
     late = [sample(at_s=at, request=at, late_ms=100.0 * at, e2e_ms=500.0, output_tokens=8) for at in range(3)]
     bench_tables.print_tables(table(*late))
     captured = capsys.readouterr()
@@ -305,7 +286,7 @@ def test_the_delay_of_requests_is_shown_with_arrivals(capsys: pytest.CaptureFixt
     assert "late" not in "".join(capsys.readouterr())
 
 
-def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys):
     failures = ["z: most", "z: most", *(f"e{at}: once" for at in range(6))]
     bench_tables.print_tables(table(*(sample(request=at, error=error) for at, error in enumerate(failures))))
     output = capsys.readouterr().err
@@ -331,9 +312,7 @@ def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytes
         pytest.param(["--url", "127.0.0.1:1", "--plot", "/no/such/bench.png"], "folder", marks=pytest.mark.slow),
     ],
 )
-def test_an_invalid_argument_is_one_line_before_anything_is_measured(
-    home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
-) -> None:
+def test_an_invalid_argument_is_one_line_before_anything_is_measured(home, capsys, arguments, word):
     assert bench(*arguments) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("\n")) == ("", 1)
@@ -342,9 +321,7 @@ def test_an_invalid_argument_is_one_line_before_anything_is_measured(
     assert not (home / "bench").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_measured(
-    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_measured(home, server, capsys):
     (home / "bench").write_text("a file")
     assert bench("--url", server.url, *SMALL) == 2
     captured = capsys.readouterr()
@@ -353,15 +330,13 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_measured
     assert server.bodies == []
 
 
-def test_an_unknown_model_is_an_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_is_an_error(home, capsys):
     assert bench("--model", "no-such") == 1
     assert "model-not-found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("missing", "arguments"), [("pandas", []), ("matplotlib.figure", ["--plot", "bench.png"])])
-def test_a_missing_package_is_reported_with_the_command_that_installs_it(
-    home: Path, capsys: pytest.CaptureFixture[str], missing: str, arguments: list[str]
-) -> None:
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(home, capsys, missing, arguments):
     with pytest.MonkeyPatch.context() as patched:
         for module in [name for name in sys.modules if name.startswith("lmx_lab.bench.plots")]:
             patched.delitem(sys.modules, module)
@@ -374,9 +349,7 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(
 
 
 @pytest.mark.slow
-def test_more_concurrent_requests_than_slots_give_a_note(
-    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_concurrent_requests_than_slots_give_a_note(home, capsys, monkeypatch):
     monkeypatch.setenv("LMX_LAB_SLOTS", "2")
     assert bench("--model", "echo", "-p", "32", "-n", "4", "-c", "4", "--requests", "4", "--no-record") == 0
     assert "LMX_LAB_SLOTS=4" in capsys.readouterr().err

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
 from lmx_lab.client import DaemonClient
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
 from tests.support.commands import Running, run_command
-from tests.support.model_server import STALL, Gate, Scripted, calls, refuses, says, token
+from tests.support.model_server import STALL, Gate, calls, refuses, says, token
 
 UNUSED_PORT = 9
 """The port of the discard service, which no program uses."""
 
 
 @pytest.fixture
-def ran(daemon: Daemon) -> list[str]:
+def ran(daemon):
     """Return the arguments of each call of a tool that needs a permission."""
-    ran: list[str] = []
+    ran = []
 
     @daemon.tool
     def note(text: str) -> str:
@@ -32,12 +30,12 @@ def ran(daemon: Daemon) -> list[str]:
     return ran
 
 
-def cancelled_turns(home: Path) -> int:
+def cancelled_turns(home):
     return run_command(home, "events", "--json", "--types", "turn.done").stdout.count('"cancelled"')
 
 
 @pytest.mark.usefixtures("hello")
-def test_the_answer_goes_to_standard_output_and_its_cost_to_standard_error(tmp_path: Path, daemon: Daemon) -> None:
+def test_the_answer_goes_to_standard_output_and_its_cost_to_standard_error(tmp_path, daemon):
     done = run_command(tmp_path, "chat", "Say", "hello.")
     assert (done.status, done.stdout) == (0, "Hello there.\n"), done.stderr
     assert "2 tokens" in done.stderr
@@ -45,9 +43,7 @@ def test_the_answer_goes_to_standard_output_and_its_cost_to_standard_error(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hello")
-def test_the_next_chat_continues_the_session_unless_a_new_one_is_requested(
-    tmp_path: Path, daemon: Daemon, upstream: Scripted
-) -> None:
+def test_the_next_chat_continues_the_session_unless_a_new_one_is_requested(tmp_path, daemon, upstream):
     for arguments in (["one"], ["two"], ["three", "--new"], ["four", "--session", "mine"]):
         assert run_command(tmp_path, "chat", *arguments).status == 0
     histories = [[message["content"] for message in body["messages"]] for body in upstream.bodies]
@@ -56,9 +52,7 @@ def test_the_next_chat_continues_the_session_unless_a_new_one_is_requested(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hello")
-def test_a_deleted_session_of_the_last_chat_is_replaced_by_a_new_one(
-    tmp_path: Path, daemon: Daemon, upstream: Scripted
-) -> None:
+def test_a_deleted_session_of_the_last_chat_is_replaced_by_a_new_one(tmp_path, daemon, upstream):
     assert run_command(tmp_path, "chat", "one", "--session", "s").status == 0
     daemon.run(daemon.services.turns.delete_session("s"))
     done = run_command(tmp_path, "chat", "two")
@@ -69,9 +63,7 @@ def test_a_deleted_session_of_the_last_chat_is_replaced_by_a_new_one(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hello")
-def test_options_for_a_new_session_are_refused_for_an_existing_one(
-    tmp_path: Path, daemon: Daemon, upstream: Scripted
-) -> None:
+def test_options_for_a_new_session_are_refused_for_an_existing_one(tmp_path, daemon, upstream):
     first = run_command(tmp_path, "chat", "one", "--session", "s", "--system", "be brief")
     assert first.status == 0, first.stderr
     second = run_command(tmp_path, "chat", "two", "--session", "s", "--system", "be long")
@@ -82,7 +74,7 @@ def test_options_for_a_new_session_are_refused_for_an_existing_one(
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("session", ["", "two words", "../x"])
-def test_an_invalid_session_id_is_one_line(tmp_path: Path, upstream: Scripted, session: str) -> None:
+def test_an_invalid_session_id_is_one_line(tmp_path, upstream, session):
     for arguments in (["chat", "hello"], ["events"]):
         done = run_command(tmp_path, *arguments, "--session", session)
         assert (done.status, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -91,34 +83,34 @@ def test_an_invalid_session_id_is_one_line(tmp_path: Path, upstream: Scripted, s
 
 
 @pytest.mark.usefixtures("hello")
-def test_a_chat_whose_session_cannot_be_stored_is_answered(tmp_path: Path, daemon: Daemon) -> None:
+def test_a_chat_whose_session_cannot_be_stored_is_answered(tmp_path, daemon):
     (tmp_path / "chat.json").mkdir()
     done = run_command(tmp_path, "chat", "hello")
     assert (done.status, done.stdout) == (0, "Hello there.\n"), done.stderr
 
 
 @pytest.mark.slow
-def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
+def test_characters_that_the_encoding_lacks_are_escaped(tmp_path, daemon, upstream):
     upstream.then(says("é"))
     done = run_command(tmp_path, "chat", "hello", encoding="ascii")
     assert (done.status, done.stdout) == (0, "\\xe9\n"), done.stderr
 
 
 @pytest.mark.usefixtures("hello")
-def test_the_question_can_be_given_on_standard_input(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
+def test_the_question_can_be_given_on_standard_input(tmp_path, daemon, upstream):
     ended = run_command(tmp_path, "chat", stdin="from a pipe")
     assert (ended.status, ended.stdout) == (0, "Hello there.\n")
     assert upstream.bodies[0]["messages"][0]["content"] == "from a pipe"
 
 
 @pytest.mark.parametrize("question", ["", "  "])
-def test_a_missing_question_is_an_error(tmp_path: Path, daemon: Daemon, question: str) -> None:
+def test_a_missing_question_is_an_error(tmp_path, daemon, question):
     done = run_command(tmp_path, "chat", question)
     assert done.status == 2
     assert "there is no question" in done.stderr
 
 
-def test_without_a_daemon_the_error_says_how_to_start_one(tmp_path: Path) -> None:
+def test_without_a_daemon_the_error_says_how_to_start_one(tmp_path):
     for command in (["chat", "--new", "hello"], ["events"]):
         done = run_command(tmp_path, *command)
         assert done.status == 1
@@ -127,7 +119,7 @@ def test_without_a_daemon_the_error_says_how_to_start_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("hello")
-def test_an_address_needs_its_token(tmp_path: Path, daemon: Daemon) -> None:
+def test_an_address_needs_its_token(tmp_path, daemon):
     done = run_command(tmp_path, "chat", "hello", "--url", daemon.url)
     assert done.status == 2
     assert "LMX_LAB_DAEMON_TOKEN" in done.stderr
@@ -136,7 +128,7 @@ def test_an_address_needs_its_token(tmp_path: Path, daemon: Daemon) -> None:
     assert (ended.status, ended.stdout) == (0, "Hello there.\n"), ended.stderr
 
 
-def test_a_failed_turn_prints_its_code(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
+def test_a_failed_turn_prints_its_code(tmp_path, daemon, upstream):
     upstream.then(refuses(503, "no-model-loaded", "load one first"))
     done = run_command(tmp_path, "chat", "hello")
     assert (done.status, done.stdout) == (1, "")
@@ -144,9 +136,7 @@ def test_a_failed_turn_prints_its_code(tmp_path: Path, daemon: Daemon, upstream:
 
 
 @pytest.mark.slow
-def test_a_tool_that_needs_a_permission_is_denied_without_a_terminal(
-    tmp_path: Path, ran: list[str], upstream: Scripted
-) -> None:
+def test_a_tool_that_needs_a_permission_is_denied_without_a_terminal(tmp_path, ran, upstream):
     for allow, status in (([], "denied"), (["--allow"], "ok")):
         upstream.then(calls(("note", {"text": "a"})), says("Done."))
         done = run_command(tmp_path, "chat", "write", "--new", *allow)
@@ -158,15 +148,13 @@ def test_a_tool_that_needs_a_permission_is_denied_without_a_terminal(
 CHAT = ("chat", "hello", "--session", "s")
 
 
-def interrupt_after_a_piece(chat: Running) -> None:
+def interrupt_after_a_piece(chat):
     chat.wait_for("Hel")
     chat.send_signal(signal.SIGINT)
 
 
 @pytest.mark.slow
-def test_an_interrupt_cancels_the_turn_and_keeps_the_printed_text(
-    tmp_path: Path, daemon: Daemon, upstream: Scripted
-) -> None:
+def test_an_interrupt_cancels_the_turn_and_keeps_the_printed_text(tmp_path, daemon, upstream):
     upstream.then([token("Hel"), STALL])
     done = run_command(tmp_path, *CHAT, meanwhile=interrupt_after_a_piece)
     assert (done.status, done.stdout.strip()) == (130, "Hel")
@@ -176,7 +164,7 @@ def test_an_interrupt_cancels_the_turn_and_keeps_the_printed_text(
 
 
 @pytest.mark.slow
-def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
+def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path, daemon, upstream):
     gate = Gate()
     upstream.then([token("Hel"), gate, token("lo"), STALL])
 
@@ -191,7 +179,7 @@ def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path: Path, daemon: Da
 
 
 @pytest.mark.slow
-def test_a_chat_reports_that_its_turn_waits(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
+def test_a_chat_reports_that_its_turn_waits(tmp_path, daemon, upstream):
     upstream.then([token("Hel"), STALL])
 
     def interrupt(terminal: Running) -> None:
@@ -204,7 +192,7 @@ def test_a_chat_reports_that_its_turn_waits(tmp_path: Path, daemon: Daemon, upst
 
 
 @pytest.mark.slow
-def test_an_interactive_chat_asks_before_a_tool_runs(tmp_path: Path, ran: list[str], upstream: Scripted) -> None:
+def test_an_interactive_chat_asks_before_a_tool_runs(tmp_path, ran, upstream):
     upstream.then(calls(("note", {"text": "b"})), says("Done."), says("Bye."))
 
     def converse(terminal: Running) -> None:
@@ -225,9 +213,7 @@ def test_an_interactive_chat_asks_before_a_tool_runs(tmp_path: Path, ran: list[s
 
 
 @pytest.mark.slow
-def test_neither_text_typed_before_nor_the_end_of_the_input_allows_a_tool(
-    tmp_path: Path, ran: list[str], upstream: Scripted
-) -> None:
+def test_neither_text_typed_before_nor_the_end_of_the_input_allows_a_tool(tmp_path, ran, upstream):
     gate = Gate()
     upstream.then([token("Well"), gate, *calls(("note", {"a)\nAllow b(": "b"}))], says("Done."))
 
@@ -246,9 +232,7 @@ def test_neither_text_typed_before_nor_the_end_of_the_input_allows_a_tool(
 
 
 @pytest.mark.slow
-def test_a_question_about_a_tool_is_visible_if_the_answer_goes_to_a_file(
-    tmp_path: Path, ran: list[str], upstream: Scripted
-) -> None:
+def test_a_question_about_a_tool_is_visible_if_the_answer_goes_to_a_file(tmp_path, ran, upstream):
     upstream.then(calls(("note", {"text": "b"})), says("Done."))
 
     def allow(terminal: Running) -> None:
@@ -261,11 +245,11 @@ def test_a_question_about_a_tool_is_visible_if_the_answer_goes_to_a_file(
     assert answer.read_text() == "Done.\n"
 
 
-def at_port(port: int) -> dict[str, str]:
+def at_port(port):
     return {"LMX_LAB_PORT": str(port)}
 
 
-def test_a_named_model_answers_one_question_or_several(tmp_path: Path) -> None:
+def test_a_named_model_answers_one_question_or_several(tmp_path):
     environ = at_port(UNUSED_PORT)
     done = run_command(tmp_path, "chat", "-m", "echo", "Say", "hello.", environ=environ)
     assert (done.status, done.stdout) == (0, "Say hello.\n"), done.stderr
@@ -284,7 +268,7 @@ def test_a_named_model_answers_one_question_or_several(tmp_path: Path) -> None:
     assert ended.status == 0
 
 
-def test_a_running_lab_answers_with_its_model(tmp_path: Path) -> None:
+def test_a_running_lab_answers_with_its_model(tmp_path):
     with Lab(Settings(home=tmp_path / "lab", port=0), loop="thread") as lab:
         lab.load("echo")
         done = run_command(tmp_path, "chat", "hello", environ=at_port(lab.port))
@@ -292,7 +276,7 @@ def test_a_running_lab_answers_with_its_model(tmp_path: Path) -> None:
     assert f"the lab at {lab.url} answers, with echo" in done.stderr
 
 
-def test_without_a_lab_and_without_a_model_the_error_names_both_remedies(tmp_path: Path) -> None:
+def test_without_a_lab_and_without_a_model_the_error_names_both_remedies(tmp_path):
     done = run_command(tmp_path, "chat", "hello", environ=at_port(UNUSED_PORT))
     assert (done.status, done.stdout) == (1, "")
     assert "lmx-lab chat -m" in done.stderr

@@ -15,7 +15,7 @@ from lmx_lab.cli import app as application
 from tests.support.commands import SIGNALS, Running, run_command
 
 
-def state() -> object:
+def state():
     root = logging.getLogger()
     streams = (sys.stdin, sys.stdout, sys.stderr)
     files = [(os.fstat(number).st_dev, os.fstat(number).st_ino) for number in range(3)]
@@ -23,7 +23,7 @@ def state() -> object:
     return dict(os.environ), Path.cwd(), sys.argv, streams, files, handlers, [*root.handlers], root.level
 
 
-def test_a_command_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_leaves_the_process_as_it_was(tmp_path, monkeypatch):
     def change(_: object) -> None:
         os.environ["LMX_LAB_PORT"] = "1"
         os.chdir("/")
@@ -39,7 +39,7 @@ def test_a_command_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pyt
     assert state() == before
 
 
-def test_a_failure_of_the_test_thread_ends_the_command(tmp_path: Path) -> None:
+def test_a_failure_of_the_test_thread_ends_the_command(tmp_path):
     def fail(server: Running) -> None:
         server.wait_for("ready at")
         raise ValueError("failed")
@@ -50,7 +50,7 @@ def test_a_failure_of_the_test_thread_ends_the_command(tmp_path: Path) -> None:
     assert state() == before
 
 
-def test_a_signal_that_a_command_does_not_handle_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_a_command_does_not_handle_ends_it(tmp_path, monkeypatch):
     def wait(_: object) -> None:
         print("waiting", flush=True)
         pause = threading.Event()
@@ -65,7 +65,7 @@ def test_a_signal_that_a_command_does_not_handle_ends_it(tmp_path: Path, monkeyp
     assert run_command(tmp_path, "models", meanwhile=end).status == -signal.SIGTERM
 
 
-def test_output_that_could_not_be_written_is_not_written_by_the_next_command(tmp_path: Path) -> None:
+def test_output_that_could_not_be_written_is_not_written_by_the_next_command(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
     try:

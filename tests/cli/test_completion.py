@@ -1,18 +1,14 @@
 """Tests of completion with the Tab key."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmx_lab.cli.completion import complete_model, complete_pull, complete_session
 from lmx_lab.client import DaemonClient
-from lmx_lab.daemon.daemon import Daemon
 from tests.support.commands import WAIT_S, environment, run_command
 from tests.support.daemons import serving
 
@@ -20,7 +16,7 @@ SCRIPT = Path(sys.executable).with_name("lmx-lab")
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A home with empty models: completion reads only their names."""
     models = tmp_path / "models"
     for name in ("own", "org/below", ".tmp/half"):
@@ -34,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def completed_in_bash(home: Path, line: str) -> list[str]:
+def completed_in_bash(home, line):
     """Return what bash completes at the end of the line."""
     words = line.split(" ")
     # Load the completion script, then do what the Tab key does.
@@ -55,7 +51,7 @@ def completed_in_bash(home: Path, line: str) -> list[str]:
     return done.stdout.split()
 
 
-def completed(home: Path, line: str) -> list[str]:
+def completed(home, line):
     """The same, with the request of the completion script for bash."""
     words = line.split(" ")
     completion = {
@@ -69,7 +65,7 @@ def completed(home: Path, line: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_commands_options_and_models_are_completed_in_bash(home: Path) -> None:
+def test_commands_options_and_models_are_completed_in_bash(home):
     assert completed_in_bash(home, "lmx-lab serve --model o") == ["org/below", "own"]
     assert completed(home, "lmx-lab serve --model o") == ["org/below", "own"]
     assert completed(home, "lmx-lab mod") == ["models"]
@@ -77,13 +73,13 @@ def test_commands_options_and_models_are_completed_in_bash(home: Path) -> None:
 
 
 @pytest.mark.usefixtures("home")
-def test_models_are_completed_by_their_listed_names() -> None:
+def test_models_are_completed_by_their_listed_names():
     starters = ["minilm-l6", "smollm2-135m"]
     assert complete_model("") == sorted(["files", "org/below", "own", "single.gguf", *starters])
     assert complete_model("smollm2") == starters[1:]
 
 
-def test_models_on_the_disk_are_not_completed_for_pull(home: Path) -> None:
+def test_models_on_the_disk_are_not_completed_for_pull(home):
     (home / "models" / "minilm-l6").mkdir()
     (home / "models" / "minilm-l6" / "config.json").touch()
     assert complete_pull("") == ["smollm2-135m"]
@@ -94,22 +90,20 @@ def test_models_on_the_disk_are_not_completed_for_pull(home: Path) -> None:
 
 
 @pytest.fixture
-def daemon(home: Path) -> Iterator[Daemon]:
+def daemon(home):
     with serving(home) as daemon:
         yield daemon
 
 
 @pytest.mark.usefixtures("daemon")
-def test_sessions_of_the_running_daemon_are_completed(home: Path) -> None:
+def test_sessions_of_the_running_daemon_are_completed(home):
     with DaemonClient.discover(home) as client:
         for name in ("letters", "list", "other"):
             client.session(name)
     assert sorted(complete_session("l")) == ["letters", "list"]
 
 
-def test_a_failure_completes_nothing_and_prints_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_completes_nothing_and_prints_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path / "nowhere"))
     assert complete_session("") == []
     monkeypatch.setenv("LMX_LAB_SLOTS", "many")

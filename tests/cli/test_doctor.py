@@ -1,14 +1,11 @@
 """Tests of ``lmx-lab doctor``: its JSON document and its exit status."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from tests.support.commands import run_command
 
 
-def test_nothing_is_broken_on_this_machine(tiny_home: Path) -> None:
+def test_nothing_is_broken_on_this_machine(tiny_home):
     result = run_command(tiny_home, "doctor", "--json")
     assert (result.status, result.stderr) == (0, "")
     document = json.loads(result.stdout)

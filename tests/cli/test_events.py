@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
 from lmx_lab.client import DaemonClient
-from lmx_lab.daemon.daemon import Daemon
 from tests.support.commands import Running, run_command
 from tests.support.daemons import serving, settled, write_tokens
 
 
 @pytest.mark.usefixtures("hello")
-def test_the_newest_events_are_printed_as_text_or_json(tmp_path: Path, daemon: Daemon) -> None:
+def test_the_newest_events_are_printed_as_text_or_json(tmp_path, daemon):
     assert run_command(tmp_path, "chat", "hello", "--session", "s").status == 0
     people = run_command(tmp_path, "events", "--tail", "2").stdout.splitlines()
     assert "message.done s" in people[0]
@@ -28,7 +26,7 @@ def test_the_newest_events_are_printed_as_text_or_json(tmp_path: Path, daemon: D
     assert [event["seq"] for event in events] == sorted({event["seq"] for event in events})
 
 
-def test_an_event_is_one_short_line_and_the_pieces_of_a_message_are_one_event(tmp_path: Path, daemon: Daemon) -> None:
+def test_an_event_is_one_short_line_and_the_pieces_of_a_message_are_one_event(tmp_path, daemon):
     session = "a-session-with-a-long-name"
     with DaemonClient(daemon.url, token=daemon.token) as client:
         client.session(session)
@@ -42,14 +40,14 @@ def test_an_event_is_one_short_line_and_the_pieces_of_a_message_are_one_event(tm
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("more", [[], ["--follow"], ["--after", "0"]], ids=" ".join)
-def test_a_missing_session_is_an_error(tmp_path: Path, more: list[str]) -> None:
+def test_a_missing_session_is_an_error(tmp_path, more):
     done = run_command(tmp_path, "events", "--session", "nosuch", *more)
     assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("session-not-found: ")
     assert "nosuch" in done.stderr
 
 
-def test_events_of_a_deleted_session_are_printed_while_they_are_in_the_log(tmp_path: Path, daemon: Daemon) -> None:
+def test_events_of_a_deleted_session_are_printed_while_they_are_in_the_log(tmp_path, daemon):
     with DaemonClient(daemon.url, token=daemon.token) as client:
         client.session("gone")
         client.delete_session("gone")
@@ -59,14 +57,14 @@ def test_events_of_a_deleted_session_are_printed_while_they_are_in_the_log(tmp_p
 
 
 @pytest.mark.usefixtures("hello")
-def test_an_unknown_type_is_an_error(tmp_path: Path, daemon: Daemon) -> None:
+def test_an_unknown_type_is_an_error(tmp_path, daemon):
     done = run_command(tmp_path, "events", "--types", "turn.nope")
     assert done.status == 2
     assert "turn.nope" in done.stderr
 
 
 @pytest.mark.slow
-def test_following_continues_over_a_restart(tmp_path: Path) -> None:
+def test_following_continues_over_a_restart(tmp_path):
     def restart(following: Running) -> None:
         make_session(first, "first")
         following.wait_for("first")
@@ -86,16 +84,16 @@ def test_following_continues_over_a_restart(tmp_path: Path) -> None:
     assert done.stdout.count("session.created first") == done.stdout.count("session.created second") == 1
 
 
-def make_session(daemon: Daemon, name: str) -> None:
+def make_session(daemon, name):
     with DaemonClient(daemon.url, token=daemon.token) as client:
         client.session(name)
 
 
 @pytest.mark.slow
-def test_a_reader_that_closes_the_pipe_causes_no_error_message(tmp_path: Path, daemon: Daemon) -> None:
+def test_a_reader_that_closes_the_pipe_causes_no_error_message(tmp_path, daemon):
     # More than fits into a pipe.
     write_tokens(daemon, 1000)
-    lines: list[str] = []
+    lines = []
 
     def read_one_line(events: Running) -> None:
         lines.append(events.wait_for("\n"))

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmx_lab.notebook import discovery
-from lmx_lab.notebook.lab import Lab
 from tests.support.asking import ENDLESS
-from tests.support.commands import Ended, Running, run_command
+from tests.support.commands import Running, run_command
 from tests.support.labs import PACE, serving
 from tests.support.waiting import until
 
@@ -25,18 +21,18 @@ NAME = "[bold]Anna's <lab>"
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
+def lab(tmp_path):
     with serving(tmp_path / "lab", "echo", echo_tokens_per_s=PACE, drain_s=600) as lab:
         yield lab
 
 
-def run(lab: Lab, *arguments: str, **options: Any) -> Ended:
+def run(lab, *arguments, **options):
     # The terminal shows progress.
     environ = {"LMX_LAB_PORT": str(lab.port), "TERM": "xterm"}
     return run_command(lab.settings.home, *arguments, environ=environ, **options)
 
 
-def test_a_model_is_unloaded_and_loaded(lab: Lab) -> None:
+def test_a_model_is_unloaded_and_loaded(lab):
     done = run(lab, "unload")
     assert (done.status, done.stdout) == (0, "unloaded, 0.00 GB freed\n"), done.stderr
     done = run(lab, "unload", "--now")
@@ -50,7 +46,7 @@ def test_a_model_is_unloaded_and_loaded(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab: Lab) -> None:
+def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab):
     def interrupt(running: Running) -> None:
         running.wait_for("echo: unloading, 1 answer left (")
         running.send_signal(signal.SIGINT)
@@ -72,14 +68,14 @@ def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab: Lab) -
         assert done.stderr == "echo: unloading, 1 answer left (no time limit)\n"
 
 
-def test_without_a_lab_the_address_is_named(tmp_path: Path) -> None:
+def test_without_a_lab_the_address_is_named(tmp_path):
     for command in (("unload",), ("load", "echo")):
         done = run_command(tmp_path, *command, environ={"LMX_LAB_PORT": str(UNUSED_PORT)})
         assert (done.status, f"127.0.0.1:{UNUSED_PORT}" in done.stderr) == (1, True)
 
 
 @pytest.fixture
-def own_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_service(monkeypatch):
     """Use loopback, and a type of service of this test alone, because other tests announce labs at the same time."""
     monkeypatch.setattr(discovery, "SERVICE", f"_lmx-{secrets.token_hex(4)}._tcp.local.")
     monkeypatch.setattr(discovery, "lan_addresses", lambda: LOOPBACK)
@@ -88,7 +84,7 @@ def own_service(monkeypatch: pytest.MonkeyPatch) -> None:
 # Announcements take a second.
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_service")
-def test_the_labs_on_the_network_are_a_table(tmp_path: Path) -> None:
+def test_the_labs_on_the_network_are_a_table(tmp_path):
     with ExitStack() as stack:
         lab = stack.enter_context(serving(tmp_path, "echo"))
         keyed = stack.enter_context(serving(tmp_path, None, api_key="s3cret"))
@@ -96,7 +92,7 @@ def test_the_labs_on_the_network_are_a_table(tmp_path: Path) -> None:
             announcement = discovery.Announcement(name, port=port, addresses=LOOPBACK, key_needed=key_needed)
             stack.callback(announcement.stop)
             announcement.start()
-        lines: list[str] = []
+        lines = []
         # On a busy machine, an answer may come later.
         while len(lines) < 3:
             lines = run_command(tmp_path, "discover", "--seconds", "3").stdout.splitlines()
@@ -111,9 +107,7 @@ def test_the_labs_on_the_network_are_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("addresses", "hint"), [(["192.0.2.5"], "serve --host 0.0.0.0 --announce"), ([], "no network connection")]
 )
-def test_without_labs_the_note_has_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, addresses: list[str], hint: str
-) -> None:
+def test_without_labs_the_note_has_the_reason(tmp_path, monkeypatch, addresses, hint):
     monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: addresses)
     ended = run_command(tmp_path, "discover", "--seconds", "0.1")
     assert (ended.status, ended.stdout) == (0, "")

@@ -1,7 +1,5 @@
 """Tests of ``lmx-lab pull`` and ``lmx-lab models``."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -10,20 +8,20 @@ from tests.support.commands import run_command
 from tests.support.gguf import EXACT, LOSSY, store_copy
 
 
-def test_a_model_on_the_disk_is_not_downloaded_again(starter_home: Path) -> None:
+def test_a_model_on_the_disk_is_not_downloaded_again(starter_home):
     result = run_command(starter_home, "pull", "smollm2-135m")
     assert (result.status, result.stderr) == (0, "")
     assert re.fullmatch(r"smollm2-135m: \d+ MB at \S+\n", result.stdout)
 
 
-def test_pulling_echo_explains_that_it_has_no_files(tmp_path: Path) -> None:
+def test_pulling_echo_explains_that_it_has_no_files(tmp_path):
     result = run_command(tmp_path, "pull", "echo")
     assert result.status == 0
     assert "echo has no files to download" in result.stderr + result.stdout
     assert "lmx-lab serve --model echo" in result.stderr + result.stdout
 
 
-def test_a_gguf_file_is_used_as_it_is_or_converted_on_request(tmp_path: Path, smollm2_gguf: Path) -> None:
+def test_a_gguf_file_is_used_as_it_is_or_converted_on_request(tmp_path, smollm2_gguf):
     plain = run_command(tmp_path, "pull", str(smollm2_gguf))
     assert (plain.status, plain.stderr) == (0, "")
     assert re.fullmatch(r"(\S+): \d+ MB at \1\n", plain.stdout)
@@ -34,13 +32,13 @@ def test_a_gguf_file_is_used_as_it_is_or_converted_on_request(tmp_path: Path, sm
     assert " mlx " in run_command(tmp_path, "models").stdout
 
 
-def test_a_long_id_is_not_cut_on_a_narrow_terminal(tiny_home: Path, tmp_path: Path) -> None:
+def test_a_long_id_is_not_cut_on_a_narrow_terminal(tiny_home, tmp_path):
     name = "a-model-with-a-very-long-name-" * 4 + "instruct"
     shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "models" / name)
     assert name in run_command(tmp_path, "models", terminal=True, environ={"COLUMNS": "60"}).stdout
 
 
-def test_models_are_listed_in_complete_lines_for_programs(tiny_home: Path, tmp_path: Path) -> None:
+def test_models_are_listed_in_complete_lines_for_programs(tiny_home, tmp_path):
     result = run_command(tiny_home, "models")
     assert result.status == 0
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["id", "tiny", "tiny-two"]
@@ -50,7 +48,7 @@ def test_models_are_listed_in_complete_lines_for_programs(tiny_home: Path, tmp_p
     assert "no models in" in none.stderr
 
 
-def test_quantized_copies_are_listed_with_their_loss_and_made_only_once(tmp_path: Path, tiny_gguf: Path) -> None:
+def test_quantized_copies_are_listed_with_their_loss_and_made_only_once(tmp_path, tiny_gguf):
     folder = tmp_path / "files"
     folder.mkdir()
     original = Path(shutil.copy(tiny_gguf, folder / "tiny.gguf"))

@@ -10,13 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.commands import WAIT_S, Serving, serving
+from tests.support.commands import WAIT_S, serving
 
 END_S = 20.0
 """The documentation promises 5 s, but this machine may be busy."""
@@ -60,7 +59,7 @@ LONG = CHAT | {"max_tokens": 1_500, "stream": True}
 
 
 @contextlib.contextmanager
-def hanging(home: Path, code: str, *arguments: str) -> Iterator[Serving]:
+def hanging(home, code, *arguments):
     """Run ``lmx-lab serve`` with code that lets something hang."""
     with serving(home, "--port", "0", *arguments, before=[sys.executable, "-c", f"{HANG}{code}{PROGRAM}"]) as server:
         yield server
@@ -96,12 +95,12 @@ class Request:
 
 
 @pytest.fixture
-def ask() -> Iterator[type[Request]]:
-    requests: list[Request] = []
+def ask():
+    requests = []
 
     class KeptRequest(Request):
         def __init__(self, *args: object, **options: object) -> None:
-            super().__init__(*args, **options)  # type: ignore[arg-type]
+            super().__init__(*args, **options)
             requests.append(self)
 
     yield KeptRequest
@@ -109,20 +108,20 @@ def ask() -> Iterator[type[Request]]:
         each.close()
 
 
-def stop(server: Serving, number: int) -> tuple[int, str]:
+def stop(server, number):
     """Send a signal; return the exit status and the text on standard error."""
     server.process.send_signal(number)
     return wait(server)
 
 
-def wait(server: Serving) -> tuple[int, str]:
+def wait(server):
     assert server.process.stderr is not None
     return server.process.wait(END_S), server.process.stderr.read()
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_path: Path, ask: type[Request]) -> None:
+def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_path, ask):
     (tmp_path / "models" / "m").mkdir(parents=True)
     (tmp_path / "models" / "m" / "config.json").write_text("{}")
     with hanging(tmp_path, NOTHING_ANSWERS) as server:
@@ -142,7 +141,7 @@ def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: type[Request]) -> None:
+def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home, ask):
     with hanging(tiny_home, MLX_HANGS) as server:
         load = ask(server.port, "POST", "/admin/models/load", {"model": "tiny"})
         server.wait_for("hangs: load")
@@ -152,9 +151,7 @@ def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: t
 
 
 @pytest.mark.slow
-def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
-    tiny_home: Path, tiny_gguf: Path, tmp_path: Path, *, ask: type[Request], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(tiny_home, tiny_gguf, tmp_path, *, ask, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(STILL)
     monkeypatch.setenv("STILL", str(script))
@@ -172,9 +169,7 @@ def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(
-    tmp_path: Path, ask: type[Request], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(tmp_path, ask, monkeypatch):
     # Slow enough that the answers are not complete before the signal.
     monkeypatch.setenv("LMX_LAB_ECHO_TOKENS_PER_S", "50")
     long, chat = LONG | {"model": "echo"}, CHAT | {"model": "echo"}
@@ -199,7 +194,7 @@ def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path, ask: type[Request]) -> None:
+def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home, ask):
     with hanging(tiny_home, STEP_HANGS, "--model", "tiny") as server:
         ask(server.port, "POST", "/v1/chat/completions", LONG)
         server.wait_for("hangs: prefill")
@@ -244,9 +239,7 @@ print(libc.mallinfo2().hblks - before)
     ],
     ids=str,
 )
-def test_large_blocks_are_returned_to_the_system_unless_the_environment_sets_a_threshold(
-    environ: dict[str, str], size: int, mapped: int
-) -> None:
+def test_large_blocks_are_returned_to_the_system_unless_the_environment_sets_a_threshold(environ, size, mapped):
     command = [sys.executable, "-c", MAPPED_BLOCKS, str(size)]
     unset = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(command, env=unset | environ, capture_output=True, text=True, check=False)

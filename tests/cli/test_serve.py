@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,12 @@ from tests.support.commands import Running, request, run_command, serving, statu
 CHAT = "/v1/chat/completions"
 
 
-def chat(model: str, text: str, **more: object) -> dict[str, object]:
+def chat(model, text, **more):
     return {"model": model, "messages": [{"role": "user", "content": text}], **more}
 
 
 @pytest.mark.slow
-def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path: Path) -> None:
+def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path):
     def interrupt(server: Running) -> None:
         with request(server.port, "POST", CHAT, chat("echo", "word " * 20, stream=True)) as response:
             assert response.readline().startswith(b"data:")
@@ -38,7 +37,7 @@ def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_request_is_one_line_unless_quiet(tmp_path: Path) -> None:
+def test_each_request_is_one_line_unless_quiet(tmp_path):
     def ask(server: Running) -> None:
         for body in (chat("echo", "three words here"), chat("nothing", "hi"), {"model": "echo"}):
             with request(server.port, "POST", CHAT, body) as response:
@@ -64,7 +63,7 @@ def test_each_request_is_one_line_unless_quiet(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home: Path) -> None:
+def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home):
     with serving(starter_home, "--port", "0", "--model", "smollm2-135m") as server:
         body = chat("smollm2-135m", "Count to a hundred.", stream=True)
         with request(server.port, "POST", CHAT, body) as response:
@@ -77,7 +76,7 @@ def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home: Pat
     assert "Traceback" not in stderr
 
 
-def test_sigterm_during_a_load_ends_with_zero(starter_home: Path) -> None:
+def test_sigterm_during_a_load_ends_with_zero(starter_home):
     def stop(server: Running) -> None:
         server.wait_for("loading smollm2-135m")
         server.send_signal(signal.SIGTERM)
@@ -86,7 +85,7 @@ def test_sigterm_during_a_load_ends_with_zero(starter_home: Path) -> None:
     assert (ended.status, ended.stderr) == (0, "")
 
 
-def test_a_server_for_the_lan_prints_its_addresses(tmp_path: Path) -> None:
+def test_a_server_for_the_lan_prints_its_addresses(tmp_path):
     from lmx_lab.notebook.addresses import lan_addresses
 
     def look(server: Running) -> None:
@@ -100,7 +99,7 @@ def test_a_server_for_the_lan_prints_its_addresses(tmp_path: Path) -> None:
     assert "phones" not in ended.stdout, "a QR code in a file"
 
 
-def test_a_terminal_shows_the_qr_code_of_the_chat_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_qr_code_of_the_chat_page(tmp_path, monkeypatch):
     monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5"])
 
     def look(server: Running) -> None:
@@ -113,21 +112,21 @@ def test_a_terminal_shows_the_qr_code_of_the_chat_page(tmp_path: Path, monkeypat
     assert ended.status == 0
 
 
-def test_a_name_without_an_announcement_is_refused(tmp_path: Path) -> None:
+def test_a_name_without_an_announcement_is_refused(tmp_path):
     ended = run_command(tmp_path, "serve", "--announce-name", "kitchen")
     assert (ended.status, ended.stdout) == (2, "")
     assert "'kitchen', but announce is not set; add announce=True or --announce" in ended.stderr
 
 
 @pytest.mark.slow
-def test_a_taken_port_that_was_requested_is_one_line_and_exit_status_one(tmp_path: Path) -> None:
+def test_a_taken_port_that_was_requested_is_one_line_and_exit_status_one(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         ended = run_command(tmp_path, "serve", "--port", str(other.getsockname()[1]))
     assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert ended.stderr.startswith("port-taken: port ")
 
 
-def test_a_taken_default_port_is_replaced_by_the_next_free_one(tmp_path: Path) -> None:
+def test_a_taken_default_port_is_replaced_by_the_next_free_one(tmp_path):
     def look(server: Running) -> None:
         server.wait_for("port 8400 is in use")
         assert server.port > 8400
@@ -142,7 +141,7 @@ def test_a_taken_default_port_is_replaced_by_the_next_free_one(tmp_path: Path) -
     assert (ended.status, ended.stderr) == (0, "")
 
 
-def test_a_key_and_an_origin_are_checked(tmp_path: Path) -> None:
+def test_a_key_and_an_origin_are_checked(tmp_path):
     def ask(server: Running) -> None:
         port = server.port
         assert status(port, "/v1/models") == 401
@@ -158,7 +157,7 @@ def test_a_key_and_an_origin_are_checked(tmp_path: Path) -> None:
     assert (ended.status, ended.stderr) == (0, "")
 
 
-def test_a_model_that_the_chosen_engine_does_not_run_ends_the_start(tmp_path: Path) -> None:
+def test_a_model_that_the_chosen_engine_does_not_run_ends_the_start(tmp_path):
     ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", "--engine", "llama.cpp")
     assert ended.status == 1
     assert "runs on echo and not on llama.cpp" in ended.stderr
@@ -168,7 +167,7 @@ def test_a_model_that_the_chosen_engine_does_not_run_ends_the_start(tmp_path: Pa
     assert (ended.status, "--engine is given without --model" in ended.stderr) == (2, True)
 
 
-def test_with_swap_the_server_loads_the_model_that_a_request_names(tiny_home: Path) -> None:
+def test_with_swap_the_server_loads_the_model_that_a_request_names(tiny_home):
     def ask(server: Running) -> None:
         with request(server.port, "POST", CHAT, chat("tiny", "hi", max_tokens=2)) as response:
             assert (response.status, json.load(response)["model"]) == (200, "tiny")

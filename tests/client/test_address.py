@@ -1,7 +1,5 @@
 """Tests of addresses and keys."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.client.address import authorization_header, is_loopback, normalize_address
@@ -23,7 +21,7 @@ from lmx_lab.errors import InvalidRequestError
         ("HTTP://Hub:80/", "http://hub"),
     ],
 )
-def test_an_address_is_normalized(pasted: str, normalized: str) -> None:
+def test_an_address_is_normalized(pasted, normalized):
     assert normalize_address(pasted) == normalized
     assert normalize_address(normalized) == normalized
 
@@ -35,7 +33,7 @@ def test_an_address_is_normalized(pasted: str, normalized: str) -> None:
         *("http://h:70000", "\ud800", "http://\x00", f"http://{'a' * 5000}"),
     ],
 )
-def test_an_invalid_address_is_refused(pasted: str) -> None:
+def test_an_invalid_address_is_refused(pasted):
     with pytest.raises(InvalidRequestError) as caught:
         normalize_address(pasted)
     assert caught.value.param == "url"
@@ -45,7 +43,7 @@ def test_an_invalid_address_is_refused(pasted: str) -> None:
 @pytest.mark.parametrize(
     "pasted", ["http://me:hidden@host", "http://host/?token=hidden", "host#hidden", "http://hidden@host:99999/"]
 )
-def test_a_secret_in_an_address_is_refused_without_showing_it(pasted: str) -> None:
+def test_a_secret_in_an_address_is_refused_without_showing_it(pasted):
     with pytest.raises(InvalidRequestError) as caught:
         normalize_address(pasted)
     assert "api_key" in str(caught.value)
@@ -53,14 +51,14 @@ def test_a_secret_in_an_address_is_refused_without_showing_it(pasted: str) -> No
 
 
 @pytest.mark.parametrize("key", ["", " hidden", "hid den", "hidden\n", "hiddén"])
-def test_a_key_that_is_not_valid_in_a_header_is_refused_without_showing_it(key: str) -> None:
+def test_a_key_that_is_not_valid_in_a_header_is_refused_without_showing_it(key):
     with pytest.raises(InvalidRequestError) as caught:
         authorization_header(key)
     assert caught.value.param == "api_key"
     assert "hid" not in str(caught.value)
 
 
-def test_without_a_key_there_is_no_header() -> None:
+def test_without_a_key_there_is_no_header():
     assert authorization_header(None) == {}
 
 
@@ -74,5 +72,5 @@ def test_without_a_key_there_is_no_header() -> None:
         ("http://studio.local", False),
     ],
 )
-def test_loopback_addresses_are_recognized(address: str, loopback: bool) -> None:
+def test_loopback_addresses_are_recognized(address, loopback):
     assert is_loopback(address) is loopback

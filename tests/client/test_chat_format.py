@@ -1,18 +1,14 @@
 """Tests of the client of any chat-format server: requests, ends, errors, limits and lists of models."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 
 from lmx_lab import errors
 from lmx_lab.client.chat_chunks import ToolCallAssembler
 from lmx_lab.client.chat_format import ChatFormatClient
-from lmx_lab.notebook import Lab
 from tests.support.labs import serving
 from tests.support.model_server import (
     BODY,
@@ -20,7 +16,6 @@ from tests.support.model_server import (
     DROP,
     STALL,
     Refusal,
-    Script,
     Scripted,
     chunk,
     event,
@@ -37,7 +32,7 @@ pytestmark = pytest.mark.anyio
 # --- requests
 
 
-async def test_a_request_adds_only_the_fields_for_a_stream_with_usage() -> None:
+async def test_a_request_adds_only_the_fields_for_a_stream_with_usage():
     with Scripted(says("a")) as upstream:
         await pieces(upstream.url, temperature=0.5)
         assert upstream.bodies == [
@@ -46,7 +41,7 @@ async def test_a_request_adds_only_the_fields_for_a_stream_with_usage() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
-async def test_an_address_may_end_with_v1(end: str) -> None:
+async def test_an_address_may_end_with_v1(end):
     with Scripted(says("a")) as upstream:
         async with ChatFormatClient(upstream.url + end) as client:
             assert await client.models() == ["scripted"]
@@ -54,7 +49,7 @@ async def test_an_address_may_end_with_v1(end: str) -> None:
         assert upstream.paths == ["/v1/models", "/v1/chat/completions"]
 
 
-async def test_a_connection_is_reused() -> None:
+async def test_a_connection_is_reused():
     with Scripted(says("a")) as upstream:
         async with ChatFormatClient(upstream.url) as client:
             for _ in range(3):
@@ -63,7 +58,7 @@ async def test_a_connection_is_reused() -> None:
         assert upstream.connections == 1
 
 
-async def test_comments_are_returned_as_remarks() -> None:
+async def test_comments_are_returned_as_remarks():
     with Scripted([b": prompt 1/2 tokens\n\n", b": keepalive 3/4\n\n", *says("a")]) as upstream:
         found = await pieces(upstream.url)
     assert [piece.remark for piece in found if piece.remark] == ["prompt 1/2 tokens", "keepalive 3/4"]
@@ -72,23 +67,23 @@ async def test_comments_are_returned_as_remarks() -> None:
 # --- ends
 
 
-async def test_done_may_be_missing_after_the_finish_reason() -> None:
+async def test_done_may_be_missing_after_the_finish_reason():
     assert (await read_answer([token("a"), chunk({}, finish="stop")]))[:1] == ("a",)
     assert (await read_answer([token("a"), chunk({}, finish="stop"), DROP]))[:1] == ("a",)
 
 
-async def test_the_finish_reason_may_be_missing_before_done() -> None:
+async def test_the_finish_reason_may_be_missing_before_done():
     assert (await read_answer([token("a"), DONE]))[3] is None
 
 
-async def test_a_stream_that_stays_open_after_its_end_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_stays_open_after_its_end_is_complete(monkeypatch):
     monkeypatch.setattr("lmx_lab.client.chat_format.MAX_OPEN_S", 0.01)
     with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as upstream:
         assert "".join(piece.text for piece in await pieces(upstream.url)) == "a"
         await upstream.until(lambda: upstream.left == 1)
 
 
-async def test_a_stream_that_continues_with_comments_after_its_end_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_continues_with_comments_after_its_end_is_complete(monkeypatch):
     monkeypatch.setattr("lmx_lab.client.chat_format.MAX_OPEN_S", 0.05)
     comments = [step for _ in range(3000) for step in (b": ping\n\n", 0.01)]
     with Scripted([token("a"), chunk({}, finish="stop"), *comments]) as upstream:
@@ -97,12 +92,12 @@ async def test_a_stream_that_continues_with_comments_after_its_end_is_complete(m
 
 
 @pytest.mark.parametrize("script", [[token("a")], [token("a"), DROP], [DROP], [token("a")[:-9], DROP]])
-async def test_a_stream_without_an_end_is_an_error(script: Script) -> None:
+async def test_a_stream_without_an_end_is_an_error(script):
     with Scripted(script) as upstream, pytest.raises(errors.ConnectionLostError):
         await pieces(upstream.url)
 
 
-async def test_closing_a_stream_closes_it_on_the_server() -> None:
+async def test_closing_a_stream_closes_it_on_the_server():
     with Scripted([token("a"), STALL]) as upstream:
         async with ChatFormatClient(upstream.url) as client:
             async with aclosing(client.stream(BODY)) as found:
@@ -153,7 +148,7 @@ async def test_closing_a_stream_closes_it_on_the_server() -> None:
         (json_answer([]), errors.WrongServerError),
     ],
 )
-async def test_errors_of_all_servers_have_a_class(answer: Refusal, error: type[errors.LabError]) -> None:
+async def test_errors_of_all_servers_have_a_class(answer, error):
     with Scripted(answer) as upstream, pytest.raises(error) as caught:
         await pieces(upstream.url)
     assert type(caught.value) is error
@@ -170,9 +165,7 @@ async def test_errors_of_all_servers_have_a_class(answer: Refusal, error: type[e
         (7, errors.WrongServerError),
     ],
 )
-async def test_an_error_in_the_stream_is_raised_after_the_pieces_before_it(
-    data: Any, error: type[errors.LabError]
-) -> None:
+async def test_an_error_in_the_stream_is_raised_after_the_pieces_before_it(data, error):
     with Scripted([token("a"), event(data)]) as upstream:
         async with ChatFormatClient(upstream.url) as client, aclosing(client.stream(BODY)) as found:
             assert (await anext(found)).text == "a"
@@ -181,27 +174,27 @@ async def test_an_error_in_the_stream_is_raised_after_the_pieces_before_it(
     assert type(caught.value) is error
 
 
-async def test_the_advised_delay_is_kept() -> None:
+async def test_the_advised_delay_is_kept():
     refusal = refuses(429, "queue-full", retry_after="3")
     with Scripted(refusal) as upstream, pytest.raises(errors.QueueFullError) as caught:
         await pieces(upstream.url)
     assert caught.value.retry_after_s == 3
 
 
-async def test_an_address_without_a_server_is_reported() -> None:
+async def test_an_address_without_a_server_is_reported():
     with Scripted(says("a")) as upstream:
         pass
     with pytest.raises(errors.UnreachableError, match="nothing answers"):
         await pieces(upstream.url)
 
 
-async def test_a_body_that_is_not_json_is_refused_before_it_is_sent() -> None:
+async def test_a_body_that_is_not_json_is_refused_before_it_is_sent():
     for value in (object(), float("nan")):
         with pytest.raises(errors.InvalidRequestError):
             await pieces("http://127.0.0.1:9", extra=value)
 
 
-async def test_the_key_is_sent_in_a_header_and_not_displayed() -> None:
+async def test_the_key_is_sent_in_a_header_and_not_displayed():
     with Scripted(says("a")) as upstream:
         async with ChatFormatClient(upstream.url, api_key="open-sesame") as client:
             async for _ in client.stream(BODY):
@@ -213,7 +206,7 @@ async def test_the_key_is_sent_in_a_header_and_not_displayed() -> None:
 # --- bounds
 
 
-async def test_the_size_of_a_response_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_response_is_limited(monkeypatch):
     monkeypatch.setattr("lmx_lab.client.chat_format.LONG_BYTES", 1_000_000)
     endless = answering(Endless(b"z" * 1_000_000))
     with endless as server, pytest.raises(errors.UnreachableError, match="answered with more than"):
@@ -234,7 +227,7 @@ async def test_the_size_of_a_response_is_limited(monkeypatch: pytest.MonkeyPatch
         (json_answer({"data": [{"id": "a"}], "models": [{"name": "a"}]}), ["a"]),
     ],
 )
-async def test_models_are_listed(listed: Any, ids: list[str]) -> None:
+async def test_models_are_listed(listed, ids):
     with Scripted(says("a"), models=listed) as upstream:
         async with ChatFormatClient(upstream.url) as client:
             assert (await client.models(), client.is_lab) == (ids, False)
@@ -243,7 +236,7 @@ async def test_models_are_listed(listed: Any, ids: list[str]) -> None:
 @pytest.mark.parametrize(
     "listed", [json_answer({"data": 7}), json_answer({}), json_answer({"detail": "no"}, status=404)]
 )
-async def test_an_invalid_list_of_models_is_an_error(listed: Refusal) -> None:
+async def test_an_invalid_list_of_models_is_an_error(listed):
     with Scripted(says("a"), models=listed) as upstream:
         async with ChatFormatClient(upstream.url) as client:
             with pytest.raises(errors.LabError):
@@ -255,12 +248,12 @@ async def test_an_invalid_list_of_models_is_an_error(listed: Refusal) -> None:
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_home: Any) -> Any:
+def lab(tiny_home):
     with serving(tiny_home, "tiny") as lab:
         yield lab
 
 
-async def test_the_labs_server_is_supported(lab: Lab) -> None:
+async def test_the_labs_server_is_supported(lab):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     async with ChatFormatClient(lab.url) as client:
         assert "tiny" in await client.models()

@@ -8,19 +8,15 @@ import gc
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient
 from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks
-from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.values.models import ModelEntry
-from lmx_lab.wire.chat import ChatChunk, ChatRequest
+from lmx_lab.wire.chat import ChatRequest
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
 from tests.support.sockets import answering, whole
@@ -31,12 +27,12 @@ ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
 GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 
-def hello(**changes: Any) -> ChatRequest:
+def hello(**changes):
     return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[Lab]:
+def lab(tmp_path_factory, smollm2):
     home = tmp_path_factory.mktemp("long-home")
     write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
     with serving(home, "tiny-long", api_key=KEY) as lab:
@@ -44,18 +40,18 @@ def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterat
 
 
 @pytest.fixture
-async def client(lab: Lab) -> AsyncIterator[AsyncLabClient]:
+async def client(lab):
     async with AsyncLabClient(lab.url, api_key=KEY) as client:
         yield client
         await until_idle(lab)
 
 
-async def until_idle(lab: Lab) -> None:
+async def until_idle(lab):
     while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
-def merged(chunks: list[ChatChunk]) -> dict[str, Any]:
+def merged(chunks):
     """The parts of an answer that do not depend on how it was split into chunks."""
     choices = [choice for chunk in chunks for choice in chunk.choices]
     calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
@@ -74,7 +70,7 @@ def merged(chunks: list[ChatChunk]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}, {"logprobs": True}], ids=str)
-async def test_both_transports_return_the_same_chunks(client: AsyncLabClient, options: dict[str, Any]) -> None:
+async def test_both_transports_return_the_same_chunks(client, options):
     body = ChatRequest.model_validate({**hello().model_dump(exclude_unset=True), **options})
     sse = [chunk async for chunk in client.stream(body)]
     socket = [chunk async for chunk in client.stream(body, over="websocket")]
@@ -83,7 +79,7 @@ async def test_both_transports_return_the_same_chunks(client: AsyncLabClient, op
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in socket}) == 1
 
 
-async def test_thoughts_and_tool_calls_are_sent_over_a_websocket(thinker_home: Path) -> None:
+async def test_thoughts_and_tool_calls_are_sent_over_a_websocket(thinker_home):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     calling = hello(tools=[tool], tool_choice="required", max_tokens=60)
     thinking = hello(chat_template_kwargs={"open_thoughts": True}, max_tokens=20)
@@ -95,12 +91,12 @@ async def test_thoughts_and_tool_calls_are_sent_over_a_websocket(thinker_home: P
                 assert sse["names"] or sse["thoughts"]
 
 
-def test_a_message_with_several_kinds_of_content_is_several_chunks() -> None:
+def test_a_message_with_several_kinds_of_content_is_several_chunks():
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": "add", "arguments": ""}}
     token = {"token": "t", "logprob": -1.0, "bytes": [116], "top_logprobs": []}
     text = json.dumps({"token": "t", "reasoning_content": "r", "tool_calls": [call], "logprobs": [token]})
     message = SOCKET_MESSAGE.validate_json(text)
-    first, *pieces = SocketChunks(hello()).read(message)  # type: ignore[arg-type]
+    first, *pieces = SocketChunks(hello()).read(message)
     assert first.choices[0].delta.role == "assistant"
     deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in pieces]
     assert [list(delta) for delta in deltas] == [["reasoning_content"], ["content"], ["tool_calls"]]
@@ -117,22 +113,20 @@ def test_a_message_with_several_kinds_of_content_is_several_chunks() -> None:
     ],
     ids=["model", "length", "value", "choices"],
 )
-async def test_a_refusal_raises_the_servers_error(
-    client: AsyncLabClient, body: ChatRequest, error: type[errors.LabError]
-) -> None:
+async def test_a_refusal_raises_the_servers_error(client, body, error):
     with pytest.raises(error) as caught:
         await anext(client.stream(body, over="websocket"))
     assert type(caught.value) is error
 
 
-async def test_a_missing_key_is_refused_before_the_websocket_is_opened(lab: Lab) -> None:
+async def test_a_missing_key_is_refused_before_the_websocket_is_opened(lab):
     async with AsyncLabClient(lab.url) as client:
         with pytest.raises(errors.UnauthorizedError):
             await anext(client.stream(hello(), over="websocket"))
 
 
 @pytest.mark.parametrize("way", ["closed", "dropped", "cancelled"])
-async def test_leaving_the_stream_frees_the_slot(lab: Lab, client: AsyncLabClient, way: str) -> None:
+async def test_leaving_the_stream_frees_the_slot(lab, client, way):
     gc.disable()
     try:
         stream = client.stream(hello(**ENDLESS), over="websocket")
@@ -152,12 +146,12 @@ async def test_leaving_the_stream_frees_the_slot(lab: Lab, client: AsyncLabClien
     assert (await client.chat(hello())).usage.completion_tokens == 8
 
 
-async def _read(stream: Any) -> None:
+async def _read(stream):
     async for _ in stream:
         pass
 
 
-async def test_a_slow_reader_gets_all_chunks(client: AsyncLabClient) -> None:
+async def test_a_slow_reader_gets_all_chunks(client):
     stream = client.stream(hello(max_tokens=300, ignore_eos=True), over="websocket")
     chunks = [await anext(stream)]
     await client.chat(hello())
@@ -168,7 +162,7 @@ async def test_a_slow_reader_gets_all_chunks(client: AsyncLabClient) -> None:
 # --- other servers
 
 
-def upgraded(*frames: bytes) -> Any:
+def upgraded(*frames):
     """Each connection is upgraded, gets these bytes, and is closed."""
 
     def answer(request: str) -> bytes:
@@ -181,7 +175,7 @@ def upgraded(*frames: bytes) -> Any:
     return answer
 
 
-def text_frame(text: str) -> bytes:
+def text_frame(text):
     data = text.encode()
     assert len(data) < 126
     return bytes([0x81, len(data)]) + data
@@ -204,9 +198,7 @@ TOKEN = text_frame('{"token": "a"}')
     ],
     ids=["cut", "half-frame", "closed", "no-frame", "binary", "no-message", "no-json", "error"],
 )
-async def test_a_broken_websocket_is_an_error_that_names_the_address(
-    frames: list[bytes], error: type[errors.LabError]
-) -> None:
+async def test_a_broken_websocket_is_an_error_that_names_the_address(frames, error):
     with answering(upgraded(*frames)) as server:
         async with AsyncLabClient(server.url) as client:
             with pytest.raises(error) as caught:
@@ -215,7 +207,7 @@ async def test_a_broken_websocket_is_an_error_that_names_the_address(
 
 
 @pytest.mark.parametrize("answer", [whole("<html>", kind="text/html"), whole("{}", status="404 Not Found"), b""])
-async def test_a_server_without_a_websocket_is_reported(answer: bytes) -> None:
+async def test_a_server_without_a_websocket_is_reported(answer):
     with answering(answer) as server:
         async with AsyncLabClient(server.url) as client:
             with pytest.raises(errors.UnreachableError):
@@ -223,7 +215,7 @@ async def test_a_server_without_a_websocket_is_reported(answer: bytes) -> None:
 
 
 @pytest.mark.slow
-async def test_a_silent_websocket_is_an_error_after_the_time_limit() -> None:
+async def test_a_silent_websocket_is_an_error_after_the_time_limit():
     def silent(request: str) -> Iterator[bytes]:
         yield upgraded(TOKEN)(request)
         yield from iter(lambda: b"\x89\x00", None)  # pings do not count as an answer

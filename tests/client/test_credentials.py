@@ -1,11 +1,7 @@
 """Tests of reading the daemon's state file."""
 
-from __future__ import annotations
-
 import os
 import traceback
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,38 +10,38 @@ from lmx_lab.errors import InvalidRequestError, UnreachableError
 from tests.support.daemons import TOKEN, write_state
 
 
-def test_the_state_file_of_a_home_is_read(tmp_path: Path) -> None:
+def test_the_state_file_of_a_home_is_read(tmp_path):
     write_state(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     assert (credentials.url, credentials.token, credentials.daemon_id) == ("http://127.0.0.1:4321", TOKEN, "dmn_1")
 
 
-def test_the_default_home_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_home_is_that_of_the_environment(tmp_path, monkeypatch):
     write_state(tmp_path)
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     assert Credentials.from_home().daemon_id == "dmn_1"
 
 
-def test_the_token_is_in_no_repr(tmp_path: Path) -> None:
+def test_the_token_is_in_no_repr(tmp_path):
     write_state(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     assert TOKEN not in f"{credentials!r} {credentials} {credentials.endpoint!r} {credentials.endpoint}"
 
 
-def test_without_a_daemon_the_message_says_how_to_start_one(tmp_path: Path) -> None:
+def test_without_a_daemon_the_message_says_how_to_start_one(tmp_path):
     with pytest.raises(UnreachableError, match=r"no daemon of this user.*lmx-lab daemon.*LMX_LAB_HOME") as caught:
         Credentials.from_home(tmp_path)
     assert str(tmp_path / "daemon" / "state.json") in str(caught.value)
 
 
-def test_a_file_that_others_may_read_is_not_trusted(tmp_path: Path) -> None:
+def test_a_file_that_others_may_read_is_not_trusted(tmp_path):
     write_state(tmp_path).chmod(0o644)
     with pytest.raises(UnreachableError, match=r"other users have access .*644"):
         Credentials.from_home(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_a_path_that_is_not_a_regular_file_is_not_trusted(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_regular_file_is_not_trusted(tmp_path, kind):
     path = write_state(tmp_path)
     path.rename(tmp_path / "elsewhere")
     match kind:
@@ -62,7 +58,7 @@ def test_a_path_that_is_not_a_regular_file_is_not_trusted(tmp_path: Path, kind: 
 @pytest.mark.parametrize(
     "text", ["", "[]", f'{{"token": "{TOKEN}"', f'{{"token": "{TOKEN}", "port": "{TOKEN}"}}', "\x00" * 100_000]
 )
-def test_invalid_content_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+def test_invalid_content_is_refused_without_showing_it(tmp_path, text):
     write_state(tmp_path).write_text(text)
     with pytest.raises(UnreachableError, match="not a valid state file") as caught:
         Credentials.from_home(tmp_path)
@@ -70,7 +66,7 @@ def test_invalid_content_is_refused_without_showing_it(tmp_path: Path, text: str
 
 
 @pytest.mark.parametrize("changes", [{"token": f"{TOKEN} two"}, {"host": ""}, {"port": 99_999}])
-def test_a_state_with_invalid_values_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_state_with_invalid_values_is_refused(tmp_path, changes):
     write_state(tmp_path, **changes)
     with pytest.raises(UnreachableError, match="not a valid state file") as caught:
         Credentials.from_home(tmp_path)
@@ -83,7 +79,7 @@ def test_a_state_with_invalid_values_is_refused(tmp_path: Path, changes: dict[st
 # --- reading again
 
 
-def test_a_restarted_daemon_is_found(tmp_path: Path) -> None:
+def test_a_restarted_daemon_is_found(tmp_path):
     path = write_state(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     assert not credentials.refresh()
@@ -95,7 +91,7 @@ def test_a_restarted_daemon_is_found(tmp_path: Path) -> None:
     assert not credentials.refresh()
 
 
-def test_a_file_that_is_not_trusted_changes_nothing(tmp_path: Path) -> None:
+def test_a_file_that_is_not_trusted_changes_nothing(tmp_path):
     write_state(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     write_state(tmp_path, port=4322).chmod(0o640)
@@ -107,14 +103,14 @@ def test_a_file_that_is_not_trusted_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v3", "/v3/"])
-def test_the_end_of_an_address_does_not_matter(end: str) -> None:
+def test_the_end_of_an_address_does_not_matter(end):
     credentials = Credentials(f"http://h:1/proxy{end}", TOKEN)
     assert (credentials.url, credentials.daemon_id) == ("http://h:1/proxy", None)
     assert not credentials.refresh()
 
 
 @pytest.mark.parametrize(("url", "token", "param"), [("http://h", "two words", "token"), ("ftp://h", None, "url")])
-def test_an_invalid_address_or_token_is_refused_without_showing_it(url: str, token: str | None, param: str) -> None:
+def test_an_invalid_address_or_token_is_refused_without_showing_it(url, token, param):
     with pytest.raises(InvalidRequestError) as caught:
         Credentials(url, token)
     assert caught.value.param == param

@@ -7,29 +7,26 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import httpx2
 import pytest
 
 from lmx_lab import errors
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.storage.event_log import record_pruned
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed, McpTestPassed
 from lmx_lab.wire.sessions import CancelTurns, ChangeSession, ForkSession, SessionMessage, SubmitTurn
 from tests.support.daemons import serving, write_state, write_tokens
 from tests.support.mcp import COUNTING
 from tests.support.model_server import STALL, Scripted, calls, says, token
-from tests.support.sockets import RawServer, answering, whole
+from tests.support.sockets import answering, whole
 
 pytestmark = pytest.mark.anyio
 TOKEN = "open-sesame-42"
 
 
-def script(body: dict[str, Any]) -> Any:
+def script(body):
     """Return the answer for the last message."""
     last = body["messages"][-1]
     if last["role"] == "tool":
@@ -42,25 +39,25 @@ def script(body: dict[str, Any]) -> Any:
     return says("Hello", " there.")
 
 
-def add(a: int, b: int) -> int:
+def add(a, b):
     """Adds."""
     return a + b
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
-def daemon(home: Path) -> Iterator[Daemon]:
+def daemon(home):
     with Scripted(script) as upstream, serving(home, upstream=upstream.url) as daemon:
         daemon.tool(add)
         yield daemon
 
 
 @pytest.fixture
-async def client(daemon: Daemon, home: Path) -> AsyncIterator[AsyncDaemonClient]:
+async def client(daemon, home):
     async with AsyncDaemonClient.discover(home) as client:
         yield client
 
@@ -86,14 +83,14 @@ class Recorded(httpx2.AsyncBaseTransport):
 # --- the daemon
 
 
-async def test_health_and_state_are_read(daemon: Daemon, client: AsyncDaemonClient) -> None:
+async def test_health_and_state_are_read(daemon, client):
     health, state = await client.health(), await client.state()
     assert health.daemon_id == state.daemon_id == daemon.daemon_id
     assert "events-socket" in state.features
     assert client.url == daemon.url
 
 
-async def test_the_daemon_is_shut_down(tmp_path: Path) -> None:
+async def test_the_daemon_is_shut_down(tmp_path):
     with serving(tmp_path) as daemon:
         async with AsyncDaemonClient.discover(tmp_path) as client:
             await client.shut_down(mode="now")
@@ -103,7 +100,7 @@ async def test_the_daemon_is_shut_down(tmp_path: Path) -> None:
 # --- sessions
 
 
-async def test_a_session_is_created_once_per_id(client: AsyncDaemonClient) -> None:
+async def test_a_session_is_created_once_per_id(client):
     history = [SessionMessage(role="user", content="hi"), SessionMessage(role="assistant", content="hello")]
     session = await client.session("mine", title="One", tools=["time__*"], messages=history, metadata={"a": [1, None]})
     assert (await client.session("mine", title="Two")).session_id == session.session_id == "mine"
@@ -116,12 +113,12 @@ async def test_a_session_is_created_once_per_id(client: AsyncDaemonClient) -> No
         await client.read_session("mine")
 
 
-async def test_an_empty_list_of_tools_differs_from_none(client: AsyncDaemonClient) -> None:
+async def test_an_empty_list_of_tools_differs_from_none(client):
     session = await client.session(tools=())
     assert (await client.read_session(session.session_id)).tools == []
 
 
-async def test_sessions_are_listed_in_pages(client: AsyncDaemonClient) -> None:
+async def test_sessions_are_listed_in_pages(client):
     created = {(await client.session(title=f"paged {number}")).session_id for number in range(3)}
     first = await client.sessions(limit=2, q="paged")
     second = await client.sessions(limit=2, q="paged", cursor=first.next_cursor)
@@ -131,7 +128,7 @@ async def test_sessions_are_listed_in_pages(client: AsyncDaemonClient) -> None:
     assert len((await client.sessions(archived=True, q="paged")).sessions) == 1
 
 
-async def test_a_change_of_an_outdated_revision_is_refused(client: AsyncDaemonClient) -> None:
+async def test_a_change_of_an_outdated_revision_is_refused(client):
     session_id = (await client.session(title="One")).session_id
     changed = await client.change_session(session_id, ChangeSession(title=None, revision=1))
     assert (changed.title, changed.revision) == (None, 2)
@@ -139,7 +136,7 @@ async def test_a_change_of_an_outdated_revision_is_refused(client: AsyncDaemonCl
         await client.change_session(session_id, ChangeSession(title="Three", revision=1))
 
 
-async def test_a_fork_is_independent_of_its_session(client: AsyncDaemonClient) -> None:
+async def test_a_fork_is_independent_of_its_session(client):
     history = [SessionMessage(role="user", content="hi"), SessionMessage(role="assistant", content="hello")]
     session_id = (await client.session(messages=history)).session_id
     fork = await client.fork_session(session_id, ForkSession(title="Fork"))
@@ -151,7 +148,7 @@ async def test_a_fork_is_independent_of_its_session(client: AsyncDaemonClient) -
 # --- turns
 
 
-async def test_a_turn_submitted_twice_runs_once(client: AsyncDaemonClient) -> None:
+async def test_a_turn_submitted_twice_runs_once(client):
     session_id = (await client.session()).session_id
     turn = SubmitTurn(turn_id="once", content="hi")
     first, again = [await client.submit_turn(session_id, turn) for _ in range(2)]
@@ -163,7 +160,7 @@ async def test_a_turn_submitted_twice_runs_once(client: AsyncDaemonClient) -> No
         await client.submit_turn(session_id, SubmitTurn(turn_id="once", content="bye"))
 
 
-async def test_a_busy_session_refuses_turns_and_its_turns_can_be_cancelled(client: AsyncDaemonClient) -> None:
+async def test_a_busy_session_refuses_turns_and_its_turns_can_be_cancelled(client):
     session_id = (await client.session()).session_id
     running = await client.submit_turn(session_id, SubmitTurn(content="wait"))
     waiting = await client.submit_turn(session_id, SubmitTurn(content="hi"))
@@ -176,7 +173,7 @@ async def test_a_busy_session_refuses_turns_and_its_turns_can_be_cancelled(clien
     assert (await client.cancel_turns(session_id, CancelTurns(queued=True))).cancelled == 0
 
 
-async def test_each_kind_of_missing_object_has_its_own_error(client: AsyncDaemonClient) -> None:
+async def test_each_kind_of_missing_object_has_its_own_error(client):
     session_id = (await client.session()).session_id
     for request, error in (
         (client.submit_turn("none", SubmitTurn(content="hi")), errors.SessionNotFoundError),
@@ -192,7 +189,7 @@ async def test_each_kind_of_missing_object_has_its_own_error(client: AsyncDaemon
 # --- permissions
 
 
-async def test_a_permission_is_decided_once(client: AsyncDaemonClient) -> None:
+async def test_a_permission_is_decided_once(client):
     session_id = (await client.session()).session_id
     turn = await client.submit_turn(session_id, SubmitTurn(content="call"))
     page = await client.page(after=turn.cursor, types=["permission.*"], session_ids=[session_id], wait_s=20)
@@ -210,7 +207,7 @@ async def test_a_permission_is_decided_once(client: AsyncDaemonClient) -> None:
 
 
 @pytest.mark.slow
-async def test_an_mcp_server_is_tested_added_changed_and_removed(client: AsyncDaemonClient, tmp_path: Path) -> None:
+async def test_an_mcp_server_is_tested_added_changed_and_removed(client, tmp_path):
     args = (str(COUNTING), str(tmp_path / "notes"), "0")
     config = McpServerConfig(name="counting", command=sys.executable, args=args, env={"KEY": "hidden"})
     tested = await client.test_mcp_server(config)
@@ -232,7 +229,7 @@ async def test_an_mcp_server_is_tested_added_changed_and_removed(client: AsyncDa
 
 # It imports MCP.
 @pytest.mark.slow
-async def test_a_failed_mcp_test_is_a_result(client: AsyncDaemonClient) -> None:
+async def test_a_failed_mcp_test_is_a_result(client):
     tested = await client.test_mcp_server(McpServerConfig(name="none", command="no-such-program-anywhere"))
     assert isinstance(tested, McpTestFailed)
     assert tested.error_kind == "command-not-found"
@@ -241,7 +238,7 @@ async def test_a_failed_mcp_test_is_a_result(client: AsyncDaemonClient) -> None:
 # --- events
 
 
-async def test_events_are_read_in_pages(daemon: Daemon, client: AsyncDaemonClient) -> None:
+async def test_events_are_read_in_pages(daemon, client):
     last = await asyncio.to_thread(write_tokens, daemon, 5, "of-a-session")
     page = await client.page(after=last - 5, limit=3, types=["turn.*", "session.*"], session_ids=["of-a-session"])
     assert ([event.seq for event in page.events], page.more) == ([last - 4, last - 3, last - 2], True)
@@ -251,7 +248,7 @@ async def test_events_are_read_in_pages(daemon: Daemon, client: AsyncDaemonClien
     assert (await client.page(wait_s=0.000_01)).events == []
 
 
-async def test_an_expired_cursor_has_a_reason(daemon: Daemon, client: AsyncDaemonClient) -> None:
+async def test_an_expired_cursor_has_a_reason(daemon, client):
     last = await asyncio.to_thread(write_tokens, daemon, 5)
     log, store = daemon.services.log, daemon.services.store
     await asyncio.to_thread(lambda: daemon.run(store.write(lambda transaction: record_pruned(transaction, last - 2))))
@@ -270,7 +267,7 @@ async def test_an_expired_cursor_has_a_reason(daemon: Daemon, client: AsyncDaemo
 
 
 @pytest.mark.parametrize("wrong", ["", "..", "a/b", "a" * 65, "a?b", "ä", "a\n"])
-async def test_an_invalid_id_is_not_sent(client: AsyncDaemonClient, wrong: str) -> None:
+async def test_an_invalid_id_is_not_sent(client, wrong):
     for request, name in (
         (client.read_session(wrong), "session_id"),
         (client.delete_session(wrong), "session_id"),
@@ -283,14 +280,14 @@ async def test_an_invalid_id_is_not_sent(client: AsyncDaemonClient, wrong: str) 
         assert caught.value.param == name
 
 
-async def test_invalid_arguments_are_named(client: AsyncDaemonClient) -> None:
+async def test_invalid_arguments_are_named(client):
     for request, name in (
-        (client.decide("prm_1", "maybe"), "decision"),  # type: ignore[arg-type]
+        (client.decide("prm_1", "maybe"), "decision"),
         (client.shut_down(grace_s=-1), "grace_s"),
         (client.session(tools="time"), "tools"),
         (client.session("a b"), "session_id"),
-        (client.session(metadata="abc"), "metadata"),  # type: ignore[arg-type]
-        (client.session(metadata={"a": {1}}), "metadata"),  # type: ignore[dict-item]
+        (client.session(metadata="abc"), "metadata"),
+        (client.session(metadata={"a": {1}}), "metadata"),
         (client.sessions(limit=0), "limit"),
         (client.page(after=-1), "after"),
         (client.page(wait_s=-1), "wait"),
@@ -302,7 +299,7 @@ async def test_invalid_arguments_are_named(client: AsyncDaemonClient) -> None:
         assert (caught.value.param or "").startswith(name)
 
 
-async def test_a_closed_client_refuses_requests(daemon: Daemon) -> None:
+async def test_a_closed_client_refuses_requests(daemon):
     client = AsyncDaemonClient(daemon.url, token=daemon.token)
     await client.state()
     await client.aclose()
@@ -314,7 +311,7 @@ async def test_a_closed_client_refuses_requests(daemon: Daemon) -> None:
 # --- when the token is sent
 
 
-async def test_the_daemon_identifies_itself_once_before_the_token_is_sent(daemon: Daemon, home: Path) -> None:
+async def test_the_daemon_identifies_itself_once_before_the_token_is_sent(daemon, home):
     network = Recorded()
     async with AsyncDaemonClient.discover(home, transport=network) as client:
         await asyncio.gather(*(client.state() for _ in range(10)))
@@ -322,22 +319,22 @@ async def test_the_daemon_identifies_itself_once_before_the_token_is_sent(daemon
     assert network.closings == 1
 
 
-async def test_an_explicit_address_is_not_checked(daemon: Daemon) -> None:
+async def test_an_explicit_address_is_not_checked(daemon):
     network = Recorded()
     async with AsyncDaemonClient(f"{daemon.url}/v3", token=daemon.token, transport=network) as client:
         assert (await client.state()).daemon_id == daemon.daemon_id
     assert [path for path, _ in network.requests] == ["/v3/daemon"]
 
 
-def port(server: RawServer) -> int:
+def port(server):
     return int(server.url.rpartition(":")[2])
 
 
-def health(daemon_id: str) -> bytes:
+def health(daemon_id):
     return whole(json.dumps({"status": "ok", "name": "lmx-lab-daemon", "api_version": 3, "daemon_id": daemon_id}))
 
 
-def permissions(*ids: str) -> bytes:
+def permissions(*ids):
     return whole(json.dumps({"permissions": list(ids)}))
 
 
@@ -355,7 +352,7 @@ def permissions(*ids: str) -> bytes:
     ],
     ids=["page", "json", "half-json", "404", "login", "other-daemon", "ssh", "nothing"],
 )
-async def test_another_server_at_the_address_does_not_get_the_token(tmp_path: Path, answer: bytes) -> None:
+async def test_another_server_at_the_address_does_not_get_the_token(tmp_path, answer):
     with answering(answer) as server:
         write_state(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
@@ -369,7 +366,7 @@ async def test_another_server_at_the_address_does_not_get_the_token(tmp_path: Pa
     assert all(TOKEN not in request and "/v3/health" in request for request in server.requests)
 
 
-async def test_another_server_after_a_lost_connection_does_not_get_the_token(tmp_path: Path) -> None:
+async def test_another_server_after_a_lost_connection_does_not_get_the_token(tmp_path):
     with answering(health("dmn_1"), b"", health("dmn_2")) as server:
         write_state(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
@@ -378,7 +375,7 @@ async def test_another_server_after_a_lost_connection_does_not_get_the_token(tmp
     assert [TOKEN in request for request in server.requests] == [False, True, False]
 
 
-def traceback_with_variables(error: Exception) -> str:
+def traceback_with_variables(error):
     """The traceback with the values of all variables, except those of the test."""
     assert error.__traceback__ is not None
     frames = error.__traceback__.tb_next
@@ -386,9 +383,7 @@ def traceback_with_variables(error: Exception) -> str:
 
 
 @pytest.mark.parametrize("token", [None, "wrong-sesame-43"])
-async def test_a_wrong_token_is_reported_without_showing_it(
-    daemon: Daemon, token: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_wrong_token_is_reported_without_showing_it(daemon, token, caplog):
     caplog.set_level(logging.DEBUG)
     async with AsyncDaemonClient(daemon.url, token=token) as client:
         assert (await client.health()).status == "ok"
@@ -398,7 +393,7 @@ async def test_a_wrong_token_is_reported_without_showing_it(
     assert "sesame" not in traceback_with_variables(caught.value) + caplog.text
 
 
-async def test_the_token_is_in_no_traceback_and_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_token_is_in_no_traceback_and_no_log(tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     text = ""
     with answering(health("dmn_1"), b"", health("dmn_1"), whole("<html>", kind="text/html")) as server:
@@ -416,7 +411,7 @@ async def test_the_token_is_in_no_traceback_and_no_log(tmp_path: Path, caplog: p
 # --- restarts of the daemon
 
 
-async def test_a_restarted_daemon_is_found(tmp_path: Path) -> None:
+async def test_a_restarted_daemon_is_found(tmp_path):
     with serving(tmp_path):
         client = AsyncDaemonClient.discover(tmp_path)
         session_id = (await client.session()).session_id
@@ -430,7 +425,7 @@ async def test_a_restarted_daemon_is_found(tmp_path: Path) -> None:
     await client.aclose()
 
 
-async def test_a_refused_token_is_read_again_once(daemon: Daemon, home: Path, tmp_path: Path) -> None:
+async def test_a_refused_token_is_read_again_once(daemon, home, tmp_path):
     fields = {"port": daemon.port, "daemon_id": daemon.daemon_id}
     write_state(tmp_path, token="an-old-one", **fields)
     network = Recorded()
@@ -442,7 +437,7 @@ async def test_a_refused_token_is_read_again_once(daemon: Daemon, home: Path, tm
         assert (await client.fork_session((await client.session()).session_id, ForkSession())).forked_from
 
 
-async def test_a_new_address_is_checked_as_well(tmp_path: Path) -> None:
+async def test_a_new_address_is_checked_as_well(tmp_path):
     with answering(health("dmn_1"), permissions()) as first, answering(health("dmn_3")) as second:
         write_state(tmp_path, port=port(first), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
@@ -454,7 +449,7 @@ async def test_a_new_address_is_checked_as_well(tmp_path: Path) -> None:
     assert [TOKEN in request for request in first.requests + second.requests] == [False, True, False]
 
 
-async def test_a_request_that_may_have_been_executed_is_not_repeated_at_another_address(tmp_path: Path) -> None:
+async def test_a_request_that_may_have_been_executed_is_not_repeated_at_another_address(tmp_path):
     with answering(health("dmn_2")) as second:
 
         def restart_meanwhile() -> Iterator[bytes]:
@@ -472,7 +467,7 @@ async def test_a_request_that_may_have_been_executed_is_not_repeated_at_another_
 # --- servers that misbehave
 
 
-async def test_an_unreachable_daemon_is_named_with_the_next_step() -> None:
+async def test_an_unreachable_daemon_is_named_with_the_next_step():
     with answering(b"") as server:
         url = server.url
     async with AsyncDaemonClient(url, token=TOKEN) as client:
@@ -480,7 +475,7 @@ async def test_an_unreachable_daemon_is_named_with_the_next_step() -> None:
             await client.state()
 
 
-async def test_an_idempotent_request_is_repeated_once_after_a_lost_connection() -> None:
+async def test_an_idempotent_request_is_repeated_once_after_a_lost_connection():
     with answering(b"", permissions()) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
             assert await client.permissions() == []
@@ -492,7 +487,7 @@ async def test_an_idempotent_request_is_repeated_once_after_a_lost_connection() 
     assert len(server.requests) == 2
 
 
-async def test_a_submission_is_repeated_with_the_same_id() -> None:
+async def test_a_submission_is_repeated_with_the_same_id():
     accepted = whole(json.dumps({"turn_id": "t", "status": "queued", "cursor": 1}), status="202 Accepted")
     with answering(b"", accepted) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
@@ -502,7 +497,7 @@ async def test_a_submission_is_repeated_with_the_same_id() -> None:
     assert first["turn_id"].startswith("trn_")
 
 
-async def test_the_error_shows_that_the_first_request_may_have_arrived() -> None:
+async def test_the_error_shows_that_the_first_request_may_have_arrived():
     gone = asyncio.Event()
 
     async def take_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -519,7 +514,7 @@ async def test_the_error_shows_that_the_first_request_may_have_arrived() -> None
     assert gone.is_set()
 
 
-async def test_a_request_that_is_not_idempotent_is_not_repeated() -> None:
+async def test_a_request_that_is_not_idempotent_is_not_repeated():
     with answering(b"") as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
             for request in (
@@ -536,7 +531,7 @@ async def test_a_request_that_is_not_idempotent_is_not_repeated() -> None:
 
 @pytest.mark.parametrize(("extra", "retry_after_s"), [("", None), ("retry-after: 7\r\n", 7.0)])
 @pytest.mark.parametrize("own", [True, False], ids=["daemon", "proxy"])
-async def test_a_503_has_the_advised_delay(extra: str, retry_after_s: float | None, own: bool) -> None:
+async def test_a_503_has_the_advised_delay(extra, retry_after_s, own):
     body = json.dumps({"error": {"code": "daemon-stopping", "message": "it ends"}}) if own else "<html>"
     answer = whole(body, status="503 Service Unavailable", kind="application/json" if own else "text/html", extra=extra)
     with answering(answer) as server:
@@ -558,21 +553,21 @@ async def test_a_503_has_the_advised_delay(extra: str, retry_after_s: float | No
     ],
     ids=["page", "no-json", "other-json", "cut-off", "empty"],
 )
-async def test_an_invalid_response_is_reported(answer: bytes) -> None:
+async def test_an_invalid_response_is_reported(answer):
     with answering(answer) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
             with pytest.raises(errors.UnreachableError, match=server.url):
                 await client.permissions()
 
 
-async def test_a_deletion_confirmed_by_another_program_is_an_error() -> None:
+async def test_a_deletion_confirmed_by_another_program_is_an_error():
     with answering(whole("<html>", kind="text/html")) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
             with pytest.raises(errors.UnreachableError, match="daemon"):
                 await client.delete_session("s")
 
 
-async def test_fields_of_a_newer_daemon_are_ignored() -> None:
+async def test_fields_of_a_newer_daemon_are_ignored():
     known = json.loads(health("dmn_9").partition(b"\r\n\r\n")[2])
     with answering(whole(json.dumps({**known, "moon": {"phase": "full"}}))) as server:
         async with AsyncDaemonClient(server.url, token=None) as client:
@@ -582,7 +577,7 @@ async def test_fields_of_a_newer_daemon_are_ignored() -> None:
 # --- WebSockets
 
 
-async def test_a_websocket_sends_the_token_in_a_header(daemon: Daemon, home: Path) -> None:
+async def test_a_websocket_sends_the_token_in_a_header(daemon, home):
     network = Recorded()
     async with AsyncDaemonClient.discover(home, transport=network) as client:
         for _ in range(2):
@@ -593,7 +588,7 @@ async def test_a_websocket_sends_the_token_in_a_header(daemon: Daemon, home: Pat
     assert network.requests == opened * 2, "the identity is checked each time"
 
 
-async def test_a_refused_websocket_raises_the_daemons_error(daemon: Daemon, client: AsyncDaemonClient) -> None:
+async def test_a_refused_websocket_raises_the_daemons_error(daemon, client):
     connection = await client.connection()
     with pytest.raises(errors.InvalidRequestError) as caught:
         async with connection.websocket("/v3/events", {"after": "soon"}):
@@ -607,7 +602,7 @@ async def test_a_refused_websocket_raises_the_daemons_error(daemon: Daemon, clie
 
 
 @pytest.mark.parametrize("status", ["200 OK", "101 Switching Protocols", "503 Service Unavailable"])
-async def test_an_invalid_websocket_response_is_reported(status: str) -> None:
+async def test_an_invalid_websocket_response_is_reported(status):
     with answering(whole("<html>", status=status, kind="text/html")) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
             connection = await client.connection()

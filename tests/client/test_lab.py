@@ -9,10 +9,8 @@ import gzip
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import httpx2
 import numpy as np
@@ -29,18 +27,16 @@ from lmx_lab.client.lab import (
     max_embeddings_bytes,
     max_rerank_bytes,
 )
-from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.server.events import EXTRAS
 from lmx_lab.server.openapi import EVENTS
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.wire.admin import Heartbeat, ModelEvent, NotReady, RequestEvent, Sample, Throughput
-from lmx_lab.wire.chat import ChatChunk, ChatRequest
+from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingItem, EmbeddingList, EmbeddingsBody, EncodingUsage
 from lmx_lab.wire.rerank import RerankBody, RerankItem, RerankResults
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
-from tests.support.sockets import Endless, RawServer, answering, streamed, whole
+from tests.support.sockets import Endless, answering, streamed, whole
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -49,11 +45,11 @@ WAIT_S = 30.0
 ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
 
 
-def hello(**changes: Any) -> ChatRequest:
+def hello(**changes):
     return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
 
 
-def chunk(text: str = "a", **changes: Any) -> str:
+def chunk(text="a", **changes):
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
     body = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "system_fingerprint": "f"}
     return f"data: {json.dumps({**body, 'choices': [choice], **changes})}\n\n"
@@ -63,7 +59,7 @@ DONE = "data: [DONE]\n\n"
 
 
 @pytest.fixture(scope="module")
-def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def long_home(tmp_path_factory, smollm2):
     """A home with a model whose context has room for answers that take long."""
     home = tmp_path_factory.mktemp("long-home")
     write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
@@ -71,24 +67,24 @@ def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> 
 
 
 @pytest.fixture(scope="module")
-def lab(long_home: Path) -> Iterator[Lab]:
+def lab(long_home):
     with serving(long_home, "tiny-long", slots=1, queue_limit=1, api_key=KEY) as lab:
         yield lab
 
 
 @pytest.fixture
-async def client(lab: Lab) -> AsyncIterator[AsyncLabClient]:
+async def client(lab):
     async with AsyncLabClient(lab.url, api_key=KEY) as client:
         yield client
     until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
 
 
-async def until_running(lab: Lab) -> None:
+async def until_running(lab):
     while not lab.engine.snapshot.active_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
-async def until_idle(lab: Lab) -> None:
+async def until_idle(lab):
     """Wait until the server is idle, while connections are still open."""
     while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -97,7 +93,7 @@ async def until_idle(lab: Lab) -> None:
 # --- requests
 
 
-async def test_a_complete_answer_equals_its_chunks(client: AsyncLabClient) -> None:
+async def test_a_complete_answer_equals_its_chunks(client):
     answer = await client.chat(hello())
     chunks = [part async for part in client.stream(hello(stream_options={"include_usage": True}))]
     texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
@@ -118,7 +114,7 @@ async def test_a_complete_answer_equals_its_chunks(client: AsyncLabClient) -> No
     ],
     ids=lambda form: form["type"],
 )
-async def test_a_request_arrives_unchanged(form: dict[str, Any]) -> None:
+async def test_a_request_arrives_unchanged(form):
     """Fields with an alias, fields that are converted, and fields that were not set."""
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": "\u2028"}'}}
@@ -140,7 +136,7 @@ async def test_a_request_arrives_unchanged(form: dict[str, Any]) -> None:
     assert ChatRequest.model_validate(sent) == body
 
 
-async def test_models_are_listed_loaded_and_unloaded(tiny_home: Path) -> None:
+async def test_models_are_listed_loaded_and_unloaded(tiny_home):
     with serving(tiny_home, None) as lab:
         async with AsyncLabClient(lab.url) as client:
             async with aclosing(client.events(["models"])) as events:
@@ -160,7 +156,7 @@ async def test_models_are_listed_loaded_and_unloaded(tiny_home: Path) -> None:
             assert (await client.unload()).freed_vram_gb == 0
 
 
-async def test_texts_are_embedded_and_documents_are_ranked(starter_home: Path, minilm: Any) -> None:
+async def test_texts_are_embedded_and_documents_are_ranked(starter_home, minilm):
     body = EmbeddingsBody(model="default", input=["The sea is blue.", "Bread is baked."])
     documents = RerankBody(model="default", query="How salty is the sea?", documents=["Bread is baked.", "Sea salt."])
     with serving(starter_home, minilm.id) as lab:
@@ -177,15 +173,15 @@ async def test_texts_are_embedded_and_documents_are_ranked(starter_home: Path, m
 
 
 @pytest.mark.parametrize("rows", [[[1.0], [1.0, 2.0]], ["AAA"], ["é"], []])
-def test_vectors_that_do_not_form_an_array_are_refused(rows: list[Any]) -> None:
+def test_vectors_that_do_not_form_an_array_are_refused(rows):
     data = [{"index": index, "embedding": row} for index, row in enumerate(rows)]
     usage = {"prompt_tokens": 1, "total_tokens": 1}
     with pytest.raises(errors.UnreachableError):
         as_array(EmbeddingList.model_validate({"data": data, "model": "m", "usage": usage}))
 
 
-async def test_samples_and_ends_of_requests_are_events(client: AsyncLabClient) -> None:
-    seen: list[Any] = []
+async def test_samples_and_ends_of_requests_are_events(client):
+    seen = []
     async with aclosing(client.events(["samples", "requests"])) as events:
         async for event in events:
             seen.append(event)
@@ -197,7 +193,7 @@ async def test_samples_and_ends_of_requests_are_events(client: AsyncLabClient) -
     assert (seen[-1].finish_reason, seen[-1].completion_tokens) == ("length", 2)
 
 
-async def test_events_end_when_the_server_stops(tiny_home: Path) -> None:
+async def test_events_end_when_the_server_stops(tiny_home):
     with serving(tiny_home, None) as lab:
         async with AsyncLabClient(lab.url) as client:
             events = client.events()
@@ -210,9 +206,7 @@ async def test_events_end_when_the_server_stops(tiny_home: Path) -> None:
 # --- cancelling
 
 
-async def test_a_closed_stream_frees_the_slot_and_the_client_can_be_used_again(
-    lab: Lab, client: AsyncLabClient
-) -> None:
+async def test_a_closed_stream_frees_the_slot_and_the_client_can_be_used_again(lab, client):
     stream = client.stream(hello(**ENDLESS))
     async for part in stream:
         if part.choices[0].delta.content:
@@ -222,7 +216,7 @@ async def test_a_closed_stream_frees_the_slot_and_the_client_can_be_used_again(
     assert (await client.chat(hello())).usage.completion_tokens == 8
 
 
-async def test_a_dropped_stream_frees_the_slot(lab: Lab, client: AsyncLabClient) -> None:
+async def test_a_dropped_stream_frees_the_slot(lab, client):
     gc.disable()
     try:
         stream = client.stream(hello(**ENDLESS))
@@ -235,7 +229,7 @@ async def test_a_dropped_stream_frees_the_slot(lab: Lab, client: AsyncLabClient)
 
 
 @pytest.mark.parametrize("way", ["chat", "stream"])
-async def test_a_cancelled_request_frees_the_slot(lab: Lab, client: AsyncLabClient, way: str) -> None:
+async def test_a_cancelled_request_frees_the_slot(lab, client, way):
     async def ask() -> None:
         if way == "chat":
             await client.chat(hello(**ENDLESS))
@@ -251,7 +245,7 @@ async def test_a_cancelled_request_frees_the_slot(lab: Lab, client: AsyncLabClie
     await until_idle(lab)
 
 
-async def test_closing_the_client_frees_the_slot(lab: Lab) -> None:
+async def test_closing_the_client_frees_the_slot(lab):
     client = AsyncLabClient(lab.url, api_key=KEY)
     stream = client.stream(hello(**ENDLESS))
     await anext(stream)
@@ -277,16 +271,14 @@ async def test_closing_the_client_frees_the_slot(lab: Lab) -> None:
         ({"temperature": object()}, errors.InvalidRequestError),
     ],
 )
-async def test_a_refusal_raises_the_servers_error(
-    client: AsyncLabClient, way: str, changes: dict[str, Any], error: type[errors.LabError]
-) -> None:
+async def test_a_refusal_raises_the_servers_error(client, way, changes, error):
     body = hello().model_copy(update=changes) if "messages" not in changes else ChatRequest(model="default", **changes)
     with pytest.raises(error) as caught:
         await (client.chat(body) if way == "chat" else anext(client.stream(body)))
     assert type(caught.value) is error
 
 
-async def test_a_full_queue_has_the_advised_delay(lab: Lab, client: AsyncLabClient) -> None:
+async def test_a_full_queue_has_the_advised_delay(lab, client):
     running = client.stream(hello(**ENDLESS))
     await anext(running)
     await until_running(lab)
@@ -300,7 +292,7 @@ async def test_a_full_queue_has_the_advised_delay(lab: Lab, client: AsyncLabClie
     assert (await waiting).usage.completion_tokens == 8
 
 
-async def test_errors_of_models_and_arguments_are_raised(client: AsyncLabClient) -> None:
+async def test_errors_of_models_and_arguments_are_raised(client):
     with pytest.raises(errors.ModelNotFoundError):
         await client.load("no-such")
     with pytest.raises(errors.InvalidRequestError) as caught:
@@ -310,11 +302,11 @@ async def test_errors_of_models_and_arguments_are_raised(client: AsyncLabClient)
         await client.load("echo", engine="mlx")
     assert caught.value.param == "engine"
     with pytest.raises(errors.InvalidRequestError) as caught:
-        await anext(client.events(["nope"]))  # type: ignore[list-item]
+        await anext(client.events(["nope"]))
     assert caught.value.param == "include"
 
 
-async def test_a_missing_model_and_a_time_limit_are_errors(long_home: Path) -> None:
+async def test_a_missing_model_and_a_time_limit_are_errors(long_home):
     with serving(long_home, None, request_timeout_s=0.05) as lab:
         async with AsyncLabClient(lab.url) as client:
             with pytest.raises(errors.NotLoadedError):
@@ -328,16 +320,14 @@ async def test_a_missing_model_and_a_time_limit_are_errors(long_home: Path) -> N
                     pass
 
 
-async def test_a_host_name_that_is_not_allowed_is_refused(lab: Lab) -> None:
+async def test_a_host_name_that_is_not_allowed_is_refused(lab):
     async with AsyncLabClient(f"http://127.1:{lab.port}", api_key=KEY) as client:
         with pytest.raises(errors.HostForbiddenError):
             await client.models()
 
 
 @pytest.mark.parametrize("key", [None, "wrong-sesame-43"])
-async def test_a_missing_or_wrong_key_is_reported_without_showing_it(
-    lab: Lab, key: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_missing_or_wrong_key_is_reported_without_showing_it(lab, key, caplog):
     caplog.set_level(logging.DEBUG)
     async with AsyncLabClient(lab.url, api_key=key) as client:
         assert (await client.ready()).model == "tiny-long"
@@ -359,13 +349,13 @@ async def test_a_missing_or_wrong_key_is_reported_without_showing_it(
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
-async def test_the_end_of_an_address_does_not_matter(lab: Lab, end: str) -> None:
+async def test_the_end_of_an_address_does_not_matter(lab, end):
     async with AsyncLabClient(lab.url + end, api_key=KEY) as client:
         assert await client.version()
         assert (await client.models()).models
 
 
-async def test_a_proxys_prefix_is_kept_before_every_route() -> None:
+async def test_a_proxys_prefix_is_kept_before_every_route():
     with answering(whole("{}")) as server:
         async with AsyncLabClient(f"{server.url}/user/x/proxy/8400/") as client:
             await client.version()
@@ -385,7 +375,7 @@ async def test_a_proxys_prefix_is_kept_before_every_route() -> None:
     assert accepted == [False, False, False, True, True]
 
 
-async def test_all_requests_of_a_conversation_have_the_same_header_for_proxies() -> None:
+async def test_all_requests_of_a_conversation_have_the_same_header_for_proxies():
     first = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]
     later = [*first, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Bye"}]
     other = [first[0], {"role": "user", "content": "Hello?"}]
@@ -404,11 +394,11 @@ async def test_all_requests_of_a_conversation_have_the_same_header_for_proxies()
 # --- servers that misbehave
 
 
-async def parts(client: AsyncLabClient) -> list[ChatChunk | Remark]:
+async def parts(client):
     return [part async for part in client.stream_with_remarks(hello())]
 
 
-async def test_remarks_are_returned_between_chunks() -> None:
+async def test_remarks_are_returned_between_chunks():
     with answering(streamed(": queued\n\n", chunk("a"), ": prompt 1/2 tok", "ens\n\n", chunk("b"), DONE)) as server:
         async with AsyncLabClient(server.url) as client:
             found = await parts(client)
@@ -439,9 +429,7 @@ async def test_remarks_are_returned_between_chunks() -> None:
         (whole("x", kind="text/event-stream", extra="content-encoding: gzip\r\n"), errors.UnreachableError),
     ],
 )
-async def test_an_invalid_or_broken_stream_is_an_error_that_names_the_address(
-    answer: bytes, error: type[errors.LabError]
-) -> None:
+async def test_an_invalid_or_broken_stream_is_an_error_that_names_the_address(answer, error):
     with answering(answer) as server:
         async with AsyncLabClient(server.url) as client:
             with pytest.raises(error) as caught:
@@ -451,7 +439,7 @@ async def test_an_invalid_or_broken_stream_is_an_error_that_names_the_address(
     assert len(str(caught.value)) < 400
 
 
-async def unreachable(server: RawServer) -> str:
+async def unreachable(server):
     async with AsyncLabClient(server.url) as client:
         for ask in (client.version(), client.ready(), client.models(), client.unload(), client.chat(hello())):
             with pytest.raises(errors.UnreachableError) as caught:
@@ -460,7 +448,7 @@ async def unreachable(server: RawServer) -> str:
     return str(caught.value)
 
 
-async def test_another_program_at_the_address_is_recognized() -> None:
+async def test_another_program_at_the_address_is_recognized():
     html = whole("<html>hi</html>", kind="text/html").replace(b"x-lmx-lab: 0\r\n", b"")
     with answering(html) as server:
         assert "text/html" in await unreachable(server)
@@ -468,18 +456,18 @@ async def test_another_program_at_the_address_is_recognized() -> None:
         await unreachable(server)
 
 
-async def test_a_connection_closed_before_the_response_is_reported() -> None:
+async def test_a_connection_closed_before_the_response_is_reported():
     with answering(b"") as server:
         assert "before the response" in await unreachable(server)
 
 
-async def test_an_address_without_a_server_is_reported() -> None:
+async def test_an_address_without_a_server_is_reported():
     with answering(b"") as server:
         pass
     assert "lmx-lab serve" in await unreachable(server)
 
 
-async def test_a_silent_server_is_an_error_after_the_time_limit() -> None:
+async def test_a_silent_server_is_an_error_after_the_time_limit():
     def slow(request: httpx2.Request) -> httpx2.Response:
         raise httpx2.ReadTimeout("", request=request)
 
@@ -488,7 +476,7 @@ async def test_a_silent_server_is_an_error_after_the_time_limit() -> None:
             await client.chat(hello())
 
 
-async def test_only_generations_have_no_time_limit() -> None:
+async def test_only_generations_have_no_time_limit():
     limits = []
 
     def note(request: httpx2.Request) -> httpx2.Response:
@@ -510,7 +498,7 @@ PAPERS = RerankBody(model="default", query="q", documents=["a", "b"])
 
 
 @pytest.mark.slow
-async def test_an_endless_response_is_read_up_to_the_limit() -> None:
+async def test_an_endless_response_is_read_up_to_the_limit():
     with answering(Endless(b"z" * 1_000_000)) as server:
         async with AsyncLabClient(server.url) as client:
             for ask in (
@@ -522,7 +510,7 @@ async def test_an_endless_response_is_read_up_to_the_limit() -> None:
                 assert server.url in str(caught.value)
 
 
-async def test_of_an_endless_error_only_the_start_is_read() -> None:
+async def test_of_an_endless_error_only_the_start_is_read():
     with answering(Endless(b"z" * 1_000_000, status="502 Bad Gateway")) as server:
         async with AsyncLabClient(server.url) as client:
             for ask in (client.ready(), client.models(), client.chat(hello()), anext(client.events())):
@@ -530,7 +518,7 @@ async def test_of_an_endless_error_only_the_start_is_read() -> None:
                     await ask
 
 
-async def test_a_compressed_response_counts_with_its_decompressed_size() -> None:
+async def test_a_compressed_response_counts_with_its_decompressed_size():
     packed = gzip.compress(b" " * 20_000_000)
     assert len(packed) < SHORT_BYTES
     head, _, _ = whole("", extra="content-encoding: gzip\r\n").partition(b"content-length")
@@ -546,9 +534,7 @@ async def test_a_compressed_response_counts_with_its_decompressed_size() -> None
     [Endless(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", head=b""), Endless(b" ", every_s=0.01)],
     ids=["early hints", "drop by drop"],
 )
-async def test_requests_without_computation_have_a_time_limit_for_the_complete_response(
-    endless: Endless, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_without_computation_have_a_time_limit_for_the_complete_response(endless, monkeypatch):
     with answering(endless) as server:
         async with AsyncLabClient(server.url) as client, asyncio.timeout(WAIT_S):
             monkeypatch.setattr("lmx_lab.client.connection.QUICK_S", 0.5)
@@ -558,9 +544,9 @@ async def test_requests_without_computation_have_a_time_limit_for_the_complete_r
 
 
 @pytest.mark.parametrize("written", ["float", "base64"])
-def test_the_longest_vectors_fit_into_the_limit(written: Any) -> None:
+def test_the_longest_vectors_fit_into_the_limit(written):
     numbers = -np.random.default_rng(0).random((2, MAX_COMPONENTS), np.float32) * np.float32(1e-30)
-    rows: list[Any] = [base64.b64encode(row).decode() if written == "base64" else row.tolist() for row in numbers]
+    rows = [base64.b64encode(row).decode() if written == "base64" else row.tolist() for row in numbers]
     answer = EmbeddingList(
         data=[EmbeddingItem(index=index, embedding=row) for index, row in enumerate(rows)],
         model="m" * 1000,
@@ -571,7 +557,7 @@ def test_the_longest_vectors_fit_into_the_limit(written: Any) -> None:
 
 
 @pytest.mark.parametrize("character", ["é", "\x01", '"', "\U0001f600", "a"])
-def test_escaped_documents_fit_into_the_limit(character: str) -> None:
+def test_escaped_documents_fit_into_the_limit(character):
     body = RerankBody(model="default", query="q", documents=[character * 100_000, *[character] * 1000])
     results = [RerankItem(index=at, relevance_score=-1.5e-300, document=text) for at, text in enumerate(body.texts)]
     usage = EncodingUsage(prompt_tokens=1, total_tokens=1)
@@ -581,7 +567,7 @@ def test_escaped_documents_fit_into_the_limit(character: str) -> None:
 
 
 @pytest.mark.parametrize("indices", [[2], [-1], [0, 1, 0]])
-async def test_a_ranking_with_wrong_indices_is_refused(indices: list[int]) -> None:
+async def test_a_ranking_with_wrong_indices_is_refused(indices):
     results = [{"index": index, "relevance_score": 0.5} for index in indices]
     usage = {"prompt_tokens": 1, "total_tokens": 1}
     answer = {"id": "i", "model": "m", "method": "cosine", "results": results, "usage": usage}
@@ -594,17 +580,17 @@ async def test_a_ranking_with_wrong_indices_is_refused(indices: list[int]) -> No
 # --- events
 
 
-def test_the_client_knows_all_events_of_the_server() -> None:
+def test_the_client_knows_all_events_of_the_server():
     assert set(get_args(KnownEvent)) == set(EVENTS)
     assert set(get_args(Include)) == set(EXTRAS)
 
 
-def test_new_fields_of_an_event_are_ignored() -> None:
+def test_new_fields_of_an_event_are_ignored():
     assert lab_event('{"type": "heartbeat", "uptime": 1.5, "mood": "good"}') == Heartbeat(uptime=1.5)
 
 
 @pytest.mark.parametrize(
     "text", ['{"type": "weather", "rain": true}', '{"type": "heartbeat"}', '{"uptime": 1}', "[]", "{", "", "\x00"]
 )
-def test_an_unknown_event_is_passed_on_unchanged(text: str) -> None:
+def test_an_unknown_event_is_passed_on_unchanged(text):
     assert lab_event(text) == UnknownLabEvent(text=text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx2
@@ -35,7 +34,7 @@ class _Server:
 
 
 @asynccontextmanager
-async def answering(answer: bytes) -> AsyncIterator[_Server]:
+async def answering(answer):
     server = _Server(answer)
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
@@ -43,7 +42,7 @@ async def answering(answer: bytes) -> AsyncIterator[_Server]:
         yield server
 
 
-def client(*, keepalive_s: float = 60.0, read_s: float = 30.0) -> httpx2.AsyncClient:
+def client(*, keepalive_s=60.0, read_s=30.0):
     timeout = httpx2.Timeout(30.0, read=read_s)
     return httpx2.AsyncClient(transport=PlainTransport(keepalive_s=keepalive_s), timeout=timeout)
 
@@ -60,16 +59,14 @@ def client(*, keepalive_s: float = 60.0, read_s: float = 30.0) -> httpx2.AsyncCl
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi, and more", "hi", False),
     ],
 )
-async def test_a_connection_is_used_again_if_the_response_is_complete(
-    answer: bytes, text: str, is_reused: bool
-) -> None:
+async def test_a_connection_is_used_again_if_the_response_is_complete(answer, text, is_reused):
     async with answering(answer) as server, client() as http:
         for _ in range(3):
             assert (await http.post(server.url, content=b"body")).text == text
         assert server.connections == (1 if is_reused else 3)
 
 
-async def test_a_connection_that_was_idle_for_too_long_or_was_left_early_is_not_used_again() -> None:
+async def test_a_connection_that_was_idle_for_too_long_or_was_left_early_is_not_used_again():
     complete, part = (CHUNKED + b"\r\n2\r\nhi\r\n" + end for end in (b"0\r\n\r\n", b""))
     async with answering(complete) as server, client(keepalive_s=0.0) as http:
         for _ in range(2):
@@ -82,7 +79,7 @@ async def test_a_connection_that_was_idle_for_too_long_or_was_left_early_is_not_
         assert server.connections == 2
 
 
-async def test_requests_have_all_header_fields_and_none_that_begins_another_field() -> None:
+async def test_requests_have_all_header_fields_and_none_that_begins_another_field():
     async with answering(b"HTTP/1.1 204 No Content\r\n\r\n") as server, client() as http:
         await http.post(f"{server.url}/a%20b?c=d", content=b"body", headers={"x-own": "1"})
         head = server.requests[0].lower()
@@ -93,7 +90,7 @@ async def test_requests_have_all_header_fields_and_none_that_begins_another_fiel
             await http.post(server.url, content=b"body", headers={"x-own": "1\r\nx-other: 2"})
 
 
-async def test_errors_are_those_of_the_library() -> None:
+async def test_errors_are_those_of_the_library():
     async with answering(b"") as server, client(read_s=0.01) as http:
         with pytest.raises(httpx2.ReadTimeout):
             await http.post(server.url, content=b"body")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -50,7 +48,7 @@ FAR = 4e9
 
 
 @pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_delays(monkeypatch):
     monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.005)
     monkeypatch.setattr(turn, "RECORD_WAIT_DECIDING_S", 0.05)
     monkeypatch.setattr(turn, "CHECK_ENDED_S", 0.05)
@@ -97,14 +95,14 @@ class Place:
 
 
 @contextmanager
-def running_daemon(home: Path, **limits: Any) -> Iterator[Place]:
+def running_daemon(home, **limits):
     model = Model()
     with Scripted(model) as upstream, serving(home, Limits(**limits), upstream=upstream.url) as daemon:
         yield Place(model, daemon)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory):
     with running_daemon(tmp_path_factory.mktemp("home")) as place:
         yield place
 
@@ -124,9 +122,7 @@ class Here:
 
 
 @asynccontextmanager
-async def here(
-    place: Place, *scripts: Scripts, transport: httpx2.AsyncBaseTransport | None = None
-) -> AsyncIterator[Here]:
+async def here(place, *scripts, transport=None):
     """Create a session for one test."""
     place.model.play(*scripts)
     place.written.clear()
@@ -142,10 +138,10 @@ WRITES = calls(("write", {"text": "hello"}))
 # Results
 
 
-async def test_a_result_contains_text_thoughts_calls_and_statistics(place: Place) -> None:
+async def test_a_result_contains_text_thoughts_calls_and_statistics(place):
     asked = calls(("add", {"a": 1, "b": 2}), ("add", "{no JSON"), ("nothing", {}), text=["Let me see. "])
     async with here(place, asked, says("It is ", "three.", thinks=["1 + 2", " is 3"])) as at:
-        events: list[DaemonEvent] = []
+        events = []
         result = await at.session.run("1 + 2?", turn_id="t1", on_event=events.append)
         record = await at.session.turn("t1")
     assert (result.text, result.thinking, result.stop_reason) == ("It is three.", "1 + 2 is 3", "end")
@@ -161,20 +157,20 @@ async def test_a_result_contains_text_thoughts_calls_and_statistics(place: Place
     assert {event.turn_id for event in events} == {"t1"}
 
 
-async def test_a_stream_ends_with_the_turns_end(place: Place) -> None:
+async def test_a_stream_ends_with_the_turns_end(place):
     async with here(place, says("a ", "b ", "c")) as at:
         events = [event async for event in at.session.stream("go")]
     assert "".join(event.data.text for event in events if isinstance(event, TurnTokenEvent)) == "a b c"
     assert isinstance(events[-1], TurnDoneEvent)
 
 
-async def test_overrides_reach_the_model(place: Place) -> None:
+async def test_overrides_reach_the_model(place):
     async with here(place, says("a")) as at:
         await at.session.run("go", overrides=TurnOverrides(temperature=0.5, max_tokens=7))
     assert (at.model.bodies[0]["temperature"], at.model.bodies[0]["max_tokens"]) == (0.5, 7)
 
 
-async def test_submitting_a_turn_again_returns_the_same_result_and_runs_it_once(place: Place) -> None:
+async def test_submitting_a_turn_again_returns_the_same_result_and_runs_it_once(place):
     async with here(place, says("one", thinks=["hm"]), says("two")) as at:
         first = await at.session.run("go", turn_id="t1")
         again = await at.session.run("go", turn_id="t1")
@@ -184,7 +180,7 @@ async def test_submitting_a_turn_again_returns_the_same_result_and_runs_it_once(
         assert len(at.model.bodies) == 1
 
 
-async def test_a_turn_whose_events_were_deleted_is_read_from_its_record(place: Place) -> None:
+async def test_a_turn_whose_events_were_deleted_is_read_from_its_record(place):
     async with here(place, says("one")) as at:
         first = await at.session.run("go", turn_id="t1")
         await at.delete_expired()
@@ -193,10 +189,10 @@ async def test_a_turn_whose_events_were_deleted_is_read_from_its_record(place: P
 
 
 @pytest.mark.slow
-async def test_a_slow_reader_receives_all_events_of_a_turn_that_has_ended(place: Place) -> None:
+async def test_a_slow_reader_receives_all_events_of_a_turn_that_has_ended(place):
     async with here(place, calls(("add", {"a": 1, "b": 2})), says("one", thinks=["hm"])) as at:
         first = [event async for event in at.session.stream("go", turn_id="t1")]
-        again: list[DaemonEvent] = []
+        again = []
         async for event in at.session.stream("go", turn_id="t1"):
             again.append(event)
             # Longer than the time without events after which the record ends the turn.
@@ -204,12 +200,12 @@ async def test_a_slow_reader_receives_all_events_of_a_turn_that_has_ended(place:
     assert [event.seq for event in again] == [event.seq for event in first]
 
 
-async def test_a_second_reader_of_a_running_turn_receives_all_of_its_events(place: Place) -> None:
+async def test_a_second_reader_of_a_running_turn_receives_all_of_its_events(place):
     gate = Gate()
     async with here(place, [token("one "), gate, *says("two")]) as at:
         first = asyncio.create_task(at.session.run("go", turn_id="t1"))
         await gate.reached()
-        events: list[DaemonEvent] = []
+        events = []
         second = asyncio.create_task(at.session.run("go", turn_id="t1", on_event=events.append))
         while not any(isinstance(event, TurnTokenEvent) for event in events):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -221,22 +217,22 @@ async def test_a_second_reader_of_a_running_turn_receives_all_of_its_events(plac
 # Failures
 
 
-async def test_the_error_of_a_turn_has_its_own_class_and_names_the_turn(place: Place) -> None:
+async def test_the_error_of_a_turn_has_its_own_class_and_names_the_turn(place):
     async with here(place, refuses(400, "context-length-exceeded", "9000 tokens, 2048 fit")) as at:
         with pytest.raises(ContextLengthError, match=r"turn t1: .*2048"):
             await at.session.run("go", turn_id="t1")
-        seen: list[str] = []
+        seen = []
         with pytest.raises(ContextLengthError):
             seen += [event.event async for event in at.session.stream("go")]
 
 
 @pytest.mark.slow
-async def test_a_turn_that_is_not_accepted_raises_the_daemons_error(tmp_path: Path) -> None:
+async def test_a_turn_that_is_not_accepted_raises_the_daemons_error(tmp_path):
     with running_daemon(tmp_path, queued_turns_per_session=1) as place:
         await check_refusals(place)
 
 
-async def check_refusals(place: Place) -> None:
+async def check_refusals(place):
     gate = Gate()
     async with here(place, [gate, *says("one")]) as at:
         running = asyncio.create_task(at.session.run("go"))
@@ -259,7 +255,7 @@ async def check_refusals(place: Place) -> None:
             await at.session.run("go", turn_id="no id!")
 
 
-async def test_a_wrong_token_and_a_missing_daemon_fail_immediately(place: Place) -> None:
+async def test_a_wrong_token_and_a_missing_daemon_fail_immediately(place):
     async with AsyncDaemonClient(place.daemon.url, token="wrong") as client, asyncio.timeout(WAIT_S):
         with pytest.raises(UnauthorizedError) as caught:
             await AsyncSession(client, "s").run("go")
@@ -269,7 +265,7 @@ async def test_a_wrong_token_and_a_missing_daemon_fail_immediately(place: Place)
             await AsyncSession(client, "s").run("go")
 
 
-async def test_deleting_a_session_ends_its_turn_for_the_caller(place: Place) -> None:
+async def test_deleting_a_session_ends_its_turn_for_the_caller(place):
     gate = Gate()
     async with here(place, [token("one "), gate]) as at:
         running = asyncio.create_task(at.session.run("go"))
@@ -282,7 +278,7 @@ async def test_deleting_a_session_ends_its_turn_for_the_caller(place: Place) -> 
 # Cancelling
 
 
-async def test_cancelling_the_caller_cancels_the_turn(place: Place) -> None:
+async def test_cancelling_the_caller_cancels_the_turn(place):
     async with here(place, [token("one "), STALL]) as at:
         begun = asyncio.Event()
 
@@ -299,7 +295,7 @@ async def test_cancelling_the_caller_cancels_the_turn(place: Place) -> None:
         assert (record.status, record.stop_reason, record.text) == ("done", "cancelled", "one ")
 
 
-async def test_cancelling_during_the_submit_leaves_no_running_turn(place: Place) -> None:
+async def test_cancelling_during_the_submit_leaves_no_running_turn(place):
     slow = Slow()
     async with here(place, [STALL], transport=slow) as at:
         running = asyncio.create_task(at.session.run("go", turn_id="t1"))
@@ -312,7 +308,7 @@ async def test_cancelling_during_the_submit_leaves_no_running_turn(place: Place)
         assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
 
 
-async def test_closing_a_stream_cancels_the_turn_unless_it_has_ended(place: Place) -> None:
+async def test_closing_a_stream_cancels_the_turn_unless_it_has_ended(place):
     async with here(place, [token("one "), STALL], says("two")) as at:
         async with aclosing(at.session.stream("go", turn_id="t1")) as events:
             async for event in events:
@@ -326,7 +322,7 @@ async def test_closing_a_stream_cancels_the_turn_unless_it_has_ended(place: Plac
         assert (await at.session.turn("t2")).stop_reason == "end"
 
 
-async def test_an_error_in_a_callback_cancels_the_turn_and_is_raised(place: Place) -> None:
+async def test_an_error_in_a_callback_cancels_the_turn_and_is_raised(place):
     def fail(event: object) -> bool:
         raise ZeroDivisionError
 
@@ -339,7 +335,7 @@ async def test_an_error_in_a_callback_cancels_the_turn_and_is_raised(place: Plac
             assert (await at.session.turn(turn_id, wait_s=10)).stop_reason == "cancelled"
 
 
-async def test_a_turn_that_another_client_cancels_has_a_result(place: Place) -> None:
+async def test_a_turn_that_another_client_cancels_has_a_result(place):
     gate = Gate()
     async with here(place, [thought("hm"), token("one "), gate]) as at:
         running = asyncio.create_task(at.session.run("go"))
@@ -353,13 +349,13 @@ async def test_a_turn_that_another_client_cancels_has_a_result(place: Place) -> 
 # Permissions
 
 
-async def later(permission: PermissionRecord) -> bool:
+async def later(permission):
     await asyncio.sleep(0)
     return permission.arguments == {"text": "hello"}
 
 
 @pytest.mark.parametrize("policy", ["allow", lambda permission: True, lambda permission: "allow", later])
-async def test_a_policy_can_allow_a_call(place: Place, policy: Any) -> None:
+async def test_a_policy_can_allow_a_call(place, policy):
     async with here(place, WRITES, says("done")) as at:
         result = await at.session.run("go", on_permission=policy)
     assert (result.text, at.written) == ("done", ["hello"])
@@ -367,14 +363,14 @@ async def test_a_policy_can_allow_a_call(place: Place, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["deny", lambda permission: False])
-async def test_a_policy_can_deny_a_call(place: Place, policy: Any) -> None:
+async def test_a_policy_can_deny_a_call(place, policy):
     async with here(place, WRITES, says("well then")) as at:
         result = await at.session.run("go", on_permission=policy)
     assert (result.text, at.written) == ("well then", [])
     assert [(call.status, call.arguments) for call in result.tool_calls] == [("denied", {"text": "hello"})]
 
 
-async def test_a_policy_that_returns_no_decision_is_an_error(place: Place) -> None:
+async def test_a_policy_that_returns_no_decision_is_an_error(place):
     def unsure(permission: PermissionRecord) -> Any:
         return None
 
@@ -386,9 +382,7 @@ async def test_a_policy_that_returns_no_decision_is_an_error(place: Place) -> No
 
 
 @pytest.mark.parametrize("kind", [TimeoutError, asyncio.CancelledError, UnreachableError])
-async def test_an_exception_of_a_policy_is_not_mistaken_for_a_timeout_of_the_daemon(
-    place: Place, kind: type[BaseException]
-) -> None:
+async def test_an_exception_of_a_policy_is_not_mistaken_for_a_timeout_of_the_daemon(place, kind):
     async def ask(permission: PermissionRecord) -> bool:
         raise kind("the callback failed")
 
@@ -399,8 +393,8 @@ async def test_an_exception_of_a_policy_is_not_mistaken_for_a_timeout_of_the_dae
         assert at.written == []
 
 
-async def test_a_policy_is_not_called_for_a_permission_that_was_decided_before(place: Place) -> None:
-    asked: list[str] = []
+async def test_a_policy_is_not_called_for_a_permission_that_was_decided_before(place):
+    asked = []
 
     def ask(permission: PermissionRecord) -> bool:
         asked.append(permission.tool)
@@ -416,7 +410,7 @@ async def test_a_policy_is_not_called_for_a_permission_that_was_decided_before(p
     assert asked == ["write"]
 
 
-async def test_a_policy_is_cancelled_when_another_client_decides(place: Place) -> None:
+async def test_a_policy_is_cancelled_when_another_client_decides(place):
     asked, dropped = asyncio.Event(), asyncio.Event()
 
     async def never(permission: PermissionRecord) -> bool:
@@ -505,7 +499,7 @@ class Late(Slow):
 
 
 @asynccontextmanager
-async def proxied(at: Here) -> AsyncIterator[tuple[Proxy, AsyncSession]]:
+async def proxied(at):
     """Provide the same session in another client, whose connections a test can cut."""
     async with (
         Proxy(lambda: at.daemon.port) as proxy,
@@ -514,28 +508,26 @@ async def proxied(at: Here) -> AsyncIterator[tuple[Proxy, AsyncSession]]:
         yield proxy, AsyncSession(client, at.session.session_id)
 
 
-async def test_a_submit_whose_answer_was_lost_runs_one_turn(place: Place) -> None:
+async def test_a_submit_whose_answer_was_lost_runs_one_turn(place):
     async with here(place, says("one"), says("two"), transport=Deaf()) as at:
         assert (await at.session.run("go")).text == "one"
         assert len(at.model.bodies) == 1
 
 
-async def test_a_stored_record_does_not_end_a_turn_while_events_can_still_arrive(place: Place) -> None:
+async def test_a_stored_record_does_not_end_a_turn_while_events_can_still_arrive(place):
     late = Late(opens=True)
     asked = calls(("add", {"a": 1, "b": 2}))
     async with here(place, asked, says("one", thinks=["hm"]), transport=late) as at:
-        events: list[DaemonEvent] = []
+        events = []
         first = await at.session.run("go", turn_id="t1", on_event=events.append)
         late.is_late = True
-        again: list[DaemonEvent] = []
+        again = []
         assert await at.session.run("go", turn_id="t1", on_event=again.append) == first
     assert [event.seq for event in again] == [event.seq for event in events]
     assert (first.thinking, len(first.tool_calls)) == ("hm", 1)
 
 
-async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(place, monkeypatch):
     monkeypatch.setattr(turn, "MISSED_EVENTS_S", 0.2)
     late = Late(opens=False)
     async with here(place, says("one", thinks=["hm"]), transport=late) as at:
@@ -545,7 +537,7 @@ async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(
     assert (again.text, again.stats, again.thinking) == (first.text, first.stats, "")
 
 
-async def test_without_websockets_a_turn_ends_by_its_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_websockets_a_turn_ends_by_its_record(place, monkeypatch):
     monkeypatch.setattr("lmx_lab.client.subscription.MIN_REFUSAL_INTERVAL_S", 0.001)
     async with here(place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Old()) as at:
         result = await at.session.run("go", on_permission="allow")
@@ -555,9 +547,7 @@ async def test_without_websockets_a_turn_ends_by_its_record(place: Place, monkey
             await at.session.run("go", turn_id="t2")
 
 
-async def test_without_websockets_a_turn_ends_while_a_policy_is_still_running(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_websockets_a_turn_ends_while_a_policy_is_still_running(place, monkeypatch):
     monkeypatch.setattr("lmx_lab.client.subscription.MIN_REFUSAL_INTERVAL_S", 0.001)
     asked = asyncio.Event()
 
@@ -574,11 +564,11 @@ async def test_without_websockets_a_turn_ends_while_a_policy_is_still_running(
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-async def test_a_turn_whose_events_were_pruned_meanwhile_still_has_a_result(place: Place, has_ended: bool) -> None:
+async def test_a_turn_whose_events_were_pruned_meanwhile_still_has_a_result(place, has_ended):
     gate, last = Gate(), Gate()
     script = [token("one "), gate, *says("two")[:-1], last, *says()[-1:]]
     async with here(place, calls(("add", {"a": 1, "b": 2})), script) as at, proxied(at) as (proxy, session):
-        events: list[DaemonEvent] = []
+        events = []
         running = asyncio.create_task(session.run("go", turn_id="t1", on_event=events.append))
         while not any(isinstance(event, TurnTokenEvent) for event in events):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -600,11 +590,11 @@ async def test_a_turn_whose_events_were_pruned_meanwhile_still_has_a_result(plac
     assert (result.text, result.stop_reason, result.reconnects) == ("one two", "end", 1)
 
 
-async def test_a_permission_that_was_requested_during_a_disconnection_is_decided(place: Place) -> None:
+async def test_a_permission_that_was_requested_during_a_disconnection_is_decided(place):
     gate = Gate()
     script = [gate, *WRITES]
     async with here(place, script, says("done")) as at, proxied(at) as (proxy, session):
-        events: list[DaemonEvent] = []
+        events = []
         running = asyncio.create_task(session.run("go", on_permission="allow", on_event=events.append))
         await gate.reached()
         while not events:  # noqa: ASYNC110
@@ -624,7 +614,7 @@ async def test_a_permission_that_was_requested_during_a_disconnection_is_decided
 # The session itself
 
 
-async def test_a_session_is_read_changed_forked_and_deleted(place: Place) -> None:
+async def test_a_session_is_read_changed_forked_and_deleted(place):
     async with here(place, says("one")) as at:
         await at.session.run("go", turn_id="t1")
         changed = await at.session.change(title="A title", metadata={"a": [1, None]})

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from lmx_lab.client import subscription
 from lmx_lab.client.cursors import Cursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import (
-    DaemonEvent,
     ResetFrame,
     SnapshotFrame,
     TurnTokenEvent,
@@ -50,13 +47,13 @@ WAIT_S = 20.0
 
 
 @pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_delays(monkeypatch):
     monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.001)
     monkeypatch.setattr(subscription, "MIN_REFUSAL_INTERVAL_S", 0.001)
 
 
 @asynccontextmanager
-async def subscribed(server: EventServer, **options: Any) -> AsyncIterator[Subscription]:
+async def subscribed(server, **options):
     async with (
         AsyncDaemonClient(server.url, token="secret") as client,
         asyncio.timeout(WAIT_S),
@@ -65,42 +62,42 @@ async def subscribed(server: EventServer, **options: Any) -> AsyncIterator[Subsc
         yield events
 
 
-async def take(events: Subscription, count: int) -> list[DaemonEvent]:
+async def take(events, count):
     return [await anext(events) for _ in range(count)]
 
 
-async def seqs_of(server: EventServer, count: int, **options: Any) -> list[int | None]:
+async def seqs_of(server, count, **options):
     async with subscribed(server, **options) as events:
         return [event.seq for event in await take(events, count)]
 
 
-def error(code: str, message: str = "no") -> str:
+def error(code, message="no"):
     return json.dumps({"error": {"code": code, "message": message, "type": "t"}})
 
 
 # Continuing
 
 
-async def test_the_next_connection_continues_after_the_last_event() -> None:
+async def test_the_next_connection_continues_after_the_last_event():
     async with EventServer([hello(3), event(4), event(5), CUT], [hello(5), event(6), STAY]) as server:
         assert await seqs_of(server, 3, after=3) == [4, 5, 6]
     assert server.queries == [{"after": "3"}, {"after": "5", "stream_id": "stm_1"}]
 
 
-async def test_events_that_were_received_before_are_dropped() -> None:
+async def test_events_that_were_received_before_are_dropped():
     async with EventServer(
         [hello(3), event(4), event(5), CUT], [hello(5), event(4), event(5), event(6), STAY]
     ) as server:
         assert await seqs_of(server, 3, after=3) == [4, 5, 6]
 
 
-async def test_no_event_is_missed_between_the_hello_frame_and_the_first_event() -> None:
+async def test_no_event_is_missed_between_the_hello_frame_and_the_first_event():
     async with EventServer([hello(7), CUT], [hello(9), event(8), event(9), STAY]) as server:
         assert await seqs_of(server, 2) == [8, 9]
     assert server.queries == [{}, {"after": "7", "stream_id": "stm_1"}]
 
 
-async def test_heartbeats_move_the_cursor_past_filtered_events() -> None:
+async def test_heartbeats_move_the_cursor_past_filtered_events():
     async with EventServer([hello(3), event(4), heartbeat(90), CUT], [hello(90), event(91), STAY]) as server:
         assert await seqs_of(server, 2, after=3, types=["turn.*"]) == [4, 91]
     assert server.queries[1] == {"after": "90", "stream_id": "stm_1", "types": "turn.*"}
@@ -137,7 +134,7 @@ async def test_heartbeats_move_the_cursor_past_filtered_events() -> None:
         "huge",
     ],
 )
-async def test_an_invalid_message_ends_the_connection_and_loses_no_event(end: list[Any]) -> None:
+async def test_an_invalid_message_ends_the_connection_and_loses_no_event(end):
     async with (
         EventServer([hello(3), event(4), *end], [hello(4), event(5), STAY]) as server,
         subscribed(server, after=3) as events,
@@ -146,7 +143,7 @@ async def test_an_invalid_message_ends_the_connection_and_loses_no_event(end: li
         assert events.reconnects == 1
 
 
-async def test_types_and_fields_of_a_newer_daemon_are_passed_on() -> None:
+async def test_types_and_fields_of_a_newer_daemon_are_passed_on():
     new = frame("turn.dreamt", {"of": ["sheep"]}, seq=5, mood="calm")
     odd = frame("turn.token", {"letters": "abc"}, seq=6)
     control = frame("stream.weather", {"sunny": True})
@@ -166,13 +163,13 @@ async def test_types_and_fields_of_a_newer_daemon_are_passed_on() -> None:
 
 
 @pytest.mark.slow
-async def test_silence_for_several_heartbeats_ends_a_connection() -> None:
+async def test_silence_for_several_heartbeats_ends_a_connection():
     async with EventServer([hello(3, heartbeat_s=0.4), event(4), STAY], [hello(4), event(5), STAY]) as server:
         assert await seqs_of(server, 2, after=3) == [4, 5]
 
 
 @pytest.mark.parametrize("heartbeat_s", [float("nan"), float("inf"), 0.0, -1.0, 1e9])
-async def test_implausible_heartbeat_intervals_are_ignored(heartbeat_s: float) -> None:
+async def test_implausible_heartbeat_intervals_are_ignored(heartbeat_s):
     async with (
         EventServer([hello(3, heartbeat_s=heartbeat_s), synced(3), event(4), STAY]) as server,
         subscribed(server, after=3) as events,
@@ -181,7 +178,7 @@ async def test_implausible_heartbeat_intervals_are_ignored(heartbeat_s: float) -
         assert events._receiver._silence_s == 37.5
 
 
-async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatch):
     def fail(*args: object) -> None:
         raise ZeroDivisionError
 
@@ -193,7 +190,7 @@ async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatc
 
 
 @pytest.mark.slow
-async def test_a_slow_reader_does_not_count_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_does_not_count_as_silence(monkeypatch):
     monkeypatch.setattr("lmx_lab.client.subscription.MAX_ITEMS", 2)
     many = [event(seq) for seq in range(4, 40)]
     async with (
@@ -211,7 +208,7 @@ async def test_a_slow_reader_does_not_count_as_silence(monkeypatch: pytest.Monke
 # Resets
 
 
-async def test_a_reset_delivers_snapshots_and_the_events_after_them() -> None:
+async def test_a_reset_delivers_snapshots_and_the_events_after_them():
     script = [hello(50), reset(50), snapshot("a", 52), snapshot("b", 50), synced(50)]
     live = [event(51, session_id="a"), event(52, session_id="b"), event(53, session_id="a"), STAY]
     async with EventServer([*script, *live]) as server, subscribed(server, after=3) as events:
@@ -221,7 +218,7 @@ async def test_a_reset_delivers_snapshots_and_the_events_after_them() -> None:
     assert [(event.seq, event.session_id) for event in found[3:]] == [(52, "b"), (53, "a")]
 
 
-async def test_an_interrupted_reset_is_repeated_completely() -> None:
+async def test_an_interrupted_reset_is_repeated_completely():
     whole = [hello(50), reset(50), snapshot("a", 50), snapshot("b", 50), synced(50), event(51), CUT]
     async with (
         EventServer([hello(50), reset(50), snapshot("a", 50), CUT], whole, [STAY]) as server,
@@ -236,8 +233,8 @@ async def test_an_interrupted_reset_is_repeated_completely() -> None:
     assert [query["after"] for query in server.queries] == ["3", "3", "51"]
 
 
-async def test_a_new_database_may_have_smaller_numbers() -> None:
-    other: dict[str, Any] = {"stream_id": "stm_2"}
+async def test_a_new_database_may_have_smaller_numbers():
+    other = {"stream_id": "stm_2"}
     script = [hello(7, **other), reset(7, "other-stream", **other), synced(7, **other), event(8, **other), CUT]
     store = MemoryCursor(Cursor(stream_id="stm_1", seq=900))
     async with EventServer(script, [STAY]) as server, subscribed(server, cursor=store) as events:
@@ -252,7 +249,7 @@ async def test_a_new_database_may_have_smaller_numbers() -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"Retry-After": "7"}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}])
-async def test_a_busy_daemon_is_tried_again(headers: dict[str, str]) -> None:
+async def test_a_busy_daemon_is_tried_again(headers):
     refused = Refused(503, error("queue-full"), headers=headers)
     async with EventServer(refused, [hello(3), event(4), STAY]) as server, subscribed(server, after=3) as events:
         state = await until(events, "waiting")
@@ -265,7 +262,7 @@ async def test_a_busy_daemon_is_tried_again(headers: dict[str, str]) -> None:
             assert (await anext(events)).seq == 4
 
 
-async def test_a_proxy_without_its_server_is_tried_again() -> None:
+async def test_a_proxy_without_its_server_is_tried_again():
     bad_gateway = Refused(502, "<html>Bad Gateway</html>", kind="text/html")
     async with EventServer(bad_gateway, bad_gateway, bad_gateway, [hello(3), event(4), STAY]) as server:
         assert await seqs_of(server, 1, after=3) == [4]
@@ -282,7 +279,7 @@ async def test_a_proxy_without_its_server_is_tried_again() -> None:
     ],
     ids=["token", "web page", "404", "other JSON", "filter"],
 )
-async def test_some_refusals_are_final(answer: Refused, kind: type[Exception], requests: int) -> None:
+async def test_some_refusals_are_final(answer, kind, requests):
     async with EventServer(answer) as server, subscribed(server) as events:
         with pytest.raises(kind) as caught:
             await anext(events)
@@ -294,13 +291,13 @@ async def test_some_refusals_are_final(answer: Refused, kind: type[Exception], r
     assert "secret" not in f"{caught.value!r} {events!r} {events.state!r}"
 
 
-async def test_a_refused_token_is_tried_again_once() -> None:
+async def test_a_refused_token_is_tried_again_once():
     async with EventServer(Refused(401, error("unauthorized")), [hello(3), event(4), STAY]) as server:
         assert await seqs_of(server, 1, after=3) == [4]
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
-async def test_events_before_a_final_refusal_are_read_first() -> None:
+async def test_events_before_a_final_refusal_are_read_first():
     async with (
         EventServer([hello(3), event(4), event(5), CUT], Refused(400, error("invalid-request"))) as server,
         subscribed(server, after=3) as events,
@@ -311,7 +308,7 @@ async def test_events_before_a_final_refusal_are_read_first() -> None:
             await anext(events)
 
 
-async def test_the_subscription_waits_until_a_daemon_answers() -> None:
+async def test_the_subscription_waits_until_a_daemon_answers():
     async with EventServer([STAY]) as server:
         address = server.url
     async with AsyncDaemonClient(address, token=None) as client, Subscription(client) as events:
@@ -323,16 +320,16 @@ async def test_the_subscription_waits_until_a_daemon_answers() -> None:
 # States and delays
 
 
-async def until(events: Subscription, state: str) -> ConnectionState:
+async def until(events, state):
     async for found in events.states():
         if found.state == state:
             return found
     raise AssertionError(f"closed without {state}")
 
 
-async def test_states_describe_the_connection() -> None:
+async def test_states_describe_the_connection():
     async with EventServer([hello(3), synced(3), event(4), CUT], [hello(4), synced(4), STAY]) as server:
-        states: list[ConnectionState] = []
+        states = []
         async with AsyncDaemonClient(server.url, token=None) as client:
             async with (
                 Subscription(client, after=3) as events,
@@ -350,7 +347,7 @@ async def test_states_describe_the_connection() -> None:
     assert states[-1].error is None
 
 
-async def test_a_daemon_that_closes_every_connection_is_tried_with_growing_delays() -> None:
+async def test_a_daemon_that_closes_every_connection_is_tried_with_growing_delays():
     async with EventServer([hello(3), "rubbish", STAY]) as server, subscribed(server, after=3) as events:
         delays = {}
         async for state in events.states():
@@ -363,8 +360,8 @@ async def test_a_daemon_that_closes_every_connection_is_tried_with_growing_delay
     assert all(0 <= (delay_s or 0) <= 0.25 * 2 ** (attempts - 1) for attempts, delay_s in delays.items())
 
 
-async def test_a_connection_with_an_event_resets_the_delays() -> None:
-    bad: list[Any] = [hello(3), CUT]
+async def test_a_connection_with_an_event_resets_the_delays():
+    bad = [hello(3), CUT]
     async with (
         EventServer(bad, bad, bad, [hello(3), event(4), CUT], [hello(4), STAY]) as server,
         subscribed(server, after=3) as events,
@@ -389,7 +386,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("ahead_s", [3600.0, 86_400.0 * 365])
-async def test_after_sleep_a_new_connection_is_opened_at_once(monkeypatch: Any, ahead_s: float) -> None:
+async def test_after_sleep_a_new_connection_is_opened_at_once(monkeypatch, ahead_s):
     monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.01)
     clock = Clock()
     async with (
@@ -402,7 +399,7 @@ async def test_after_sleep_a_new_connection_is_opened_at_once(monkeypatch: Any, 
     assert len(server.queries) == 2
 
 
-async def test_after_sleep_the_next_attempt_starts_at_once(monkeypatch: Any) -> None:
+async def test_after_sleep_the_next_attempt_starts_at_once(monkeypatch):
     monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.01)
     clock = Clock()
     busy = Refused(503, error("queue-full"), headers={"Retry-After": "3600"})
@@ -416,7 +413,7 @@ async def test_after_sleep_the_next_attempt_starts_at_once(monkeypatch: Any) -> 
         assert (await anext(events)).seq == 4
 
 
-async def test_setting_the_clock_back_has_no_effect(monkeypatch: Any) -> None:
+async def test_setting_the_clock_back_has_no_effect(monkeypatch):
     monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.01)
     clock = Clock()
     checked = asyncio.Event()
@@ -439,12 +436,12 @@ async def test_setting_the_clock_back_has_no_effect(monkeypatch: Any) -> None:
 # Readers
 
 
-async def test_cancelling_the_wait_for_an_event_loses_none() -> None:
+async def test_cancelling_the_wait_for_an_event_loses_none():
     async with (
         EventServer([hello(3), *[event(seq) for seq in range(4, 60)], STAY]) as server,
         subscribed(server, after=3) as events,
     ):
-        found: list[int | None] = []
+        found = []
         while len(found) < 56:
             task = asyncio.ensure_future(anext(events))
             await asyncio.sleep(0)
@@ -457,7 +454,7 @@ async def test_cancelling_the_wait_for_an_event_loses_none() -> None:
     assert found == list(range(4, 60))
 
 
-async def test_two_tasks_cannot_read_the_same_subscription() -> None:
+async def test_two_tasks_cannot_read_the_same_subscription():
     async with EventServer([hello(3), STAY]) as server, subscribed(server) as events:
         first = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
@@ -466,7 +463,7 @@ async def test_two_tasks_cannot_read_the_same_subscription() -> None:
         first.cancel()
 
 
-async def test_leaving_the_loop_closes_the_subscription() -> None:
+async def test_leaving_the_loop_closes_the_subscription():
     async with (
         EventServer([hello(3), event(4), event(5), STAY]) as server,
         AsyncDaemonClient(server.url, token=None) as client,
@@ -480,7 +477,7 @@ async def test_leaving_the_loop_closes_the_subscription() -> None:
             await anext(events)
 
 
-async def test_closing_ends_the_readers_loop() -> None:
+async def test_closing_ends_the_readers_loop():
     async with (
         EventServer([hello(3), event(4), STAY]) as server,
         AsyncDaemonClient(server.url, token=None) as client,
@@ -495,7 +492,7 @@ async def test_closing_ends_the_readers_loop() -> None:
     assert read == [4]
 
 
-async def test_a_subscription_can_be_closed_before_it_starts() -> None:
+async def test_a_subscription_can_be_closed_before_it_starts():
     async with AsyncDaemonClient("http://127.0.0.1:9", token=None) as client, asyncio.timeout(WAIT_S):
         events = Subscription(client)
         closed = asyncio.create_task(until(events, "closed"))
@@ -510,7 +507,7 @@ async def test_a_subscription_can_be_closed_before_it_starts() -> None:
 # Cursors
 
 
-async def test_an_event_counts_as_read_when_the_next_one_is_requested() -> None:
+async def test_an_event_counts_as_read_when_the_next_one_is_requested():
     store = MemoryCursor()
 
     async def read() -> None:
@@ -529,7 +526,7 @@ async def test_an_event_counts_as_read_when_the_next_one_is_requested() -> None:
     assert server.queries[-1]["after"] == "4"
 
 
-async def test_a_cursor_is_saved_when_the_reader_waits() -> None:
+async def test_a_cursor_is_saved_when_the_reader_waits():
     store = MemoryCursor()
     async with (
         EventServer([hello(3), event(4), event(5), STAY]) as server,

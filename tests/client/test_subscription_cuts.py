@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ EXPECTED = "".join(f"w{at} " for at in range(TOKENS))
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Iterator[Program]:
+def program(tmp_path):
     # A second or so: twenty batches and more.
     with Scripted(lambda body: counted(TOKENS, pause_s=0.03, every=2)) as upstream:
         program = Program(tmp_path, upstream.url).start()
@@ -35,7 +34,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 
 @pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_delays(monkeypatch):
     monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.01)
     monkeypatch.setattr(subscription, "MAX_DELAY_S", 0.1)
 
@@ -84,10 +83,10 @@ class Seen:
             await self._changed.wait_for(true)
 
 
-async def whole_log(program: Program) -> list[int]:
+async def whole_log(program):
     """Return the seq of each event in the log, read from the daemon directly."""
     async with program.client() as http:
-        seqs: list[int] = []
+        seqs = []
         more = True
         while more:
             page = (await http.get("/events", params={"after": seqs[-1] if seqs else 0})).json()
@@ -96,7 +95,7 @@ async def whole_log(program: Program) -> list[int]:
         return seqs
 
 
-async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program: Program) -> None:
+async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program):
     chance = random.Random(8)
     cuts, streamed = 0, dict[str, list[str]]()
 
@@ -137,7 +136,7 @@ async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program: Pro
         assert proxy.halves > CUTS / 10
 
 
-async def test_a_subscription_continues_after_the_daemon_was_killed_and_restarted(program: Program) -> None:
+async def test_a_subscription_continues_after_the_daemon_was_killed_and_restarted(program):
     chance = random.Random(5)
     async with AsyncDaemonClient.discover(program.home) as client:
         seen = Seen(client)
@@ -159,7 +158,7 @@ async def test_a_subscription_continues_after_the_daemon_was_killed_and_restarte
         assert seen.subscription.reconnects == 2
 
 
-async def test_a_queued_turn_runs_after_a_restart_and_its_caller_receives_the_result(program: Program) -> None:
+async def test_a_queued_turn_runs_after_a_restart_and_its_caller_receives_the_result(program):
     async with AsyncDaemonClient.discover(program.home) as client:
         seen = Seen(client)
         async with seen.following():
@@ -176,7 +175,7 @@ async def test_a_queued_turn_runs_after_a_restart_and_its_caller_receives_the_re
         assert (result.text, result.stop_reason) == (EXPECTED, "end")
 
 
-async def test_a_proxy_that_closes_idle_connections_loses_no_event(program: Program) -> None:
+async def test_a_proxy_that_closes_idle_connections_loses_no_event(program):
     async with (
         Proxy(lambda: program.state.port, idle_s=2.0) as proxy,
         AsyncDaemonClient.discover(program.home, transport=Through(proxy)) as client,
@@ -193,7 +192,7 @@ async def test_a_proxy_that_closes_idle_connections_loses_no_event(program: Prog
         assert [event.seq for event in seen.events] == log
 
 
-async def until_closed_as_idle(proxy: Proxy) -> None:
+async def until_closed_as_idle(proxy):
     before = proxy.closed_as_idle
     async with asyncio.timeout(WAIT_S):
         while proxy.closed_as_idle < before + 2:  # noqa: ASYNC110

@@ -1,10 +1,6 @@
 """Subscriptions to a real daemon: filters, cursors, resets, changed tokens, and readers that are slow or stop."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,10 +8,9 @@ from lmx_lab.client import subscription
 from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.cursors import FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.daemon_events import DaemonEvent, ResetFrame, SessionCreatedEvent, SnapshotFrame
+from lmx_lab.client.daemon_events import ResetFrame, SessionCreatedEvent, SnapshotFrame
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.subscription import Subscription
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from tests.support.daemons import serving, settled, write_tokens
@@ -25,31 +20,31 @@ WAIT_S = 20.0
 
 
 @pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_delays(monkeypatch):
     monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.005)
     monkeypatch.setattr(subscription, "MIN_REFUSAL_INTERVAL_S", 0.005)
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def daemon(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("home"), Limits(heartbeat_s=0.1, subscribers=3)) as daemon:
         yield daemon
 
 
-def client_of(daemon: Daemon) -> AsyncDaemonClient:
+def client_of(daemon):
     return AsyncDaemonClient(daemon.url, token=daemon.token)
 
 
-async def take(events: Subscription, count: int) -> list[DaemonEvent]:
+async def take(events, count):
     async with asyncio.timeout(WAIT_S):
         return [await anext(events) for _ in range(count)]
 
 
-def latest(daemon: Daemon) -> int:
+def latest(daemon):
     return daemon.services.log.latest_seq
 
 
-async def test_a_filter_selects_events_by_session_and_type(daemon: Daemon) -> None:
+async def test_a_filter_selects_events_by_session_and_type(daemon):
     start = latest(daemon)
     async with client_of(daemon) as client, client.events(after=start, session_ids=["a"], types=["turn.*"]) as events:
         write_tokens(daemon, 2, "b")
@@ -59,14 +54,14 @@ async def test_a_filter_selects_events_by_session_and_type(daemon: Daemon) -> No
         assert [event.seq for event in await take(events, 2)] == [first, second]
 
 
-async def test_a_filter_that_the_daemon_refuses_raises_an_error_for_the_reader(daemon: Daemon) -> None:
+async def test_a_filter_that_the_daemon_refuses_raises_an_error_for_the_reader(daemon):
     async with client_of(daemon) as client, client.events(types=["turn.nonsense"]) as events:
         with pytest.raises(InvalidRequestError, match=r"turn\.nonsense"):
             await take(events, 1)
         assert events.state.state == "closed"
 
 
-async def test_a_cursor_in_a_file_continues_where_the_last_process_stopped(daemon: Daemon, tmp_path: Path) -> None:
+async def test_a_cursor_in_a_file_continues_where_the_last_process_stopped(daemon, tmp_path):
     path, start = tmp_path / "cursor.json", latest(daemon)
     last = write_tokens(daemon, 5)
     async with client_of(daemon) as client:
@@ -77,7 +72,7 @@ async def test_a_cursor_in_a_file_continues_where_the_last_process_stopped(daemo
     assert [event.seq for event in first + rest] == list(range(start + 1, last + 1))
 
 
-async def test_heartbeats_advance_the_cursor_of_a_reader_with_a_narrow_filter(daemon: Daemon) -> None:
+async def test_heartbeats_advance_the_cursor_of_a_reader_with_a_narrow_filter(daemon):
     store = MemoryCursor()
     async with client_of(daemon) as client, client.events(after=0, session_ids="missing", cursor=store) as events:
         reading = asyncio.ensure_future(anext(events))
@@ -88,7 +83,7 @@ async def test_heartbeats_advance_the_cursor_of_a_reader_with_a_narrow_filter(da
         reading.cancel()
 
 
-async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events(daemon: Daemon) -> None:
+async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events(daemon):
     store = MemoryCursor()
     async with client_of(daemon) as client:
         known = await client.session()
@@ -96,7 +91,7 @@ async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events
             reset = await take(events, 1)
             assert isinstance(reset[0], ResetFrame)
             assert reset[0].data.reason == "ahead"
-            found: list[DaemonEvent] = []
+            found = []
             async for state in events.states():
                 if state.state == "live":
                     break
@@ -113,9 +108,7 @@ async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events
 
 
 @pytest.mark.slow
-async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(daemon, monkeypatch):
     monkeypatch.setattr("lmx_lab.client.subscription.MAX_ITEMS", 50)
     start = latest(daemon)
     last = write_tokens(daemon, 3000)
@@ -133,7 +126,7 @@ async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(
         assert most <= 50
 
 
-async def test_a_reader_that_stops_is_no_longer_a_subscriber(daemon: Daemon) -> None:
+async def test_a_reader_that_stops_is_no_longer_a_subscriber(daemon):
     start = latest(daemon)
     write_tokens(daemon, 1)
     async with client_of(daemon) as client:
@@ -142,7 +135,7 @@ async def test_a_reader_that_stops_is_no_longer_a_subscriber(daemon: Daemon) -> 
         assert await asyncio.to_thread(settled, daemon, lambda: len(daemon.services.subscribers) == 0)
 
 
-async def test_a_client_that_is_closed_ends_its_subscriptions(daemon: Daemon) -> None:
+async def test_a_client_that_is_closed_ends_its_subscriptions(daemon):
     client = client_of(daemon)
     events = client.events()
     await events.opened()
@@ -151,7 +144,7 @@ async def test_a_client_that_is_closed_ends_its_subscriptions(daemon: Daemon) ->
         await take(events, 1)
 
 
-async def test_a_reader_waits_while_there_are_too_many_subscribers(daemon: Daemon) -> None:
+async def test_a_reader_waits_while_there_are_too_many_subscribers(daemon):
     async with client_of(daemon) as client:
         others = [client.events() for _ in range(3)]
         for other in others:
@@ -168,7 +161,7 @@ async def test_a_reader_waits_while_there_are_too_many_subscribers(daemon: Daemo
 
 
 @pytest.mark.slow
-async def test_a_new_daemon_at_the_same_port_has_a_new_token(tmp_path: Path) -> None:
+async def test_a_new_daemon_at_the_same_port_has_a_new_token(tmp_path):
     home = tmp_path / "home"
     with serving(home) as first:
         port, client = first.port, AsyncDaemonClient.discover(home)
@@ -185,7 +178,7 @@ async def test_a_new_daemon_at_the_same_port_has_a_new_token(tmp_path: Path) -> 
         await events.aclose()
 
 
-async def test_an_outdated_token_is_replaced_by_that_of_the_state_file_without_delay(tmp_path: Path) -> None:
+async def test_an_outdated_token_is_replaced_by_that_of_the_state_file_without_delay(tmp_path):
     with serving(tmp_path) as daemon:
         access = Credentials(daemon.url, "stale", state_path=tmp_path / "daemon" / "state.json")
         async with DaemonRoutes(access) as routes, Subscription(routes, after=0) as events:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,11 +27,11 @@ from tests.support.events import event, heartbeat, hello, reset, snapshot, synce
 pytestmark = pytest.mark.anyio
 
 
-def process(position: EventPosition, *texts: str) -> list[Delivery]:
+def process(position, *texts):
     return [position.process(daemon_event(text)) for text in texts]
 
 
-def seqs(deliveries: list[Delivery]) -> list[int | None]:
+def seqs(deliveries):
     return [item.event.seq for item in deliveries if item.event is not None]
 
 
@@ -40,9 +39,7 @@ def seqs(deliveries: list[Delivery]) -> list[int | None]:
     log=st.lists(st.integers(1, 50), unique=True).map(sorted),
     breaks=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3)), max_size=12),
 )
-def test_every_event_is_delivered_once_over_any_interruptions_and_repetitions(
-    log: list[int], breaks: list[tuple[int, int]]
-) -> None:
+def test_every_event_is_delivered_once_over_any_interruptions_and_repetitions(log, breaks):
     position, found = EventPosition(after=0), list[int | None]()
     for most, repeated in [*breaks, (len(log), 0)]:
         after = int(position.begin()["after"])
@@ -53,7 +50,7 @@ def test_every_event_is_delivered_once_over_any_interruptions_and_repetitions(
     assert found == log
 
 
-def test_a_heartbeat_moves_the_cursor_but_never_back() -> None:
+def test_a_heartbeat_moves_the_cursor_but_never_back():
     position = EventPosition(after=3)
     position.begin()
     (_, _, beat, late) = process(position, hello(3), event(4), heartbeat(90), heartbeat(20))
@@ -61,7 +58,7 @@ def test_a_heartbeat_moves_the_cursor_but_never_back() -> None:
     assert late.cursor == position.cursor == Cursor(stream_id="stm_1", seq=90)
 
 
-def test_a_hello_frame_does_not_move_a_known_cursor() -> None:
+def test_a_hello_frame_does_not_move_a_known_cursor():
     position = EventPosition(Cursor(stream_id="stm_0", seq=5), after=99)
     assert position.begin() == {"after": "5", "stream_id": "stm_0"}
     assert process(position, hello(70)) == [Delivery()]
@@ -69,7 +66,7 @@ def test_a_hello_frame_does_not_move_a_known_cursor() -> None:
 
 
 @pytest.mark.parametrize("rest", [[], [snapshot("a", 50)], [snapshot("a", 50), heartbeat(60)]])
-def test_the_cursor_does_not_move_before_a_reset_is_complete(rest: list[str]) -> None:
+def test_the_cursor_does_not_move_before_a_reset_is_complete(rest):
     position = EventPosition(Cursor(stream_id="stm_1", seq=5))
     position.begin()
     process(position, hello(50), reset(50), *rest)
@@ -77,7 +74,7 @@ def test_the_cursor_does_not_move_before_a_reset_is_complete(rest: list[str]) ->
 
 
 @pytest.mark.parametrize("end", [synced(50), event(51)])
-def test_the_cursor_moves_after_the_last_snapshot_of_a_reset(end: str) -> None:
+def test_the_cursor_moves_after_the_last_snapshot_of_a_reset(end):
     position = EventPosition(Cursor(stream_id="stm_1", seq=900))
     position.begin()
     process(position, hello(50), reset(50, "ahead"), snapshot("a", 50), end)
@@ -85,35 +82,35 @@ def test_the_cursor_moves_after_the_last_snapshot_of_a_reset(end: str) -> None:
     assert position.cursor.seq in (50, 51)
 
 
-def test_events_in_a_snapshot_are_not_delivered_again_on_the_next_connection() -> None:
+def test_events_in_a_snapshot_are_not_delivered_again_on_the_next_connection():
     position = EventPosition(after=3)
     position.begin()
     process(position, hello(50), reset(50), snapshot("a", 60), synced(50))
-    live: list[Any] = [event(55, session_id="a"), event(56, session_id="b")]
+    live = [event(55, session_id="a"), event(56, session_id="b")]
     assert seqs(process(position, *live)) == [56]
     assert position.begin()["after"] == "56"
     assert seqs(process(position, event(60, session_id="a"), event(61, session_id="a"))) == [61]
 
 
-def test_another_reset_replaces_the_snapshots_of_the_previous_one() -> None:
+def test_another_reset_replaces_the_snapshots_of_the_previous_one():
     position = EventPosition(after=3)
     position.begin()
     process(position, hello(50), reset(50), snapshot("a", 60), synced(50))
-    other: Any = {"stream_id": "stm_2"}
+    other = {"stream_id": "stm_2"}
     process(position, hello(7, **other), reset(7, "other-stream", **other), synced(7, **other))
     assert seqs(process(position, event(8, session_id="a", **other))) == [8]
 
 
 @pytest.mark.parametrize("text", [event(4, stream_id=""), event(10**17), event(4, stream_id="s" * 201)])
-def test_an_invalid_cursor_is_refused(text: str) -> None:
+def test_an_invalid_cursor_is_refused(text):
     position = EventPosition(after=3)
     position.begin()
     with pytest.raises(ValueError, match="Cursor"):
         process(position, text)
 
 
-async def test_a_buffer_is_full_at_its_item_limit_and_has_room_again_at_half() -> None:
-    buffer: EventBuffer[int] = EventBuffer()
+async def test_a_buffer_is_full_at_its_item_limit_and_has_room_again_at_half():
+    buffer = EventBuffer()
     for number in range(MAX_ITEMS):
         assert buffer.has_room
         buffer.put(number, 1)
@@ -122,8 +119,8 @@ async def test_a_buffer_is_full_at_its_item_limit_and_has_room_again_at_half() -
     assert buffer.has_room
 
 
-async def test_one_item_can_fill_a_buffer_by_its_size() -> None:
-    buffer: EventBuffer[str] = EventBuffer()
+async def test_one_item_can_fill_a_buffer_by_its_size():
+    buffer = EventBuffer()
     buffer.put("long", MAX_CHARACTERS)
     assert not buffer.has_room
     waiting = asyncio.create_task(buffer.room())
@@ -132,8 +129,8 @@ async def test_one_item_can_fill_a_buffer_by_its_size() -> None:
     assert len(buffer) == 0
 
 
-async def test_items_can_be_taken_after_the_end() -> None:
-    buffer: EventBuffer[int] = EventBuffer()
+async def test_items_can_be_taken_after_the_end():
+    buffer = EventBuffer()
     buffer.put(1, 1)
     buffer.end()
     await buffer.filled()
@@ -141,7 +138,7 @@ async def test_items_can_be_taken_after_the_end() -> None:
     await buffer.filled()
 
 
-async def test_every_reader_gets_the_current_value_and_each_change() -> None:
+async def test_every_reader_gets_the_current_value_and_each_change():
     watched = ObservableValue(0)
     readers = [watched.changes() for _ in range(2)]
     assert [await anext(reader) for reader in readers] == [0, 0]
@@ -152,7 +149,7 @@ async def test_every_reader_gets_the_current_value_and_each_change() -> None:
     assert [value async for value in watched.changes()] == [2]
 
 
-async def test_a_slow_reader_misses_old_changes_but_never_the_newest() -> None:
+async def test_a_slow_reader_misses_old_changes_but_never_the_newest():
     watched = ObservableValue(0)
     reader = watched.changes()
     await anext(reader)
@@ -162,7 +159,7 @@ async def test_a_slow_reader_misses_old_changes_but_never_the_newest() -> None:
     assert [value async for value in reader] == list(range(1000 - MAX_UNREAD, 1000))
 
 
-async def test_a_reader_that_is_closed_is_removed() -> None:
+async def test_a_reader_that_is_closed_is_removed():
     watched = ObservableValue(0)
     reader = watched.changes()
     await anext(reader)
@@ -170,39 +167,37 @@ async def test_a_reader_that_is_closed_is_removed() -> None:
     assert not watched._readers
 
 
-def longest(low: float, high: float) -> float:
+def longest(low, high):
     assert low == 0
     return high
 
 
-def test_delays_double_up_to_ten_seconds_and_start_again_after_a_reset() -> None:
+def test_delays_double_up_to_ten_seconds_and_start_again_after_a_reset():
     delays = Backoff(longest)
     assert [delays.next_delay_s() for _ in range(8)] == [0.25, 0.5, 1, 2, 4, 8, 10, 10]
     delays.reset()
     assert (delays.next_delay_s(), delays.attempts) == (0.25, 1)
 
 
-def test_delays_are_random_up_to_the_limit() -> None:
+def test_delays_are_random_up_to_the_limit():
     drawn = [Backoff().next_delay_s() for _ in range(200)]
     assert min(drawn) < 0.05
     assert 0.2 < max(drawn) <= 0.25
 
 
-def test_a_million_failures_do_not_overflow() -> None:
+def test_a_million_failures_do_not_overflow():
     delays = Backoff(longest)
     delays.attempts = 1_000_000
     assert delays.next_delay_s() == 10
 
 
 @pytest.mark.parametrize(("advised_s", "delay_s"), [(None, 0.25), (0.0, 0.25), (7.0, 7.0), (1e9, 60.0), (-5.0, 0.25)])
-def test_the_advised_delay_is_followed_up_to_a_limit(advised_s: float | None, delay_s: float) -> None:
+def test_the_advised_delay_is_followed_up_to_a_limit(advised_s, delay_s):
     assert Backoff(longest).next_delay_s(advised_s) == delay_s
 
 
 @pytest.mark.parametrize(("ahead_s", "wakes"), [(4.0, 0), (6.0, 1), (86_400.0, 1), (-86_400.0, 0)])
-async def test_a_jump_of_the_wall_clock_is_reported_once_as_sleep(
-    monkeypatch: pytest.MonkeyPatch, ahead_s: float, wakes: int
-) -> None:
+async def test_a_jump_of_the_wall_clock_is_reported_once_as_sleep(monkeypatch, ahead_s, wakes):
     monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.001)
     loop, seen, checks = asyncio.get_running_loop(), list[None](), list[None]()
     done = asyncio.Event()

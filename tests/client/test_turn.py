@@ -1,29 +1,27 @@
 """Tests of the result of a turn."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.client.turn import TurnAccumulator, TurnResult, TurnToolCall, turn_error
-from lmx_lab.errors import ERROR_CLASSES, LabError, TurnError
+from lmx_lab.errors import ERROR_CLASSES, TurnError
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.sessions import TurnRecord
 
 
 @pytest.mark.parametrize(("code", "kind"), ERROR_CLASSES.items())
-def test_every_code_raises_its_class(code: str, kind: type[LabError]) -> None:
+def test_every_code_raises_its_class(code, kind):
     error = turn_error("t1", ErrorDetail(code=code, message="what, the limit, the next step", type="t", param="p"))
     assert type(error) is kind
     assert (str(error), error.param) == ("turn t1: what, the limit, the next step", "p")
 
 
-def test_an_unknown_code_is_a_turn_error_that_shows_the_code() -> None:
+def test_an_unknown_code_is_a_turn_error_that_shows_the_code():
     error = turn_error("t1", ErrorDetail(code="too-bored", message="no", type="t"))
     assert type(error) is TurnError
     assert str(error) == "turn t1: no (too-bored)"
 
 
-def test_a_result_is_shown_with_its_calls_and_its_cost() -> None:
+def test_a_result_is_shown_with_its_calls_and_its_cost():
     call = TurnToolCall(call_id="c", name="add", arguments={"a": 1}, status="ok", text="<2>" * 500, elapsed_s=0.25)
     result = TurnResult(
         turn_id="t1", session_id="s", text="Two.", thinking="", stop_reason="end", stats=None, tool_calls=(call,)
@@ -34,7 +32,7 @@ def test_a_result_is_shown_with_its_calls_and_its_cost() -> None:
     assert "<2>" not in result._repr_html_()
 
 
-def test_the_error_of_a_record_is_raised() -> None:
+def test_the_error_of_a_record_is_raised():
     record = TurnRecord(
         turn_id="t1",
         session_id="s",

@@ -1,7 +1,5 @@
 """Tests of the types of the clients: strict mypy without plugins knows every type."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -17,7 +15,7 @@ FOLDER = Path(__file__).parent / "typed"
 CACHE = Path(__file__).parents[2] / ".cache" / "mypy-users"
 
 
-def test_mypy_accepts_a_users_program_and_finds_its_errors() -> None:
+def test_mypy_accepts_a_users_program_and_finds_its_errors():
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", str(CACHE)]
     done = subprocess.run(
         [*command, "program.py", "wrong.py"], cwd=FOLDER, capture_output=True, text=True, timeout=280, check=False
@@ -30,5 +28,5 @@ def test_mypy_accepts_a_users_program_and_finds_its_errors() -> None:
     assert sorted({line for _, line in found}, key=int) == wrong, done.stdout
 
 
-def test_the_package_is_marked_as_typed() -> None:
+def test_the_package_is_marked_as_typed():
     assert (files("lmx_lab") / "py.typed").is_file()

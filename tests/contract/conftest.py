@@ -1,27 +1,21 @@
 """Fixtures that run the inference server (with the echo engine or tiny models) and a daemon that uses it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.contract.openapi import CONTEXT, HERE
 from tests.support.labs import serving
 from tests.support.models import write_tiny_bert, write_tiny_llama
 
 if TYPE_CHECKING:
-    from tests.contract.openapi import OpenApiContract
+    pass
 
 
-def read_contract(url: str, **options: Any) -> OpenApiContract:
+def read_contract(url, **options):
     # Imported here, because this is slow, and the tests in ``formats`` do not need it.
     from tests.contract.openapi import OpenApiContract
 
@@ -29,7 +23,7 @@ def read_contract(url: str, **options: Any) -> OpenApiContract:
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def home(tmp_path_factory, smollm2):
     home = tmp_path_factory.mktemp("contract")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=CONTEXT)
     write_tiny_bert(home / "models" / "tiny-embedder")
@@ -38,31 +32,31 @@ def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiny_lab(home: Path) -> Iterator[Lab]:
+def tiny_lab(home):
     # The names of models are generated too, and must not be searched on the hub.
     with serving(home, "tiny", embedder="tiny-embedder", reranker="tiny-reranker", downloads=False) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def tiny_server(tiny_lab: Lab) -> OpenApiContract:
+def tiny_server(tiny_lab):
     return read_contract(f"{tiny_lab.url}/openapi.json", config=HERE / "server.toml")
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory):
     """Run a lab with the echo engine."""
     with serving(tmp_path_factory.mktemp("echo"), "echo", downloads=False) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def server(lab: Lab) -> OpenApiContract:
+def server(lab):
     return read_contract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
 
 
 @pytest.fixture(scope="module")
-def _no_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _no_programs(tmp_path_factory):
     """Use an empty PATH: the commands of MCP servers are generated too, and none of them must be found."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PATH", str(tmp_path_factory.mktemp("no-programs")))
@@ -70,7 +64,7 @@ def _no_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def daemon(lab: Lab, tmp_path_factory: pytest.TempPathFactory, _no_programs: None) -> Iterator[Daemon]:
+def daemon(lab, tmp_path_factory, _no_programs):
     # Requests that wait for an event return after a short time.
     settings, limits = Settings(home=tmp_path_factory.mktemp("daemon"), daemon_port=0), Limits(wait_s=0.1)
     daemon = Daemon(settings=settings, limits=limits, upstream_url=lab.url)
@@ -82,5 +76,5 @@ def daemon(lab: Lab, tmp_path_factory: pytest.TempPathFactory, _no_programs: Non
 
 
 @pytest.fixture(scope="module")
-def api(daemon: Daemon) -> OpenApiContract:
+def api(daemon):
     return read_contract(f"{daemon.url}/v3/openapi.json", key=daemon.token, config=HERE / "daemon.toml")

@@ -1,11 +1,5 @@
 """Tests of error responses of all routes: each has the common error body with a code that the document contains."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import httpx2
 import pytest
 
@@ -18,13 +12,13 @@ METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
 
 
 @pytest.fixture(params=["server", "api"])
-def contract(request: pytest.FixtureRequest) -> OpenApiContract:
-    found: OpenApiContract = request.getfixturevalue(request.param)
+def contract(request):
+    found = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture
-def keyed(tmp_path: Path) -> Iterator[OpenApiContract]:
+def keyed(tmp_path):
     """Run an inference server with an API key."""
     with serving(tmp_path, "echo", api_key="s3cret", downloads=False) as lab, httpx2.Client() as http:
         authorization = {"authorization": "Bearer s3cret"}
@@ -33,7 +27,7 @@ def keyed(tmp_path: Path) -> Iterator[OpenApiContract]:
         yield OpenApiContract(f"{lab.url}/openapi.json", key="s3cret", config=HERE / "server.toml")
 
 
-def placeholder_parameters(operation: dict[str, Any]) -> dict[str, str]:
+def placeholder_parameters(operation):
     return {part["name"]: "nothing" for part in operation.get("parameters", ()) if part["in"] == "path"}
 
 
@@ -41,9 +35,7 @@ def placeholder_parameters(operation: dict[str, Any]) -> dict[str, str]:
     ("header", "value", "status", "code"),
     [("Host", "evil.example", 421, "host-forbidden"), ("Origin", "http://evil.example", 403, "origin-forbidden")],
 )
-def test_requests_with_a_foreign_host_or_origin_are_rejected_by_all_routes(
-    contract: OpenApiContract, header: str, value: str, status: int, code: str
-) -> None:
+def test_requests_with_a_foreign_host_or_origin_are_rejected_by_all_routes(contract, header, value, status, code):
     for method, path, operation in contract.operations():
         answer = contract.request(
             method, path, headers={**contract.headers, header: value}, at=placeholder_parameters(operation)
@@ -51,7 +43,7 @@ def test_requests_with_a_foreign_host_or_origin_are_rejected_by_all_routes(
         assert (answer.status_code, code_of(answer.json())) == (status, code), (method, path)
 
 
-def test_all_routes_except_health_checks_need_the_key(api: OpenApiContract, keyed: OpenApiContract) -> None:
+def test_all_routes_except_health_checks_need_the_key(api, keyed):
     for contract in (api, keyed):
         for method, path, operation in contract.operations():
             answer = contract.request(method, path, headers={}, at=placeholder_parameters(operation))
@@ -60,7 +52,7 @@ def test_all_routes_except_health_checks_need_the_key(api: OpenApiContract, keye
             assert open_to_all or code_of(answer.json()) == "unauthorized"
 
 
-def test_bodies_that_are_too_large_are_rejected_by_all_routes(contract: OpenApiContract) -> None:
+def test_bodies_that_are_too_large_are_rejected_by_all_routes(contract):
     large = {"x": "x" * 9 * 2**20}
     for method, path, operation in contract.operations():
         if "requestBody" in operation:
@@ -68,9 +60,9 @@ def test_bodies_that_are_too_large_are_rejected_by_all_routes(contract: OpenApiC
             assert (answer.status_code, code_of(answer.json())) == (413, "body-too-large"), (method, path)
 
 
-def test_other_methods_are_rejected_with_the_list_of_allowed_methods(contract: OpenApiContract) -> None:
+def test_other_methods_are_rejected_with_the_list_of_allowed_methods(contract):
     base = contract.schema.get_base_url()
-    taken: dict[str, set[str]] = {}
+    taken = {}
     for method, path, _ in contract.operations():
         taken.setdefault(path, set()).add(method)
     assert any(len(methods) > 1 for methods in taken.values())
@@ -85,7 +77,7 @@ def test_other_methods_are_rejected_with_the_list_of_allowed_methods(contract: O
                 assert code_of(answer.json()) == "invalid-request"
 
 
-def test_unknown_paths_are_rejected_with_the_common_error_body(contract: OpenApiContract) -> None:
+def test_unknown_paths_are_rejected_with_the_common_error_body(contract):
     with httpx2.Client(base_url=contract.schema.get_base_url(), headers=contract.headers) as http:
         for path in ("/nothing", "/v1/nothing", "/v3/nothing", "/v3/sessions/a%2Fb", "/v1/chat/stream"):
             answer = http.get(path)

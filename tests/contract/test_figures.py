@@ -9,7 +9,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +20,6 @@ from matplotlib.cbook import is_math_text
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
-from numpy.typing import NDArray
 
 from benchmarks import curves, page
 from benchmarks.rows import Row
@@ -30,7 +28,7 @@ from lmx_lab.bench.plots import MAX_LINES
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.report import CSS as PAGE_CSS
 from lmx_lab.panels.charts import CSS, MAX_SERIES, LineChart, Series
-from tests.contract.figures import RENDERERS, Box, Cells, Html, Line, Matplotlib, Renderer, parse_svg, pixels_of
+from tests.contract.figures import RENDERERS, Cells, Html, Line, Matplotlib, Renderer, parse_svg, pixels_of
 from tests.support.browser import chromium
 from tests.support.samples import run_of
 
@@ -61,18 +59,18 @@ TEXTS_THAT_ARE_CUT = """(svg) => {
 }"""
 
 
-def all_renderers(*abilities: str, kind: type[Renderer] = Renderer) -> Any:
+def all_renderers(*abilities, kind=Renderer):
     """Run a test with each renderer of a kind that has the abilities."""
     found = [each for each in RENDERERS if isinstance(each, kind) and each.can.issuperset(abilities)]
     return pytest.mark.parametrize("renderer", found, ids=[renderer.name for renderer in found])
 
 
-def blue(pixels: NDArray[Any]) -> int:
+def blue(pixels):
     """Return the number of pixels in the colour of the first line, or of cells of at least half the largest value."""
     return int((pixels[..., 2].astype(int) - pixels[..., 0] > 60).sum())
 
 
-def inside(pixels: NDArray[Any], area: Box, scale: float = 1.0) -> NDArray[Any]:
+def inside(pixels, area, scale=1.0):
     top, bottom, left, right = (round(scale * each) for each in (area.top, area.bottom, area.left, area.right))
     return pixels[max(0, top) : bottom + 1, max(0, left) : right + 1]
 
@@ -89,7 +87,7 @@ def test_very_small_and_large_values_are_inside_the_limits(renderer: Renderer, u
     check_values(renderer, [unit * value for value in VALUES["rising"]])
 
 
-def check_values(renderer: Renderer, values: Sequence[float]) -> None:
+def check_values(renderer, values):
     pictures = list(renderer.pictures(renderer.draw(values)))
     assert pictures
     for picture in pictures:
@@ -113,7 +111,7 @@ def test_values_of_zero_are_on_the_axis(renderer: Renderer) -> None:
 
 
 @given(st.lists(st.floats(0, 1e12) | st.just(math.nan), min_size=1, max_size=40), st.floats(0, 1e10))
-def test_any_values_are_inside_the_limits_of_an_svg(values: list[float], first: float) -> None:
+def test_any_values_are_inside_the_limits_of_an_svg(values, first):
     drawn = [(Line(), Line().chart(values, first=first).svg()), (Cells(), Cells().draw(values))]
     for renderer, figure in drawn:
         for picture in renderer.pictures(figure):
@@ -137,7 +135,7 @@ def test_the_drawing_area_of_a_plot_without_values_has_no_colour(renderer: Matpl
     assert not any(blue(inside(pixels, picture.area)) for picture in renderer.pictures(figure))
 
 
-def test_a_browser_shows_the_data_and_all_texts_of_html_figures() -> None:
+def test_a_browser_shows_the_data_and_all_texts_of_html_figures():
     drawn = [
         (renderer, renderer.draw(values, WIDE + LONG if isinstance(renderer, Cells) else "lab"))
         for renderer in RENDERERS
@@ -221,7 +219,7 @@ def test_an_svg_is_described_in_words(renderer: Html) -> None:
     assert root.get("aria-label") or all(texts[name] for name in root.get("aria-labelledby", "missing").split())
 
 
-def test_lines_of_a_chart_differ_without_their_colours_and_others_are_refused() -> None:
+def test_lines_of_a_chart_differ_without_their_colours_and_others_are_refused():
     rules = dict(re.findall(r"\.line-(\d) \{ (.*) \}", CSS))
     without_colour = {re.sub(r"stroke: [^;]*;", "", rule) for rule in rules.values()}
     assert len(rules) == len(without_colour) == MAX_SERIES
@@ -229,7 +227,7 @@ def test_lines_of_a_chart_differ_without_their_colours_and_others_are_refused() 
         LineChart(key="k", title="t", unit="u", at=[0], series=[Series(name="n", values=[1])] * (MAX_SERIES + 1))
 
 
-def test_lines_and_bars_of_a_plot_have_their_own_styles_and_more_are_refused() -> None:
+def test_lines_and_bars_of_a_plot_have_their_own_styles_and_more_are_refused():
     def samples(count: int, *users: int) -> list[Any]:
         return [one for at in range(count) for each in users for one in run_of([1.0], target=f"{at}", concurrency=each)]
 
@@ -243,7 +241,7 @@ def test_lines_and_bars_of_a_plot_have_their_own_styles_and_more_are_refused() -
         by_concurrency(samples(MAX_LINES + 1, 1))
 
 
-def test_a_chart_of_the_benchmarks_has_a_line_for_each_server() -> None:
+def test_a_chart_of_the_benchmarks_has_a_line_for_each_server():
     rows = [
         Row(figure=curves.STREAMS, case="", model="m", value=1.0 + at, detail={"server": f"server {at}", "x": x})
         for at in range(8)
@@ -253,7 +251,7 @@ def test_a_chart_of_the_benchmarks_has_a_line_for_each_server() -> None:
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 8
 
 
-def test_figures_need_neither_pyplot_nor_another_host() -> None:
+def test_figures_need_neither_pyplot_nor_another_host():
     code = (
         "import sys; from tests.contract.figures import RENDERERS, Matplotlib;"
         "drawn = [(renderer, renderer.draw([0.5, 1.0])) for renderer in RENDERERS];"
@@ -268,8 +266,8 @@ def test_figures_need_neither_pyplot_nor_another_host() -> None:
             assert not re.search(r"<script|href=|@import|url\(|src=\"(?!data:)", figure)
 
 
-def test_every_function_that_makes_a_figure_is_drawn_by_a_renderer() -> None:
-    called: set[tuple[str, str]] = set()
+def test_every_function_that_makes_a_figure_is_drawn_by_a_renderer():
+    called = set()
 
     def record(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
@@ -291,7 +289,7 @@ def test_every_function_that_makes_a_figure_is_drawn_by_a_renderer() -> None:
     assert found - called == set()
 
 
-def figure_functions(path: Path) -> list[str]:
+def figure_functions(path):
     """Return the public functions of a file that return a figure, or whose text contains the start of an SVG."""
 
     def walk(node: ast.AST, prefix: str = "") -> list[str]:

@@ -1,16 +1,11 @@
 """Tests with requests and chains of requests that schemathesis generates: the status, headers, body and error code of
 all responses match the OpenAPI documents."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from lmx_lab.notebook import Lab
 from tests.contract.openapi import CONTEXT, EXAMPLES, HERE, OpenApiContract
 from tests.support.gguf import with_context
 from tests.support.labs import serving
@@ -24,21 +19,21 @@ CHAIN_OPTIONS = ("--phases", "stateful", "--mode", "positive")
 CHAIN_EXAMPLES = 6 * EXAMPLES
 
 
-def check_all_tested(said: str) -> None:
+def check_all_tested(said):
     """Check that all selected operations were tested."""
     found = re.search(r"Selected: (\d+)/\d+\s+Tested: (\d+)", said)
     assert found is not None, said
     assert found[1] == found[2] != "0", said
 
 
-def links_followed(said: str) -> int:
+def links_followed(said):
     """Return the number of links of the document that were followed."""
     found = re.search(r"API Links: +(\d+) covered", said)
     assert found is not None, said
     return int(found[1])
 
 
-def test_the_inference_server_matches_its_document(tiny_server: OpenApiContract, tiny_lab: Lab) -> None:
+def test_the_inference_server_matches_its_document(tiny_server, tiny_lab):
     # Without a model, nearly all responses would be the same error.
     tiny_lab.load("tiny")
     check_all_tested(
@@ -46,15 +41,13 @@ def test_the_inference_server_matches_its_document(tiny_server: OpenApiContract,
     )
 
 
-def test_routes_that_load_models_without_a_prompt_match_their_document(
-    tiny_server: OpenApiContract, tiny_lab: Lab
-) -> None:
+def test_routes_that_load_models_without_a_prompt_match_their_document(tiny_server, tiny_lab):
     tiny_lab.load("tiny")
     check_all_tested(tiny_server.generate(*SINGLE_OPTIONS, "--include-path-regex", LOADING_ROUTES))
 
 
 @pytest.fixture
-def on_llama_cpp(tmp_path: Path, tiny_gguf: Path, minilm_gguf: Path, reranker_gguf: Path) -> Iterator[OpenApiContract]:
+def on_llama_cpp(tmp_path, tiny_gguf, minilm_gguf, reranker_gguf):
     models = tmp_path / "models"
     with_context(tiny_gguf, CONTEXT, models / "tiny")
     for name, file in (("tiny-embedder", minilm_gguf), ("tiny-reranker", reranker_gguf)):
@@ -64,29 +57,29 @@ def on_llama_cpp(tmp_path: Path, tiny_gguf: Path, minilm_gguf: Path, reranker_gg
         yield OpenApiContract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
 
 
-def test_the_inference_server_matches_its_document_with_llama_cpp(on_llama_cpp: OpenApiContract) -> None:
+def test_the_inference_server_matches_its_document_with_llama_cpp(on_llama_cpp):
     # Without the phase "coverage": limits such as 2,048 texts do not depend on the engine, and take minutes here.
     options = ("--exclude-tag", "admin", "--exclude-path-regex", LOADING_ROUTES)
     check_all_tested(on_llama_cpp.generate("--phases", "examples,fuzzing", *options))
 
 
-def test_the_inference_server_matches_its_document_with_the_echo_engine(server: OpenApiContract, lab: Lab) -> None:
+def test_the_inference_server_matches_its_document_with_the_echo_engine(server, lab):
     lab.load("echo")
     check_all_tested(server.generate(*SINGLE_OPTIONS, "--exclude-tag", "admin", "--exclude-path-regex", LOADING_ROUTES))
 
 
-def test_the_admin_routes_match_their_document(tiny_server: OpenApiContract) -> None:
+def test_the_admin_routes_match_their_document(tiny_server):
     check_all_tested(tiny_server.generate(*SINGLE_OPTIONS, "--include-tag", "admin"))
 
 
-def test_listed_models_can_be_read_loaded_and_unloaded(tiny_server: OpenApiContract) -> None:
+def test_listed_models_can_be_read_loaded_and_unloaded(tiny_server):
     assert links_followed(tiny_server.generate(*CHAIN_OPTIONS, examples=CHAIN_EXAMPLES)) >= 3
 
 
-def test_the_daemon_matches_its_document(api: OpenApiContract) -> None:
+def test_the_daemon_matches_its_document(api):
     check_all_tested(api.generate(*SINGLE_OPTIONS))
 
 
-def test_created_objects_of_the_daemon_can_be_read_changed_and_deleted(api: OpenApiContract) -> None:
+def test_created_objects_of_the_daemon_can_be_read_changed_and_deleted(api):
     # Most chains begin with a session; chains with MCP servers are generated less often.
     assert links_followed(api.generate(*CHAIN_OPTIONS, examples=CHAIN_EXAMPLES)) >= 5

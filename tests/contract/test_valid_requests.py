@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.contract.openapi import HERE, OpenApiContract
 from tests.support.labs import serving
@@ -26,7 +24,7 @@ SEARCH = {"type": "web_search"}
 
 
 @pytest.fixture(autouse=True)
-def _loaded(lab: Lab) -> None:
+def _loaded(lab):
     lab.load("echo")
 
 
@@ -79,9 +77,7 @@ def _loaded(lab: Lab) -> None:
         ("POST", "/admin/models/unload", None),
     ],
 )
-def test_responses_of_the_inference_server_match_the_document(
-    server: OpenApiContract, method: str, path: str, body: Any
-) -> None:
+def test_responses_of_the_inference_server_match_the_document(server, method, path, body):
     assert server.request(method, path, body=body).status_code == 200
 
 
@@ -92,16 +88,16 @@ def test_responses_of_the_inference_server_match_the_document(
         ({}, "has neither content nor prompt nor messages; send one of them"),
     ],
 )
-def test_tokenize_accepts_one_input(server: OpenApiContract, body: Any, message: str) -> None:
+def test_tokenize_accepts_one_input(server, body, message):
     answer = server.request("POST", "/tokenize", body=body)
     assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
 
 
-def test_the_response_for_one_model_matches_the_document(server: OpenApiContract) -> None:
+def test_the_response_for_one_model_matches_the_document(server):
     assert server.request("GET", "/v1/models/{model}", at={"model": "echo"}).status_code == 200
 
 
-def test_stored_responses_match_the_document(server: OpenApiContract) -> None:
+def test_stored_responses_match_the_document(server):
     path = "/v1/responses/{response_id}"
     created = server.request("POST", "/v1/responses", body={"input": "hello", "background": True})
     at = {"response_id": created.json()["id"]}
@@ -112,14 +108,14 @@ def test_stored_responses_match_the_document(server: OpenApiContract) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls_match_the_document(server: OpenApiContract, stream: bool) -> None:
+def test_tool_calls_match_the_document(server, stream):
     body = {**CHAT, "model": "default", "tools": [WEATHER], "tool_choice": "required", "stream": stream}
     answer = server.request("POST", "/v1/chat/completions", body={**body, "max_tokens": 48})
     assert answer.status_code == 200
     assert '"name":"weather"' in answer.text
 
 
-def test_the_error_at_the_end_of_an_interrupted_stream_matches_the_document(tmp_path: Path) -> None:
+def test_the_error_at_the_end_of_an_interrupted_stream_matches_the_document(tmp_path):
     with serving(tmp_path, "echo", request_timeout_s=0.05, echo_tokens_per_s=1000) as lab:
         server = OpenApiContract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
         body = {**CHAT, **LONG, "stream": True, "n": 4}
@@ -129,12 +125,12 @@ def test_the_error_at_the_end_of_an_interrupted_stream_matches_the_document(tmp_
         assert "[DONE]" not in answer.text
 
 
-def test_metrics_have_two_formats(server: OpenApiContract) -> None:
+def test_metrics_have_two_formats(server):
     newer = server.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text"})
     assert newer.headers["content-type"][0].startswith("application/openmetrics-text")
 
 
-def test_sessions_and_turns_match_the_document(api: OpenApiContract) -> None:
+def test_sessions_and_turns_match_the_document(api):
     mine = {"session_id": "mine"}
     both = {**mine, "turn_id": "first"}
     made = api.request("POST", "/v3/sessions", body={"session_id": "mine", "title": "One"})
@@ -145,7 +141,7 @@ def test_sessions_and_turns_match_the_document(api: OpenApiContract) -> None:
     turn = {"content": "hello", "turn_id": "first", "overrides": {"max_tokens": 4}}
     submitted = [api.request("POST", "/v3/sessions/{session_id}/turns", body=turn, at=mine) for _ in range(2)]
     assert [answer.status_code for answer in submitted] == [202, 200]
-    record: dict[str, Any] = {"ended_at": None}
+    record = {"ended_at": None}
     while record["ended_at"] is None:
         read = api.request(
             "GET",
@@ -165,7 +161,7 @@ def test_sessions_and_turns_match_the_document(api: OpenApiContract) -> None:
         assert api.request(method, path, at=mine).status_code == status, path
 
 
-def test_events_match_the_document(api: OpenApiContract) -> None:
+def test_events_match_the_document(api):
     api.request("POST", "/v3/sessions", body={"session_id": "watched"})
     page = api.request("GET", "/v3/events", query={"after": 0, "types": ["session.*,daemon.started"]})
     assert "session.created" in page.text
@@ -174,7 +170,7 @@ def test_events_match_the_document(api: OpenApiContract) -> None:
     assert api.request("GET", "/v3/events", query={"after": 10**9}).status_code == 410
 
 
-def test_permissions_match_the_document(api: OpenApiContract, daemon: Daemon) -> None:
+def test_permissions_match_the_document(api, daemon):
 
     @daemon.tool
     def remember() -> str:
@@ -197,7 +193,7 @@ def test_permissions_match_the_document(api: OpenApiContract, daemon: Daemon) ->
     assert api.request("POST", path, body={"decision": "deny"}, at=at).status_code == 409
 
 
-def test_mcp_servers_match_the_document(api: OpenApiContract, tmp_path: Path) -> None:
+def test_mcp_servers_match_the_document(api, tmp_path):
     program = COUNTING
     args = ["-I", str(program), str(tmp_path / "notes"), "0"]
     counting = {"name": "counting"}
@@ -217,7 +213,7 @@ def test_mcp_servers_match_the_document(api: OpenApiContract, tmp_path: Path) ->
     assert api.request("GET", "/v3/mcp/servers").status_code == 200
 
 
-def test_health_state_and_shutdown_of_the_daemon_match_the_document(tmp_path: Path) -> None:
+def test_health_state_and_shutdown_of_the_daemon_match_the_document(tmp_path):
     daemon = Daemon(settings=Settings(home=tmp_path, daemon_port=0, upstream="http://127.0.0.1:9"))
     daemon.start()
     try:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
 
 import httpx2
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.http.uvicorn_server import recent_logs
 from tests.support.daemons import WAIT_S, client, connect, frames_until, serving
 
@@ -20,17 +18,17 @@ ALLOWED = "http://localhost:3000"
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def daemon(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     with serving(home, cors_origins=(ALLOWED,), allowed_hosts=("friend.example",)) as daemon:
         yield daemon
 
 
-def get(daemon: Daemon, path: str = "/v3/daemon", **headers: str) -> httpx2.Response:
+def get(daemon, path="/v3/daemon", **headers):
     return httpx2.get(daemon.url + path, headers=headers, timeout=WAIT_S, trust_env=False)
 
 
-async def handshake(daemon: Daemon, query: str = "", **headers: str) -> int:
+async def handshake(daemon, query="", **headers):
     """Return the status of a WebSocket handshake, without a token unless the headers contain one."""
     import websockets
 
@@ -46,7 +44,7 @@ async def handshake(daemon: Daemon, query: str = "", **headers: str) -> int:
         return refused.response.status_code
 
 
-def test_only_health_needs_no_token_and_it_reveals_nothing_else(daemon: Daemon) -> None:
+def test_only_health_needs_no_token_and_it_reveals_nothing_else(daemon):
     assert get(daemon, "/v3/health").json() == {
         "status": "ok",
         "name": "lmx-lab-daemon",
@@ -57,7 +55,7 @@ def test_only_health_needs_no_token_and_it_reveals_nothing_else(daemon: Daemon) 
         assert get(daemon, path).status_code == 401, path
 
 
-def test_every_wrong_token_has_the_same_answer(daemon: Daemon) -> None:
+def test_every_wrong_token_has_the_same_answer(daemon):
     token = daemon.token
     wrong = ["x", token[:-1], token + "x", token[::-1], token.swapcase(), "x" * 10_000, f"{token} {token}"]
     answers = [get(daemon), *(get(daemon, authorization=f"Bearer {text}") for text in wrong)]
@@ -71,7 +69,7 @@ def test_every_wrong_token_has_the_same_answer(daemon: Daemon) -> None:
     assert get(daemon, authorization=f"Bearer {token}").status_code == 200
 
 
-async def test_a_websocket_accepts_the_token_in_a_header_or_in_the_query(daemon: Daemon) -> None:
+async def test_a_websocket_accepts_the_token_in_a_header_or_in_the_query(daemon):
     token = daemon.token
     right = {"Authorization": f"Bearer {token}"}
     assert await handshake(daemon) == 401
@@ -88,7 +86,7 @@ UNKNOWN_HOSTS = ["evil.example:{port}", "localhost:1", "localhost", "127.0.0.1.e
 
 
 @pytest.mark.parametrize("host", UNKNOWN_HOSTS)
-async def test_an_unknown_host_is_refused_over_http_and_websocket(daemon: Daemon, host: str) -> None:
+async def test_an_unknown_host_is_refused_over_http_and_websocket(daemon, host):
     host = host.format(port=daemon.port)
     right = f"Bearer {daemon.token}"
     assert get(daemon, host=host, authorization=right).status_code == 421
@@ -96,7 +94,7 @@ async def test_an_unknown_host_is_refused_over_http_and_websocket(daemon: Daemon
     assert await handshake(daemon, host=host, Authorization=right) == 421
 
 
-async def test_a_known_host_is_accepted_over_http_and_websocket(daemon: Daemon) -> None:
+async def test_a_known_host_is_accepted_over_http_and_websocket(daemon):
     right = f"Bearer {daemon.token}"
     for host in (f"localhost:{daemon.port}", f"127.0.0.1:{daemon.port}", "friend.example:1234"):
         assert get(daemon, host=host, authorization=right).status_code == 200
@@ -104,7 +102,7 @@ async def test_a_known_host_is_accepted_over_http_and_websocket(daemon: Daemon) 
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:3001", "https://localhost:3000"])
-async def test_an_unknown_origin_is_refused_over_http_and_websocket(daemon: Daemon, origin: str) -> None:
+async def test_an_unknown_origin_is_refused_over_http_and_websocket(daemon, origin):
     right = f"Bearer {daemon.token}"
     answer = get(daemon, origin=origin, authorization=right)
     assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (403, None)
@@ -112,7 +110,7 @@ async def test_an_unknown_origin_is_refused_over_http_and_websocket(daemon: Daem
     assert await handshake(daemon, f"?token={daemon.token}", Origin=origin) == 403
 
 
-async def test_an_allowed_origin_may_use_all_methods(daemon: Daemon) -> None:
+async def test_an_allowed_origin_may_use_all_methods(daemon):
     for method in ("GET", "POST", "PATCH", "DELETE"):
         asked = {"origin": ALLOWED, "access-control-request-method": method}
         asked["access-control-request-headers"] = "authorization, content-type"
@@ -125,9 +123,9 @@ async def test_an_allowed_origin_may_use_all_methods(daemon: Daemon) -> None:
 
 
 @pytest.mark.slow
-async def test_the_token_is_in_no_log_repr_or_answer(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_token_is_in_no_log_repr_or_answer(daemon, caplog):
     token = daemon.token
-    seen: list[str] = []
+    seen = []
 
     class Everything(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -155,13 +153,13 @@ async def test_the_token_is_in_no_log_repr_or_answer(daemon: Daemon, caplog: pyt
     assert not [text[:200] for text in told if token in text]
 
 
-def test_only_the_user_can_read_the_daemons_files(daemon: Daemon) -> None:
+def test_only_the_user_can_read_the_daemons_files(daemon):
     assert daemon.folder.stat().st_mode & 0o777 == 0o700
     for name in ("state.json", "daemon.lock", "daemon.db", "daemon.log"):
         assert (daemon.folder / name).stat().st_mode & 0o077 == 0, name
 
 
-async def test_a_refused_handshake_has_an_error_body(daemon: Daemon) -> None:
+async def test_a_refused_handshake_has_an_error_body(daemon):
     with contextlib.suppress(asyncio.CancelledError):
         with pytest.raises(InvalidStatus) as caught:
             async with connect(daemon, token="x"):

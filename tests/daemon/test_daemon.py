@@ -13,9 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -36,15 +34,15 @@ THREADS = ("lmx-lab-daemon", "lmx-lab-store", "lmx-lab-reading")
 """Names of a daemon's threads. Others, such as that of a blocking client, live as long as the process."""
 
 
-def daemon_threads() -> set[str]:
+def daemon_threads():
     return {thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)}
 
 
-def new(home: Path, **settings: Any) -> Daemon:
+def new(home, **settings):
     return Daemon(settings=Settings(**{"home": home, "daemon_port": 0, "upstream": UPSTREAM, **settings}))
 
 
-def check_nothing_left(home: Path) -> None:
+def check_nothing_left(home):
     """Check that no threads, lock or state file are left."""
     deadline = time.monotonic() + WAIT_S
     while daemon_threads() and time.monotonic() < deadline:
@@ -59,9 +57,7 @@ def check_nothing_left(home: Path) -> None:
 # --- in this process
 
 
-def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(tmp_path, monkeypatch):
     """On a full disk, neither the state file nor the last lines of the log can be written."""
 
     def full(*_: object) -> None:
@@ -85,21 +81,19 @@ def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(
     check_nothing_left(tmp_path)
 
 
-def test_stopping_with_an_unknown_mode_is_refused(tmp_path: Path) -> None:
+def test_stopping_with_an_unknown_mode_is_refused(tmp_path):
     daemon = new(tmp_path)
     daemon.start()
     with pytest.raises(InvalidRequestError, match="drain"):
-        daemon.stop(mode="banana")  # type: ignore[arg-type]
+        daemon.stop(mode="banana")
     assert daemon.running
     with pytest.raises(InvalidRequestError, match="coroutine"):
-        daemon.run(5)  # type: ignore[arg-type]
+        daemon.run(5)
     daemon.stop()
     check_nothing_left(tmp_path)
 
 
-def test_the_daemon_stops_even_if_the_stopping_event_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_daemon_stops_even_if_the_stopping_event_cannot_be_written(tmp_path, monkeypatch):
     daemon = new(tmp_path)
     daemon.start()
 
@@ -111,7 +105,7 @@ def test_the_daemon_stops_even_if_the_stopping_event_cannot_be_written(
     check_nothing_left(tmp_path)
 
 
-def test_a_start_publishes_the_address_and_a_stop_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_start_publishes_the_address_and_a_stop_leaves_nothing_behind(tmp_path):
     daemon = new(tmp_path)
     with pytest.raises(HostingError, match="not started"):
         _ = daemon.url
@@ -138,7 +132,7 @@ def test_a_start_publishes_the_address_and_a_stop_leaves_nothing_behind(tmp_path
         daemon.start()
 
 
-def test_each_start_has_a_new_token_and_keeps_the_sessions(tmp_path: Path) -> None:
+def test_each_start_has_a_new_token_and_keeps_the_sessions(tmp_path):
     with serving(tmp_path) as first, client(first) as http:
         http.post("/v3/sessions", json={"session_id": "kept"})
         cursor = http.get("/v3/sessions/kept").json()["cursor"]
@@ -152,7 +146,7 @@ def test_each_start_has_a_new_token_and_keeps_the_sessions(tmp_path: Path) -> No
         assert http.get("/v3/daemon").status_code == 401
 
 
-def test_a_second_daemon_in_a_home_is_refused_with_the_address_of_the_first(tmp_path: Path) -> None:
+def test_a_second_daemon_in_a_home_is_refused_with_the_address_of_the_first(tmp_path):
     with serving(tmp_path) as first:
         second = new(tmp_path)
         with pytest.raises(DaemonRunningError, match=first.url) as caught:
@@ -166,19 +160,19 @@ def test_a_second_daemon_in_a_home_is_refused_with_the_address_of_the_first(tmp_
         assert state.daemon_id == first.daemon_id
 
 
-def test_a_start_on_a_taken_port_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_start_on_a_taken_port_leaves_nothing_behind(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortTakenError):
         new(tmp_path, daemon_port=other.getsockname()[1]).start()
     check_nothing_left(tmp_path)
 
 
-def test_an_invalid_setting_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_an_invalid_setting_is_refused_before_the_start(tmp_path):
     with pytest.raises(InvalidRequestError, match="cors_origins"):
         new(tmp_path, cors_origins=("*",))
     assert not (tmp_path / "daemon").exists()
 
 
-def test_a_start_with_a_damaged_database_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_start_with_a_damaged_database_leaves_nothing_behind(tmp_path):
     (tmp_path / "daemon").mkdir()
     (tmp_path / "daemon" / "daemon.db").write_bytes(b"no database at all" * 1000)
     with pytest.raises(HostingError, match="damaged"):
@@ -189,9 +183,7 @@ def test_a_start_with_a_damaged_database_leaves_nothing_behind(tmp_path: Path) -
 @pytest.mark.parametrize(
     "name", ["EventLog", "McpServers", "CombinedToolbox", "TurnRunner", "create_daemon_app", "serve", "StateFile"]
 )
-def test_a_start_that_fails_at_any_component_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_start_that_fails_at_any_component_leaves_nothing_behind(tmp_path, monkeypatch, name):
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError(f"no {name}")
 
@@ -204,11 +196,11 @@ def test_a_start_that_fails_at_any_component_leaves_nothing_behind(
         pass
 
 
-def test_of_several_concurrent_starts_one_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_concurrent_starts_one_succeeds(tmp_path, monkeypatch):
     # The first start may take long on a busy computer.
     monkeypatch.setattr(DaemonHome, "acquire", functools.partialmethod(DaemonHome.acquire, timeout_s=60.0))
     daemons = [new(tmp_path) for _ in range(4)]
-    refused: list[str] = []
+    refused = []
 
     def start(daemon: Daemon) -> None:
         try:
@@ -227,7 +219,7 @@ def test_of_several_concurrent_starts_one_succeeds(tmp_path: Path, monkeypatch: 
     check_nothing_left(tmp_path)
 
 
-def test_the_shutdown_route_stops_the_daemon(tmp_path: Path) -> None:
+def test_the_shutdown_route_stops_the_daemon(tmp_path):
     daemon = new(tmp_path)
     daemon.start()
     with client(daemon) as http:
@@ -237,9 +229,9 @@ def test_the_shutdown_route_stops_the_daemon(tmp_path: Path) -> None:
     check_nothing_left(tmp_path)
 
 
-def test_a_waiting_poll_does_not_delay_the_stop(tmp_path: Path) -> None:
+def test_a_waiting_poll_does_not_delay_the_stop(tmp_path):
     with serving(tmp_path) as daemon, client(daemon) as http:
-        answers: list[Any] = []
+        answers = []
         waiting = threading.Thread(target=lambda: answers.append(http.get("/v3/events", params={"wait": 60})))
         waiting.start()
         while not daemon.run(busy()):
@@ -249,18 +241,18 @@ def test_a_waiting_poll_does_not_delay_the_stop(tmp_path: Path) -> None:
     assert answers[0].status_code == 200
 
 
-async def busy() -> bool:
+async def busy():
     """Return whether a poll is waiting."""
     return any("_wait_for_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 
-def submit(http: Any) -> None:
+def submit(http):
     http.post("/v3/sessions", json={"session_id": "s"})
     answer = http.post("/v3/sessions/s/turns", json={"turn_id": "t", "content": "go"})
     assert answer.status_code == 202, answer.text
 
 
-def test_a_draining_daemon_refuses_new_turns_and_completes_the_running_one(tmp_path: Path) -> None:
+def test_a_draining_daemon_refuses_new_turns_and_completes_the_running_one(tmp_path):
     gate = Gate()
     first, *rest = says("one ", "two")
     with Scripted([first, gate, *rest]) as upstream, serving(tmp_path, upstream=upstream.url) as daemon:
@@ -279,7 +271,7 @@ def test_a_draining_daemon_refuses_new_turns_and_completes_the_running_one(tmp_p
     assert ends(tmp_path) == ["turn.done"]
 
 
-def test_a_stop_with_mode_now_shortens_a_drain(tmp_path: Path) -> None:
+def test_a_stop_with_mode_now_shortens_a_drain(tmp_path):
     first, *_ = says("one ", "two")
     with Scripted([first, STALL]) as upstream, serving(tmp_path, upstream=upstream.url) as daemon:
         with client(daemon) as http:
@@ -293,14 +285,14 @@ def test_a_stop_with_mode_now_shortens_a_drain(tmp_path: Path) -> None:
     assert ends(tmp_path) == ["turn.error"]
 
 
-def ends(home: Path) -> list[str]:
+def ends(home):
     """Return the terminal events in the log, read by the next daemon."""
     with serving(home) as daemon, client(daemon) as http:
         events = http.get("/v3/events", params={"after": 0, "types": "turn.done,turn.error"}).json()["events"]
         return [event["event"] for event in events]
 
 
-def test_the_tool_decorator_registers_a_function(tmp_path: Path) -> None:
+def test_the_tool_decorator_registers_a_function(tmp_path):
     with serving(tmp_path) as daemon, client(daemon) as http:
 
         @daemon.tool
@@ -329,7 +321,7 @@ daemon.start()
 """
 
 
-def script(home: Path, rest: str) -> subprocess.CompletedProcess[str]:
+def script(home, rest):
     command = [
         sys.executable,
         "-W",
@@ -343,7 +335,7 @@ def script(home: Path, rest: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_program_that_exits_stops_its_daemon(tmp_path: Path) -> None:
+def test_a_program_that_exits_stops_its_daemon(tmp_path):
     ended = script(tmp_path, "")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     check_nothing_left(tmp_path)
@@ -352,7 +344,7 @@ def test_a_program_that_exits_stops_its_daemon(tmp_path: Path) -> None:
         assert [event["event"] for event in events] == ["daemon.started", "daemon.stopping", "daemon.started"]
 
 
-def test_a_fork_does_not_affect_the_daemon(tmp_path: Path) -> None:
+def test_a_fork_does_not_affect_the_daemon(tmp_path):
     rest = """
 if os.fork() == 0:
     daemon.stop()
@@ -390,7 +382,7 @@ class Program:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Iterator[Program]:
+def program(tmp_path):
     program = Program(tmp_path)
     yield program
     if program.process.poll() is None:
@@ -398,7 +390,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
         program.process.communicate()
 
 
-def test_the_command_prints_the_address_and_stops_on_ctrl_c(tmp_path: Path, program: Program) -> None:
+def test_the_command_prints_the_address_and_stops_on_ctrl_c(tmp_path, program):
     program.wait_for("state.json")
     state = read_state(tmp_path / "daemon")
     assert state is not None
@@ -411,7 +403,7 @@ def test_the_command_prints_the_address_and_stops_on_ctrl_c(tmp_path: Path, prog
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_running_turn_delays_the_stop_only_briefly_and_a_second_signal_ends_it(tmp_path: Path, signals: int) -> None:
+def test_a_running_turn_delays_the_stop_only_briefly_and_a_second_signal_ends_it(tmp_path, signals):
     first, *_ = says("one ", "two")
     with Scripted([first, STALL]) as upstream:
         program = Program(tmp_path, "--upstream", upstream.url)
@@ -435,7 +427,7 @@ def test_a_running_turn_delays_the_stop_only_briefly_and_a_second_signal_ends_it
     assert ends(tmp_path) == ["turn.error"]
 
 
-def test_a_daemon_starts_after_another_one_was_killed(tmp_path: Path, program: Program) -> None:
+def test_a_daemon_starts_after_another_one_was_killed(tmp_path, program):
     program.wait_for("state.json")
     left = json.loads((tmp_path / "daemon" / "state.json").read_text())
     program.process.kill()
@@ -452,7 +444,7 @@ def test_a_daemon_starts_after_another_one_was_killed(tmp_path: Path, program: P
 
 
 @pytest.mark.long
-def test_of_two_concurrent_commands_one_serves_and_the_other_prints_the_address(tmp_path: Path) -> None:
+def test_of_two_concurrent_commands_one_serves_and_the_other_prints_the_address(tmp_path):
     programs = [Program(tmp_path) for _ in range(2)]
     loser = None
     deadline = time.monotonic() + 60

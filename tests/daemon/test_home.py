@@ -8,8 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,31 +17,31 @@ from lmx_lab.errors import DaemonRunningError, HostingError
 from lmx_lab.wire.daemon import StateFile
 
 
-def state(**changes: object) -> StateFile:
+def state(**changes):
     where = {"host": "127.0.0.1", "port": 1, "token": "t"}
     fields = {"pid": os.getpid(), "started_at": timestamp(), "daemon_id": "dmn_1", **where}
     return StateFile.model_validate({**fields, **changes})
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return tmp_path / "home" / "daemon"
 
 
 @pytest.fixture
-def home(folder: Path) -> Iterator[DaemonHome]:
+def home(folder):
     home = DaemonHome(folder)
     home.acquire()
     yield home
     home.release()
 
 
-def mode(path: Path) -> int:
+def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_folder_lock_and_state_file_are_private_with_any_umask(folder: Path, umask: int) -> None:
+def test_folder_lock_and_state_file_are_private_with_any_umask(folder, umask):
     folder.parent.mkdir()
     home, before = DaemonHome(folder), os.umask(umask)
     try:
@@ -58,7 +56,7 @@ def test_folder_lock_and_state_file_are_private_with_any_umask(folder: Path, uma
     assert sorted(path.name for path in folder.iterdir()) == [LOCK, STATE]
 
 
-def test_a_folder_that_was_open_to_others_is_made_private(folder: Path) -> None:
+def test_a_folder_that_was_open_to_others_is_made_private(folder):
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     home = DaemonHome(folder)
@@ -67,7 +65,7 @@ def test_a_folder_that_was_open_to_others_is_made_private(folder: Path) -> None:
     assert mode(folder) == 0o700
 
 
-def test_a_full_disk_is_reported_and_the_lock_is_released(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_the_lock_is_released(folder, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -80,7 +78,7 @@ def test_a_full_disk_is_reported_and_the_lock_is_released(folder: Path, monkeypa
     home.release()
 
 
-def test_a_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_a_link_is_refused(folder, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o755)
     folder.parent.mkdir()
@@ -90,7 +88,7 @@ def test_a_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> Non
     assert (mode(elsewhere), list(elsewhere.iterdir())) == (0o755, [])
 
 
-def test_a_lock_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_is_refused(folder, tmp_path):
     folder.mkdir(parents=True)
     (folder / LOCK).symlink_to(tmp_path / "other")
     with pytest.raises(HostingError):
@@ -98,14 +96,14 @@ def test_a_lock_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_a_second_daemon_is_refused_with_the_address_of_the_first(home: DaemonHome) -> None:
+def test_a_second_daemon_is_refused_with_the_address_of_the_first(home):
     home.publish(state(port=4321, token="hidden"))
     with pytest.raises(DaemonRunningError, match=rf"http://127\.0\.0\.1:4321 \(process {os.getpid()}\)") as caught:
         DaemonHome(home.folder).acquire()
     assert "hidden" not in str(caught.value)
 
 
-def test_a_daemon_that_is_starting_is_waited_for(home: DaemonHome) -> None:
+def test_a_daemon_that_is_starting_is_waited_for(home):
     starting = threading.Timer(0.1, home.publish, [state(port=4321)])
     starting.start()
     with pytest.raises(DaemonRunningError, match="4321"):
@@ -113,7 +111,7 @@ def test_a_daemon_that_is_starting_is_waited_for(home: DaemonHome) -> None:
     starting.join()
 
 
-def test_the_lock_of_a_daemon_that_is_stopping_is_waited_for(home: DaemonHome) -> None:
+def test_the_lock_of_a_daemon_that_is_stopping_is_waited_for(home):
     ending = threading.Timer(0.1, home.release)
     ending.start()
     other = DaemonHome(home.folder)
@@ -122,19 +120,19 @@ def test_the_lock_of_a_daemon_that_is_stopping_is_waited_for(home: DaemonHome) -
     ending.join()
 
 
-def test_a_daemon_without_a_state_file_is_reported(home: DaemonHome) -> None:
+def test_a_daemon_without_a_state_file_is_reported(home):
     with pytest.raises(DaemonRunningError, match="starting or stopping"):
         DaemonHome(home.folder).acquire(timeout_s=0)
 
 
-def test_an_outdated_state_file_is_not_attributed_to_the_holder_of_the_lock(home: DaemonHome) -> None:
+def test_an_outdated_state_file_is_not_attributed_to_the_holder_of_the_lock(home):
     home.publish(state(pid=os.getppid(), port=4321))
     with pytest.raises(DaemonRunningError) as caught:
         DaemonHome(home.folder).acquire(timeout_s=0)
     assert "4321" not in str(caught.value)
 
 
-def test_an_outdated_state_file_of_a_living_process_does_not_prevent_a_start(folder: Path) -> None:
+def test_an_outdated_state_file_of_a_living_process_does_not_prevent_a_start(folder):
     home = DaemonHome(folder)
     home.acquire()
     home.publish(state(pid=os.getppid()))
@@ -148,23 +146,23 @@ def test_an_outdated_state_file_of_a_living_process_does_not_prevent_a_start(fol
 
 
 @pytest.mark.parametrize("started_at", [timestamp(0.0), timestamp(2e9)])
-def test_a_daemon_is_found_whatever_its_start_time(home: DaemonHome, started_at: str) -> None:
+def test_a_daemon_is_found_whatever_its_start_time(home, started_at):
     home.publish(state(started_at=started_at))
     assert read_state(home.folder) is not None
 
 
-def test_a_daemon_that_has_ended_has_no_state(home: DaemonHome) -> None:
+def test_a_daemon_that_has_ended_has_no_state(home):
     home.publish(state())
     home.release()
     assert read_state(home.folder) is None
 
 
-def test_the_state_of_a_process_without_the_lock_is_ignored(home: DaemonHome) -> None:
+def test_the_state_of_a_process_without_the_lock_is_ignored(home):
     home.publish(state(pid=os.getpid() + 1))
     assert read_state(home.folder) is None
 
 
-def test_only_the_daemon_that_wrote_it_removes_the_state_file(home: DaemonHome) -> None:
+def test_only_the_daemon_that_wrote_it_removes_the_state_file(home):
     home.publish(state(daemon_id="dmn_2"))
     home.withdraw("dmn_1")
     assert (home.folder / STATE).exists()
@@ -172,7 +170,7 @@ def test_only_the_daemon_that_wrote_it_removes_the_state_file(home: DaemonHome) 
     assert not (home.folder / STATE).exists()
 
 
-def test_a_state_file_that_other_users_could_have_written_is_ignored(home: DaemonHome, tmp_path: Path) -> None:
+def test_a_state_file_that_other_users_could_have_written_is_ignored(home, tmp_path):
     path = home.folder / STATE
     home.publish(state())
     assert read_state(home.folder) is not None
@@ -190,18 +188,18 @@ def test_a_state_file_that_other_users_could_have_written_is_ignored(home: Daemo
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"pid": 1}', "\x00" * 100])
-def test_an_invalid_state_file_is_ignored(home: DaemonHome, text: str) -> None:
+def test_an_invalid_state_file_is_ignored(home, text):
     (home.folder / STATE).write_text(text)
     (home.folder / STATE).chmod(0o600)
     assert read_state(home.folder) is None
 
 
-def test_a_pipe_instead_of_the_state_file_does_not_block(home: DaemonHome) -> None:
+def test_a_pipe_instead_of_the_state_file_does_not_block(home):
     os.mkfifo(home.folder / STATE, 0o600)
     assert read_state(home.folder) is None
 
 
-def test_a_folder_instead_of_the_state_file_is_ignored(home: DaemonHome, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_instead_of_the_state_file_is_ignored(home, capfd):
     (home.folder / STATE).mkdir()
     assert read_state(home.folder) is None
     assert capfd.readouterr().err == ""
@@ -209,7 +207,7 @@ def test_a_folder_instead_of_the_state_file_is_ignored(home: DaemonHome, capfd: 
 
 # Newer versions of Python warn of forks beside threads, which other tests may have left.
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_child_processes_do_not_keep_the_lock(folder: Path) -> None:
+def test_child_processes_do_not_keep_the_lock(folder):
     """Neither new programs nor forks, such as those of multiprocessing."""
     home = DaemonHome(folder)
     home.acquire()
@@ -228,9 +226,9 @@ def test_child_processes_do_not_keep_the_lock(folder: Path) -> None:
         program.communicate(b"\n")
 
 
-def test_of_several_concurrent_acquisitions_one_succeeds(folder: Path) -> None:
+def test_of_several_concurrent_acquisitions_one_succeeds(folder):
     homes = [DaemonHome(folder) for _ in range(8)]
-    outcomes: list[bool] = []
+    outcomes = []
 
     def attempt(home: DaemonHome) -> None:
         try:

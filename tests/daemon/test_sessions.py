@@ -12,7 +12,7 @@ import pytest
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import EventLog
-from lmx_lab.daemon.storage.store import DatabaseView, Store, Transaction
+from lmx_lab.daemon.storage.store import DatabaseView, Transaction
 from lmx_lab.errors import (
     InvalidRequestError,
     RevisionConflictError,
@@ -25,25 +25,25 @@ from lmx_lab.wire.sessions import ChangeSession, CreateSession, ForkSession, Ses
 pytestmark = pytest.mark.anyio
 
 
-async def create(store: Store, **fields: Any) -> SessionRecord:
+async def create(store, **fields):
     record, _ = await store.write(lambda tx: sessions.create(tx, CreateSession(**fields)))
     return record
 
 
-async def change(store: Store, session_id: str, **fields: Any) -> SessionRecord:
+async def change(store, session_id, **fields):
     return await store.write(lambda tx: sessions.change(tx, session_id, ChangeSession(**fields)))
 
 
-async def page(store: Store, **options: Any) -> SessionList:
+async def page(store, **options):
     return SessionList.model_validate_json(await store.read(lambda r: sessions.list_page(r, **options)), strict=True)
 
 
-async def events(store: Store) -> list[tuple[str, Any]]:
+async def events(store):
     rows = await store.read(lambda r: r.fetch_all("SELECT event, data FROM events ORDER BY seq"))
     return [(row["event"], json.loads(row["data"])) for row in rows]
 
 
-def turn(tx: Transaction, session_id: str, turn_id: str, status: str) -> None:
+def turn(tx, session_id, turn_id, status):
     ended = tx.now if status == "done" else None
     tx.execute(
         "INSERT INTO turns (session_id, turn_id, status, content, digest, queued_at, ended_at)"
@@ -54,7 +54,7 @@ def turn(tx: Transaction, session_id: str, turn_id: str, status: str) -> None:
     sessions.add_message(tx, session_id, message)
 
 
-async def test_creating_a_session_with_an_existing_id_returns_it_unchanged(store: Store) -> None:
+async def test_creating_a_session_with_an_existing_id_returns_it_unchanged(store):
     first = await create(store, session_id="mine", title="one")
     again, is_new = await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="mine", title="two")))
     assert not is_new
@@ -62,13 +62,13 @@ async def test_creating_a_session_with_an_existing_id_returns_it_unchanged(store
     assert [event for event, _ in await events(store)] == ["session.created"]
 
 
-async def test_generated_ids_are_unique(store: Store) -> None:
+async def test_generated_ids_are_unique(store):
     made = [(await create(store)).session_id for _ in range(3)]
     assert all(session_id.startswith("ses_") for session_id in made)
     assert len(set(made)) == 3
 
 
-async def test_a_session_can_be_created_with_a_history(store: Store) -> None:
+async def test_a_session_can_be_created_with_a_history(store):
     history = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "hi", "turn_id": "of_elsewhere"},
@@ -83,7 +83,7 @@ async def test_a_session_can_be_created_with_a_history(store: Store) -> None:
     assert (shown.metadata, shown.tools, shown.status, shown.cursor) == ({"a": [1, None]}, ["time__*"], "idle", 1)
 
 
-async def test_a_change_sets_only_the_fields_that_it_contains(store: Store) -> None:
+async def test_a_change_sets_only_the_fields_that_it_contains(store):
     made = await create(store, title="one", system_prompt="be brief", tools=["a"])
     changed = await change(store, made.session_id, title=None, archived=True)
     assert (changed.title, changed.system_prompt, changed.tools) == (None, "be brief", ["a"])
@@ -91,7 +91,7 @@ async def test_a_change_sets_only_the_fields_that_it_contains(store: Store) -> N
     assert (await events(store))[-1] == ("session.updated", {"session": changed.model_dump()})
 
 
-async def test_a_change_at_an_outdated_revision_is_refused(store: Store) -> None:
+async def test_a_change_at_an_outdated_revision_is_refused(store):
     made = await create(store)
     await change(store, made.session_id, title="theirs", revision=1)
     with pytest.raises(RevisionConflictError, match="is at revision 2"):
@@ -100,13 +100,13 @@ async def test_a_change_at_an_outdated_revision_is_refused(store: Store) -> None
     assert shown.title == "theirs"
 
 
-async def test_metadata_that_are_too_long_are_refused(store: Store) -> None:
+async def test_metadata_that_are_too_long_are_refused(store):
     with pytest.raises(InvalidRequestError, match="65536"):
         await create(store, metadata={"long": "x" * 70_000})
     assert await events(store) == []
 
 
-async def test_deleting_a_session_deletes_its_messages_and_turns(store: Store) -> None:
+async def test_deleting_a_session_deletes_its_messages_and_turns(store):
     made = await create(store, messages=[{"role": "user", "content": "secret"}])
     await store.write(lambda tx: turn(tx, made.session_id, "t1", "done"))
     assert await store.write(lambda tx: sessions.delete(tx, made.session_id))
@@ -128,9 +128,7 @@ async def test_deleting_a_session_deletes_its_messages_and_turns(store: Store) -
         ([("b", "waiting"), ("c", "queued"), ("d", "queued")], "waiting", "b", ["c", "d"]),
     ],
 )
-async def test_the_status_of_a_session_is_that_of_its_turns(
-    store: Store, turns: list[tuple[str, str]], status: str, active: str | None, queued: list[str]
-) -> None:
+async def test_the_status_of_a_session_is_that_of_its_turns(store, turns, status, active, queued):
     made = await create(store)
     for turn_id, of_turn in turns:
         await store.write(lambda tx, t=turn_id, s=of_turn: turn(tx, made.session_id, t, s))
@@ -139,7 +137,7 @@ async def test_the_status_of_a_session_is_that_of_its_turns(
     assert shown == await store.read(lambda r: sessions.read(r, made.session_id))
 
 
-async def test_a_list_has_the_same_records_as_the_sessions(store: Store) -> None:
+async def test_a_list_has_the_same_records_as_the_sessions(store):
     made = [
         await create(store),
         await create(
@@ -166,7 +164,7 @@ async def test_a_list_has_the_same_records_as_the_sessions(store: Store) -> None
 
 
 @pytest.mark.slow
-async def test_a_long_list_costs_less_than_its_records_in_python(store: Store) -> None:
+async def test_a_long_list_costs_less_than_its_records_in_python(store):
     def fill(tx: Transaction) -> None:
         for at in range(500):
             sessions.create(tx, CreateSession(title=f"number {at}"))
@@ -190,9 +188,9 @@ async def test_a_long_list_costs_less_than_its_records_in_python(store: Store) -
     assert await store.read(measure) < 0.8
 
 
-async def test_the_pages_of_a_list_contain_every_session_once(store: Store) -> None:
+async def test_the_pages_of_a_list_contain_every_session_once(store):
     made = [(await create(store, title=f"number {at}")).session_id for at in range(25)]
-    found: list[str] = []
+    found = []
     cursor = None
     while True:
         shown = await page(store, limit=4, cursor=cursor)
@@ -204,12 +202,12 @@ async def test_the_pages_of_a_list_contain_every_session_once(store: Store) -> N
 
 
 @pytest.mark.parametrize("cursor", ["x", "eHg", "%%%", "ä", "é" * 5000, "AAAA"])
-async def test_an_invalid_cursor_of_a_list_is_refused(store: Store, cursor: str) -> None:
+async def test_an_invalid_cursor_of_a_list_is_refused(store, cursor):
     with pytest.raises(InvalidRequestError, match="next_cursor"):
         await store.read(lambda r: sessions.list_page(r, cursor=cursor))
 
 
-async def test_a_list_can_be_searched(store: Store) -> None:
+async def test_a_list_can_be_searched(store):
     await create(store, title="Wind and 100% rain")
     await create(store, title="wind_mill")
     archived = await create(store, title="old WIND")
@@ -226,7 +224,7 @@ async def test_a_list_can_be_searched(store: Store) -> None:
     assert len(await titles(archived=None)) == 3
 
 
-async def test_a_fork_has_the_messages_up_to_a_turn(store: Store) -> None:
+async def test_a_fork_has_the_messages_up_to_a_turn(store):
     made = await create(store, title="one", model="m", messages=[{"role": "user", "content": "before"}])
     for turn_id, status in (("t1", "done"), ("t2", "done"), ("t3", "running")):
         await store.write(lambda tx, t=turn_id, s=status: turn(tx, made.session_id, t, s))
@@ -247,7 +245,7 @@ async def test_a_fork_has_the_messages_up_to_a_turn(store: Store) -> None:
         await store.write(lambda tx: sessions.fork(tx, "none", ForkSession()))
 
 
-async def test_the_cursor_of_a_snapshot_is_the_newest_event_of_its_view(store: Store) -> None:
+async def test_the_cursor_of_a_snapshot_is_the_newest_event_of_its_view(store):
     log = EventLog(store, Limits())
     made = await create(store)
     await change(store, made.session_id, title="two")

@@ -11,9 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -47,7 +44,7 @@ PROGRAMS = {
 }
 
 
-def wait_until(is_true: Callable[[], Any]) -> None:
+def wait_until(is_true):
     deadline = time.monotonic() + WAIT_S
     while not is_true():
         assert time.monotonic() < deadline
@@ -55,7 +52,7 @@ def wait_until(is_true: Callable[[], Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def serve() -> Iterator[Any]:
+def serve():
     """Ray Serve on a free port; ``serve.url`` is its address."""
     # Ray and its processes read these variables when they are imported.
     with pytest.MonkeyPatch.context() as patched:
@@ -64,7 +61,7 @@ def serve() -> Iterator[Any]:
         yield from run_serve()
 
 
-def run_serve() -> Iterator[Any]:
+def run_serve():
     from ray import serve
 
     with socket.socket() as sock:
@@ -84,18 +81,18 @@ def run_serve() -> Iterator[Any]:
     ray.shutdown()
 
 
-def echo(home: Path, replicas: int) -> Any:
+def echo(home, replicas):
     settings = Settings(home=home, echo_tokens_per_s=50, slots=4)
     return application("echo", settings=settings, num_replicas=replicas, ray_actor_options={"num_cpus": 0.5})
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
-def two_replicas(serve: Any, home: Path) -> str:
+def two_replicas(serve, home):
     serve.run(echo(home, 2), name="echo", route_prefix="/")
     return str(serve.url)
 
@@ -127,7 +124,7 @@ class Session:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
-def two_sessions(url: str) -> list[Session]:
+def two_sessions(url):
     """Return sessions that different replicas answer."""
     sessions = [Session(url, f"session {number}") for number in range(16)]
     first = sessions[0]
@@ -138,7 +135,7 @@ def two_sessions(url: str) -> list[Session]:
     return [first, others[0]]
 
 
-def test_a_conversation_stays_on_one_replica_and_a_disconnect_ends_its_answer(two_replicas: str) -> None:
+def test_a_conversation_stays_on_one_replica_and_a_disconnect_ends_its_answer(two_replicas):
     first, second = two_sessions(two_replicas)
     before = [each.metric("lmx_lab_requests_total") for each in (first, second)]
     for _ in range(4):
@@ -155,7 +152,7 @@ def test_a_conversation_stays_on_one_replica_and_a_disconnect_ends_its_answer(tw
     assert second.metric("lmx_lab_output_tokens_total") < 200
 
 
-def test_the_client_uses_replicas_like_one_server_but_cannot_change_them(two_replicas: str) -> None:
+def test_the_client_uses_replicas_like_one_server_but_cannot_change_them(two_replicas):
     with attach(two_replicas) as lab:
         rows = [f"row {number}" for number in range(30)]
         assert lab.map(rows, "{text}")["answer"].tolist() == rows
@@ -167,7 +164,7 @@ def test_the_client_uses_replicas_like_one_server_but_cannot_change_them(two_rep
         assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == SHORT
 
 
-def replicas() -> list[str]:
+def replicas():
     from ray import serve
     from ray.serve.schema import ReplicaState
 
@@ -175,7 +172,7 @@ def replicas() -> list[str]:
     return [state for state, count in states.items() for _ in range(count) if state == ReplicaState.RUNNING]
 
 
-def test_the_answers_of_a_killed_replica_end_with_an_error_and_another_one_answers(two_replicas: str) -> None:
+def test_the_answers_of_a_killed_replica_end_with_an_error_and_another_one_answers(two_replicas):
     from ray.serve._private.constants import SERVE_NAMESPACE
 
     sessions = two_sessions(two_replicas)
@@ -200,7 +197,7 @@ def test_the_answers_of_a_killed_replica_end_with_an_error_and_another_one_answe
     wait_until(lambda: len(replicas()) == 2)
 
 
-def test_a_replica_that_is_removed_first_ends_its_answers(serve: Any, two_replicas: str, home: Path) -> None:
+def test_a_replica_that_is_removed_first_ends_its_answers(serve, two_replicas, home):
     sessions = two_sessions(two_replicas)
     threads = [threading.Thread(target=each.chat, args=(LONG,)) for each in sessions]
     for thread in threads:
@@ -215,7 +212,7 @@ def test_a_replica_that_is_removed_first_ends_its_answers(serve: Any, two_replic
     wait_until(lambda: len(replicas()) == 1)
 
 
-def test_a_real_model_answers_below_a_path(serve: Any, starter_home: Path) -> None:
+def test_a_real_model_answers_below_a_path(serve, starter_home):
     settings = Settings(home=starter_home, memory_limit_bytes=2 * 10**9)
     real = application("smollm2-135m", settings=settings, load={"engine": "mlx"}, ray_actor_options={"num_cpus": 1})
     serve.run(real, name="real", route_prefix="/real")
@@ -225,7 +222,7 @@ def test_a_real_model_answers_below_a_path(serve: Any, starter_home: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["dask_example.py", "ray_data_example.py"])
-def test_the_programs_for_other_schedulers_answer_all_rows(name: str, tmp_path: Path) -> None:
+def test_the_programs_for_other_schedulers_answer_all_rows(name, tmp_path):
     with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
         lab.load("echo")
         (tmp_path / name).write_text(PROGRAMS[name].replace("http://127.0.0.1:8400", lab.url))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -22,10 +20,10 @@ CHAT = {"model": "default", "messages": [{"role": "user", "content": "Hello"}]}
 
 
 @asynccontextmanager
-async def started(app: ReplicaApp) -> AsyncIterator[list[dict[str, Any]]]:
+async def started(app):
     """Start and end the lifespan of an application; yields the messages that it sends."""
-    received: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-    sent: list[dict[str, Any]] = []
+    received = asyncio.Queue()
+    sent = []
     answered = asyncio.Event()
 
     async def send(message: Any) -> None:
@@ -40,9 +38,9 @@ async def started(app: ReplicaApp) -> AsyncIterator[list[dict[str, Any]]]:
     await running
 
 
-def test_a_replica_answers_from_its_start_to_its_end_and_no_caller_may_load_models(tmp_path: Path) -> None:
+def test_a_replica_answers_from_its_start_to_its_end_and_no_caller_may_load_models(tmp_path):
     settings = Settings(home=tmp_path, allowed_hosts=("serve.example",), record="all")
-    app: ReplicaApp = pickle.loads(pickle.dumps(ReplicaApp(settings, LoadSpec(model="echo"))))
+    app = pickle.loads(pickle.dumps(ReplicaApp(settings, LoadSpec(model="echo"))))
     replica = Replica()
     replica.app = app
 
@@ -69,7 +67,7 @@ def test_a_replica_answers_from_its_start_to_its_end_and_no_caller_may_load_mode
     asyncio.run(run())
 
 
-def test_a_model_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path):
     app = ReplicaApp(Settings(home=tmp_path, downloads=False), LoadSpec(model="no-such-model"))
 
     async def run() -> list[dict[str, Any]]:
@@ -81,7 +79,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path:
     assert "no-such-model" in failed["message"]
 
 
-def test_invalid_settings_and_a_missing_package_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings_and_a_missing_package_are_reported(monkeypatch):
     with pytest.raises(InvalidRequestError, match="allowed_hosts"):
         ReplicaApp(Settings(allowed_hosts=("*",)), LoadSpec(model="echo"))
     monkeypatch.setitem(sys.modules, "ray.serve", None)

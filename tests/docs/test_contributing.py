@@ -1,7 +1,5 @@
 """Test that the page for contributors describes the packages and files as they are."""
 
-from __future__ import annotations
-
 import re
 
 from tests.support.docs import DOCS, ROOT, inline_code, table_rows
@@ -11,7 +9,7 @@ FOLDERS = (ROOT, ROOT / "lmx_lab")
 """Paths of files are relative to one of these."""
 
 
-def test_every_package_and_module_is_described() -> None:
+def test_every_package_and_module_is_described():
     rows = {row["package"].strip("`") for row in table_rows(PAGE, "package")}
     folders = {path.parent.name for path in (ROOT / "lmx_lab").glob("*/__init__.py")}
     assert folders <= rows
@@ -19,7 +17,7 @@ def test_every_package_and_module_is_described() -> None:
     assert folders | modules - {"__init__", "__main__"} <= rows | set(inline_code(PAGE))
 
 
-def test_every_file_that_is_named_exists() -> None:
+def test_every_file_that_is_named_exists():
     for text in inline_code(PAGE):
         if re.fullmatch(r"[\w/]+\.(py|md|js|css)|(lmx_lab|tests|docs)/[\w/]+", text):
             name = "lmx_lab/panels/panel.css" if text == "panel.css" else text

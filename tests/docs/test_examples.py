@@ -4,15 +4,9 @@ A block of Python is a cell of one kernel for the whole page, or a program if it
 bash that starts a server runs until the end of the page. ``page_runner`` lists everything that is changed in the code.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 
-from lmx_lab.values.models import ModelEntry
-from tests.support.docs import PAGES, ROOT, Block, PageRunner, code_blocks
+from tests.support.docs import PAGES, ROOT, PageRunner, code_blocks
 from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.long
@@ -36,9 +30,7 @@ MAX_NOT_RUN = 8
 
 
 @pytest.fixture(scope="session")
-def models(
-    smollm2: ModelEntry, minilm: ModelEntry, smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[str, Path]:
+def models(smollm2, minilm, smollm2_gguf, tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     write_tiny_llama(folder / "tiny", smollm2.path, seed=0, context=2048)
     gguf = folder / f"{smollm2.id}-gguf"
@@ -49,7 +41,7 @@ def models(
 
 @pytest.mark.timeout(900)  # A whole page, perhaps on a busy machine.
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, models: Mapping[str, Path], tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, models, tmp_path):
     with PageRunner(tmp_path, models) as runner:
         for block in blocks_to_run(page):
             try:
@@ -58,11 +50,11 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, models: Mapping[
                 raise AssertionError(f"{block.location} fails: {exc}") from exc
 
 
-def blocks_to_run(page: Path) -> list[Block]:
+def blocks_to_run(page):
     return [block for block in code_blocks(page) if block.not_run is None and block.language not in NO_CODE]
 
 
-def test_few_blocks_are_not_run_and_each_gives_a_reason() -> None:
+def test_few_blocks_are_not_run_and_each_gives_a_reason():
     not_run = [block for page in RUN_PAGES for block in code_blocks(page) if block.not_run is not None]
     assert all(len(block.not_run or "") > 10 for block in not_run)
     assert len(not_run) <= MAX_NOT_RUN, [block.location for block in not_run]
@@ -71,5 +63,5 @@ def test_few_blocks_are_not_run_and_each_gives_a_reason() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_declares_its_language(page: Path) -> None:
+def test_every_block_declares_its_language(page):
     assert {block.language for block in code_blocks(page)} <= LANGUAGES

@@ -1,13 +1,9 @@
 """Test that everything README and ``docs`` refer to exists: links, images, Python names, commands, flags, routes."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -51,22 +47,22 @@ OTHER_FLAGS |= {"--map", "--column", "--into", "--cache", "--temperature", "--sy
 """Flags of curl, ``%%lmx``, pip, nbconvert, JupyterLab and ``python -m soak``."""
 
 
-def page_name(page: Path) -> str:
+def page_name(page):
     return str(page.relative_to(ROOT))
 
 
-def test_the_readme_is_two_screens_long() -> None:
+def test_the_readme_is_two_screens_long():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
 @pytest.mark.parametrize("page", [README, DOCS / "install.md", DOCS / "contributing.md"], ids=page_name)
-def test_the_first_two_commands_run_the_quickstart_and_the_tests(page: Path) -> None:
+def test_the_first_two_commands_run_the_quickstart_and_the_tests(page):
     first = next(block for block in code_blocks(page) if block.language == "bash")
     assert re.findall(r"^make (\w+)", first.text, flags=re.MULTILINE) == ["demo", "test"]
     assert first.text == next(iter(code_blocks(README))).text
 
 
-def test_ci_runs_the_targets_that_are_named_with_all_tests_of_the_second_command() -> None:
+def test_ci_runs_the_targets_that_are_named_with_all_tests_of_the_second_command():
     targets = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1].removeprefix("exec ")
     for page in (README, DOCS / "contributing.md"):
         assert f"CI runs `{targets}`" in page.read_text(encoding="utf-8")
@@ -78,30 +74,30 @@ def test_ci_runs_the_targets_that_are_named_with_all_tests_of_the_second_command
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=page_name)
-def test_the_target_of_every_link_and_image_exists(page: Path) -> None:
+def test_the_target_of_every_link_and_image_exists(page):
     broken = [link for link in links(page) if not link.startswith("https://") and not target_exists(page, link)]
     assert not broken
 
 
-def target_exists(page: Path, link: str) -> bool:
+def target_exists(page, link):
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
     return target.exists() and (not anchor or anchor in anchors(target))
 
 
-def test_the_readme_links_every_page() -> None:
+def test_the_readme_links_every_page():
     linked = {(README.parent / link.partition("#")[0]).resolve() for link in links(README)}
     assert {page for page in PAGES if page != README} <= linked
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_every_dotted_name_below_lmx_lab_exists(page: Path) -> None:
+def test_every_dotted_name_below_lmx_lab_exists(page):
     names = {name for text in inline_code(page) for name in re.findall(r"\blmx_lab(?:\.\w+)+", text)}
     assert not [name for name in names if not name_exists(name)]
 
 
-def name_exists(name: str) -> bool:
-    value: Any = importlib.import_module("lmx_lab")
+def name_exists(name):
+    value = importlib.import_module("lmx_lab")
     for part in name.split(".")[1:]:
         try:
             value = getattr(value, part, None) or importlib.import_module(f"{value.__name__}.{part}")
@@ -111,12 +107,12 @@ def name_exists(name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_a_lab_has_every_attribute_that_is_named(page: Path) -> None:
+def test_a_lab_has_every_attribute_that_is_named(page):
     names = {name for text in inline_code(page) for name in re.findall(r"(?<![\w/-])lab\.(\w+)", text)}
     assert not [name for name in names if not hasattr(Lab, name)]
 
 
-def flags_by_command() -> dict[str, set[str]]:
+def flags_by_command():
     """Return the flags of each command; the key "" has those of ``lmx-lab`` itself."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
@@ -127,7 +123,7 @@ def flags_by_command() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_every_command_and_flag_exists(page: Path) -> None:
+def test_every_command_and_flag_exists(page):
     flags = flags_by_command()
     texts = [*inline_code(page), *(block.text for block in code_blocks(page) if block.language == "bash")]
     commands = {name for text in texts for name in re.findall(r"\blmx-lab ([a-z]+)", text)}
@@ -137,7 +133,7 @@ def test_every_command_and_flag_exists(page: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def routes() -> set[str]:
+def routes():
     """The paths of the inference server."""
     settings = Settings()
     policy = GuardPolicy(hosts=frozenset())
@@ -147,7 +143,7 @@ def routes() -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_table_of_routes_is_complete(routes: set[str]) -> None:
+def test_the_table_of_routes_is_complete(routes):
     rows = table_rows(DOCS / "server.md", "route")
     documented = {path for row in rows for path in re.findall(r"(/[\w/{}.-]+)", row["route"])}
     not_in_openapi = {"/v1/chat/stream", "/about", "/docs", "/openapi.json"}
@@ -156,7 +152,7 @@ def test_the_table_of_routes_is_complete(routes: set[str]) -> None:
     }
 
 
-def test_the_table_of_dependencies_is_complete() -> None:
+def test_the_table_of_dependencies_is_complete():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     required = {re.split(r"[\[<>=; ]", text)[0] for text in (*project["dependencies"], *extras["lab"], *extras["gguf"])}

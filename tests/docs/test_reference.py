@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,21 @@ OTHER_OPTIONS = {"serve": {"model", "quiet", *LoadOptions.__annotations__}, "dae
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 
 
-def test_every_setting_has_a_row_and_every_row_is_a_setting() -> None:
+def test_every_setting_has_a_row_and_every_row_is_a_setting():
     assert list(SETTINGS) == list(dict.fromkeys(SETTINGS))
     assert set(SETTINGS) == set(FIELDS)
     assert len(list(table_rows(CONFIGURATION, "setting"))) == len(FIELDS)
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_setting_has_its_variable_and_default(name: str) -> None:
+def test_a_setting_has_its_variable_and_default(name):
     row = SETTINGS[name]
     assert row["variable"] == f"`{PREFIX}{name.upper()}`"
     assert row["default"] == documented(getattr(Settings(), name))
     assert row["meaning"]
 
 
-def documented(value: Any) -> str:
+def documented(value):
     """Return a default as the table writes it."""
     if value is None or value == ():
         return "none"
@@ -52,7 +51,7 @@ def documented(value: Any) -> str:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_setting_has_its_unit_and_range(name: str) -> None:
+def test_a_setting_has_its_unit_and_range(name):
     values = SETTINGS[name]["values"]
     assert values.startswith("seconds") == (name.endswith("_s") and not name.endswith("_per_s"))
     assert values.startswith("bytes") == name.endswith("_bytes")
@@ -67,8 +66,8 @@ def test_a_setting_has_its_unit_and_range(name: str) -> None:
         assert (values == "yes or no") == isinstance(getattr(Settings(), name), bool)
 
 
-def number(text: str) -> float:
-    base, power = re.fullmatch(r"([\d.]+?)([⁰¹²³⁴⁵⁶⁷⁸⁹]*)", text).groups()  # type: ignore[union-attr]
+def number(text):
+    base, power = re.fullmatch(r"([\d.]+?)([⁰¹²³⁴⁵⁶⁷⁸⁹]*)", text).groups()
     return float(base) ** int(power.translate(SUPERSCRIPTS) or 1)
 
 
@@ -79,7 +78,7 @@ class ReadError(Exception):
     """Raised instead of reading the settings."""
 
 
-def options(command: str) -> Iterator[TyperOption]:
+def options(command):
     assert isinstance(GROUP, TyperGroup)
     for parameter in GROUP.commands[command].params:
         if isinstance(parameter, TyperOption) and parameter.name not in (*OTHER_OPTIONS[command], "help"):
@@ -90,10 +89,8 @@ FLAGS = [(command, option.opts[0], option.is_flag) for command in OTHER_OPTIONS 
 
 
 @pytest.mark.parametrize(("command", "flag", "is_switch"), FLAGS, ids=str)
-def test_a_flag_sets_the_setting_of_its_row(
-    command: str, flag: str, is_switch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: dict[str, Any] = {}
+def test_a_flag_sets_the_setting_of_its_row(command, flag, is_switch, monkeypatch):
+    seen = {}
 
     def read(**overrides: Any) -> Settings:
         seen.update({name: value for name, value in overrides.items() if value is not None})
@@ -105,12 +102,12 @@ def test_a_flag_sets_the_setting_of_its_row(
     assert [name for name, row in SETTINGS.items() if f"`{command} {flag}`" in row["flag"].split(", ")] == list(seen)
 
 
-def test_the_table_has_every_flag_and_no_other() -> None:
+def test_the_table_has_every_flag_and_no_other():
     in_table = {flag for row in SETTINGS.values() for flag in row["flag"].split(", ") if flag != "none"}
     assert in_table == {f"`{command} {flag}`" for command, flag, _ in FLAGS}
 
 
-def test_every_variable_that_the_package_reads_is_documented() -> None:
+def test_every_variable_that_the_package_reads_is_documented():
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lmx_lab").rglob("*.py"))
     read = set(re.findall(rf"\b{PREFIX}[A-Z_]+\b", sources))
     assert read <= {text.partition("=")[0] for text in inline_code(CONFIGURATION)}
@@ -121,18 +118,18 @@ def test_every_variable_that_the_package_reads_is_documented() -> None:
 CODES = list(table_rows(TROUBLESHOOTING, "code"))
 
 
-def error_classes(root: type[LabError] = LabError) -> list[type[LabError]]:
+def error_classes(root=LabError):
     return [root, *(found for child in root.__subclasses__() for found in error_classes(child))]
 
 
-def test_every_error_code_has_one_row_and_every_row_is_an_error_code() -> None:
+def test_every_error_code_has_one_row_and_every_row_is_an_error_code():
     documented_codes = [row["code"].strip("`") for row in CODES]
     assert len(documented_codes) == len(set(documented_codes))
     assert set(documented_codes) == {error.code for error in error_classes()}
 
 
 @pytest.mark.parametrize("row", CODES, ids=lambda row: row["code"].strip("`"))
-def test_an_error_code_has_its_statuses_and_a_remedy(row: dict[str, str]) -> None:
+def test_an_error_code_has_its_statuses_and_a_remedy(row):
     assert row["what it means"]
     assert row["what to do"]
     if "status" in row:

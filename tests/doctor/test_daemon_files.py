@@ -1,13 +1,7 @@
 """Tests of the check for the daemon's folder."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.doctor.daemon_files import check_daemon_files
 from lmx_lab.settings import Settings
 from tests.doctor.findings import EXPLAINED_FAULT, finding_about, summary
@@ -15,12 +9,12 @@ from tests.support.daemons import serving
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
+def daemon(tmp_path):
     with serving(tmp_path) as daemon:
         yield daemon
 
 
-def test_a_token_that_other_users_can_read_is_bad(daemon: Daemon) -> None:
+def test_a_token_that_other_users_can_read_is_bad(daemon):
     assert [finding.verdict for finding in check_daemon_files(daemon.settings)] == ["fine"]
     state = daemon.folder / "state.json"
     state.chmod(0o644)
@@ -31,7 +25,7 @@ def test_a_token_that_other_users_can_read_is_bad(daemon: Daemon) -> None:
     assert daemon.token not in file.text
 
 
-def test_an_invalid_state_file_is_bad(tmp_path: Path) -> None:
+def test_an_invalid_state_file_is_bad(tmp_path):
     folder = tmp_path / "daemon"
     folder.mkdir(mode=0o700)
     assert finding_about("daemon", check_daemon_files(Settings(home=tmp_path))).found == "no daemon is running"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from typing import NoReturn
 
 import huggingface_hub.constants
-import pytest
 
 from lmx_lab import doctor
 from lmx_lab.doctor import models
@@ -17,9 +15,7 @@ from tests.doctor.findings import finding_about
 from tests.support.commands import run_command
 
 
-def test_every_problem_is_one_line_with_a_remedy_and_a_fault_is_exit_status_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_problem_is_one_line_with_a_remedy_and_a_fault_is_exit_status_one(tmp_path, monkeypatch):
     """The machine has no model, a taken port, a hub that does not answer and a slow BLAS."""
     # huggingface_hub reads HF_ENDPOINT only once, when it is imported.
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -39,9 +35,7 @@ def test_every_problem_is_one_line_with_a_remedy_and_a_fault_is_exit_status_one(
     assert [topic for topic, line in lines.items() if line.startswith("bad")] == ["port"]
 
 
-def test_a_check_that_cannot_be_imported_is_a_finding_and_the_others_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_cannot_be_imported_is_a_finding_and_the_others_run(tmp_path, monkeypatch):
     names = {topic: doctor.CHECKS[topic] for topic in (*doctor.WAITING, "daemon")}
     monkeypatch.setattr(doctor, "CHECKS", {**names, "device": "no_such_package:check", "engines": "no_such_package:f"})
     findings = doctor.run_checks(Settings(home=tmp_path), measure=True)
@@ -51,7 +45,7 @@ def test_a_check_that_cannot_be_imported_is_a_finding_and_the_others_run(
     assert finding_about("daemon", findings).verdict == "fine"
 
 
-def test_an_error_in_a_check_is_a_finding_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_check_is_a_finding_and_the_others_run(tmp_path, monkeypatch):
     def fail(_: Settings) -> NoReturn:
         raise OSError("the disk failed")
 

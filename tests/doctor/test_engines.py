@@ -23,13 +23,13 @@ from tests.support.gguf import LOSSY, store_copy
 ENVIRON = {"HF_HUB_OFFLINE": "1", "LMX_LAB_THREADS": "1", "LMX_LAB_PORT": "0"}
 
 
-def line_about(topic: str, output: str) -> str:
+def line_about(topic, output):
     (line,) = [line for line in output.splitlines() if line[5:].startswith(f"{topic}:")]
     return line
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, tiny: ModelEntry, tiny_gguf: Path) -> Path:
+def home(tmp_path_factory, tiny, tiny_gguf):
     """A home folder where ``tiny`` has the names of the starter models."""
     home = tmp_path_factory.mktemp("starters")
     (home / "models" / "smollm2-135m-gguf").mkdir(parents=True)
@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny: ModelEntry, tiny_gguf: 
 
 
 @pytest.mark.long
-def test_each_engine_is_measured_once_and_later_runs_report_the_same_speeds(home: Path) -> None:
+def test_each_engine_is_measured_once_and_later_runs_report_the_same_speeds(home):
     result = run_command(home, "doctor", "--measure", environ=ENVIRON)
     assert (result.status, result.stderr) == (0, "")
     assert line_about("llama.cpp", result.stdout).startswith("ok   llama.cpp: 20")
@@ -56,9 +56,7 @@ def test_each_engine_is_measured_once_and_later_runs_report_the_same_speeds(home
     assert (home / speeds_module.FILE).read_bytes() == kept
 
 
-def test_speeds_are_measured_on_request_only_and_a_busy_machine_gives_no_verdict(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speeds_are_measured_on_request_only_and_a_busy_machine_gives_no_verdict(home, tmp_path, monkeypatch):
     (tmp_path / "models").symlink_to(home / "models")
     settings = Settings(home=tmp_path)
     speeds = Speeds(
@@ -68,7 +66,7 @@ def test_speeds_are_measured_on_request_only_and_a_busy_machine_gives_no_verdict
         busy_percent=80,
         made_with=conditions(settings),
     )
-    measured: list[str] = []
+    measured = []
 
     def fake_measure(_: Settings, models: Mapping[Format, ModelEntry]) -> Speeds:
         measured.append(" ".join(f"{entry.id} {entry.format}" for entry in models.values()))
@@ -86,9 +84,7 @@ def test_speeds_are_measured_on_request_only_and_a_busy_machine_gives_no_verdict
     assert measured == ["smollm2-135m mlx smollm2-135m gguf"]
 
 
-def test_without_both_formats_of_the_starter_nothing_is_measured_and_the_remedy_gets_them(
-    tmp_path: Path, tiny: ModelEntry
-) -> None:
+def test_without_both_formats_of_the_starter_nothing_is_measured_and_the_remedy_gets_them(tmp_path, tiny):
     _, nothing = check_engines(Settings(home=tmp_path))
     assert nothing.verdict == "note"
     assert "fix: lmx-lab pull smollm2-135m --mlx && lmx-lab doctor --measure" in nothing.text
@@ -99,7 +95,7 @@ def test_without_both_formats_of_the_starter_nothing_is_measured_and_the_remedy_
     assert not (tmp_path / speeds_module.FILE).exists()
 
 
-def test_a_missing_system_library_is_bad_and_the_remedy_installs_it(home: Path, tmp_path: Path) -> None:
+def test_a_missing_system_library_is_bad_and_the_remedy_installs_it(home, tmp_path):
     (tmp_path / "xllamacpp.py").write_text(
         "raise ImportError('libgomp.so.1: cannot open shared object file: No such file or directory')"
     )
@@ -113,7 +109,7 @@ def test_a_missing_system_library_is_bad_and_the_remedy_installs_it(home: Path, 
     assert "engines:" not in result.stdout
 
 
-def test_an_engine_that_is_not_installed_is_a_note(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_not_installed_is_a_note(home, monkeypatch):
     monkeypatch.setattr(registry, "is_installed", lambda: False)
     (found,) = check_engines(Settings(home=home), measure=True)
     assert (found.topic, found.verdict) == ("llama.cpp", "note")
@@ -130,11 +126,11 @@ def test_an_engine_that_is_not_installed_is_a_note(home: Path, monkeypatch: pyte
         (3, "", "the import ended with exit status 3"),
     ],
 )
-def test_a_failed_import_of_the_bindings_is_explained(status: int, stderr: str, failure: str | None) -> None:
+def test_a_failed_import_of_the_bindings_is_explained(status, stderr, failure):
     assert describe_import_failure(status, stderr) == failure
 
 
-def test_copies_are_reported_and_offered_for_weights_without_fast_kernels(tmp_path: Path, tiny_gguf: Path) -> None:
+def test_copies_are_reported_and_offered_for_weights_without_fast_kernels(tmp_path, tiny_gguf):
     folder = tmp_path / "files"
     folder.mkdir()
     original = Path(shutil.copy(tiny_gguf, folder / "tiny.gguf"))

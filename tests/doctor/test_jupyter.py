@@ -1,15 +1,11 @@
 """Tests of the checks for the kernels of notebooks and for jupyter-server-proxy."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
 import sys
 import threading
 import venv
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,7 +19,7 @@ from tests.support.waiting import until_listening
 
 
 @pytest.fixture
-def kernel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kernel_file(tmp_path, monkeypatch):
     """The kernel specification that Jupyter finds before all others."""
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     folder = tmp_path / "kernels" / "python3"
@@ -31,11 +27,11 @@ def kernel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "kernel.json"
 
 
-def specification(python: str) -> str:
+def specification(python):
     return json.dumps({"argv": [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "P"})
 
 
-def test_a_kernel_of_another_python_without_lmx_lab_is_bad(tmp_path: Path, kernel_file: Path) -> None:
+def test_a_kernel_of_another_python_without_lmx_lab_is_bad(tmp_path, kernel_file):
     other = tmp_path / "other"
     venv.create(other, with_pip=False)
     kernel_file.write_text(specification(f"{other}/bin/python"))
@@ -50,7 +46,7 @@ def test_a_kernel_of_another_python_without_lmx_lab_is_bad(tmp_path: Path, kerne
     ("content", "found"),
     [(specification("/no/such/python"), "starts /no/such/python, which does not run"), ("{}", "names no program")],
 )
-def test_a_kernel_that_cannot_start_is_bad(kernel_file: Path, content: str, found: str) -> None:
+def test_a_kernel_that_cannot_start_is_bad(kernel_file, content, found):
     kernel_file.write_text(content)
     (finding,) = check_kernel(Settings())
     assert (finding.topic, summary(finding)) == ("kernel", EXPLAINED_FAULT)
@@ -58,13 +54,13 @@ def test_a_kernel_that_cannot_start_is_bad(kernel_file: Path, content: str, foun
 
 
 @pytest.mark.parametrize("python", ["python", sys.executable])
-def test_a_kernel_of_this_python_is_fine(kernel_file: Path, python: str) -> None:
+def test_a_kernel_of_this_python_is_fine(kernel_file, python):
     kernel_file.write_text(specification(python))
     findings = [(each.topic, each.verdict) for each in check_kernel(Settings())]
     assert findings == [("kernel", "fine"), ("ipykernel", "fine")]
 
 
-def test_an_ipykernel_that_is_too_old_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ipykernel_that_is_too_old_is_bad(tmp_path, monkeypatch):
     """Its metadata comes first on the path, before that of the installed version."""
     old = tmp_path / "ipykernel-6.29.5.dist-info"
     old.mkdir()
@@ -77,7 +73,7 @@ def test_an_ipykernel_that_is_too_old_is_bad(tmp_path: Path, monkeypatch: pytest
 
 
 @contextlib.contextmanager
-def jupyter_server(folder: Path, *, proxy: bool) -> Iterator[psutil.Process]:
+def jupyter_server(folder, *, proxy):
     """Run a real Jupyter server, which writes its address into ``JUPYTER_RUNTIME_DIR``."""
     command = [
         *(sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root", f"--ServerApp.root_dir={folder}"),
@@ -100,9 +96,7 @@ def jupyter_server(folder: Path, *, proxy: bool) -> Iterator[psutil.Process]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("proxy", [True, False])
-def test_a_running_jupyter_server_is_checked_for_the_proxy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: bool
-) -> None:
+def test_a_running_jupyter_server_is_checked_for_the_proxy(tmp_path, monkeypatch, proxy):
     for name in ("RUNTIME", "CONFIG", "DATA"):
         monkeypatch.setenv(f"JUPYTER_{name}_DIR", str(tmp_path / name.lower()))
     monkeypatch.setattr(jupyter, "ANSWER_TIMEOUT_S", WAIT_S)

@@ -1,13 +1,10 @@
 """Tests of the checks for Python and for the disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,13 +26,13 @@ print(json.dumps([asdict(finding) for finding in check_disk(Settings.read())]))
 @pytest.mark.parametrize(
     ("version", "verdict"), [((3, 10, 14), "bad"), ((3, 11, 0), "fine"), ((3, 13, 9), "fine"), ((3, 15, 0), "note")]
 )
-def test_a_python_version_that_is_not_tested_is_reported(version: tuple[int, int, int], verdict: str) -> None:
+def test_a_python_version_that_is_not_tested_is_reported(version, verdict):
     finding = check_python(version)
     assert summary(finding) == (verdict, verdict != "fine", verdict != "fine")
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="only root can mount a small disk")
-def test_a_disk_without_room_for_a_model_is_bad(tmp_path: Path) -> None:
+def test_a_disk_without_room_for_a_model_is_bad(tmp_path):
     command = MOUNT.format(folder=tmp_path, python=sys.executable, script=CHECK_DISK)
     tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
     if tried.returncode != 0:
@@ -52,6 +49,6 @@ def test_a_disk_without_room_for_a_model_is_bad(tmp_path: Path) -> None:
     assert "LMX_LAB_HOME" in disk["remedy"]
 
 
-def test_a_disk_reserve_that_leaves_no_room_for_a_model_is_bad(tmp_path: Path) -> None:
+def test_a_disk_reserve_that_leaves_no_room_for_a_model_is_bad(tmp_path):
     finding = finding_about("disk", check_disk(Settings(home=tmp_path, disk_reserve_bytes=2**50)))
     assert summary(finding) == EXPLAINED_FAULT

@@ -6,34 +6,27 @@ import http.server
 import socket
 import threading
 import time
-from pathlib import Path
-
-import pytest
 
 from lmx_lab.doctor.models import check_hub, check_models, find_connection_problem
 from lmx_lab.settings import Settings
 from tests.doctor.findings import EXPLAINED_NOTE, finding_about, summary
 
 
-def test_without_a_model_the_remedy_is_the_command_that_downloads_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_model_the_remedy_is_the_command_that_downloads_one(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     finding = finding_about("models", check_models(Settings(home=tmp_path)))
     assert summary(finding) == EXPLAINED_NOTE
     assert finding.remedy == "lmx-lab pull smollm2-135m"
 
 
-def test_a_missing_model_folder_is_bad(tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_bad(tmp_path):
     finding = next(check_models(Settings(home=tmp_path, model_folders=(tmp_path / "no where",))))
     assert finding.verdict == "bad"
     assert f"{tmp_path}/no where" in finding.found
     assert f"mkdir -p '{tmp_path}/no where'" in finding.remedy
 
 
-def test_the_hub_is_not_contacted_if_the_environment_or_a_setting_forbids_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_is_not_contacted_if_the_environment_or_a_setting_forbids_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     offline = finding_about("hub", check_hub(Settings(home=tmp_path)))
     monkeypatch.delenv("HF_HUB_OFFLINE")
@@ -53,7 +46,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_hub_that_answers_is_reachable_and_a_gateway_error_is_a_problem() -> None:
+def test_a_hub_that_answers_is_reachable_and_a_gateway_error_is_a_problem():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{hub.server_port}"
@@ -62,7 +55,7 @@ def test_a_hub_that_answers_is_reachable_and_a_gateway_error_is_a_problem() -> N
         hub.shutdown()
 
 
-def test_a_hub_that_does_not_answer_is_a_problem_after_the_timeout() -> None:
+def test_a_hub_that_does_not_answer_is_a_problem_after_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         assert find_connection_problem(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.3)

@@ -1,11 +1,8 @@
 """Tests of the checks for the port of a lab and for running labs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from lmx_lab.doctor.ports import check_labs, check_port
 from lmx_lab.http.uvicorn_server import bind
@@ -21,7 +18,7 @@ print("listening", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.BaseHTTPRequestHandler).serve_forever()"""
 
 
-def test_the_program_that_took_the_port_is_named() -> None:
+def test_the_program_that_took_the_port_is_named():
     port = free_port()
     with subprocess.Popen([sys.executable, "-c", LISTEN, str(port)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
@@ -34,7 +31,7 @@ def test_the_program_that_took_the_port_is_named() -> None:
     assert "kill" not in finding.remedy
 
 
-def test_two_labs_of_this_home_are_listed_with_addresses_and_processes(tiny_home: Path) -> None:
+def test_two_labs_of_this_home_are_listed_with_addresses_and_processes(tiny_home):
     with lab_serving(tiny_home, None) as one:
         near = bind("127.0.0.1", one.port + 1, explicit=False)
         port = near.getsockname()[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +11,6 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import LabError
 from lmx_lab.values.generation import GenerationReport
-from lmx_lab.values.models import ModelEntry
 from tests.support.engines import TWO_SLOTS, Gate, Shared
 
 # Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
@@ -21,27 +19,27 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Shared]:
+def shared():
     shared = Shared()
     yield shared
     shared.stop()
 
 
 @pytest.fixture
-def no_shared_model(shared: Shared) -> None:
+def no_shared_model(shared):
     """Unload the shared models, for tests that measure or limit memory."""
     shared.stop()
 
 
 @pytest.fixture
-def manager(shared: Shared, tiny: ModelEntry) -> Iterator[ModelManager]:
+def manager(shared, tiny):
     """A shared manager, for tests that do not load or unload models."""
     with shared.use(TWO_SLOTS, tiny) as manager:
         yield manager
 
 
 @pytest.fixture
-async def own_manager(no_shared_model: None, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+async def own_manager(no_shared_model, tiny):
     """A manager for one test, which may unload or break its model, or end its thread."""
     async with ModelManager(TWO_SLOTS) as manager:
         await manager.load_entry(tiny)
@@ -49,9 +47,9 @@ async def own_manager(no_shared_model: None, tiny: ModelEntry) -> AsyncIterator[
 
 
 @pytest.fixture
-def delivered_items(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Mailbox, Item]]:
+def delivered_items(monkeypatch):
     """All items of streams in the order in which the engine delivers them."""
-    items: list[tuple[Mailbox, Item]] = []
+    items = []
     deliver = Mailbox.deliver
 
     def note(self: Mailbox, item: Item) -> None:
@@ -63,7 +61,7 @@ def delivered_items(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Mailbox, Item
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+def gate(monkeypatch):
     """An open gate. Each step of the engine computes one layer of texts."""
     from lmx_lab.engine.mlx.encoding import EncodingLoop
 
@@ -80,9 +78,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+def ends(monkeypatch):
     """Number of ends that each mailbox has received."""
-    counted: Counter[int] = Counter()
+    counted = Counter()
     deliver = Mailbox.deliver
 
     def count(self: Mailbox, item: Item) -> None:

@@ -1,7 +1,5 @@
 """The requests of each loaded model are counted from acceptance to their end, and limited."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 
@@ -13,7 +11,7 @@ from lmx_lab.errors import NotLoadedError, QueueFullError
 pytestmark = pytest.mark.anyio
 
 
-def test_requests_are_accepted_up_to_the_limit() -> None:
+def test_requests_are_accepted_up_to_the_limit():
     admission = AdmissionControl("tiny", limit=2)
     first, _ = admission.admit(1, retry_after_s=1.0) + admission.admit(1, retry_after_s=1.0)
     with pytest.raises(
@@ -26,7 +24,7 @@ def test_requests_are_accepted_up_to_the_limit() -> None:
     assert admission.active == 2
 
 
-def test_the_answers_to_one_request_are_accepted_all_or_none() -> None:
+def test_the_answers_to_one_request_are_accepted_all_or_none():
     admission = AdmissionControl("tiny", limit=3)
     with pytest.raises(QueueFullError):
         admission.admit(4, retry_after_s=1.0)
@@ -34,7 +32,7 @@ def test_the_answers_to_one_request_are_accepted_all_or_none() -> None:
     assert len(admission.admit(3, retry_after_s=1.0)) == 3
 
 
-def test_a_permit_is_released_once_however_often_its_request_ends() -> None:
+def test_a_permit_is_released_once_however_often_its_request_ends():
     admission = AdmissionControl("tiny", limit=2)
     first, second = admission.admit(2, retry_after_s=1.0)
     first.release()
@@ -44,8 +42,8 @@ def test_a_permit_is_released_once_however_often_its_request_ends() -> None:
     assert admission.active == 0
 
 
-def test_the_end_of_the_last_request_is_reported() -> None:
-    reports: list[int] = []
+def test_the_end_of_the_last_request_is_reported():
+    reports = []
     admission = AdmissionControl("tiny", limit=2, on_idle=lambda: reports.append(admission.active))
     first, second = admission.admit(2, retry_after_s=1.0)
     first.release()
@@ -54,7 +52,7 @@ def test_the_end_of_the_last_request_is_reported() -> None:
     assert reports == [0]
 
 
-def test_a_closed_model_accepts_no_requests_until_it_is_reopened() -> None:
+def test_a_closed_model_accepts_no_requests_until_it_is_reopened():
     admission = AdmissionControl("tiny", limit=2)
     admission.close(None)
     with pytest.raises(NotLoadedError, match="tiny is being unloaded"):
@@ -63,7 +61,7 @@ def test_a_closed_model_accepts_no_requests_until_it_is_reopened() -> None:
     admission.admit(1, retry_after_s=1.0)
 
 
-def test_accepted_requests_may_still_be_queued_unless_the_model_was_closed_with_an_error() -> None:
+def test_accepted_requests_may_still_be_queued_unless_the_model_was_closed_with_an_error():
     admission = AdmissionControl("tiny", limit=2)
     (permit,) = admission.admit(1, retry_after_s=1.0)
     permit.check()
@@ -74,7 +72,7 @@ def test_accepted_requests_may_still_be_queued_unless_the_model_was_closed_with_
         permit.check()
 
 
-async def test_until_at_most_waits_for_the_end_of_requests() -> None:
+async def test_until_at_most_waits_for_the_end_of_requests():
     admission = AdmissionControl("tiny", limit=2)
     await admission.until_at_most(0)
     permits = admission.admit(2, retry_after_s=1.0)
@@ -88,7 +86,7 @@ async def test_until_at_most_waits_for_the_end_of_requests() -> None:
     await asyncio.wait_for(idle, 10)
 
 
-async def test_until_room_waits_for_room_in_the_queue() -> None:
+async def test_until_room_waits_for_room_in_the_queue():
     admission = AdmissionControl("tiny", limit=2)
     permits = admission.admit(2, retry_after_s=1.0)
     room = asyncio.create_task(admission.until_room(2))
@@ -100,7 +98,7 @@ async def test_until_room_waits_for_room_in_the_queue() -> None:
     await asyncio.wait_for(room, 10)
 
 
-async def test_a_cancelled_wait_does_not_disturb_others() -> None:
+async def test_a_cancelled_wait_does_not_disturb_others():
     admission = AdmissionControl("tiny", limit=1)
     (permit,) = admission.admit(1, retry_after_s=1.0)
     waits = [asyncio.create_task(admission.until_at_most(0)) for _ in range(2)]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmx_lab.engine import ModelManager, Sampling, TokenStream
+from lmx_lab.engine import ModelManager, Sampling
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from tests.support.engines import fail_next_step, finish, numbers, request, run, until_idle
 
@@ -22,11 +20,9 @@ pytestmark = pytest.mark.long
 ACTIONS = st.sampled_from(["submit", "submit", "submit", "many", "score", "step", "cancel", "drop", "fail", "load"])
 
 
-async def perform_actions(
-    manager: ModelManager, models: list[ModelEntry], actions: list[str], random: object
-) -> list[TokenStream]:
+async def perform_actions(manager, models, actions, random):
     """Perform the actions on the engine; return the streams that were not cancelled or dropped."""
-    streams: list[TokenStream] = []
+    streams = []
     for at, action in enumerate(actions):
         submitted = replace(
             request(prompt=numbers(random.choice([3, 40, 400]), start=random.choice([100, 9000]))),
@@ -57,9 +53,7 @@ async def perform_actions(
 
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=st.lists(ACTIONS, max_size=20), random=st.randoms(use_true_random=False))
-def test_every_request_ends_exactly_once(
-    tiny: ModelEntry, tiny_home: object, ends: Counter[int], actions: list[str], random: object
-) -> None:
+def test_every_request_ends_exactly_once(tiny, tiny_home, ends, actions, random):
     async def scenario() -> None:
         ends.clear()
         models = [tiny, Catalog(Settings(home=tiny_home)).resolve("tiny-two")]

@@ -25,7 +25,7 @@ from lmx_lab.engine.find import (
 )
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import EngineChoice, Format, LoadProgress, LoadSpec, ModelEntry
+from lmx_lab.values.models import Format, LoadProgress, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.starters import STARTERS
 from tests.support.engines import SPEEDS
@@ -62,7 +62,7 @@ class FakeCatalog(Catalog):
         return _return_or_raise(self.fetched)
 
 
-def _return_or_raise(value: ModelEntry | Exception) -> ModelEntry:
+def _return_or_raise(value):
     if isinstance(value, Exception):
         raise value
     return value
@@ -73,33 +73,33 @@ INCOMPLETE = UnusableModelError("org/name lacks a file", param="model")
 FAILED = DownloadError("the hub does not answer")
 
 
-def finder(catalog: Catalog, *, downloads: bool = True) -> tuple[ModelFinder, list[LoadProgress]]:
-    progress: list[LoadProgress] = []
+def finder(catalog, *, downloads=True):
+    progress = []
     return ModelFinder(Settings(home=Path("/nowhere"), downloads=downloads), catalog, report=progress.append), progress
 
 
-async def test_a_model_on_disk_is_not_downloaded() -> None:
+async def test_a_model_on_disk_is_not_downloaded():
     catalog = FakeCatalog(TINY_ENTRY)
     assert await finder(catalog)[0].find(LoadSpec(model="org/name"), local=True) == TINY_ENTRY
     assert catalog.fetches == []
 
 
 @pytest.mark.parametrize("missing", [MISSING, INCOMPLETE])
-async def test_a_missing_or_incomplete_model_is_downloaded(missing: Exception) -> None:
+async def test_a_missing_or_incomplete_model_is_downloaded(missing):
     found, progress = finder(FakeCatalog(missing))
     assert await found.find(LoadSpec(model="org/name"), local=True) is TINY_ENTRY
     assert progress == [LoadProgress(model="org/name", stage="download", done_bytes=1, total_bytes=2)]
 
 
 @pytest.mark.parametrize(("downloads", "local"), [(False, True), (True, False)])
-async def test_downloads_need_the_setting_and_a_caller_on_this_machine(downloads: bool, local: bool) -> None:
+async def test_downloads_need_the_setting_and_a_caller_on_this_machine(downloads, local):
     catalog = FakeCatalog(MISSING)
     with pytest.raises(ModelNotFoundError):
         await finder(catalog, downloads=downloads)[0].find(LoadSpec(model="org/name"), local=local)
     assert catalog.fetches == []
 
 
-async def test_a_damaged_model_that_cannot_be_downloaded_is_unusable() -> None:
+async def test_a_damaged_model_that_cannot_be_downloaded_is_unusable():
     with pytest.raises(UnusableModelError, match="lacks a file"):
         await finder(FakeCatalog(INCOMPLETE))[0].find(LoadSpec(model="/models/tiny"), local=True)
 
@@ -111,14 +111,12 @@ async def test_a_damaged_model_that_cannot_be_downloaded_is_unusable() -> None:
         (INCOMPLETE, UnusableModelError, "org/name lacks a file; the hub does not answer"),
     ],
 )
-async def test_a_failed_download_has_the_error_of_the_missing_model(
-    missing: Exception, error: type[Exception], message: str
-) -> None:
+async def test_a_failed_download_has_the_error_of_the_missing_model(missing, error, message):
     with pytest.raises(error, match=message):
         await finder(FakeCatalog(missing, FAILED))[0].find(LoadSpec(model="org/name"), local=True)
 
 
-async def test_a_disk_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr(finding, "DISK_S", 0.05)
     end = threading.Event()
     with pytest.raises(NotLoadedError, match=r"tiny was not loaded: the folders .* not been read within 0\.05 s"):
@@ -127,23 +125,23 @@ async def test_a_disk_that_does_not_answer_is_an_error(monkeypatch: pytest.Monke
 
 
 @pytest.fixture(autouse=True)
-def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _cpu(monkeypatch):
     monkeypatch.setattr(finding, "gpu_of_mlx", lambda: None)
 
 
-def test_on_a_gpu_mlx_is_preferred_whatever_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_mlx_is_preferred_whatever_was_measured(monkeypatch):
     monkeypatch.setattr(finding, "gpu_of_mlx", lambda: "Metal")
     assert preferred_engine(SPEEDS) == ON_GPU
 
 
-def test_on_a_cpu_the_measured_engine_is_preferred_and_llama_cpp_without_a_clear_measurement() -> None:
+def test_on_a_cpu_the_measured_engine_is_preferred_and_llama_cpp_without_a_clear_measurement():
     assert preferred_engine(None) == preferred_engine(replace(SPEEDS, busy_percent=90)) == ON_CPU
     assert preferred_engine(SPEEDS).reason == "measured MLX 24 tok/s, llama.cpp 110 tok/s for smollm2-135m"
     opposite = replace(SPEEDS, tokens_per_second={"mlx": 99.0, "llama.cpp": 50.0})
     assert preferred_engine(opposite).name == "mlx"
 
 
-def test_without_llama_cpp_mlx_is_preferred_and_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp_mlx_is_preferred_and_the_reason_names_the_extra(monkeypatch):
     monkeypatch.setattr(registry, "is_installed", lambda: False)
     preferred = preferred_engine(SPEEDS)
     assert preferred.name == "mlx"
@@ -153,9 +151,7 @@ def test_without_llama_cpp_mlx_is_preferred_and_the_reason_names_the_extra(monke
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX has packages for NVIDIA GPUs on Linux only")
-def test_mlx_uses_an_nvidia_gpu_unless_mlx_cpu_has_replaced_its_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlx_uses_an_nvidia_gpu_unless_mlx_cpu_has_replaced_its_library(tmp_path, monkeypatch):
     library, listed = tmp_path / "mlx" / "lib" / "libmlx.so", tmp_path / "mlx_cuda_13-0.32.4.dist-info"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"for a GPU")
@@ -186,13 +182,13 @@ def test_mlx_uses_an_nvidia_gpu_unless_mlx_cpu_has_replaced_its_library(
 )
 def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
     *,
-    entries: list[ModelEntry],
-    engine: EngineChoice,
-    preferred: PreferredEngine,
-    loaded: ModelEntry | None,
-    expected: ModelEntry | None,
-    reason: str | None,
-) -> None:
+    entries,
+    engine,
+    preferred,
+    loaded,
+    expected,
+    reason,
+):
     found = choose_format(entries, LoadSpec(model=NAME, engine=engine), preferred, loaded)
     assert found == expected
     assert (found and found.engine_reason) == reason
@@ -200,9 +196,7 @@ def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
 
 @pytest.mark.parametrize("loaded", [None, MLX])
 @pytest.mark.parametrize(("option", "value"), [("deterministic", True), ("kv_cache_dtype", "q8_0")])
-def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, loaded: ModelEntry | None, option: str, value: Any
-) -> None:
+def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(monkeypatch, loaded, option, value):
     monkeypatch.setattr(finding, "gpu_of_mlx", lambda: "Metal")
     spec = replace(LoadSpec(model=NAME), **{option: value})
     preferred = preferred_engine(None, spec)
@@ -225,9 +219,7 @@ def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(
         (f"{NAME}:Q4_0", [LOSSY_COPY], "auto", LOSSY_COPY),
     ],
 )
-def test_a_quantized_copy_is_loaded_by_default_only_if_it_is_faster_and_nearly_exact(
-    name: str, entries: list[ModelEntry], engine: EngineChoice, expected: ModelEntry
-) -> None:
+def test_a_quantized_copy_is_loaded_by_default_only_if_it_is_faster_and_nearly_exact(name, entries, engine, expected):
     found = choose_format(entries, LoadSpec(model=name, engine=engine), ON_CPU, None)
     assert found == expected
     assert found is not None
@@ -238,10 +230,8 @@ def test_a_quantized_copy_is_loaded_by_default_only_if_it_is_faster_and_nearly_e
     ("figures", "automatic"),
     [({}, True), ({"mean_kl": 0.011}, False), ({"prefill_speed": 1.1}, False), ({"decode_speed": 0.7}, False)],
 )
-def test_a_copy_with_a_loss_or_without_a_gain_is_not_used_by_default(
-    figures: dict[str, float], automatic: bool
-) -> None:
-    copy = replace(EXACT, **figures)  # type: ignore[arg-type]
+def test_a_copy_with_a_loss_or_without_a_gain_is_not_used_by_default(figures, automatic):
+    copy = replace(EXACT, **figures)
     assert copy.automatic is automatic
     assert ("loaded by default" in copy.describe(NAME)) is automatic
 
@@ -265,14 +255,12 @@ class StarterCatalog(Catalog):
         return MLX if format == "mlx" else GGUF
 
 
-async def find(
-    catalog: Catalog, name: str = NAME, engine: EngineChoice = "auto", *, local: bool = True, downloads: bool = True
-) -> ModelEntry:
+async def find(catalog, name=NAME, engine="auto", *, local=True, downloads=True):
     finder = ModelFinder(Settings(home=Path("/nowhere"), downloads=downloads), catalog, report=lambda _: None)
     return await finder.find(LoadSpec(model=name, engine=engine), local=local)
 
 
-async def test_a_starter_is_fetched_in_the_format_that_its_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_starter_is_fetched_in_the_format_that_its_engine_needs(monkeypatch):
     assert STARTERS[NAME].converts
     for name, engine, fetched in (
         (NAME, "auto", (NAME, "gguf")),
@@ -280,7 +268,7 @@ async def test_a_starter_is_fetched_in_the_format_that_its_engine_needs(monkeypa
         (f"{NAME}-gguf", "auto", (f"{NAME}-gguf", None)),
     ):
         catalog = StarterCatalog()
-        await find(catalog, name, engine)  # type: ignore[arg-type]
+        await find(catalog, name, engine)
         assert catalog.fetched == [fetched]
     monkeypatch.setattr(registry, "is_installed", lambda: False)
     for on_disk in ([], [GGUF]):
@@ -289,7 +277,7 @@ async def test_a_starter_is_fetched_in_the_format_that_its_engine_needs(monkeypa
         assert catalog.fetched == [(NAME, "mlx")]
 
 
-async def test_the_other_format_is_made_only_if_its_engine_is_required() -> None:
+async def test_the_other_format_is_made_only_if_its_engine_is_required():
     catalog = StarterCatalog(GGUF)
     assert await find(catalog) == GGUF
     assert await find(catalog, engine="llama.cpp") == GGUF
@@ -303,9 +291,7 @@ async def test_the_other_format_is_made_only_if_its_engine_is_required() -> None
         await find(StarterCatalog(MLX), engine="llama.cpp", downloads=False)
 
 
-async def test_an_engine_that_cannot_run_the_model_or_is_not_installed_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_engine_that_cannot_run_the_model_or_is_not_installed_is_refused(monkeypatch):
     file = replace(GGUF, id="org/name:Q4_K_M", aliases=())
     with pytest.raises(UnusableModelError, match=r"convert the file for MLX: lmx-lab pull org/name:Q4_K_M --mlx"):
         await find(StarterCatalog(file), file.id, "mlx")

@@ -15,7 +15,7 @@ from lmx_lab.errors import EngineError, GenerationTimeoutError, NotLoadedError
 pytestmark = pytest.mark.anyio
 
 
-async def test_work_ends_at_its_deadline_which_counts_from_the_arrival() -> None:
+async def test_work_ends_at_its_deadline_which_counts_from_the_arrival():
     with pytest.raises(GenerationTimeoutError, match=r"time limit of 10 s"):
         async with deadline(time.perf_counter() - 9.95, 10.0):
             await asyncio.sleep(60)
@@ -33,50 +33,50 @@ class Texts:
 
     def start(self, work: object) -> object:
         (permit,) = self.admission.admit(1, retry_after_s=1.0)
-        return self.tasks.start(work, permit, self.count)  # type: ignore[arg-type]
+        return self.tasks.start(work, permit, self.count)
 
     def count(self) -> None:
         self.ended += 1
 
 
-async def succeed() -> str:
+async def succeed():
     return "done"
 
 
-async def fail(error: Exception) -> str:
+async def fail(error):
     raise error
 
 
-async def test_a_task_returns_its_result_and_releases_its_permit() -> None:
+async def test_a_task_returns_its_result_and_releases_its_permit():
     texts = Texts()
     pending = texts.start(succeed())
     assert (len(texts.tasks), texts.admission.active) == (1, 1)
-    assert await pending.result() == "done"  # type: ignore[attr-defined]
+    assert await pending.result() == "done"
     assert (len(texts.tasks), texts.admission.active, texts.ended) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("error", "message"), [(NotLoadedError("unloaded"), "unloaded"), (ValueError("odd"), "ValueError: odd")]
 )
-async def test_an_error_of_a_task_is_an_error_of_the_lab(error: Exception, message: str) -> None:
+async def test_an_error_of_a_task_is_an_error_of_the_lab(error, message):
     texts = Texts()
     with pytest.raises((NotLoadedError, EngineError), match=message):
-        await texts.start(fail(error)).result()  # type: ignore[attr-defined]
+        await texts.start(fail(error)).result()
     assert texts.admission.active == 0
 
 
-async def test_tasks_of_one_model_are_ended_with_an_error() -> None:
+async def test_tasks_of_one_model_are_ended_with_an_error():
     one, other = Texts(), AdmissionControl("other", limit=1)
     pending = one.start(asyncio.sleep(60))
     (permit,) = other.admit(1, retry_after_s=1.0)
     kept = one.tasks.start(asyncio.sleep(0.01, "kept"), permit, one.count)
     await one.tasks.end(one.admission, NotLoadedError("the model was unloaded"))
     with pytest.raises(NotLoadedError, match="the model was unloaded"):
-        await pending.result()  # type: ignore[attr-defined]
+        await pending.result()
     assert await kept.result() == "kept"
 
 
-async def test_a_result_that_no_caller_waits_for_cancels_its_task() -> None:
+async def test_a_result_that_no_caller_waits_for_cancels_its_task():
     texts = Texts()
     pending = texts.start(asyncio.sleep(60))
     await asyncio.sleep(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.values.models import LoadSpec, ModelEntry
-from tests.engine.slow_engine import ONE, SETTINGS, TWO, Lab, answer, request, running
+from tests.engine.slow_engine import ONE, SETTINGS, TWO, answer, request, running
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -33,26 +32,26 @@ WAIT_S = 20.0
 
 
 @pytest.fixture
-async def lab() -> AsyncIterator[Lab]:
+async def lab():
     async with running() as lab:
         yield lab
 
 
-def on_another_loop(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+def on_another_loop(work):
     return asyncio.ensure_future(asyncio.to_thread(asyncio.run, work))
 
 
 # Loads
 
 
-async def test_a_load_reports_its_stages(lab: Lab) -> None:
+async def test_a_load_reports_its_stages(lab):
     report = await lab.manager.load(LoadSpec(model="one"))
     assert report.model == "one"
     await lab.manager.unload()
     assert lab.stages == [("one", "load"), ("one", "loaded"), ("one", "unloaded")]
 
 
-async def test_callers_on_several_event_loops_join_one_load(lab: Lab) -> None:
+async def test_callers_on_several_event_loops_join_one_load(lab):
     lab.engine.resume.clear()
     spec = LoadSpec(model="one")
     loads = [asyncio.create_task(lab.manager.load(spec)), on_another_loop(lab.manager.load(spec))]
@@ -64,7 +63,7 @@ async def test_callers_on_several_event_loops_join_one_load(lab: Lab) -> None:
     assert lab.engine.specs == [spec]
 
 
-async def test_a_cancelled_caller_does_not_cancel_the_load_of_another(lab: Lab) -> None:
+async def test_a_cancelled_caller_does_not_cancel_the_load_of_another(lab):
     lab.engine.resume.clear()
     first, second = [asyncio.create_task(lab.manager.load(LoadSpec(model="one"))) for _ in range(2)]
     await auntil(lambda: lab.engine.specs)
@@ -75,7 +74,7 @@ async def test_a_cancelled_caller_does_not_cancel_the_load_of_another(lab: Lab) 
     assert (await second).model == "one"
 
 
-async def test_a_load_continues_after_all_its_callers_were_cancelled(lab: Lab) -> None:
+async def test_a_load_continues_after_all_its_callers_were_cancelled(lab):
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await auntil(lambda: lab.engine.specs)
@@ -84,29 +83,27 @@ async def test_a_load_continues_after_all_its_callers_were_cancelled(lab: Lab) -
     await auntil(lambda: lab.manager.snapshot.model == "one")
 
 
-async def test_the_spec_reaches_the_engine_unchanged(lab: Lab) -> None:
+async def test_the_spec_reaches_the_engine_unchanged(lab):
     spec = LoadSpec(model="one", dtype="float16")
     await lab.manager.load(spec)
     assert lab.engine.specs == [spec]
 
 
-async def test_a_loaded_model_is_loaded_again_only_with_other_options(lab: Lab) -> None:
+async def test_a_loaded_model_is_loaded_again_only_with_other_options(lab):
     await lab.manager.load(LoadSpec(model="one"))
     assert (await lab.manager.load(LoadSpec(model="one", dtype=SETTINGS.dtype))).load_s == 0
     await lab.manager.load(LoadSpec(model="one", dtype="float16"))
     assert len(lab.engine.specs) == 2
 
 
-async def test_an_engine_that_does_not_run_the_format_is_refused_before_anything_is_unloaded(
-    lab: Lab, tiny: ModelEntry
-) -> None:
+async def test_an_engine_that_does_not_run_the_format_is_refused_before_anything_is_unloaded(lab, tiny):
     await lab.manager.load(LoadSpec(model="one"))
     with pytest.raises(UnusableModelError, match=r"tiny has the format mlx, which runs on mlx and not on llama\.cpp"):
         await lab.manager.load_entry(tiny, LoadSpec(model="tiny", engine="llama.cpp"))
     assert await answer(lab) == "one"
 
 
-async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces_it(lab: Lab) -> None:
+async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces_it(lab):
     lab.engine.resume.clear()
     first = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await auntil(lambda: lab.engine.specs)
@@ -127,7 +124,7 @@ async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces
 
 
 @pytest.mark.parametrize("name", [(), ("two",)])
-async def test_an_unload_cancels_a_load_and_the_previous_model_is_loaded_again(lab: Lab, name: tuple[str, ...]) -> None:
+async def test_an_unload_cancels_a_load_and_the_previous_model_is_loaded_again(lab, name):
     await lab.manager.load(LoadSpec(model="one"))
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
@@ -142,7 +139,7 @@ async def test_an_unload_cancels_a_load_and_the_previous_model_is_loaded_again(l
     assert lab.stages[-1] == ("two", "failed")
 
 
-async def test_after_a_failed_load_the_previous_model_is_loaded_again(lab: Lab) -> None:
+async def test_after_a_failed_load_the_previous_model_is_loaded_again(lab):
     await lab.manager.load(LoadSpec(model="one"))
     lab.engine.failures["two"] = UnusableModelError("two is broken", param="model")
     with pytest.raises(UnusableModelError, match="two is broken; the previous model one is loaded again") as failed:
@@ -154,7 +151,7 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(lab: Lab) 
     assert lab.manager.snapshot.state == "empty"
 
 
-async def test_a_load_is_cancelled_by_its_name_while_an_engine_performs_it(lab: Lab) -> None:
+async def test_a_load_is_cancelled_by_its_name_while_an_engine_performs_it(lab):
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await auntil(lambda: lab.engine.specs)
@@ -168,7 +165,7 @@ async def test_a_load_is_cancelled_by_its_name_while_an_engine_performs_it(lab: 
     assert lab.manager.snapshot.state == "empty"
 
 
-async def test_a_model_stays_loaded_if_the_load_that_waits_for_its_requests_is_cancelled() -> None:
+async def test_a_model_stays_loaded_if_the_load_that_waits_for_its_requests_is_cancelled():
     async with running(replace(SETTINGS, drain_s=600)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await lab.manager.submit(request(tokens=8000))
@@ -187,7 +184,7 @@ async def test_a_model_stays_loaded_if_the_load_that_waits_for_its_requests_is_c
 
 @pytest.mark.long
 @pytest.mark.slow
-async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded_again() -> None:
+async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded_again():
     async with running(replace(SETTINGS, load_timeout_s=5)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         lab.engine.hangs = "two"
@@ -196,7 +193,7 @@ async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded
         assert await answer(lab) == "one"
 
 
-async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab, monkeypatch):
     searching, resume = threading.Event(), threading.Event()
 
     def find_formats(name: str, **_: Any) -> list[ModelEntry]:
@@ -215,7 +212,7 @@ async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab: Lab, mo
     assert lab.stages == [("one", "failed")]
 
 
-async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab: Lab) -> None:
+async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab):
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await auntil(lambda: lab.engine.specs)
@@ -230,7 +227,7 @@ async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab: Lab) -
     assert await answer(lab) == "one"
 
 
-async def test_all_loads_are_cancelled_when_the_server_stops(lab: Lab) -> None:
+async def test_all_loads_are_cancelled_when_the_server_stops(lab):
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await auntil(lambda: lab.engine.specs)
@@ -243,7 +240,7 @@ async def test_all_loads_are_cancelled_when_the_server_stops(lab: Lab) -> None:
 # The state of a load or unload
 
 
-async def test_a_checked_model_is_not_loaded(lab: Lab) -> None:
+async def test_a_checked_model_is_not_loaded(lab):
     await lab.manager.load(LoadSpec(model="one"))
     assert await lab.manager.check(LoadSpec(model="two")) == TWO
     for spec, message in (
@@ -258,7 +255,7 @@ async def test_a_checked_model_is_not_loaded(lab: Lab) -> None:
     assert [spec.model for spec in lab.engine.specs] == ["one"]
 
 
-async def test_models_that_have_made_room_are_loaded_again_when_they_are_taken_back(lab: Lab) -> None:
+async def test_models_that_have_made_room_are_loaded_again_when_they_are_taken_back(lab):
     await lab.manager.load(LoadSpec(model="one"))
     stream = await lab.manager.submit(request(tokens=8000))
     await lab.manager.make_room("other", limit_s=0)
@@ -275,7 +272,7 @@ async def test_models_that_have_made_room_are_loaded_again_when_they_are_taken_b
     assert await lab.manager.take_back() is None
 
 
-async def test_a_model_that_cannot_be_loaded_again_leaves_the_manager_usable(lab: Lab) -> None:
+async def test_a_model_that_cannot_be_loaded_again_leaves_the_manager_usable(lab):
     await lab.manager.load(LoadSpec(model="one"))
     await lab.manager.make_room("other", limit_s=0)
     lab.engine.failures["one"] = UnusableModelError("one is broken")
@@ -285,7 +282,7 @@ async def test_a_model_that_cannot_be_loaded_again_leaves_the_manager_usable(lab
     assert (await lab.manager.load(LoadSpec(model="two"))).model == "two"
 
 
-async def test_a_load_in_progress_ends_when_its_manager_makes_room(lab: Lab) -> None:
+async def test_a_load_in_progress_ends_when_its_manager_makes_room(lab):
     lab.engine.hangs = "one"
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await auntil(lambda: lab.engine.specs)
@@ -296,7 +293,7 @@ async def test_a_load_in_progress_ends_when_its_manager_makes_room(lab: Lab) -> 
     assert lab.manager.snapshot.state == "empty"
 
 
-async def test_an_unload_without_a_time_limit_ends_when_its_manager_makes_room(lab: Lab) -> None:
+async def test_an_unload_without_a_time_limit_ends_when_its_manager_makes_room(lab):
     await lab.manager.load(LoadSpec(model="one"))
     stream = await lab.manager.submit(request(tokens=8000))
     await anext(stream)
@@ -310,7 +307,7 @@ async def test_an_unload_without_a_time_limit_ends_when_its_manager_makes_room(l
     assert await lab.manager.take_back() is None
 
 
-async def test_an_interrupted_wait_for_room_does_not_lose_the_models(lab: Lab) -> None:
+async def test_an_interrupted_wait_for_room_does_not_lose_the_models(lab):
     await lab.manager.load(LoadSpec(model="one"))
     stream = await lab.manager.submit(request(tokens=8000))
     await anext(stream)
@@ -324,7 +321,7 @@ async def test_an_interrupted_wait_for_room_does_not_lose_the_models(lab: Lab) -
     assert await answer(lab) == "one"
 
 
-async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended() -> None:
+async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended():
     async with running(replace(SETTINGS, drain_s=600)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         assert lab.manager.snapshot.change is None
@@ -347,7 +344,7 @@ async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended() ->
         assert lab.manager.snapshot.change is None
 
 
-async def test_the_state_of_a_load_can_be_read(lab: Lab) -> None:
+async def test_the_state_of_a_load_can_be_read(lab):
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await auntil(lambda: lab.engine.specs)
@@ -363,7 +360,7 @@ async def test_the_state_of_a_load_can_be_read(lab: Lab) -> None:
 # Idle models
 
 
-async def test_an_idle_model_is_unloaded_and_this_is_reported() -> None:
+async def test_an_idle_model_is_unloaded_and_this_is_reported():
     async with running(replace(SETTINGS, idle_unload_s=0.05)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         await auntil(lambda: ("one", "unloaded") in lab.stages)
@@ -373,7 +370,7 @@ async def test_an_idle_model_is_unloaded_and_this_is_reported() -> None:
             await answer(lab)
 
 
-async def test_each_request_starts_the_idle_time_again() -> None:
+async def test_each_request_starts_the_idle_time_again():
     async with running(replace(SETTINGS, idle_unload_s=600)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         before = lab.control._idle_timer
@@ -383,7 +380,7 @@ async def test_each_request_starts_the_idle_time_again() -> None:
         await auntil(lambda: lab.control._idle_timer is not None and lab.control._idle_timer.when() > before.when())
 
 
-async def test_in_swap_mode_a_request_loads_an_idle_model_again() -> None:
+async def test_in_swap_mode_a_request_loads_an_idle_model_again():
     async with running(replace(SETTINGS, idle_unload_s=0.05, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         await auntil(lambda: ("one", "unloaded") in lab.stages)
@@ -393,7 +390,7 @@ async def test_in_swap_mode_a_request_loads_an_idle_model_again() -> None:
 # The model that answers
 
 
-async def test_a_request_for_a_loaded_model_does_not_use_the_control_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_for_a_loaded_model_does_not_use_the_control_loop(monkeypatch):
     async with running(replace(SETTINGS, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         with monkeypatch.context() as patched:
@@ -402,14 +399,14 @@ async def test_a_request_for_a_loaded_model_does_not_use_the_control_loop(monkey
             assert await answer(lab, "one") == "one"
 
 
-async def test_the_path_of_a_loaded_model_is_a_name_on_this_machine_only(lab: Lab) -> None:
+async def test_the_path_of_a_loaded_model_is_a_name_on_this_machine_only(lab):
     await lab.manager.load_entry(replace(ONE, path=Path("/models/one")))
     assert await answer(lab, "/models/one") == "one"
     with pytest.raises(ModelNotFoundError, match="by id, not by path"):
         await lab.manager.submit_all(request("/models/one"), local=False)
 
 
-async def test_a_model_on_disk_that_is_not_loaded_is_refused_with_the_next_step(lab: Lab) -> None:
+async def test_a_model_on_disk_that_is_not_loaded_is_refused_with_the_next_step(lab):
     await lab.manager.load(LoadSpec(model="one"))
     with pytest.raises(OtherModelLoadedError, match=r"two is not loaded, one is; load one first.*--swap"):
         await lab.manager.submit(request("two"))
@@ -419,7 +416,7 @@ async def test_a_model_on_disk_that_is_not_loaded_is_refused_with_the_next_step(
         await lab.manager.submit(request("embedder"))
 
 
-async def test_texts_without_an_embedding_model_are_refused_with_the_models_on_disk(lab: Lab) -> None:
+async def test_texts_without_an_embedding_model_are_refused_with_the_models_on_disk(lab):
     await lab.manager.load(LoadSpec(model="one"))
     with pytest.raises(NotLoadedError, match=r"one is a chat model, and no embedding model is in memory.*: embedder"):
         await lab.manager.embed(EmbeddingRequest(inputs=("text",)))
@@ -429,7 +426,7 @@ async def test_texts_without_an_embedding_model_are_refused_with_the_models_on_d
         await lab.manager.rerank(RerankRequest(query="a", documents=("b",)))
 
 
-async def test_in_swap_mode_requests_load_their_models() -> None:
+async def test_in_swap_mode_requests_load_their_models():
     async with running(replace(SETTINGS, swap=True)) as lab:
         assert [await answer(lab, name) for name in ("one", "two", "one")] == ["one", "two", "one"]
         vectors = (await lab.manager.embed(EmbeddingRequest(inputs=("text",), model="embedder"))).vectors
@@ -440,7 +437,7 @@ async def test_in_swap_mode_requests_load_their_models() -> None:
         assert lab.manager.snapshot.model == "embedder"
 
 
-async def test_in_swap_mode_requests_for_the_same_model_load_it_once() -> None:
+async def test_in_swap_mode_requests_for_the_same_model_load_it_once():
     async with running(replace(SETTINGS, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         models = await asyncio.gather(*(answer(lab, name) for name in ("two", "two", "one", "two")))
@@ -448,7 +445,7 @@ async def test_in_swap_mode_requests_for_the_same_model_load_it_once() -> None:
         assert len(lab.engine.specs) <= 3
 
 
-async def test_in_swap_mode_the_time_limit_of_a_request_includes_the_load() -> None:
+async def test_in_swap_mode_the_time_limit_of_a_request_includes_the_load():
     async with running(replace(SETTINGS, swap=True)) as lab:
         lab.engine.resume.clear()
         with pytest.raises(GenerationTimeoutError, match=r"the model was not loaded within .* 0\.5 s"):
@@ -459,7 +456,7 @@ async def test_in_swap_mode_the_time_limit_of_a_request_includes_the_load() -> N
         assert await answer(lab, "two") == "two"
 
 
-async def test_a_cancelled_request_in_swap_mode_leaves_its_turn_to_the_next_one() -> None:
+async def test_a_cancelled_request_in_swap_mode_leaves_its_turn_to_the_next_one():
     async with running(replace(SETTINGS, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         lab.engine.resume.clear()
@@ -475,7 +472,7 @@ async def test_a_cancelled_request_in_swap_mode_leaves_its_turn_to_the_next_one(
 # The queue
 
 
-async def test_the_queue_limit_holds_for_all_event_loops_together(lab: Lab) -> None:
+async def test_the_queue_limit_holds_for_all_event_loops_together(lab):
     await lab.manager.load(LoadSpec(model="one"))
     streams = [await lab.manager.submit(request(tokens=8000)) for _ in range(2)]
 
@@ -492,11 +489,11 @@ async def test_the_queue_limit_holds_for_all_event_loops_together(lab: Lab) -> N
     assert await on_another_loop(submit_two()) == "queue-full"
     for stream in streams:
         await stream.aclose()
-    await auntil(lambda: lab.manager.residents.main.admission.active == 0)  # type: ignore[union-attr]
+    await auntil(lambda: lab.manager.residents.main.admission.active == 0)
     assert await answer(lab) == "one"
 
 
-async def test_a_patient_request_waits_for_room_in_the_queue(lab: Lab) -> None:
+async def test_a_patient_request_waits_for_room_in_the_queue(lab):
     await lab.manager.load(LoadSpec(model="one"))
     streams = [await lab.manager.submit(request(tokens=8000)) for _ in range(4)]
     patient = asyncio.create_task(lab.manager.submit_all(request(), patient=True))

@@ -1,13 +1,10 @@
 """Memory and CPU limits are read from control groups of both versions, in files and in one real group."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -38,7 +35,7 @@ print(json.dumps([mlx_memory.total_bytes(), mlx_memory.limit_bytes(None), memory
 """
 
 
-def tree(root: Path, files: dict[str, str], own: str) -> tuple[Path, Path]:
+def tree(root, files, own):
     """Write the files of these groups; return the mount folder and the membership file."""
     root.mkdir(exist_ok=True)
     for name, text in files.items():
@@ -73,9 +70,7 @@ def tree(root: Path, files: dict[str, str], own: str) -> tuple[Path, Path]:
         ({"memory.max": "nonsense\n"}, "nonsense", None),
     ],
 )
-def test_the_lowest_memory_limit_of_all_enclosing_groups_counts(
-    files: dict[str, str], own: str, limit: int | None, tmp_path: Path
-) -> None:
+def test_the_lowest_memory_limit_of_all_enclosing_groups_counts(files, own, limit, tmp_path):
     assert memory_limit_bytes({}, *tree(tmp_path, files, own)) == limit
 
 
@@ -90,7 +85,7 @@ def test_the_lowest_memory_limit_of_all_enclosing_groups_counts(
         *[({**HUB, "MEM_LIMIT": text}, 4 * GIB) for text in ("", "None", "2G", "0", "-1", "nan", "inf")],
     ],
 )
-def test_the_memory_limit_of_a_hub_counts_if_it_is_lower(environ: dict[str, str], limit: int, tmp_path: Path) -> None:
+def test_the_memory_limit_of_a_hub_counts_if_it_is_lower(environ, limit, tmp_path):
     assert memory_limit_bytes(environ, *tree(tmp_path, {"memory.max": str(4 * GIB)}, "0::/")) == limit
 
 
@@ -106,13 +101,11 @@ def test_the_memory_limit_of_a_hub_counts_if_it_is_lower(environ: dict[str, str]
         ({}, HUB, None),
     ],
 )
-def test_the_lowest_cpu_limit_counts(
-    files: dict[str, str], environ: dict[str, str], cpus: int | None, tmp_path: Path
-) -> None:
+def test_the_lowest_cpu_limit_counts(files, environ, cpus, tmp_path):
     assert cpu_limit(environ, *tree(tmp_path, files, OWN_V2)) == cpus
 
 
-def test_cpu_limits_of_version_1_are_read_in_the_groups_of_the_cpu_controller(tmp_path: Path) -> None:
+def test_cpu_limits_of_version_1_are_read_in_the_groups_of_the_cpu_controller(tmp_path):
     group = "cpu/pods/mine"
     files = {f"{group}/cpu.cfs_quota_us": "250000\n", f"{group}/cpu.cfs_period_us": "100000\n"}
     assert cpu_limit({}, *tree(tmp_path, {**files, "cpu/cpu.cfs_quota_us": "-1\n"}, OWN_V1)) == 3
@@ -131,9 +124,7 @@ def test_cpu_limits_of_version_1_are_read_in_the_groups_of_the_cpu_controller(tm
         ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
     ],
 )
-def test_there_is_a_thread_for_each_core_that_the_process_may_use(
-    files: dict[str, str], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_there_is_a_thread_for_each_core_that_the_process_may_use(files, threads, tmp_path, monkeypatch):
     monkeypatch.setattr(memory.psutil, "cpu_count", lambda logical: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for name, text in files.items():
@@ -142,12 +133,12 @@ def test_there_is_a_thread_for_each_core_that_the_process_may_use(
     assert default_threads({}, tmp_path) == threads
 
 
-def test_environment_variables_set_the_number_of_threads() -> None:
+def test_environment_variables_set_the_number_of_threads():
     assert default_threads({"OMP_NUM_THREADS": "3,2", "OPENBLAS_NUM_THREADS": "0"}) == 3
     assert default_threads({"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "5"}) == 5
 
 
-def test_inactive_file_pages_count_as_free(tmp_path: Path) -> None:
+def test_inactive_file_pages_count_as_free(tmp_path):
     stat = f"anon {600 * MIB}\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\n"
     files = {"memory.max": str(2 * GIB), "memory.current": str(GIB), "memory.stat": stat}
     assert container_free_bytes(*tree(tmp_path / "v2", files, "0::/")) == GIB + 300 * MIB
@@ -157,7 +148,7 @@ def test_inactive_file_pages_count_as_free(tmp_path: Path) -> None:
     assert container_free_bytes(*tree(tmp_path / "v1", v1, OWN_V1)) == GIB + 300 * MIB
 
 
-def test_free_memory_is_that_of_the_group_with_the_least(tmp_path: Path) -> None:
+def test_free_memory_is_that_of_the_group_with_the_least(tmp_path):
     files = {
         "user.slice/memory.max": str(2 * GIB),
         "user.slice/memory.current": str(3 * GIB),
@@ -169,7 +160,7 @@ def test_free_memory_is_that_of_the_group_with_the_least(tmp_path: Path) -> None
     assert container_free_bytes(*tree(tmp_path / "none", {}, OWN_V2)) is None
 
 
-def test_models_get_80_percent_of_the_limit_of_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_get_80_percent_of_the_limit_of_a_hub(monkeypatch):
     for name, text in {**HUB, "MEM_LIMIT": str(GIB // 2)}.items():
         monkeypatch.setenv(name, text)
     assert mlx_memory.total_bytes() == GIB // 2
@@ -178,7 +169,7 @@ def test_models_get_80_percent_of_the_limit_of_a_hub(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def small_group() -> Iterator[tuple[Path, int]]:
+def small_group():
     """A real group within the group of this process, and its limit."""
     paths = [line.split(":", 2) for line in MEMBERSHIP.read_text().splitlines()] if MEMBERSHIP.exists() else []
     own = next((path for _, controllers, path in paths if controllers == "memory"), None)
@@ -198,7 +189,7 @@ def small_group() -> Iterator[tuple[Path, int]]:
 
 
 @pytest.mark.long
-def test_a_process_in_a_real_group_reads_the_limit_of_the_group(small_group: tuple[Path, int]) -> None:
+def test_a_process_in_a_real_group_reads_the_limit_of_the_group(small_group):
     group, limit = small_group
     join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     asked = subprocess.run(

@@ -1,7 +1,5 @@
 """Requests name models by id; programs on this machine may also name a loaded one by its path."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from lmx_lab.engine.model_lookup import (
     CHAT,
     EMBEDDING,
     RERANK,
-    Kinds,
     check_unload,
     entries_in_memory,
     find_model,
@@ -22,9 +19,9 @@ from lmx_lab.engine.model_lookup import (
     unknown_model,
     with_models_on_disk,
 )
-from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError, OtherModelLoadedError
+from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError, OtherModelLoadedError
 from lmx_lab.values.engine import EngineSnapshot, PinnedModel
-from lmx_lab.values.models import ECHO, Kind
+from lmx_lab.values.models import ECHO
 from tests.support.models import TINY_ENTRY
 
 MINILM = replace(TINY_ENTRY, id="minilm", path=Path("/models/minilm"), kind="embedding")
@@ -52,14 +49,12 @@ DISK = [TINY_ENTRY, MINILM]
         (None, True, None),
     ],
 )
-def test_a_path_names_a_loaded_model_for_callers_on_this_machine(
-    name: str | None, local: bool, id_: str | None
-) -> None:
+def test_a_path_names_a_loaded_model_for_callers_on_this_machine(name, local, id_):
     assert loaded_id(name, [TINY_ENTRY], local=local) == id_
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_a_loaded_quantization_answers_to_its_repository_too(local: bool) -> None:
+def test_a_loaded_quantization_answers_to_its_repository_too(local):
     quantized = replace(TINY_ENTRY, id="org/name:Q4_K_M", source="hub", format="gguf")
     for name, id_ in (("org/name", "org/name:Q4_K_M"), ("org/name:Q8_0", "org/name:Q8_0"), ("org/na", "org/na")):
         assert loaded_id(name, [quantized], local=local) == id_
@@ -67,35 +62,35 @@ def test_a_loaded_quantization_answers_to_its_repository_too(local: bool) -> Non
     assert loaded_id("org/name", [folder, quantized], local=local) == "org/name"
 
 
-def test_the_path_of_a_pinned_model_is_a_name_too() -> None:
+def test_the_path_of_a_pinned_model_is_a_name_too():
     entries = entries_in_memory(PINNED)
     assert loaded_id("/models/minilm", entries, local=True) == "minilm"
     assert loaded_id("/models/tiny", entries, local=True) == "tiny"
     assert loaded_id("/models/minilm", entries, local=False) == "/models/minilm"
 
 
-def test_a_path_is_no_name_while_nothing_is_loaded() -> None:
+def test_a_path_is_no_name_while_nothing_is_loaded():
     assert loaded_id("/models/tiny", [], local=True) == "/models/tiny"
 
 
 @pytest.mark.parametrize("name", ["/home/me/my models/tiny", "~/tiny", "./tiny", "../tiny"])
-def test_callers_elsewhere_see_the_last_part_of_an_id_that_is_a_path(name: str) -> None:
+def test_callers_elsewhere_see_the_last_part_of_an_id_that_is_a_path(name):
     assert public_id(name, local=False) == "tiny"
     assert public_id(name, local=True) == name
 
 
 @pytest.mark.parametrize("name", ["tiny", "org/name", "org/name:Q4_K_M", "tiny.gguf", ""])
-def test_other_ids_are_the_same_for_all_callers(name: str) -> None:
+def test_other_ids_are_the_same_for_all_callers(name):
     assert public_id(name, local=False) == name
 
 
-def test_callers_elsewhere_may_use_the_name_that_they_see() -> None:
+def test_callers_elsewhere_may_use_the_name_that_they_see():
     entry = replace(TINY_ENTRY, id=str(TINY_ENTRY.path), source="path")
     assert loaded_id(TINY_ENTRY.path.name, [entry], local=False) == entry.id
     assert loaded_id("other", [entry], local=False) == "other"
 
 
-def test_the_preferred_kind_answers() -> None:
+def test_the_preferred_kind_answers():
     reranker = replace(TINY_ENTRY, id="judge", kind="rerank")
     assert find_model([MINILM, reranker, TINY_ENTRY], None, RERANK) is reranker
     assert find_model([MINILM, TINY_ENTRY], None, RERANK) is MINILM
@@ -104,7 +99,7 @@ def test_the_preferred_kind_answers() -> None:
     assert find_model([MINILM, TINY_ENTRY], "other", ANY_KIND) is None
 
 
-def test_an_unload_that_names_another_model_is_refused() -> None:
+def test_an_unload_that_names_another_model_is_refused():
     check_unload("tiny", PINNED, local=False)
     check_unload("/models/tiny", PINNED, local=True)
     with pytest.raises(InvalidRequestError, match="minilm is pinned"):
@@ -120,29 +115,27 @@ def test_an_unload_that_names_another_model_is_refused() -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(("kind", "kinds"), [("chat", CHAT), ("embedding", EMBEDDING), ("embedding", RERANK)])
-def test_the_refusal_by_a_model_that_is_being_unloaded_does_not_mention_its_kind(
-    kind: Kind, kinds: Kinds, named: bool
-) -> None:
+def test_the_refusal_by_a_model_that_is_being_unloaded_does_not_mention_its_kind(kind, kinds, named):
     now = EngineSnapshot(state="ready", entry=replace(TINY_ENTRY, kind=kind))
     error = refusal(now, TINY_ENTRY.id if named else None, kinds)
     assert isinstance(error, NotLoadedError)
     assert error.message.startswith("tiny is being unloaded; load one first")
 
 
-def test_the_refusal_of_an_unknown_name_lists_the_models_that_could_answer() -> None:
+def test_the_refusal_of_an_unknown_name_lists_the_models_that_could_answer():
     assert ": minilm is loaded" in unknown_model("text-embedding-3-small", PINNED, EMBEDDING).message
     assert ": tiny is loaded" in unknown_model("gpt", PINNED, CHAT).message
     assert "tiny and minilm are loaded" in unknown_model("gpt", PINNED, ANY_KIND).message
     assert "no model that could answer is loaded" in unknown_model("gpt", EMPTY, CHAT).message
 
 
-def test_the_refusal_of_an_unknown_name_is_true_of_a_path_that_exists() -> None:
+def test_the_refusal_of_an_unknown_name_is_true_of_a_path_that_exists():
     message = unknown_model("/models/tiny", READY, CHAT).message
     assert "by id, not by path" in message
     assert "tiny is loaded" in message
 
 
-def test_a_long_name_is_cut_in_messages() -> None:
+def test_a_long_name_is_cut_in_messages():
     assert len(unknown_model("x" * 1000, EMPTY, CHAT).message) < 500
     assert len(refusal(READY, "x" * 1000, CHAT).message) < 400
 
@@ -168,13 +161,7 @@ OTHER, NONE = OtherModelLoadedError("other", param="model"), NotLoadedError("non
         (NONE, ("echo", CHAT), replace(READY, entry=ECHO), NotLoadedError, "none"),
     ],
 )
-def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(
-    refused: NotLoadedError,
-    request_for: tuple[str | None, Kinds],
-    now: EngineSnapshot,
-    error: type[LabError],
-    part: str,
-) -> None:
+def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(refused, request_for, now, error, part):
     name, kinds = request_for
     result = with_models_on_disk(refused, name, DISK, now, kinds)
     assert type(result) is error
@@ -183,7 +170,7 @@ def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(
         assert (result.param, result.retry_after_s) == (refused.param, refused.retry_after_s)
 
 
-def test_a_refusal_lists_five_models_on_disk_and_those_of_the_preferred_kind_first() -> None:
+def test_a_refusal_lists_five_models_on_disk_and_those_of_the_preferred_kind_first():
     disk = [*(replace(MINILM, id=f"e{at}") for at in range(9)), replace(TINY_ENTRY, id="judge", kind="rerank")]
     message = with_models_on_disk(NONE, None, disk, READY, RERANK).message
     assert message.endswith("on disk: judge, e0, e1, e2, e3, …")

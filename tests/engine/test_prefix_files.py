@@ -9,9 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ STATE_BYTES = 4000
 
 
 @pytest.fixture
-def entry(tmp_path: Path) -> ModelEntry:
+def entry(tmp_path):
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text("{}")
@@ -33,7 +31,7 @@ def entry(tmp_path: Path) -> ModelEntry:
     return entry_at(path)
 
 
-def entry_at(path: Path) -> ModelEntry:
+def entry_at(path):
     return with_marks(
         ModelEntry(
             id="m", path=path, source="folder", kind="chat", format="mlx", architecture="llama", size_bytes=7,
@@ -43,19 +41,17 @@ def entry_at(path: Path) -> ModelEntry:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return tmp_path / "cache"
 
 
-def opened(folder: Path, entry: ModelEntry, *, limit_bytes: int = 10**6, arithmetic: str = "a") -> PrefixFiles:
+def opened(folder, entry, *, limit_bytes=10**6, arithmetic="a"):
     files = PrefixFiles(folder, limit_bytes=limit_bytes, reserve_bytes=0)
     files.open(entry, [arithmetic])
     return files
 
 
-def prefix(
-    first: int, *, count: int = 10, trim: bool = True, start: int = 0, parent: str | None = None
-) -> StoredPrefix:
+def prefix(first, *, count=10, trim=True, start=0, parent=None):
     tokens = np.arange(first, first + count, dtype=np.int32)
     tensors = (TensorSpec("x", "F32", (2, STATE_BYTES // 8)),)
     return StoredPrefix(
@@ -63,19 +59,19 @@ def prefix(
     )
 
 
-def write(files: PrefixFiles, stored: StoredPrefix, *, byte: bytes = b"s") -> bool:
+def write(files, stored, *, byte=b"s"):
     return files.write(stored, [byte * 1000] * (STATE_BYTES // 1000))
 
 
-def prompt(first: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def prompt(first, count):
     return np.arange(first, first + count, dtype=np.int32)
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     return {path.name for path in folder.glob("*.safetensors")}
 
 
-def test_another_process_finds_the_longest_prefix(folder: Path, entry: ModelEntry) -> None:
+def test_another_process_finds_the_longest_prefix(folder, entry):
     files = opened(folder, entry)
     assert write(files, prefix(0, count=10))
     assert write(files, prefix(0, count=20), byte=b"t")
@@ -94,16 +90,14 @@ def test_another_process_finds_the_longest_prefix(folder: Path, entry: ModelEntr
     assert json.loads(shown.stdout) == list(range(20))
 
 
-def test_a_state_that_cannot_be_trimmed_serves_only_prompts_that_begin_with_all_of_it(
-    folder: Path, entry: ModelEntry
-) -> None:
+def test_a_state_that_cannot_be_trimmed_serves_only_prompts_that_begin_with_all_of_it(folder, entry):
     files = opened(folder, entry)
     assert write(files, prefix(0, trim=False))
     assert files.best(prompt(0, 10)) == (None, 0)
     assert files.best(prompt(0, 11))[1] == 10
 
 
-def test_the_files_of_other_weights_or_arithmetic_are_not_used(folder: Path, entry: ModelEntry) -> None:
+def test_the_files_of_other_weights_or_arithmetic_are_not_used(folder, entry):
     write(opened(folder, entry), prefix(0))
     assert opened(folder, entry, arithmetic="b").best(prompt(0, 20)) == (None, 0)
     weights = entry.path / "model.safetensors"
@@ -118,41 +112,39 @@ def test_the_files_of_other_weights_or_arithmetic_are_not_used(folder: Path, ent
     assert opened(folder, entry_at(copy)).best(prompt(0, 20))[1] == 10
 
 
-def cut(path: Path) -> None:
+def cut(path):
     os.truncate(path, path.stat().st_size - 1)
 
 
-def flip(path: Path) -> None:
+def flip(path):
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)
 
 
-def empty(path: Path) -> None:
+def empty(path):
     path.write_bytes(b"")
 
 
-def foreign(path: Path) -> None:
+def foreign(path):
     path.write_bytes((20).to_bytes(8, "little") + b'{"__metadata__": {}}')
 
 
-def other_tokens(path: Path) -> None:
+def other_tokens(path):
     path.write_bytes(path.read_bytes().replace(np.arange(10, dtype=np.int32).tobytes(), b"\1" * 40))
 
 
-def deleted(path: Path) -> None:
+def deleted(path):
     path.unlink()
 
 
-def fifo(path: Path) -> None:
+def fifo(path):
     path.unlink()
     os.mkfifo(path)
 
 
 @pytest.mark.parametrize("damage", [cut, flip, empty, foreign, other_tokens, deleted, fifo])
-def test_a_damaged_file_is_skipped_and_reported_once(
-    folder: Path, entry: ModelEntry, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_skipped_and_reported_once(folder, entry, damage, caplog):
     files = opened(folder, entry)
     write(files, prefix(0))
     stored, _ = files.best(prompt(0, 20))
@@ -175,7 +167,7 @@ def test_a_damaged_file_is_skipped_and_reported_once(
     assert files.best(prompt(0, 20))[1] == 10
 
 
-def test_the_least_recently_used_files_are_deleted_first(folder: Path, entry: ModelEntry) -> None:
+def test_the_least_recently_used_files_are_deleted_first(folder, entry):
     limit = 3 * (STATE_BYTES + 1000)
     files = opened(folder, entry, limit_bytes=limit)
     other = opened(folder, entry, limit_bytes=limit, arithmetic="other")
@@ -191,7 +183,7 @@ def test_the_least_recently_used_files_are_deleted_first(folder: Path, entry: Mo
     assert "notes.safetensors" in names(folder)
 
 
-def test_two_servers_that_share_a_folder_do_not_disturb_each_other(folder: Path, entry: ModelEntry) -> None:
+def test_two_servers_that_share_a_folder_do_not_disturb_each_other(folder, entry):
     """Both write and delete files at the same time. Every file that is left is complete and within the limit."""
     limit = 6 * (STATE_BYTES + 1000)
 
@@ -222,7 +214,7 @@ def test_two_servers_that_share_a_folder_do_not_disturb_each_other(folder: Path,
         files.read(files._read_header(name))
 
 
-def test_a_parent_outlives_the_files_that_continue_it(folder: Path, entry: ModelEntry) -> None:
+def test_a_parent_outlives_the_files_that_continue_it(folder, entry):
     files = opened(folder, entry, limit_bytes=3 * (STATE_BYTES + 1000))
     write(files, root := prefix(0))
     child = prefix(0, count=20, start=10, parent=files.name_of(root))
@@ -237,16 +229,14 @@ def test_a_parent_outlives_the_files_that_continue_it(folder: Path, entry: Model
     assert files.files_of(child) == []
 
 
-def test_a_file_that_is_written_partly_is_discarded(folder: Path, entry: ModelEntry) -> None:
+def test_a_file_that_is_written_partly_is_discarded(folder, entry):
     files = opened(folder, entry)
     assert not files.write(prefix(0), [b"s" * 1000])
     assert names(folder) == set()
     assert [path.name for path in folder.iterdir()] == [prefix_files.DIGESTS_NAME]
 
 
-def test_a_folder_that_cannot_be_used_is_reported_once(
-    folder: Path, entry: ModelEntry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_used_is_reported_once(folder, entry, caplog, monkeypatch):
     folder.write_text("a file")
     files = opened(folder, entry)
     assert not files.is_open

@@ -1,25 +1,20 @@
 """Test that quantized weights whose shapes would end the process are refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
 from lmx_lab.engine.quantized_layers import checked_classes
-from lmx_lab.values.models import ModelEntry
 
 pytestmark = pytest.mark.slow
 WEIGHT = "model.layers.0.mlp.up_proj"
 
 
-def write(folder: Path, tiny: ModelEntry, scales: tuple[int, ...]) -> None:
+def write(folder, tiny, scales):
     """Write the weights of the tiny model. One tensor is quantized to 4 bits and has scales of the given shape."""
-    weights: Any = mx.load(str(tiny.path / "model.safetensors"))
+    weights = mx.load(str(tiny.path / "model.safetensors"))
     weights[f"{WEIGHT}.weight"], right, weights[f"{WEIGHT}.biases"] = mx.quantize(
         weights[f"{WEIGHT}.weight"], group_size=32, bits=4
     )
@@ -30,13 +25,13 @@ def write(folder: Path, tiny: ModelEntry, scales: tuple[int, ...]) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization": quantization}))
 
 
-def test_a_quantized_layer_is_loaded(tiny: ModelEntry, tmp_path: Path) -> None:
+def test_a_quantized_layer_is_loaded(tiny, tmp_path):
     write(tmp_path, tiny, (64, 1))
     model, _ = load_model(tmp_path, get_model_classes=checked_classes)
     assert model.model.layers[0].mlp.up_proj.bits == 4
 
 
-def test_scales_with_more_columns_than_their_layer_are_refused(tiny: ModelEntry, tmp_path: Path) -> None:
+def test_scales_with_more_columns_than_their_layer_are_refused(tiny, tmp_path):
     write(tmp_path, tiny, (1, 64))
     with pytest.raises(ValueError, match=rf"{WEIGHT}.scales has the shape \(1, 64\).* its layer has 32 columns"):
         load_model(tmp_path, get_model_classes=checked_classes)

@@ -1,16 +1,13 @@
 """The format of a model determines its engine; the choice of another engine is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmx_lab.engine.registry import choose_engine
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.models import ECHO, LoadSpec, ModelEntry
+from lmx_lab.values.models import ECHO, LoadSpec
 from tests.support.models import TINY_ENTRY
 
 GGUF = replace(TINY_ENTRY, id="org/name:Q4_K_M", path=Path("/models/name-q4_k_m.gguf"), format="gguf")
@@ -20,7 +17,7 @@ GGUF = replace(TINY_ENTRY, id="org/name:Q4_K_M", path=Path("/models/name-q4_k_m.
     ("entry", "engine"),
     [(TINY_ENTRY, "auto"), (TINY_ENTRY, "mlx"), (GGUF, "auto"), (GGUF, "llama.cpp"), (ECHO, "auto")],
 )
-def test_the_engine_of_the_format_is_accepted_by_name(entry: ModelEntry, engine: Any) -> None:
+def test_the_engine_of_the_format_is_accepted_by_name(entry, engine):
     choose_engine(entry, LoadSpec(model=entry.id, engine=engine))
 
 
@@ -36,9 +33,7 @@ def test_the_engine_of_the_format_is_accepted_by_name(entry: ModelEntry, engine:
         (ECHO, "mlx", "has the format echo, which runs on echo and not on mlx; leave out engine, or load another"),
     ],
 )
-def test_the_engine_of_another_format_is_refused_with_both_names_and_the_next_step(
-    entry: ModelEntry, engine: Any, message: str
-) -> None:
+def test_the_engine_of_another_format_is_refused_with_both_names_and_the_next_step(entry, engine, message):
     with pytest.raises(UnusableModelError, match=f"{entry.id} {message}") as refused:
         choose_engine(entry, LoadSpec(model=entry.id, engine=engine))
     assert (refused.value.code, refused.value.param) == ("invalid-request", "engine")

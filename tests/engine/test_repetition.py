@@ -1,18 +1,13 @@
 """On both engines the real model gives the same answers alone and in parallel with others, greedy and seeded."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lmx_lab.engine import ChatPrompt, GenerationRequest, ModelManager, Sampling, TextPrompt
 from lmx_lab.settings import Settings
-from lmx_lab.values.generation import TokenLogprob
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec
 from tests.support.engines import entry_of, finish_with_logprobs
 
 pytestmark = pytest.mark.anyio
@@ -33,15 +28,13 @@ LONG = "The old lighthouse keeper climbed the stairs every evening, lit the lamp
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
-async def manager(
-    request: pytest.FixtureRequest, smollm2: ModelEntry, smollm2_gguf: Path
-) -> AsyncIterator[ModelManager]:
+async def manager(request, smollm2, smollm2_gguf):
     async with ModelManager(Settings(queue_limit=100)) as manager:
         await manager.load_entry(smollm2 if request.param == "mlx" else entry_of(smollm2_gguf, smollm2.id))
         yield manager
 
 
-def story(topic: str, *, seed: int | None = None, max_tokens: int) -> GenerationRequest:
+def story(topic, *, seed=None, max_tokens):
     messages = ({"role": "user", "content": f"Write a short story about {topic}."},)
     return GenerationRequest(
         prompt=ChatPrompt(messages=messages),
@@ -51,11 +44,11 @@ def story(topic: str, *, seed: int | None = None, max_tokens: int) -> Generation
     )
 
 
-async def answer(manager: ModelManager, request: GenerationRequest) -> tuple[str, list[TokenLogprob]]:
+async def answer(manager, request):
     return await finish_with_logprobs(await manager.submit(request))
 
 
-async def check_repetition(manager: ModelManager, requests: list[GenerationRequest], *, rounds: int) -> None:
+async def check_repetition(manager, requests, *, rounds):
     """Compare answers alone with answers in parallel, each time in another order."""
     alone = [await answer(manager, each) for each in requests]
     for number in range(rounds):
@@ -68,7 +61,7 @@ async def check_repetition(manager: ModelManager, requests: list[GenerationReque
 
 
 @pytest.mark.long
-async def test_64_greedy_answers_and_24_seeded_ones_repeat(manager: ModelManager) -> None:
+async def test_64_greedy_answers_and_24_seeded_ones_repeat(manager):
     # ``make bench`` compares longer answers.
     await check_repetition(manager, [story(topic, max_tokens=20) for topic in TOPICS], rounds=8)
     seeded = [story(TOPICS[seed % len(TOPICS)], seed=seed, max_tokens=20) for seed in range(24)]
@@ -76,9 +69,7 @@ async def test_64_greedy_answers_and_24_seeded_ones_repeat(manager: ModelManager
 
 
 @pytest.mark.long
-async def test_long_prompts_give_the_same_bits_on_llama_cpp_after_a_deterministic_load(
-    smollm2: ModelEntry, smollm2_gguf: Path
-) -> None:
+async def test_long_prompts_give_the_same_bits_on_llama_cpp_after_a_deterministic_load(smollm2, smollm2_gguf):
     """Without the option, attention depends on the number of tokens in a step and in the cache."""
     requests = [
         replace(story(topic, seed=seed, max_tokens=8), prompt=TextPrompt(text=LONG[at:]))

@@ -8,8 +8,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -41,24 +39,24 @@ def handle(request):
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[SandboxProcess]:
+def process(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     process = SandboxProcess(tmp_path / "worker.py", lambda: {"ONLY": "this"})
     yield process
     process.close()
 
 
-def test_requests_are_answered_by_one_process(process: SandboxProcess) -> None:
+def test_requests_are_answered_by_one_process(process):
     assert [process.request(message, 5) for message in (b"a", b"b")] == [b"done a", b"done b"]
     assert process.starts == 1
 
 
-def test_the_process_has_only_the_given_environment(process: SandboxProcess) -> None:
+def test_the_process_has_only_the_given_environment(process):
     assert process.request(b"environ ONLY", 5) == b"this"
     assert process.request(b"environ PATH", 5) == b"-"
 
 
-def test_a_request_beyond_its_time_limit_ends_the_process(process: SandboxProcess) -> None:
+def test_a_request_beyond_its_time_limit_ends_the_process(process):
     with pytest.raises(SandboxTimeoutError, match=r"0\.2 s"):
         process.request(b"sleep 60", 0.2)
     assert process.request(b"again", 5) == b"done again"
@@ -66,13 +64,13 @@ def test_a_request_beyond_its_time_limit_ends_the_process(process: SandboxProces
 
 
 @pytest.mark.parametrize("request_", [b"raise", b"fill 2000000000"])
-def test_a_request_that_crashes_the_process_fails(process: SandboxProcess, request_: bytes) -> None:
+def test_a_request_that_crashes_the_process_fails(process, request_):
     with pytest.raises(SandboxDiedError):
         process.request(request_, 5)
     assert process.request(b"again", 5) == b"done again"
 
 
-def test_a_killed_process_is_reported_and_started_again(process: SandboxProcess) -> None:
+def test_a_killed_process_is_reported_and_started_again(process):
     process.request(b"a", 5)
     (child,) = (child for child in psutil.Process().children() if str(process._script) in child.cmdline())
     child.kill()
@@ -82,7 +80,7 @@ def test_a_killed_process_is_reported_and_started_again(process: SandboxProcess)
     assert process.request(b"c", 5) == b"done c"
 
 
-def test_waiting_can_be_interrupted(process: SandboxProcess) -> None:
+def test_waiting_can_be_interrupted(process):
     def interrupt(waited_s: float) -> None:
         raise KeyboardInterrupt
 
@@ -91,7 +89,7 @@ def test_waiting_can_be_interrupted(process: SandboxProcess) -> None:
     assert process.request(b"again", 5) == b"done again"
 
 
-def test_closing_ends_a_running_request(process: SandboxProcess) -> None:
+def test_closing_ends_a_running_request(process):
     process.request(b"a", 5)
     closing = threading.Timer(0.2, process.close)
     closing.start()
@@ -104,7 +102,7 @@ def test_closing_ends_a_running_request(process: SandboxProcess) -> None:
         process.request(b"b", 5)
 
 
-def test_the_process_ends_when_its_connection_is_closed(tmp_path: Path) -> None:
+def test_the_process_ends_when_its_connection_is_closed(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     process = SandboxProcess(tmp_path / "worker.py", lambda: os.environ)
     assert process.request(b"a", 5) == b"done a"
@@ -114,7 +112,7 @@ def test_the_process_ends_when_its_connection_is_closed(tmp_path: Path) -> None:
     process.close()
 
 
-def test_a_worker_that_cannot_be_loaded_is_a_start_error(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_loaded_is_a_start_error(tmp_path):
     (tmp_path / "worker.py").write_text("import there_is_no_such_module")
     process = SandboxProcess(tmp_path / "worker.py", lambda: {})
     with pytest.raises(SandboxStartError, match="ended immediately"):
@@ -122,7 +120,7 @@ def test_a_worker_that_cannot_be_loaded_is_a_start_error(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_process_ends_with_its_parent_during_a_request(tmp_path: Path) -> None:
+def test_the_process_ends_with_its_parent_during_a_request(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     program = f"""
     import os

@@ -1,7 +1,5 @@
 """Requests start in the order of arrival, within the limits of slots, prompts and memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -14,38 +12,31 @@ LATER = 1e9
 SHORT, LONG = SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 1
 
 
-def take(_: object) -> Verdict:
+def take(_):
     return Verdict.TAKE
 
 
-def add(
-    scheduler: Scheduler[str],
-    *keys: str,
-    tokens: int = LONG,
-    deadline: float = LATER,
-    now: float = 0.0,
-    client: str | None = None,
-) -> None:
+def add(scheduler, *keys, tokens=LONG, deadline=LATER, now=0.0, client=None):
     scheduler.add(keys, tokens=tokens, deadline=deadline, now=now, client=client)
 
 
-def admit_all(scheduler: Scheduler[str]) -> list[str]:
+def admit_all(scheduler):
     keys = []
     while (key := scheduler.admit(take, 0.0)) is not None:
         keys.append(key)
     return keys
 
 
-def test_requests_get_slots_in_the_order_of_arrival() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=2, prefills=2, lanes=3)
+def test_requests_get_slots_in_the_order_of_arrival():
+    scheduler = Scheduler(slots=2, prefills=2, lanes=3)
     add(scheduler, *"abc")
     assert admit_all(scheduler) == ["a", "b"]
     scheduler.remove("a")
     assert admit_all(scheduler) == ["c"]
 
 
-def test_queued_and_running_requests_expire() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, prefills=1, lanes=2)
+def test_queued_and_running_requests_expire():
+    scheduler = Scheduler(slots=1, prefills=1, lanes=2)
     add(scheduler, "runs", deadline=1.0)
     scheduler.admit(take, 0.0)
     add(scheduler, "waits", deadline=2.0)
@@ -54,8 +45,8 @@ def test_queued_and_running_requests_expire() -> None:
     assert sorted(scheduler.expired(3.0)) == ["runs", "waits"]
 
 
-def test_the_number_of_prompts_that_are_computed_at_once_is_limited() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=4, prefills=1, lanes=2)
+def test_the_number_of_prompts_that_are_computed_at_once_is_limited():
+    scheduler = Scheduler(slots=4, prefills=1, lanes=2)
     add(scheduler, *"abc")
     assert admit_all(scheduler) == ["a"]
     scheduler.prefilled("a")
@@ -65,8 +56,8 @@ def test_the_number_of_prompts_that_are_computed_at_once_is_limited() -> None:
     assert scheduler.running == ["a", "c"]
 
 
-def test_a_short_prompt_does_not_wait_behind_long_ones() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, prefills=2, lanes=3)
+def test_a_short_prompt_does_not_wait_behind_long_ones():
+    scheduler = Scheduler(slots=8, prefills=2, lanes=3)
     add(scheduler, *"ABC")
     add(scheduler, *"de", tokens=SHORT)
     assert admit_all(scheduler) == ["A", "B", "d"]
@@ -76,8 +67,8 @@ def test_a_short_prompt_does_not_wait_behind_long_ones() -> None:
     assert admit_all(scheduler) == ["e"]
 
 
-def test_short_prompts_do_not_keep_long_ones_waiting() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, prefills=2, lanes=3)
+def test_short_prompts_do_not_keep_long_ones_waiting():
+    scheduler = Scheduler(slots=8, prefills=2, lanes=3)
     add(scheduler, *"abc", tokens=SHORT)
     add(scheduler, "D")
     add(scheduler, "e", tokens=SHORT)
@@ -86,22 +77,22 @@ def test_short_prompts_do_not_keep_long_ones_waiting() -> None:
     assert admit_all(scheduler) == ["D"]
 
 
-def test_later_requests_pass_one_that_waits_for_a_reason_of_its_own_which_keeps_its_place() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, prefills=8, lanes=9)
+def test_later_requests_pass_one_that_waits_for_a_reason_of_its_own_which_keeps_its_place():
+    scheduler = Scheduler(slots=8, prefills=8, lanes=9)
     add(scheduler, *"ab")
     assert scheduler.admit(lambda key: Verdict.LATER if key == "a" else Verdict.TAKE, 0.0) == "b"
     assert scheduler.admit(take, 0.0) == "a"
 
 
-def test_no_request_passes_one_that_waits_for_memory() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, prefills=8, lanes=9)
+def test_no_request_passes_one_that_waits_for_memory():
+    scheduler = Scheduler(slots=8, prefills=8, lanes=9)
     add(scheduler, *"ab")
     assert scheduler.admit(lambda key: Verdict.BLOCKED if key == "a" else Verdict.TAKE, 0.0) is None
     assert scheduler.queued == ["a", "b"]
 
 
-def test_a_queued_request_starts_as_soon_as_there_is_a_slot() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, prefills=1, lanes=2)
+def test_a_queued_request_starts_as_soon_as_there_is_a_slot():
+    scheduler = Scheduler(slots=1, prefills=1, lanes=2)
     add(scheduler, *"abc")
     served = []
     while not scheduler.idle:
@@ -114,20 +105,20 @@ def test_a_queued_request_starts_as_soon_as_there_is_a_slot() -> None:
 # Pauses
 
 
-def busy_scheduler(slots: int) -> Scheduler[str]:
+def busy_scheduler(slots):
     """A scheduler whose slots are taken by requests that decode since the time 0."""
-    scheduler: Scheduler[str] = Scheduler(slots=slots, prefills=slots, lanes=slots)
+    scheduler = Scheduler(slots=slots, prefills=slots, lanes=slots)
     add(scheduler, *(f"long {number}" for number in range(slots)))
     for key in admit_all(scheduler):
         scheduler.prefilled(key)
     return scheduler
 
 
-def yes(_: object) -> bool:
+def yes(_):
     return True
 
 
-def test_a_request_is_paused_for_a_client_without_a_slot_and_continues_before_later_ones() -> None:
+def test_a_request_is_paused_for_a_client_without_a_slot_and_continues_before_later_ones():
     scheduler = busy_scheduler(2)
     add(scheduler, "own")
     add(scheduler, "other", now=TURN_S, client="other")
@@ -142,14 +133,14 @@ def test_a_request_is_paused_for_a_client_without_a_slot_and_continues_before_la
     assert admit_all(scheduler) == ["long 0"]
 
 
-def test_requests_of_one_client_do_not_pause_each_other() -> None:
+def test_requests_of_one_client_do_not_pause_each_other():
     scheduler = busy_scheduler(2)
     add(scheduler, "new")
     assert scheduler.next_pause_at() is None
     assert scheduler.pause(yes, 100) is None
 
 
-def test_a_client_keeps_one_slot() -> None:
+def test_a_client_keeps_one_slot():
     scheduler = busy_scheduler(3)
     add(scheduler, "a", client="a")
     add(scheduler, "b", client="b")
@@ -163,7 +154,7 @@ def test_a_client_keeps_one_slot() -> None:
     assert scheduler.running == ["long 2", "a", "b"]
 
 
-def test_the_client_with_the_most_slots_is_paused() -> None:
+def test_the_client_with_the_most_slots_is_paused():
     scheduler = busy_scheduler(3)
     scheduler.remove("long 0")
     add(scheduler, "a", client="a")
@@ -173,7 +164,7 @@ def test_the_client_with_the_most_slots_is_paused() -> None:
     assert scheduler.pause(yes, 10) == "long 1"
 
 
-def test_requests_keep_their_slot_while_they_cannot_be_paused_or_have_just_started() -> None:
+def test_requests_keep_their_slot_while_they_cannot_be_paused_or_have_just_started():
     scheduler = busy_scheduler(2)
     add(scheduler, "new", client="other")
     assert scheduler.pause(yes, TURN_S - 0.1) is None
@@ -186,13 +177,11 @@ ACTIONS = st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "ca
 
 @pytest.mark.slow
 @given(st.integers(1, 4), st.integers(1, 3), st.lists(ACTIONS, max_size=80), st.randoms())
-def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
-    slots: int, prefills: int, actions: list[str], random: object
-) -> None:
-    scheduler: Scheduler[int] = Scheduler(slots=slots, prefills=prefills, lanes=prefills + 1)
-    alive: list[int] = []
-    prefilling: set[int] = set()
-    ends: Counter[int] = Counter()
+def test_every_request_ends_once_and_the_limits_hold_whatever_happens(slots, prefills, actions, random):
+    scheduler = Scheduler(slots=slots, prefills=prefills, lanes=prefills + 1)
+    alive = []
+    prefilling = set()
+    ends = Counter()
     added = 0
     for now, action in enumerate(actions):
         if action.startswith("add"):
@@ -230,7 +219,7 @@ def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
 # When a slot becomes free
 
 
-def test_a_slot_is_expected_after_the_mean_time_that_requests_hold_theirs() -> None:
+def test_a_slot_is_expected_after_the_mean_time_that_requests_hold_theirs():
     times = SlotTimes()
     assert times.free_in_s(running=2, oldest_s=5.0) == 1.0
     times.add(10.0)
@@ -239,13 +228,13 @@ def test_a_slot_is_expected_after_the_mean_time_that_requests_hold_theirs() -> N
     assert times.free_in_s(running=1, oldest_s=3.0) == 12.0
 
 
-def test_a_request_that_runs_longer_than_the_mean_counts_with_its_own_time() -> None:
+def test_a_request_that_runs_longer_than_the_mean_counts_with_its_own_time():
     times = SlotTimes()
     times.add(10.0)
     assert times.free_in_s(running=1, oldest_s=30.0) == 30.0
 
 
-def test_a_slot_is_free_at_the_latest_when_a_request_reaches_its_limit() -> None:
+def test_a_slot_is_free_at_the_latest_when_a_request_reaches_its_limit():
     times = SlotTimes()
     assert times.free_in_s(running=1, oldest_s=0.0, at_most_s=7.0) == 7.0
     times.add(10.0)

@@ -1,10 +1,7 @@
 """An engine is preferred if it is clearly faster, and measurements are valid while their conditions are unchanged."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,6 @@ from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.speeds import FILE, age_in_words, conditions, read_speeds, store_speeds
 from lmx_lab.errors import EngineError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import EngineName, ModelEntry
 from tests.support.engines import SPEEDS
 
 
@@ -33,17 +29,13 @@ from tests.support.engines import SPEEDS
         ),
     ],
 )
-def test_an_engine_is_preferred_if_it_is_clearly_faster_and_the_machine_was_quiet(
-    mlx: float, llama: float, busy: float, preferred: str | None, part: str
-) -> None:
+def test_an_engine_is_preferred_if_it_is_clearly_faster_and_the_machine_was_quiet(mlx, llama, busy, preferred, part):
     speeds = replace(SPEEDS, tokens_per_second={"mlx": mlx, "llama.cpp": llama}, busy_percent=busy)
     assert speeds.preferred == preferred
     assert part in str(speeds)
 
 
-def test_figures_are_valid_until_something_changes_that_they_depend_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_valid_until_something_changes_that_they_depend_on(tmp_path, monkeypatch):
     settings = Settings(home=tmp_path / "new", threads=1)
     assert read_speeds(settings) is None
     speeds = replace(SPEEDS, made_with=conditions(settings))
@@ -58,7 +50,7 @@ def test_figures_are_valid_until_something_changes_that_they_depend_on(
     assert read_speeds(settings) is None
 
 
-def test_a_damaged_file_is_ignored(tmp_path: Path) -> None:
+def test_a_damaged_file_is_ignored(tmp_path):
     settings = Settings(home=tmp_path)
     path = store_speeds(settings, replace(SPEEDS, made_with=conditions(settings)))
     whole = json.loads(path.read_text())
@@ -72,18 +64,18 @@ def test_a_damaged_file_is_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"), [(-5, "just now"), (59, "just now"), (61, "1 minute ago"), (7300, "2 hours ago")]
 )
-def test_an_age_is_written_in_its_largest_unit(monkeypatch: pytest.MonkeyPatch, seconds: float, words: str) -> None:
+def test_an_age_is_written_in_its_largest_unit(monkeypatch, seconds, words):
     monkeypatch.setattr(speeds_module.time, "time", lambda: 1000.0 + seconds)
     assert age_in_words(1000.0) == words
 
 
-def test_the_error_of_a_model_that_cannot_be_loaded_has_the_reason(tiny: ModelEntry, tmp_path: Path) -> None:
-    models: dict[EngineName, ModelEntry] = {"mlx": replace(tiny, path=tmp_path / "gone"), "llama.cpp": tiny}
+def test_the_error_of_a_model_that_cannot_be_loaded_has_the_reason(tiny, tmp_path):
+    models = {"mlx": replace(tiny, path=tmp_path / "gone"), "llama.cpp": tiny}
     with pytest.raises(EngineError, match="gone"):
         measure_speeds(Settings(home=tmp_path, threads=1), models)
 
 
-def test_nothing_is_measured_if_memory_is_short(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_if_memory_is_short(tiny, monkeypatch):
     monkeypatch.setattr(measure, "NEEDED_BYTES", 2**60)
     with pytest.raises(OutOfMemoryError, match="unload a model"):
         measure_speeds(Settings(), {"mlx": tiny, "llama.cpp": tiny})

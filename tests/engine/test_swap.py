@@ -21,20 +21,20 @@ pytestmark = pytest.mark.anyio
 SHARE = 4
 
 
-def waiting_for(*models: str | None, now: float = 0.0) -> SwapOrder:
+def waiting_for(*models, now=0.0):
     order = SwapOrder(share=SHARE)
     add(order, *models, now=now)
     return order
 
 
-def add(order: SwapOrder, *models: str | None, now: float = 0.0) -> list[Ticket]:
+def add(order, *models, now=0.0):
     tickets = [order.ticket(model, now) for model in models]
     for ticket in tickets:
         order.add(ticket)
     return tickets
 
 
-def take_all(order: SwapOrder, loaded: str | None, *, now: float = 0.0) -> list[str | None]:
+def take_all(order, loaded, *, now=0.0):
     """Take all tickets; return their models in the order of their turns."""
     taken = []
     while (ticket := order.take(loaded, now=now, busy=False)) is not None:
@@ -43,19 +43,19 @@ def take_all(order: SwapOrder, loaded: str | None, *, now: float = 0.0) -> list[
     return taken
 
 
-def test_all_requests_that_wait_for_a_model_are_served_together() -> None:
+def test_all_requests_that_wait_for_a_model_are_served_together():
     assert take_all(waiting_for("a", "b", "a", "b", "a"), "a") == ["a", "a", "a", "b", "b"]
 
 
-def test_a_request_for_any_model_takes_the_loaded_one() -> None:
+def test_a_request_for_any_model_takes_the_loaded_one():
     assert take_all(waiting_for("b", None, "a"), "a") == [None, "a", "b"]
 
 
-def test_the_longest_waiting_request_decides_which_model_is_next() -> None:
+def test_the_longest_waiting_request_decides_which_model_is_next():
     assert take_all(waiting_for("c", "b", "c", "b"), "a") == ["c", "c", "b", "b"]
 
 
-def test_within_a_model_the_order_is_that_of_arrival() -> None:
+def test_within_a_model_the_order_is_that_of_arrival():
     order = SwapOrder(share=SHARE)
     first, second = order.ticket("a", 0.0), order.ticket("a", 0.0)
     order.add(second)
@@ -64,33 +64,33 @@ def test_within_a_model_the_order_is_that_of_arrival() -> None:
     assert order.take("a", now=0.0, busy=False) is second
 
 
-def test_a_later_request_for_the_loaded_model_goes_first_for_a_while() -> None:
+def test_a_later_request_for_the_loaded_model_goes_first_for_a_while():
     order = waiting_for("b")
     add(order, "a", now=SHARE_S / 2)
     assert take_all(order, "a", now=SHARE_S / 2) == ["a", "b"]
 
 
-def test_a_later_request_does_not_pass_one_that_has_waited_long() -> None:
+def test_a_later_request_does_not_pass_one_that_has_waited_long():
     order = waiting_for("b")
     assert order.take("a", now=0.0, busy=True) is None
     add(order, "a", now=SHARE_S)
     assert take_all(order, "a", now=SHARE_S) == ["b", "a"]
 
 
-def test_only_a_limited_number_of_later_requests_goes_first() -> None:
+def test_only_a_limited_number_of_later_requests_goes_first():
     order = waiting_for("b")
     assert order.take("a", now=0.0, busy=True) is None
     add(order, *["a"] * (SHARE + 1))
     assert take_all(order, "a") == ["a"] * SHARE + ["b", "a"]
 
 
-def test_requests_that_waited_when_the_turn_began_are_served_in_it_however_long_others_wait() -> None:
+def test_requests_that_waited_when_the_turn_began_are_served_in_it_however_long_others_wait():
     order = waiting_for("c", *["b"] * (SHARE + 3))
     assert order.take("b", now=SHARE_S * 5, busy=False) is not None
     assert take_all(order, "b", now=SHARE_S * 5) == ["b"] * (SHARE + 2) + ["c"]
 
 
-def test_a_busy_model_keeps_its_turn_until_the_share_has_ended() -> None:
+def test_a_busy_model_keeps_its_turn_until_the_share_has_ended():
     order = waiting_for("b")
     assert order.take("a", now=SHARE_S - 0.1, busy=True) is None
     assert order.share_ends_s() == SHARE_S
@@ -100,7 +100,7 @@ def test_a_busy_model_keeps_its_turn_until_the_share_has_ended() -> None:
     assert order.share_ends_s() is None
 
 
-def test_a_discarded_ticket_has_no_turn() -> None:
+def test_a_discarded_ticket_has_no_turn():
     order = SwapOrder(share=SHARE)
     first, _ = add(order, "a", "a")
     order.discard(first)
@@ -110,7 +110,7 @@ def test_a_discarded_ticket_has_no_turn() -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.lists(st.sampled_from(["a", "b", "c"]), max_size=6), max_size=12))
-def test_no_ticket_starves_and_none_is_lost(arrivals: list[list[str]]) -> None:
+def test_no_ticket_starves_and_none_is_lost(arrivals):
     """While tickets are added and taken, at most the share passes each ticket in a turn, and all have their turn."""
     order, loaded, taken = SwapOrder(share=SHARE), "a", 0
     for models in arrivals:
@@ -153,7 +153,7 @@ class Model:
         return ticket
 
 
-async def test_one_request_at_a_time_has_its_turn() -> None:
+async def test_one_request_at_a_time_has_its_turn():
     model = Model()
     first = await model.take("b")
     waiting = asyncio.create_task(model.take("a"))
@@ -164,7 +164,7 @@ async def test_one_request_at_a_time_has_its_turn() -> None:
     assert len(model.queue) == 0
 
 
-async def test_a_turn_starts_only_after_a_load_or_unload_has_ended() -> None:
+async def test_a_turn_starts_only_after_a_load_or_unload_has_ended():
     model = Model(changing=True)
     waiting = asyncio.create_task(model.take("a"))
     await asyncio.sleep(0.01)
@@ -174,7 +174,7 @@ async def test_a_turn_starts_only_after_a_load_or_unload_has_ended() -> None:
     await asyncio.wait_for(waiting, 10)
 
 
-async def test_another_model_waits_for_the_end_of_requests_or_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_model_waits_for_the_end_of_requests_or_of_the_share(monkeypatch):
     monkeypatch.setattr(swap, "SHARE_S", 0.05)
     model = Model(busy=True)
     started = asyncio.get_running_loop().time()
@@ -190,7 +190,7 @@ async def test_another_model_waits_for_the_end_of_requests_or_of_the_share(monke
     assert waiting.done()
 
 
-async def test_a_request_that_leaves_while_it_waits_does_not_delay_others() -> None:
+async def test_a_request_that_leaves_while_it_waits_does_not_delay_others():
     model = Model()
     current = await model.take("a")
     left = model.queue.ticket("b", limited=True)
@@ -202,7 +202,7 @@ async def test_a_request_that_leaves_while_it_waits_does_not_delay_others() -> N
     assert (await asyncio.wait_for(waiting, 10)).model == "c"
 
 
-async def test_the_number_of_waiting_requests_is_limited() -> None:
+async def test_the_number_of_waiting_requests_is_limited():
     model = Model()
     for _ in range(3):
         model.queue.ticket("b", limited=True)
@@ -217,7 +217,7 @@ async def test_the_number_of_waiting_requests_is_limited() -> None:
     model.queue.ticket("b", limited=False)
 
 
-async def test_changes_of_the_queue_are_reported() -> None:
+async def test_changes_of_the_queue_are_reported():
     model = Model()
     ticket = await model.take("a")
     assert model.changes == 1

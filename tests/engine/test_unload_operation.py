@@ -1,18 +1,13 @@
 """An unload says what it waits for, further callers join it, and can let the answers finish or stop them."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from lmx_lab.engine.stream import TokenStream
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
 from lmx_lab.values.models import LoadSpec, Unloading
-from tests.engine.slow_engine import SETTINGS, Lab, answer, request, running
+from tests.engine.slow_engine import SETTINGS, answer, request, running
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -20,40 +15,40 @@ PATIENT = replace(SETTINGS, drain_s=600)
 LONG = 8000
 
 
-async def start_answer(lab: Lab, model: str | None = None) -> TokenStream:
+async def start_answer(lab, model=None):
     """Return a stream that would take longer than any of the tests."""
     stream = await lab.manager.submit(request(model, tokens=LONG))
     await anext(stream)
     return stream
 
 
-async def start_unload(lab: Lab, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+async def start_unload(lab, work):
     """Start a load or unload, and wait until it waits for answers."""
     task = asyncio.create_task(work)
     await auntil(lambda: lab.manager.snapshot.unloading is not None)
     return task
 
 
-async def end_of(stream: TokenStream) -> LabError:
+async def end_of(stream):
     with pytest.raises(NotLoadedError) as ended:
         async for _ in stream:
             pass
     return ended.value
 
 
-def reported(lab: Lab) -> list[tuple[str, int, bool]]:
+def reported(lab):
     """The reported states of unloads: model, answers that are left, whether there is a time limit."""
     states = [(step.model, step.unloading) for step in lab.progress if step.unloading is not None]
     return [(model, state.answers_left, state.seconds_left is not None) for model, state in states]
 
 
-def test_the_state_of_an_unload_is_one_line() -> None:
+def test_the_state_of_an_unload_is_one_line():
     assert str(Unloading(answers_left=1, seconds_left=28)) == "unloading, 1 answer left (28 s)"
     assert str(Unloading(answers_left=1, seconds_left=0)) == "unloading, 1 answer left (stopping now)"
     assert str(Unloading(answers_left=2, seconds_left=None)) == "unloading, 2 answers left (no time limit)"
 
 
-async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it() -> None:
+async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it():
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         first, second = await start_answer(lab), await start_answer(lab)
@@ -88,7 +83,7 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it() -> None
         assert await lab.manager.unload(wait=False) == 0, "without a model"
 
 
-async def test_calls_at_the_same_time_are_one_unload() -> None:
+async def test_calls_at_the_same_time_are_one_unload():
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
@@ -99,7 +94,7 @@ async def test_calls_at_the_same_time_are_one_unload() -> None:
 
 
 @pytest.mark.slow
-async def test_answers_end_with_an_error_at_the_time_limit() -> None:
+async def test_answers_end_with_an_error_at_the_time_limit():
     async with running(replace(SETTINGS, drain_s=0.3)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
@@ -110,7 +105,7 @@ async def test_answers_end_with_an_error_at_the_time_limit() -> None:
 
 
 @pytest.mark.slow
-async def test_an_unload_that_waits_without_a_limit_ends_with_the_answer() -> None:
+async def test_an_unload_that_waits_without_a_limit_ends_with_the_answer():
     async with running(replace(SETTINGS, drain_s=0.0)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await lab.manager.submit(request(tokens=200))
@@ -122,7 +117,7 @@ async def test_an_unload_that_waits_without_a_limit_ends_with_the_answer() -> No
         assert await unload > 0
 
 
-async def test_an_unload_continues_after_its_callers_were_cancelled() -> None:
+async def test_an_unload_continues_after_its_callers_were_cancelled():
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
@@ -135,7 +130,7 @@ async def test_an_unload_continues_after_its_callers_were_cancelled() -> None:
         await auntil(lambda: lab.stages[-1] == ("one", "unloaded"))
 
 
-async def test_the_model_that_a_load_replaces_is_unloading_and_can_be_stopped_by_its_name() -> None:
+async def test_the_model_that_a_load_replaces_is_unloading_and_can_be_stopped_by_its_name():
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
@@ -152,7 +147,7 @@ async def test_the_model_that_a_load_replaces_is_unloading_and_can_be_stopped_by
         assert stages[-4:] == [("two", "load"), ("one", "unloading"), ("one", "unloaded"), ("two", "loaded")]
 
 
-async def test_waiting_for_a_load_to_replace_a_model_ends_if_the_load_is_cancelled() -> None:
+async def test_waiting_for_a_load_to_replace_a_model_ends_if_the_load_is_cancelled():
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
@@ -169,7 +164,7 @@ async def test_waiting_for_a_load_to_replace_a_model_ends_if_the_load_is_cancell
 
 
 @pytest.mark.parametrize("joins", [False, True])
-async def test_a_load_can_stop_the_answers_of_the_previous_model(joins: bool) -> None:
+async def test_a_load_can_stop_the_answers_of_the_previous_model(joins):
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
@@ -181,7 +176,7 @@ async def test_a_load_can_stop_the_answers_of_the_previous_model(joins: bool) ->
 
 
 @pytest.mark.slow
-async def test_in_swap_mode_the_replaced_model_is_unloading_and_can_be_stopped() -> None:
+async def test_in_swap_mode_the_replaced_model_is_unloading_and_can_be_stopped():
     async with running(replace(PATIENT, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
@@ -194,7 +189,7 @@ async def test_in_swap_mode_the_replaced_model_is_unloading_and_can_be_stopped()
         assert await swap == "two"
 
 
-async def test_stopping_the_server_ends_an_unload_without_a_time_limit() -> None:
+async def test_stopping_the_server_ends_an_unload_without_a_time_limit():
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
@@ -204,7 +199,7 @@ async def test_stopping_the_server_ends_an_unload_without_a_time_limit() -> None
         assert await unload > 0
 
 
-async def test_an_unload_ends_if_its_engine_dies() -> None:
+async def test_an_unload_ends_if_its_engine_dies():
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)

@@ -1,7 +1,5 @@
 """Options of a load are checked before the load begins."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,7 @@ TOKENS = [str(number) for number in range(2000)]
 
 
 @pytest.mark.parametrize("padding", [0, 1, MAX_PADDING_TOKENS])
-def test_vocabularies_may_differ_by_padding(padding: int) -> None:
+def test_vocabularies_may_differ_by_padding(padding):
     longer = [*TOKENS, *(f"<pad {number}>" for number in range(padding))]
     check_vocabularies(TARGET, DRAFT, TOKENS, longer)
     check_vocabularies(TARGET, DRAFT, longer, TOKENS)
@@ -29,13 +27,13 @@ def test_vocabularies_may_differ_by_padding(padding: int) -> None:
         ([*TOKENS[:9], "x", *TOKENS[10:]], "one of 2,000, and 1 tokens are not the same"),
     ],
 )
-def test_a_draft_model_with_another_vocabulary_is_refused_with_both_sizes(drafted: list[str], sizes: str) -> None:
+def test_a_draft_model_with_another_vocabulary_is_refused_with_both_sizes(drafted, sizes):
     with pytest.raises(UnusableModelError, match=sizes) as refused:
         check_vocabularies(TARGET, DRAFT, TOKENS, drafted)
     assert refused.value.param == "draft"
 
 
-def test_a_draft_model_must_be_a_chat_model_and_replaces_prompt_lookup() -> None:
+def test_a_draft_model_must_be_a_chat_model_and_replaces_prompt_lookup():
     spec = LoadSpec(model="target", draft="draft")
     check_options(replace(TARGET, draft=DRAFT), spec)
     with pytest.raises(UnusableModelError, match="draft is an embedding model; a draft model must be a chat model"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import platform
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -14,7 +12,6 @@ from tokenizers import Tokenizer
 from lmx_lab.engine.mlx.model import load_chat
 from lmx_lab.engine.requests import TextPrompt
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from tests.support.engines import request
 from tests.support.models import load, write_tiny_llama, write_tiny_qwen3
@@ -43,7 +40,7 @@ class MallocReport(ctypes.Structure):
     )
 
 
-def in_use() -> int:
+def in_use():
     """Return the number of bytes that malloc has allocated."""
     gc.collect()
     mallinfo = ctypes.CDLL(None).mallinfo2
@@ -51,7 +48,7 @@ def in_use() -> int:
     return int(mallinfo().in_use)
 
 
-def leaked_bytes(use: Callable[[], None]) -> int:
+def leaked_bytes(use):
     """Return by how many bytes the allocated memory grows when ``use`` is called ``LOADS`` times."""
     use()
     before = in_use()
@@ -60,7 +57,7 @@ def leaked_bytes(use: Callable[[], None]) -> int:
     return in_use() - before
 
 
-def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path: Path, smollm2: ModelEntry) -> None:
+def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path, smollm2):
     write_tiny_llama(tmp_path / "tiny", smollm2.path, seed=0, context=CONTEXT)
     tiny, prompt = Catalog(Settings()).resolve(str(tmp_path / "tiny")), TextPrompt(text=WORDS)
 
@@ -72,7 +69,7 @@ def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path: Path, smollm2: 
 
 
 @pytest.mark.long
-def test_an_unloaded_embedding_model_leaves_no_cached_words(tmp_path: Path, smollm2: ModelEntry) -> None:
+def test_an_unloaded_embedding_model_leaves_no_cached_words(tmp_path, smollm2):
     bpe = Tokenizer.from_file(str(smollm2.path / "tokenizer.json"))
     entry = write_tiny_qwen3(
         tmp_path / "tiny-qwen3",

@@ -1,31 +1,25 @@
 """Test choices by log-likelihood with models, on MLX and on llama.cpp."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pandas as pd
 import pytest
 
 import lmx_lab
 from lmx_lab.evals import Choice
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, ModelEntry
 
 pytestmark = pytest.mark.slow
 FRAME = pd.DataFrame({"text": ["The sea", "A stone"], "options": [["cold", "a warm place"], ["wet", "dry", "old"]]})
 
 
 @pytest.fixture(params=["mlx", "gguf"])
-def lab(request: pytest.FixtureRequest, tiny: ModelEntry, tiny_gguf: Path, tmp_path: Path) -> Iterator[lmx_lab.Lab]:
-    paths: dict[Format, Path] = {"mlx": tiny.path, "gguf": tiny_gguf}
+def lab(request, tiny, tiny_gguf, tmp_path):
+    paths = {"mlx": tiny.path, "gguf": tiny_gguf}
     with lmx_lab.Lab(Settings(home=tmp_path, port=0, slots=4, threads=1), loop="thread") as lab:
         lab.load(paths[request.param])
         yield lab
 
 
-def test_the_log_probability_of_a_choice_is_that_of_its_tokens(lab: lmx_lab.Lab) -> None:
+def test_the_log_probability_of_a_choice_is_that_of_its_tokens(lab):
     frame = FRAME.assign(right=0)
     result = lab.evaluate(frame, "{text} is ", answer="right", metric=Choice("options", chat_template=False))
     assert result.df["error"].isna().all(), result.df["error"].tolist()

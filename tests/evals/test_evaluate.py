@@ -7,9 +7,7 @@ import json
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,14 +31,14 @@ FRAME = pd.DataFrame(
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory):
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
     with lmx_lab.Lab(settings, loop="thread") as lab:
         lab.load("echo")
         yield lab
 
 
-def test_rows_are_scored_except_rows_with_errors(lab: lmx_lab.Lab) -> None:
+def test_rows_are_scored_except_rows_with_errors(lab):
     result = lab.evaluate(FRAME, "{text}", answer="answer")
     assert list(result.df.index) == ["a", "b", "c", "d"]
     assert result.df["score"].fillna(-1).tolist() == [1, 0, -1, -1]
@@ -67,7 +65,7 @@ def test_rows_are_scored_except_rows_with_errors(lab: lmx_lab.Lab) -> None:
         lab.evaluate(FRAME, "{text}", answer="answer", errors="raise")
 
 
-def test_functions_see_the_expected_value_or_the_row(lab: lmx_lab.Lab) -> None:
+def test_functions_see_the_expected_value_or_the_row(lab):
     rows = [{"text": "abc", "n": 4}, {"text": "abcde", "n": 5}]
     result = lab.evaluate(rows, "{text}", answer="n", metric=lambda answer, n: len(answer) / n)
     assert result.df["score"].tolist() == [0.75, 1]
@@ -77,7 +75,7 @@ def test_functions_see_the_expected_value_or_the_row(lab: lmx_lab.Lab) -> None:
     assert by_row.failures.index.tolist() == [0]
 
 
-def test_a_row_whose_score_is_invalid_keeps_its_answer(lab: lmx_lab.Lab) -> None:
+def test_a_row_whose_score_is_invalid_keeps_its_answer(lab):
     class Known(Metric):
         @property
         def settings(self) -> dict[str, Any]:
@@ -96,7 +94,7 @@ def test_a_row_whose_score_is_invalid_keeps_its_answer(lab: lmx_lab.Lab) -> None
 
 
 @pytest.mark.parametrize("chat_template", [True, False])
-def test_choices_are_scored_in_process_and_over_http(lab: lmx_lab.Lab, tmp_path: Path, chat_template: bool) -> None:
+def test_choices_are_scored_in_process_and_over_http(lab, tmp_path, chat_template):
     rows = [{"text": "a", "right": 1, "options": ["yes", "no, never"]}, {"text": "b", "right": 0, "options": ["yes"]}]
     metric = Choice("options", chat_template=chat_template)
     result = lab.evaluate(rows, "Is it {text}? ", answer="right", metric=metric, cache=tmp_path / "a.db")
@@ -116,7 +114,7 @@ def test_choices_are_scored_in_process_and_over_http(lab: lmx_lab.Lab, tmp_path:
     assert cached.df["logprobs"][0] == pytest.approx(first["logprobs"])
 
 
-def test_choices_of_one_token_need_one_request(lab: lmx_lab.Lab) -> None:
+def test_choices_of_one_token_need_one_request(lab):
     rows = [{"text": "a", "right": "b"}] * 12
     result = lab.evaluate(rows, "{text}", answer="right", metric=Choice(["a", "b", "c"]))
     assert result.df["request_id"].notna().all()
@@ -128,7 +126,7 @@ def test_choices_of_one_token_need_one_request(lab: lmx_lab.Lab) -> None:
         lab.evaluate(rows, "{text}", answer="right").calibration()
 
 
-def test_two_evaluations_of_the_same_rows_are_compared(lab: lmx_lab.Lab) -> None:
+def test_two_evaluations_of_the_same_rows_are_compared(lab):
     rows = pd.DataFrame({"text": list("abcd"), "answer": ["a", "b", "x", "y"]})
     one = lab.evaluate(rows, "{text}", answer="answer")
     other = lab.evaluate(rows.iloc[::-1], "{text}!", answer="answer")
@@ -138,12 +136,12 @@ def test_two_evaluations_of_the_same_rows_are_compared(lab: lmx_lab.Lab) -> None
     with pytest.raises(InvalidRequestError, match="different expected"):
         one.compare(lab.evaluate(rows.assign(answer="z"), "{text}", answer="answer"))
     with pytest.raises(InvalidRequestError, match=r"other is 0\.5"):
-        one.compare(0.5)  # type: ignore[arg-type]
+        one.compare(0.5)
     with pytest.raises(InvalidRequestError, match="unique index"):
         one.compare(lab.evaluate(rows.set_index(pd.Index([0, 0, 1, 1])), "{text}", answer="answer"))
 
 
-def test_a_judge_gives_a_verdict(lab: lmx_lab.Lab) -> None:
+def test_a_judge_gives_a_verdict(lab):
     # The judge repeats its prompt, as far as the schema allows it.
     rows = [{"text": "good"}, {"text": "bad"}, {"text": None}]
     judge = Judge('{{"verdict":"{answer}"}}', verdicts={"good": 1, "bad": 0.25})
@@ -156,7 +154,7 @@ def test_a_judge_gives_a_verdict(lab: lmx_lab.Lab) -> None:
 
 
 @pytest.mark.slow  # Starts a second lab.
-def test_another_lab_judges(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_another_lab_judges(lab, tmp_path):
     rows = [{"text": "good"}, {"text": "bad"}]
     with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as other:
         other.load("echo")
@@ -190,14 +188,14 @@ def test_another_lab_judges(lab: lmx_lab.Lab, tmp_path: Path) -> None:
         ({"answer": "text", "frame": iter(["a"])}, "an iterable"),
     ],
 )
-def test_bad_arguments_are_refused(lab: lmx_lab.Lab, arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(lab, arguments, message):
     with pytest.raises(InvalidRequestError, match=message):
         lab.evaluate(**{"frame": FRAME, "prompt": "{text}", **arguments})
 
 
-def test_the_score_of_a_row_with_several_answers_is_their_mean(lab: lmx_lab.Lab) -> None:
+def test_the_score_of_a_row_with_several_answers_is_their_mean(lab):
     # The metric counts its calls, because the echo engine gives the same answer each time.
-    calls: dict[str, int] = {}
+    calls = {}
 
     def is_right(answer: str, row: Any) -> bool:
         calls[answer] = calls.get(answer, 0) + 1
@@ -227,7 +225,7 @@ def test_the_score_of_a_row_with_several_answers_is_their_mean(lab: lmx_lab.Lab)
     assert (test.n, test.better, test.worse, test.difference) == (2, 1, 1, 0)
 
 
-def test_a_judge_reads_the_row_of_each_of_several_answers(lab: lmx_lab.Lab) -> None:
+def test_a_judge_reads_the_row_of_each_of_several_answers(lab):
     rows = [{"text": "a", "answer": "a"}, {"text": "b", "answer": "b"}]
     result = lab.evaluate(rows, "{text}", answer="answer", metric=Judge("{text} {expected} {answer}"), n=2)
     assert result.df["verdict"].notna().all()
@@ -235,7 +233,7 @@ def test_a_judge_reads_the_row_of_each_of_several_answers(lab: lmx_lab.Lab) -> N
     assert result.errors == 0
 
 
-def test_an_empty_frame_has_no_score(lab: lmx_lab.Lab) -> None:
+def test_an_empty_frame_has_no_score(lab):
     empty = pd.DataFrame({"text": [], "answer": []})
     for metric in ("exact_match", Choice(["a", "b"])):
         result = lab.evaluate(empty, "{text}", answer="answer", metric=metric)
@@ -243,7 +241,7 @@ def test_an_empty_frame_has_no_score(lab: lmx_lab.Lab) -> None:
         assert "nan" in repr(result)
 
 
-def test_labels_and_numbers_are_exact_although_others_are_missing(lab: lmx_lab.Lab) -> None:
+def test_labels_and_numbers_are_exact_although_others_are_missing(lab):
     labels = [2**60 + 1, None, 3]
     frame = FRAME.iloc[:3].set_axis(pd.Index(labels, dtype="object"))
     result = lab.evaluate(frame, "{text}", answer="answer", store=False)
@@ -256,7 +254,7 @@ def test_labels_and_numbers_are_exact_although_others_are_missing(lab: lmx_lab.L
     assert right.failures.dtypes.to_dict() == right.df.dtypes.to_dict() == result.df.dtypes.to_dict()
 
 
-def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_evaluations_are_stored_and_opened_again(lab, tmp_path):
     before = len(lab.experiments)
     frame = FRAME.set_index(pd.MultiIndex.from_tuples([("a", np.int64(1)), ("a", 2), ("b", 1), ("b", 2)]))
     first = lab.evaluate(frame, "{text}", answer="answer", name="first", temperature=0, system="s")
@@ -291,13 +289,13 @@ def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Pat
     with pytest.raises(IndexError):
         alone[1000]
     with pytest.raises(InvalidRequestError, match="'contains' is not the id"):
-        alone.delete("contains")  # type: ignore[arg-type]
+        alone.delete("contains")
     alone.delete(first.id or 0)
     assert len(alone) == before + 2
     assert experiments.path.stat().st_mode & 0o077 == 0
 
 
-def test_a_home_without_experiments_and_a_foreign_file(tmp_path: Path) -> None:
+def test_a_home_without_experiments_and_a_foreign_file(tmp_path):
     none = Experiments(tmp_path / "experiments.db")
     assert (len(none), len(none.df), list(none)) == (0, 0, [])
     assert none.df.dtypes.to_dict() == dict.fromkeys(none.df.columns, "str") | {
@@ -314,9 +312,7 @@ def test_a_home_without_experiments_and_a_foreign_file(tmp_path: Path) -> None:
         len(Experiments(tmp_path / "other.db"))
 
 
-def test_an_interrupted_evaluation_is_returned_but_not_stored(
-    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_evaluation_is_returned_but_not_stored(lab, monkeypatch):
     def interrupted(run: BatchRun) -> bool:
         raise KeyboardInterrupt
 
@@ -327,7 +323,7 @@ def test_an_interrupted_evaluation_is_returned_but_not_stored(
     assert (result.errors, result.id, len(lab.experiments)) == (2, None, before)
 
 
-def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab: lmx_lab.Lab) -> None:
+def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab):
     def interrupt(*args: Any) -> Any:
         if "two" in str(args):
             raise KeyboardInterrupt
@@ -353,15 +349,15 @@ def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab: lmx_lab
     assert stopped.id is None
 
 
-def test_a_judge_that_fails_keeps_the_answers(lab: lmx_lab.Lab) -> None:
+def test_a_judge_that_fails_keeps_the_answers(lab):
     with pytest.raises(BatchStoppedError, match=r"the judge failed: .*3.* contains the answers") as caught:
-        lab.evaluate(["a", "b"], "{text}", metric=Judge("{answer}", system=3))  # type: ignore[arg-type]
+        lab.evaluate(["a", "b"], "{text}", metric=Judge("{answer}", system=3))
     assert caught.value.frame["answer"].tolist() == ["a", "b"]
     with pytest.raises(InvalidRequestError, match="row 0: the judge: "):
         lab.evaluate(["a"], "{text}", metric=Judge(lambda row: 1 / 0), errors="raise")
 
 
-def test_a_missing_judge_is_detected_before_the_first_row(lab: lmx_lab.Lab) -> None:
+def test_a_missing_judge_is_detected_before_the_first_row(lab):
     before = len(lab.requests)
     with attach(lab.url) as far:
         pass
@@ -370,7 +366,7 @@ def test_a_missing_judge_is_detected_before_the_first_row(lab: lmx_lab.Lab) -> N
     assert len(lab.requests) == before
 
 
-def test_an_evaluation_that_cannot_be_stored_is_returned(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_cannot_be_stored_is_returned(lab, monkeypatch):
     (lab.settings.home / "folder.db").mkdir()
     monkeypatch.setattr("lmx_lab.notebook.evaluate.FILE", "folder.db")
     with pytest.warns(RuntimeWarning, match=r"not stored: .*folder\.db cannot be used .* move it elsewhere"):
@@ -382,7 +378,7 @@ def test_an_evaluation_that_cannot_be_stored_is_returned(lab: lmx_lab.Lab, monke
         assert lab.evaluate(["a"], "{text}", answer="text").id is None
 
 
-def test_two_programs_create_the_file_and_damaged_rows_are_named(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_two_programs_create_the_file_and_damaged_rows_are_named(lab, tmp_path):
     class Later(Experiments):
         def _is_created(self, connection: sqlite3.Connection) -> bool:
             is_created = super()._is_created(connection)
@@ -403,14 +399,14 @@ def test_two_programs_create_the_file_and_damaged_rows_are_named(lab: lmx_lab.La
         Experiments(path)[0]
 
 
-def test_values_of_any_type_are_stored(lab: lmx_lab.Lab) -> None:
+def test_values_of_any_type_are_stored(lab):
     frame = pd.DataFrame({"text": ["a"], "array": [np.array([[1, 2]])], "odd": [{(1, 2): {3}}]})
     result = lab.evaluate(frame, "{text}", answer="array", metric=lambda answer, array: array.size == 2)
     assert result.score.mean == 1
     assert lab.experiments[-1].rows[0].expected == [[1, 2]]
 
 
-def test_settings_are_json(lab: lmx_lab.Lab) -> None:
+def test_settings_are_json(lab):
     judge = Judge(partial(str), verdicts={"a": 1, "b": 0})
     for metric in (judge, Choice("o"), Choice(["a", "b"])):
         assert json.loads(json.dumps(metric.settings)) == metric.settings

@@ -16,7 +16,7 @@ from tests.support.samples import FACTS, ROWS
 
 
 @pytest.mark.long
-def test_a_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_mlflow(tmp_path, monkeypatch):
     # mlflow-skinny has no database.
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
@@ -38,7 +38,7 @@ def test_a_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.long
-def test_a_run_of_wandb_without_a_network(tmp_path: Path) -> None:
+def test_a_run_of_wandb_without_a_network(tmp_path):
     wandb = pytest.importorskip("wandb")
     id_ = Evaluation(FACTS, ROWS).to_wandb(project="lab", mode="offline", dir=str(tmp_path))
     wandb.teardown()  # Its service writes the rest of the file when it ends.
@@ -49,7 +49,7 @@ def test_a_run_of_wandb_without_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_log_of_inspect_contains_the_evaluation(tmp_path: Path) -> None:
+def test_a_log_of_inspect_contains_the_evaluation(tmp_path):
     log = pytest.importorskip("inspect_ai.log")
     parameters = {"temperature": 0, "stop": "\n", "system": "Be brief.", "n": 2}
     facts = replace(FACTS, settings={**FACTS.settings, "parameters": parameters})
@@ -118,7 +118,7 @@ def test_a_log_of_inspect_contains_the_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_samples_with_the_same_label_and_evaluations_without_a_score_have_a_log(tmp_path: Path) -> None:
+def test_samples_with_the_same_label_and_evaluations_without_a_score_have_a_log(tmp_path):
     log = pytest.importorskip("inspect_ai.log")
     Evaluation(FACTS, [ROWS[0], ROWS[0]]).to_inspect(tmp_path / "twice.eval")
     samples = log.read_eval_log(str(tmp_path / "twice.eval")).samples
@@ -128,7 +128,7 @@ def test_samples_with_the_same_label_and_evaluations_without_a_score_have_a_log(
     assert (score.metrics, score.unscored_samples) == ({}, 1)
 
 
-def test_a_log_of_inspect_needs_a_new_file_of_its_kind(tmp_path: Path) -> None:
+def test_a_log_of_inspect_needs_a_new_file_of_its_kind(tmp_path):
     with pytest.raises(InvalidRequestError, match=r"ends with \.eval"):
         Evaluation(FACTS, ROWS).to_inspect(tmp_path)
     (tmp_path / "a.eval").touch()
@@ -140,9 +140,7 @@ def test_a_log_of_inspect_needs_a_new_file_of_its_kind(tmp_path: Path) -> None:
     ("method", "module", "package"),
     [("mlflow", "mlflow", "mlflow"), ("wandb", "wandb", "wandb"), ("inspect", "inspect_ai.log", "inspect-ai")],
 )
-def test_a_missing_package_is_named(
-    method: str, module: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(method, module, package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     arguments = [tmp_path / "a.eval"] if method == "inspect" else []
     with pytest.raises(ImportError, match=f"pip install {package}"):

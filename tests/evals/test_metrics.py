@@ -1,16 +1,13 @@
 """Test which answers each metric counts as right, and which options are refused."""
 
-from __future__ import annotations
-
 import math
 import re
-from typing import Any
 
 import numpy as np
 import pytest
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.evals import Choice, Contains, ExactMatch, Judge, Metric, Numeric, Regex
+from lmx_lab.evals import Choice, Contains, ExactMatch, Judge, Numeric, Regex
 from lmx_lab.evals.metrics import FunctionMetric, read_metric
 
 
@@ -39,11 +36,11 @@ from lmx_lab.evals.metrics import FunctionMetric, read_metric
         (Numeric(), "no number", 1, 0),
     ],
 )
-def test_scores(metric: Metric, answer: str, expected: Any, score: float) -> None:
+def test_scores(metric, answer, expected, score):
     assert metric.score(answer, expected) == score
 
 
-def test_functions_return_numbers_from_0_to_1() -> None:
+def test_functions_return_numbers_from_0_to_1():
     assert read_metric(lambda answer, expected: len(answer) / expected).checked_score("abc", 6) == 0.5
     for returned, score in ((True, 1), (np.False_, 0), (np.float32(0.5), 0.5), (1 + 1e-9, 1), (-1e-9, 0)):
         assert FunctionMetric(lambda answer, expected, returned=returned: returned).checked_score("a", "b") == score
@@ -55,7 +52,7 @@ def test_functions_return_numbers_from_0_to_1() -> None:
         read_metric(lambda answer: 1).checked_score("a", "b")
 
 
-def test_choices_are_compared_by_log_probability_or_by_log_probability_per_character() -> None:
+def test_choices_are_compared_by_log_probability_or_by_log_probability_per_character():
     choices = ("no", "certainly")
     plain, normalized = Choice(list(choices)), Choice(list(choices), normalize=True)
     assert (plain.best(choices, [-3, -4]), normalized.best(choices, [-3, -4])) == (0, 1)
@@ -95,6 +92,6 @@ def test_choices_are_compared_by_log_probability_or_by_log_probability_per_chara
         (lambda: Regex().score("17", 17), "must be a regular expression"),
     ],
 )
-def test_wrong_options_are_refused(make: Any, message: str) -> None:
+def test_wrong_options_are_refused(make, message):
     with pytest.raises(InvalidRequestError, match=message):
         make()

@@ -1,7 +1,5 @@
 """Test intervals, paired tests and calibration against published values and exact computations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -28,11 +26,11 @@ from lmx_lab.evals.statistics import (
     # R: prop.test(successes, n, correct = FALSE)$conf.int
     [(5, 10, 0.2366, 0.7634), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],
 )
-def test_wilson_intervals_are_those_of_r(successes: int, n: int, low: float, high: float) -> None:
+def test_wilson_intervals_are_those_of_r(successes, n, low, high):
     assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_a_proportion_has_wilson_s_interval_and_another_mean_a_bootstrap_interval() -> None:
+def test_a_proportion_has_wilson_s_interval_and_another_mean_a_bootstrap_interval():
     share = score_of([1.0, 0, 1, 1])
     assert (share.mean, share.n, share.method) == (0.75, 4, WILSON)
     values = np.random.default_rng(1).normal(0.5, 0.1, 400).tolist()
@@ -46,7 +44,7 @@ def test_a_proportion_has_wilson_s_interval_and_another_mean_a_bootstrap_interva
     assert none.n == 0
 
 
-def test_mcnemar_is_the_binomial_test_of_the_rows_that_differ() -> None:
+def test_mcnemar_is_the_binomial_test_of_the_rows_that_differ():
     assert mcnemar(2, 8) == pytest.approx(2 * (1 + 10 + 45) / 1024)
     assert mcnemar(5, 5) == mcnemar(0, 0) == 1.0
     assert 0 <= mcnemar(1500, 1000) < 1e-20
@@ -57,7 +55,7 @@ def test_mcnemar_is_the_binomial_test_of_the_rows_that_differ() -> None:
     assert "p = 1" in str(test)
 
 
-def test_sign_flips_approximate_all_permutations() -> None:
+def test_sign_flips_approximate_all_permutations():
     differences = [0.1, -0.3, 0.45, 0.2, 0.05, 0.6, 0.25, -0.1]
     sums = [
         abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
@@ -71,12 +69,12 @@ def test_sign_flips_approximate_all_permutations() -> None:
     assert math.isnan(paired_test([], []).p_value)
 
 
-def test_many_values_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_values_are_drawn_in_parts(monkeypatch):
     monkeypatch.setattr(statistics, "NUMBERS_AT_ONCE", 1000)
     assert sign_flips(np.ones(6)) == pytest.approx(2 / 64, abs=0.01)
 
 
-def test_calibration_has_bins_of_equal_width_and_the_expected_error() -> None:
+def test_calibration_has_bins_of_equal_width_and_the_expected_error():
     bins, error = calibration([0.95, 1.0, 0.55, 0.05], [1, 0, 1, 0])
     assert [(each.low, each.n, each.accuracy) for each in bins] == [(0.0, 1, 0.0), (0.5, 1, 1.0), (0.9, 2, 0.5)]
     assert error == pytest.approx((0.05 + 0.45 + 2 * 0.475) / 4)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +18,6 @@ from lmx_lab.daemon.storage.store import Store
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import GenerationTimeoutError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.wire.sessions import CreateSession, Decision
 from tests.support.daemons import ASKS, check_invariants, daemon
 from tests.support.engines import entry_of, finish, request, run
@@ -33,7 +30,7 @@ SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
 
 
 @pytest.fixture
-def _wild_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def _wild_clock(monkeypatch):
     """Make the wall clock jump at every call."""
     wall, jumps = time.time, itertools.cycle(JUMPS_S)
     monkeypatch.setattr(time, "time", lambda: wall() + next(jumps))
@@ -41,15 +38,13 @@ def _wild_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def longs(tmp_path: Path, tiny: ModelEntry, long_gguf: Path) -> Mapping[Format, ModelEntry]:
+def longs(tmp_path, tiny, long_gguf):
     return {"mlx": tiny, "gguf": entry_of(long_gguf)}
 
 
 @pytest.mark.usefixtures("_wild_clock")
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-async def test_deadlines_and_idle_timeouts_do_not_depend_on_the_wall_clock(
-    longs: Mapping[Format, ModelEntry], made_for: Format
-) -> None:
+async def test_deadlines_and_idle_timeouts_do_not_depend_on_the_wall_clock(longs, made_for):
     async with ModelManager(replace(SETTINGS, idle_unload_s=0.4)) as manager:
         await manager.load_entry(longs[made_for])
         assert (await run(manager))[1].output_tokens == 8
@@ -66,7 +61,7 @@ async def test_deadlines_and_idle_timeouts_do_not_depend_on_the_wall_clock(
 
 
 @pytest.mark.usefixtures("_wild_clock")
-async def test_a_permission_does_not_expire_early(tmp_path: Path) -> None:
+async def test_a_permission_does_not_expire_early(tmp_path):
     with Scripted() as upstream:
         upstream.then(calls((ASKS, {})), says("done"))
         async with daemon(tmp_path, upstream, permission_timeout_s=60) as here:
@@ -79,7 +74,7 @@ async def test_a_permission_does_not_expire_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_wild_clock")
-async def test_a_permission_expires_after_its_timeout(tmp_path: Path) -> None:
+async def test_a_permission_expires_after_its_timeout(tmp_path):
     with Scripted() as upstream:
         upstream.then(calls((ASKS, {})), says("pity"))
         async with daemon(tmp_path, upstream, permission_timeout_s=0.05) as here:
@@ -91,7 +86,7 @@ async def test_a_permission_expires_after_its_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_wild_clock")
-async def test_events_and_turns_are_in_the_order_of_writing(tmp_path: Path) -> None:
+async def test_events_and_turns_are_in_the_order_of_writing(tmp_path):
     with Scripted() as upstream:
         upstream.then(*(says(str(at)) for at in range(8)))
         async with daemon(tmp_path, upstream) as here:
@@ -122,7 +117,7 @@ class Clocks:
         self.steady += seconds
 
 
-def test_a_step_forward_is_accepted_after_some_time() -> None:
+def test_a_step_forward_is_accepted_after_some_time():
     clocks = Clocks()
     clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     clocks.advance(60)
@@ -137,7 +132,7 @@ def test_a_step_forward_is_accepted_after_some_time() -> None:
     assert clock.now_s() == clocks.wall
 
 
-def test_a_step_forward_that_is_reversed_is_ignored() -> None:
+def test_a_step_forward_that_is_reversed_is_ignored():
     clocks = Clocks()
     clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     for _ in range(3):
@@ -148,7 +143,7 @@ def test_a_step_forward_that_is_reversed_is_ignored() -> None:
         assert clock.now_s() == clocks.wall
 
 
-def test_steps_back_and_drift_are_followed() -> None:
+def test_steps_back_and_drift_are_followed():
     clocks = Clocks()
     clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     clocks.wall -= DAY_S
@@ -159,14 +154,12 @@ def test_steps_back_and_drift_are_followed() -> None:
         assert clock.now_s() == clocks.wall
 
 
-async def test_a_clock_that_is_weeks_ahead_for_a_moment_deletes_no_events(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_clock_that_is_weeks_ahead_for_a_moment_deletes_no_events(tmp_path, monkeypatch):
     store, rounds, limits = await Store.open(tmp_path / "daemon.db"), asyncio.Semaphore(0), Limits(keep_days=30)
     delete_expired, wall, ahead_s = retention.delete_expired, time.time, 0.0
 
     async def counted(*args: object, **options: object) -> None:
-        await delete_expired(*args, **options)  # type: ignore[arg-type]
+        await delete_expired(*args, **options)
         rounds.release()
 
     monkeypatch.setattr(retention, "delete_expired", counted)
@@ -184,9 +177,7 @@ async def test_a_clock_that_is_weeks_ahead_for_a_moment_deletes_no_events(
     await store.close()
 
 
-async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_events(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_events(tmp_path, monkeypatch):
     store, limits = await Store.open(tmp_path / "daemon.db"), Limits(keep_days=30)
     await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
     await store.close()
@@ -195,7 +186,7 @@ async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_eve
     steady_s = 0.0
 
     async def counted(*args: object, **options: object) -> None:
-        await delete_expired(*args, **options)  # type: ignore[arg-type]
+        await delete_expired(*args, **options)
         rounds.set()
 
     def clock(last_event_s: float) -> CautiousClock:

@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,6 @@ from huggingface_hub import constants, file_download
 
 from lmx_lab.errors import DownloadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress, hub_download
 from lmx_lab.weights.hub import MARKER, mark_unverified
 from tests.support.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirect_forever
@@ -43,7 +41,7 @@ Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("org/tiny"
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory):
     """Return a model folder that passes every check but is never loaded."""
     folder = tmp_path_factory.mktemp("small")
     for name, content in (
@@ -57,19 +55,19 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server(small: Path) -> Iterator[Hub]:
+def server(small):
     with hub_with(small) as server:
         yield server
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
 
 @pytest.fixture
-def catalog(tmp_path: Path, cache: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+def catalog(tmp_path, cache, server, monkeypatch):
     real = hub_download.download
     monkeypatch.setattr(hub_download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
     # Shorten the pauses and timeouts of huggingface_hub.
@@ -79,18 +77,18 @@ def catalog(tmp_path: Path, cache: Path, server: Hub, monkeypatch: pytest.Monkey
     return Catalog(Settings(home=tmp_path / "home", disk_reserve_bytes=0))
 
 
-def contents(entry: ModelEntry) -> dict[str, bytes]:
+def contents(entry):
     return {path.name: path.read_bytes() for path in entry.path.iterdir()}
 
 
-def partial(cache: Path) -> list[Path]:
+def partial(cache):
     return list(cache.rglob("*.incomplete"))
 
 
 # Wrong files
 
 
-def corrupted(server: Hub, name: str) -> bytes:
+def corrupted(server, name):
     data = bytearray(server.files[name])
     data[len(data) // 2] ^= 1
     return bytes(data)
@@ -109,9 +107,7 @@ WRONG: dict[str, tuple[str, Callable[[Hub, str], Sends], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_file_that_differs_from_the_announced_one_is_an_error_and_is_not_kept(
-    catalog: Catalog, cache: Path, server: Hub, wrong: str
-) -> None:
+def test_a_file_that_differs_from_the_announced_one_is_an_error_and_is_not_kept(catalog, cache, server, wrong):
     name, sends, expected = WRONG[wrong]
     server.faults[name] = sends(server, name)
     with pytest.raises(DownloadError, match=expected) as failed:
@@ -124,7 +120,7 @@ def test_a_file_that_differs_from_the_announced_one_is_an_error_and_is_not_kept(
     assert contents(catalog.fetch(REPO)) == server.files
 
 
-def test_none_of_several_wrong_files_is_kept(catalog: Catalog, server: Hub) -> None:
+def test_none_of_several_wrong_files_is_kept(catalog, server):
     server.faults |= {name: instead(corrupted(server, name)) for name in server.files}
     with pytest.raises(DownloadError, match="announced"):
         catalog.fetch(REPO)
@@ -132,8 +128,8 @@ def test_none_of_several_wrong_files_is_kept(catalog: Catalog, server: Hub) -> N
     assert contents(catalog.fetch(REPO)) == server.files
 
 
-def test_verification_reports_its_progress(catalog: Catalog, server: Hub) -> None:
-    seen: list[Progress] = []
+def test_verification_reports_its_progress(catalog, server):
+    seen = []
     catalog.fetch(REPO, seen.append)
     total = sum(map(len, server.files.values()))
     verified = [progress for progress in seen if progress.stage == "verify"]
@@ -145,7 +141,7 @@ def test_verification_reports_its_progress(catalog: Catalog, server: Hub) -> Non
 # Interrupted connections
 
 
-def test_an_interrupted_download_is_continued_where_it_stopped(catalog: Catalog, cache: Path, server: Hub) -> None:
+def test_an_interrupted_download_is_continued_where_it_stopped(catalog, cache, server):
     server.faults[WEIGHTS] = HalfFirst(lambda handler: None, times=3)
     assert contents(catalog.fetch(REPO)) == server.files
     ranges = [asked for name, asked in server.requests if name == WEIGHTS]
@@ -155,7 +151,7 @@ def test_an_interrupted_download_is_continued_where_it_stopped(catalog: Catalog,
     assert partial(cache) == []
 
 
-def test_a_download_is_retried_after_a_timeout(catalog: Catalog, server: Hub) -> None:
+def test_a_download_is_retried_after_a_timeout(catalog, server):
     proceed = threading.Event()
     server.faults[WEIGHTS] = HalfFirst(lambda handler: proceed.wait(60), times=1)
     try:
@@ -164,7 +160,7 @@ def test_a_download_is_retried_after_a_timeout(catalog: Catalog, server: Hub) ->
         proceed.set()
 
 
-def test_a_hub_that_never_responds_is_a_download_error(catalog: Catalog, cache: Path, server: Hub) -> None:
+def test_a_hub_that_never_responds_is_a_download_error(catalog, cache, server):
     proceed = threading.Event()
 
     def silent(handler: Handler, data: bytes) -> None:
@@ -186,7 +182,7 @@ def test_a_hub_that_never_responds_is_a_download_error(catalog: Catalog, cache: 
 # Killed download processes
 
 
-def kill_half_way(server: Hub, home: Path, cache: Path) -> None:
+def kill_half_way(server, home, cache):
     """Kill a process that has downloaded half of the weights and all other files."""
     half, proceed = threading.Event(), threading.Event()
 
@@ -208,13 +204,11 @@ def kill_half_way(server: Hub, home: Path, cache: Path) -> None:
     server.faults.clear()
 
 
-def complete_files(cache: Path) -> set[str]:
+def complete_files(cache):
     return {path.name for path in cache.glob("models--org--tiny/snapshots/*/*")}
 
 
-def test_partial_files_of_a_killed_download_are_removed_and_complete_files_are_kept(
-    catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
-) -> None:
+def test_partial_files_of_a_killed_download_are_removed_and_complete_files_are_kept(catalog, cache, tmp_path, server):
     kill_half_way(server, tmp_path / "home", cache)
     assert partial(cache)
     server.requests.clear()
@@ -223,7 +217,7 @@ def test_partial_files_of_a_killed_download_are_removed_and_complete_files_are_k
     assert {name for name, _ in server.requests} == {WEIGHTS}
 
 
-def test_partial_files_that_another_program_is_downloading_are_kept(catalog: Catalog, cache: Path, server: Hub) -> None:
+def test_partial_files_that_another_program_is_downloading_are_kept(catalog, cache, server):
     part = cache / "models--org--tiny/blobs/abc.12345678.incomplete"
     lock = cache / ".locks/models--org--tiny/abc.lock"
     for file in (part, lock):
@@ -237,7 +231,7 @@ def test_partial_files_that_another_program_is_downloading_are_kept(catalog: Cat
     assert not part.exists()
 
 
-def hub_commit(cache: Path) -> str:
+def hub_commit(cache):
     return (cache / "models--org--tiny/refs/main").read_text()
 
 
@@ -245,7 +239,7 @@ def hub_commit(cache: Path) -> str:
 
 
 @contextmanager
-def download_unverified(server: Hub, home: Path) -> Iterator[subprocess.Popen[bytes]]:
+def download_unverified(server, home):
     """Start a process that has downloaded all files and verified none. It continues when its standard input ends."""
     command = [sys.executable, "-c", FETCH, str(home), "verify"]
     environ = {**os.environ, "HF_ENDPOINT": server.url}
@@ -258,13 +252,11 @@ def download_unverified(server: Hub, home: Path) -> Iterator[subprocess.Popen[by
             process.kill()
 
 
-def markers(cache: Path) -> list[Path]:
+def markers(cache):
     return list(cache.rglob(f"{MARKER}*"))
 
 
-def test_a_wrong_file_of_a_killed_download_is_not_used_and_is_replaced(
-    catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
-) -> None:
+def test_a_wrong_file_of_a_killed_download_is_not_used_and_is_replaced(catalog, cache, tmp_path, server):
     server.faults[WEIGHTS] = instead(corrupted(server, WEIGHTS))
     with download_unverified(server, tmp_path / "home") as process:
         process.send_signal(signal.SIGKILL)
@@ -288,9 +280,7 @@ def test_a_wrong_file_of_a_killed_download_is_not_used_and_is_replaced(
     assert markers(cache) == []
 
 
-def test_only_the_unverified_files_of_an_interrupted_download_are_hidden(
-    catalog: Catalog, cache: Path, server: Hub, tiny_gguf: Path
-) -> None:
+def test_only_the_unverified_files_of_an_interrupted_download_are_hidden(catalog, cache, server, tiny_gguf):
     data = tiny_gguf.read_bytes()
     server.files |= {"Tiny-Q4_0.gguf": data, "Tiny-Q8_0.gguf": data[:-1] + bytes([data[-1] ^ 1])}
     before = [catalog.fetch(REPO), catalog.fetch(f"{REPO}:Q4_0")]
@@ -312,9 +302,7 @@ def test_only_the_unverified_files_of_an_interrupted_download_are_hidden(
     assert server.requests == []
 
 
-def test_links_do_not_bypass_the_verification_and_documentation_needs_none(
-    catalog: Catalog, cache: Path, server: Hub, tmp_path: Path
-) -> None:
+def test_links_do_not_bypass_the_verification_and_documentation_needs_none(catalog, cache, server, tmp_path):
     entry = catalog.fetch(REPO)
     link = tmp_path / "link"
     link.symlink_to(entry.path)
@@ -329,9 +317,7 @@ def test_links_do_not_bypass_the_verification_and_documentation_needs_none(
             catalog.resolve(str(path))
 
 
-def test_two_homes_share_the_verification_of_one_cache(
-    catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
-) -> None:
+def test_two_homes_share_the_verification_of_one_cache(catalog, cache, tmp_path, server):
     with download_unverified(server, tmp_path / "other") as process:
         assert catalog.scan() == []
         entry = catalog.fetch(REPO)

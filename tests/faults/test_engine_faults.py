@@ -6,10 +6,8 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -27,9 +25,7 @@ from lmx_lab.engine.mlx import batch, memory
 from lmx_lab.engine.mlx.model import AnswerText, PromptTokenizer
 from lmx_lab.engine.mlx.sampling import RandomSampler
 from lmx_lab.errors import EngineError
-from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.faults.fault_injection import inject
 from tests.support.asking import CHAT_WAIT_S
 from tests.support.engines import fail_next_step, finish, mlx_thread, numbers, process_of, request, run, until_idle
@@ -88,7 +84,7 @@ class End:
     """HTTP status; None if the answer is streamed or sent over a WebSocket."""
 
 
-def answer_of(lab: Lab, way: str, request: Request) -> End:
+def answer_of(lab, way, request):
     """Send a request, and return how it ended."""
     form, stream = WAYS[way]
     with httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as http:
@@ -105,7 +101,7 @@ def answer_of(lab: Lab, way: str, request: Request) -> End:
     return End(problem=form.problem(last)) if "error" in last else End(text=form.partial_text(parts))
 
 
-def send_all(lab: Lab, ways: Sequence[str], request: Request) -> list[Future[End]]:
+def send_all(lab, ways, request):
     """Send one request for each way at the same time, without waiting for the responses."""
     pool = ThreadPoolExecutor(len(ways))
     futures = [pool.submit(answer_of, lab, way, request) for way in ways]
@@ -114,34 +110,30 @@ def send_all(lab: Lab, ways: Sequence[str], request: Request) -> list[Future[End
 
 
 @pytest.fixture(scope="module")
-def mlx_lab(tiny_home: Path) -> Iterator[Lab]:
+def mlx_lab(tiny_home):
     with serving(tiny_home, "tiny", slots=2, queue_limit=4) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def gguf_lab(tiny_home: Path, tiny_gguf: Path) -> Iterator[Lab]:
+def gguf_lab(tiny_home, tiny_gguf):
     with serving(tiny_home, str(tiny_gguf), slots=2, queue_limit=4, threads=1) as lab:
         yield lab
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_fault_ends_requests_with_an_error_and_queued_ones_are_answered(
-    mlx_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
-) -> None:
+def test_a_fault_ends_requests_with_an_error_and_queued_ones_are_answered(mlx_lab, monkeypatch, place, way):
     check_fault(mlx_lab, monkeypatch, PLACES[place], way)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", GGUF_PLACES)
-def test_a_fault_of_the_llama_cpp_engine_ends_requests_with_an_error(
-    gguf_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
-) -> None:
+def test_a_fault_of_the_llama_cpp_engine_ends_requests_with_an_error(gguf_lab, monkeypatch, place, way):
     check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], way)
 
 
-def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: FaultPoint, way: str) -> None:
+def check_fault(lab, monkeypatch, place, way):
     request = Request(max_tokens=24, extra=place.fields)
     good = answer_of(lab, way, request)
     assert good.text
@@ -170,8 +162,8 @@ FORM = AnswerFormat(kind="regex", text="[0-9]{200}")
 
 
 @pytest.mark.anyio
-async def test_failed_requests_leave_no_objects_and_memory(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: weakref.WeakSet[Constraint] = weakref.WeakSet()
+async def test_failed_requests_leave_no_objects_and_memory(tiny, monkeypatch):
+    made = weakref.WeakSet()
     begin = Constraint.__init__
 
     def noted(self: Constraint, *args: Any) -> None:
@@ -210,7 +202,7 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny: ModelEntry, mon
         assert (await run(manager))[1].output_tokens == 8
 
 
-async def used_bytes(manager: ModelManager) -> int:
+async def used_bytes(manager):
     """Return the memory that MLX uses, without its cache of free buffers."""
     await mlx_thread(manager).call(lambda core: memory.release())
     return await mlx_thread(manager).call(lambda core: memory.used_bytes())
@@ -220,9 +212,7 @@ async def used_bytes(manager: ModelManager) -> int:
 
 
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(
-    tiny_home: Path, long_gguf: Path, made_for: str
-) -> None:
+def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(tiny_home, long_gguf, made_for):
     # Longer on llama.cpp, where requests might end before all three run at once.
     name, tokens = ("tiny", 450) if made_for == "mlx" else (str(long_gguf), 7000)
     with (

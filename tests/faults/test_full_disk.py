@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.daemon.storage.store import Store
 from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.engine.prefix_files import PrefixFiles, StoredPrefix, TensorSpec
 from lmx_lab.errors import StorageFullError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress, hub_download
 from lmx_lab.weights.fingerprint import with_marks
 from lmx_lab.wire.events import ToolOutput
@@ -57,7 +56,7 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={48 * MIB},mode=0700", "tmpfs", str(folder)]
@@ -69,14 +68,12 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def files_of(folder: Path) -> set[str]:
+def files_of(folder):
     """Return the files with content, except the one that fills the disk."""
     return {path.name for path in folder.rglob("*") if path.is_file() and path.name != "filler" and path.stat().st_size}
 
 
-def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_space_is_free(
-    disk: Disk, tiny: ModelEntry, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_space_is_free(disk, tiny, tiny_home, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(disk.folder / "hub"))
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)
 
@@ -106,9 +103,7 @@ def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_space_is_free(
         assert httpx2.post(lab.url + CHAT, json=chat_body(model=REPO), timeout=CHAT_WAIT_S).status_code == 200
 
 
-def test_a_conversion_that_fills_the_disk_leaves_no_files_and_succeeds_when_space_is_free(
-    disk: Disk, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_that_fills_the_disk_leaves_no_files_and_succeeds_when_space_is_free(disk, tiny_gguf, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(disk.folder / "hub"))
     catalog = Catalog(Settings(home=disk.folder / "home", disk_reserve_bytes=0))
 
@@ -126,9 +121,7 @@ def test_a_conversion_that_fills_the_disk_leaves_no_files_and_succeeds_when_spac
     assert catalog.resolve(entry.id) == entry
 
 
-def test_a_prefix_cache_on_a_disk_that_is_full_or_read_only_keeps_its_files_and_recovers(
-    disk: Disk, tiny: ModelEntry, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prefix_cache_on_a_disk_that_is_full_or_read_only_keeps_its_files_and_recovers(disk, tiny, caplog):
     def prefix(first: int) -> StoredPrefix:
         tokens = np.arange(first, first + 10, dtype=np.int32)
         tensors = (TensorSpec("x", "U8", (2 * MIB,)),)
@@ -160,18 +153,16 @@ def test_a_prefix_cache_on_a_disk_that_is_full_or_read_only_keeps_its_files_and_
     assert files.write(prefix(100), [bytes(2 * MIB)])
 
 
-def long_event(transaction: Transaction) -> int:
+def long_event(transaction):
     return transaction.append("tool.output", ToolOutput(call_id="c", text="x" * 100_000))
 
 
-async def write_until_full(store: Store, written: list[int]) -> None:
+async def write_until_full(store, written):
     while True:
         written.append(await store.write(long_event))
 
 
-def test_a_quantized_copy_that_fills_the_disk_is_not_kept_and_succeeds_when_space_is_free(
-    disk: Disk, tiny_gguf: Path
-) -> None:
+def test_a_quantized_copy_that_fills_the_disk_is_not_kept_and_succeeds_when_space_is_free(disk, tiny_gguf):
     settings = Settings(home=disk.folder, threads=1, disk_reserve_bytes=0)
 
     def fill(progress: Progress) -> None:
@@ -188,7 +179,7 @@ def test_a_quantized_copy_that_fills_the_disk_is_not_kept_and_succeeds_when_spac
 
 
 @pytest.mark.anyio
-async def test_events_on_a_full_disk_are_complete_or_missing_and_turns_can_still_end(disk: Disk) -> None:
+async def test_events_on_a_full_disk_are_complete_or_missing_and_turns_can_still_end(disk):
     store = await Store.open(disk.folder / "daemon.db")
     written = [await store.write(long_event)]
     await asyncio.to_thread(disk.fill)
@@ -211,7 +202,7 @@ async def test_events_on_a_full_disk_are_complete_or_missing_and_turns_can_still
 
 
 @pytest.mark.anyio
-async def test_a_daemon_on_a_full_disk_responds_with_507_and_recovers_when_space_is_free(disk: Disk) -> None:
+async def test_a_daemon_on_a_full_disk_responds_with_507_and_recovers_when_space_is_free(disk):
     program = Program(disk.folder, "http://127.0.0.1:9").start()
     try:
         async with program.client() as client:

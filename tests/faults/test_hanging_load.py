@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
 from tests.support.engines import entry_of, pin, run
 from tests.support.gguf import unknown_architecture
@@ -62,17 +60,17 @@ class HangingProcesses:
 
 
 @pytest.fixture
-def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HangingProcesses:
+def hangs(tmp_path, monkeypatch):
     return HangingProcesses(tmp_path, monkeypatch)
 
 
 @pytest.fixture
-async def manager() -> AsyncIterator[ModelManager]:
+async def manager():
     async with ModelManager(SETTINGS) as manager:
         yield manager
 
 
-async def start_hanging_load(manager: ModelManager, hangs: HangingProcesses, entry: ModelEntry) -> asyncio.Task[object]:
+async def start_hanging_load(manager, hangs, entry):
     """Start a load, and return its task when it hangs."""
     hangs(True)
     load = asyncio.create_task(manager.load_entry(entry), name="hangs")
@@ -81,13 +79,13 @@ async def start_hanging_load(manager: ModelManager, hangs: HangingProcesses, ent
     return load
 
 
-async def wait_until_hanging(work: asyncio.Task[object], hangs: HangingProcesses) -> None:
+async def wait_until_hanging(work, hangs):
     while not hangs.has_begun:
         assert not work.done(), work
         await asyncio.sleep(0.01)
 
 
-async def cancelled(load: asyncio.Task[object]) -> str:
+async def cancelled(load):
     """Return the error message of a cancelled load."""
     with pytest.raises(NotLoadedError) as error:
         await asyncio.wait_for(load, CHAT_WAIT_S)
@@ -95,7 +93,7 @@ async def cancelled(load: asyncio.Task[object]) -> str:
 
 
 @pytest.fixture(params=["nothing", "mlx", "gguf"])
-async def before(request: pytest.FixtureRequest, manager: ModelManager, tiny: ModelEntry, tiny_gguf: Path) -> None:
+async def before(request, manager, tiny, tiny_gguf):
     """Load a model, or none, before the load that hangs."""
     if request.param != "nothing":
         await manager.load_entry(tiny if request.param == "mlx" else entry_of(tiny_gguf))
@@ -104,8 +102,8 @@ async def before(request: pytest.FixtureRequest, manager: ModelManager, tiny: Mo
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 async def test_an_unload_cancels_a_hanging_load_and_the_previous_model_is_loaded_again(
-    manager: ModelManager, long_gguf: Path, tiny_gguf: Path, hangs: HangingProcesses
-) -> None:
+    manager, long_gguf, tiny_gguf, hangs
+):
     previous = manager.snapshot.model
     load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     hangs(False)
@@ -122,7 +120,7 @@ async def test_an_unload_cancels_a_hanging_load_and_the_previous_model_is_loaded
 
 
 @pytest.mark.anyio
-async def test_a_hanging_load_ends_at_its_time_limit_with_its_process(long_gguf: Path, hangs: HangingProcesses) -> None:
+async def test_a_hanging_load_ends_at_its_time_limit_with_its_process(long_gguf, hangs):
     async with ModelManager(replace(SETTINGS, load_timeout_s=3)) as manager:
         hangs(True)
         with pytest.raises(NotLoadedError, match=r"long was not loaded within 3 s.*load_timeout_s"):
@@ -133,9 +131,7 @@ async def test_a_hanging_load_ends_at_its_time_limit_with_its_process(long_gguf:
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("format_", ["mlx", "gguf"])
-async def test_another_load_can_replace_a_hanging_load(
-    manager: ModelManager, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: HangingProcesses, format_: str
-) -> None:
+async def test_another_load_can_replace_a_hanging_load(manager, tiny, *, long_gguf, tiny_gguf, hangs, format_):
     load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     hangs(False)
     other = tiny if format_ == "mlx" else entry_of(tiny_gguf)
@@ -148,13 +144,9 @@ async def test_another_load_can_replace_a_hanging_load(
 
 
 @pytest.mark.anyio
-async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(
-    manager: ModelManager, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: HangingProcesses
-) -> None:
+async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(manager, tiny, long_gguf, tiny_gguf, hangs):
     first = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
-    second: asyncio.Task[object] = asyncio.create_task(
-        manager.load_entry(entry_of(tiny_gguf, "second"), if_busy="replace")
-    )
+    second = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf, "second"), if_busy="replace"))
     assert "second is loaded instead" in await cancelled(first)
     await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
     assert "the load of second was cancelled" in await cancelled(second)
@@ -164,11 +156,9 @@ async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(
 
 
 @pytest.mark.anyio
-async def test_a_second_request_for_the_same_model_joins_the_load(
-    manager: ModelManager, long_gguf: Path, hangs: HangingProcesses
-) -> None:
+async def test_a_second_request_for_the_same_model_joins_the_load(manager, long_gguf, hangs):
     first = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
-    again: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(long_gguf, "long")))
+    again = asyncio.create_task(manager.load_entry(entry_of(long_gguf, "long")))
     done, _ = await asyncio.wait([first, again], timeout=0.3)
     assert not done
     assert hangs.processes == 1
@@ -179,9 +169,7 @@ async def test_a_second_request_for_the_same_model_joins_the_load(
 
 
 @pytest.mark.anyio
-async def test_loading_the_previous_model_again_can_be_replaced_too(
-    manager: ModelManager, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: HangingProcesses
-) -> None:
+async def test_loading_the_previous_model_again_can_be_replaced_too(manager, tiny, *, tiny_gguf, tmp_path, hangs):
     await manager.load_entry(entry_of(tiny_gguf))
     load = await start_hanging_load(manager, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
     await asyncio.wait_for(manager.load_entry(tiny, if_busy="replace"), CHAT_WAIT_S)
@@ -193,16 +181,14 @@ async def test_loading_the_previous_model_again_can_be_replaced_too(
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(
-    manager: ModelManager, tiny_gguf: Path, minilm_gguf: Path, hangs: HangingProcesses
-) -> None:
+async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(manager, tiny_gguf, minilm_gguf, hangs):
     hangs(True)
-    pinning: asyncio.Task[object] = asyncio.create_task(pin(manager, entry_of(minilm_gguf, "minilm")))
+    pinning = asyncio.create_task(pin(manager, entry_of(minilm_gguf, "minilm")))
     await wait_until_hanging(pinning, hangs)
     await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
     assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
     # A load waits until the memory of the pinned model is known.
-    load: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf)))
+    load = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf)))
     await asyncio.sleep(0.3)
     assert not load.done()
     await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
@@ -215,7 +201,7 @@ async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(
 
 
 @pytest.mark.anyio
-async def test_stopping_the_manager_cancels_a_hanging_load(long_gguf: Path, hangs: HangingProcesses) -> None:
+async def test_stopping_the_manager_cancels_a_hanging_load(long_gguf, hangs):
     async with ModelManager(SETTINGS) as manager:
         load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     with pytest.raises(LabError, match="the engine was stopped"):
@@ -223,12 +209,10 @@ async def test_stopping_the_manager_cancels_a_hanging_load(long_gguf: Path, hang
     assert hangs.processes == 0
 
 
-def test_a_server_accepts_an_unload_while_a_load_hangs(
-    tiny_home: Path, long_gguf: Path, hangs: HangingProcesses
-) -> None:
+def test_a_server_accepts_an_unload_while_a_load_hangs(tiny_home, long_gguf, hangs):
     with serving(tiny_home, None, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as http:
         hangs(True)
-        answers: list[httpx2.Response] = []
+        answers = []
         body = {"model": str(long_gguf)}
         load = threading.Thread(target=lambda: answers.append(http.post("/admin/models/load", json=body)))
         load.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.errors import EngineDeadError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, ModelEntry
+from lmx_lab.values.models import Format
 from lmx_lab.weights import Catalog
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
 from tests.support.engines import llama_core, process_of, run
@@ -30,16 +29,16 @@ SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
 FORMATS: tuple[Format, ...] = ("mlx", "gguf")
 
 
-def entry_of(path: Path) -> ModelEntry:
+def entry_of(path):
     return Catalog(Settings()).resolve(str(path))
 
 
-def weights_of(path: Path) -> Path:
+def weights_of(path):
     return path / "model.safetensors" if path.is_dir() else path
 
 
 @pytest.fixture
-def copy(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path) -> Callable[[Format], Path]:
+def copy(tmp_path, tiny, tiny_gguf):
     """Return a function that copies ``tiny`` to a folder that the test can change."""
 
     def create(format_: Format) -> Path:
@@ -51,7 +50,7 @@ def copy(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path) -> Callable[[Format]
 
 
 @pytest.fixture
-def other(tmp_path: Path, smollm2: ModelEntry, tiny_gguf: Path) -> Callable[[Format], Path]:
+def other(tmp_path, smollm2, tiny_gguf):
     """Return a function that writes a model with other weights or another context length than ``tiny``."""
 
     def create(format_: Format) -> Path:
@@ -64,7 +63,7 @@ def other(tmp_path: Path, smollm2: ModelEntry, tiny_gguf: Path) -> Callable[[For
 
 
 @pytest.fixture
-async def manager() -> AsyncIterator[ModelManager]:
+async def manager():
     async with ModelManager(SETTINGS) as manager:
         yield manager
 
@@ -74,9 +73,7 @@ async def manager() -> AsyncIterator[ModelManager]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("damage", ["cut", "overwritten", "removed"])
-async def test_a_model_loaded_by_mlx_does_not_depend_on_its_files(
-    manager: ModelManager, copy: Callable[[Format], Path], damage: str
-) -> None:
+async def test_a_model_loaded_by_mlx_does_not_depend_on_its_files(manager, copy, damage):
     path = copy("mlx")
     await manager.load_entry(entry_of(path))
     good = (await run(manager))[0]
@@ -92,8 +89,8 @@ async def test_a_model_loaded_by_mlx_does_not_depend_on_its_files(
 
 @pytest.mark.anyio
 async def test_the_process_of_an_overwritten_gguf_file_is_stopped_because_it_would_compute_with_the_new_content(
-    manager: ModelManager, copy: Callable[[Format], Path], tiny_gguf: Path
-) -> None:
+    manager, copy, tiny_gguf
+):
     path = copy("gguf")
     await manager.load_entry(entry_of(path))
     assert (await run(manager))[1].output_tokens == 8
@@ -109,9 +106,7 @@ async def test_the_process_of_an_overwritten_gguf_file_is_stopped_because_it_wou
 
 
 @pytest.mark.anyio
-async def test_a_replaced_or_removed_gguf_file_does_not_change_the_loaded_model(
-    manager: ModelManager, copy: Callable[[Format], Path], other: Callable[[Format], Path]
-) -> None:
+async def test_a_replaced_or_removed_gguf_file_does_not_change_the_loaded_model(manager, copy, other):
     path = copy("gguf")
     await manager.load_entry(entry_of(path))
     good = (await run(manager))[0]
@@ -130,9 +125,7 @@ async def test_a_replaced_or_removed_gguf_file_does_not_change_the_loaded_model(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_a_load_after_the_files_were_replaced_reads_the_new_ones(
-    manager: ModelManager, copy: Callable[[Format], Path], other: Callable[[Format], Path], format_: Format
-) -> None:
+async def test_a_load_after_the_files_were_replaced_reads_the_new_ones(manager, copy, other, format_):
     path = copy(format_)
     await manager.load_entry(entry_of(path))
     assert (await manager.load_entry(entry_of(path))).load_s == 0
@@ -150,9 +143,7 @@ async def test_a_load_after_the_files_were_replaced_reads_the_new_ones(
 
 @pytest.mark.parametrize("damage", ["cut", "removed"])
 @pytest.mark.parametrize("format_", FORMATS)
-def test_a_server_reports_damaged_files_of_a_loaded_model(
-    tiny_home: Path, copy: Callable[[Format], Path], format_: Format, damage: str
-) -> None:
+def test_a_server_reports_damaged_files_of_a_loaded_model(tiny_home, copy, format_, damage):
     path = copy(format_)
     with serving(tiny_home, str(path), threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as http:
         if damage == "removed":
@@ -181,7 +172,7 @@ def test_a_server_reports_damaged_files_of_a_loaded_model(
 # During a load
 
 
-def _after_the_header(monkeypatch: pytest.MonkeyPatch, damage: Callable[[], object]) -> None:
+def _after_the_header(monkeypatch, damage):
     """Call a function once, when the next load has read the header of its file but not the rest."""
     read, start = mx.load, LlamaProcess.start
 
@@ -202,8 +193,8 @@ def _after_the_header(monkeypatch: pytest.MonkeyPatch, damage: Callable[[], obje
 
 @pytest.mark.anyio
 async def test_an_mlx_file_that_is_truncated_while_it_is_read_is_refused_and_the_previous_model_is_loaded_again(
-    manager: ModelManager, tiny: ModelEntry, copy: Callable[[Format], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    manager, tiny, copy, monkeypatch
+):
     path = copy("mlx")
     await manager.load_entry(tiny)
     good = (await run(manager))[0]
@@ -217,14 +208,14 @@ async def test_an_mlx_file_that_is_truncated_while_it_is_read_is_refused_and_the
 @pytest.mark.anyio
 @pytest.mark.parametrize("format_", FORMATS)
 async def test_a_model_whose_files_change_while_they_are_read_is_not_used(
-    manager: ModelManager,
-    tiny: ModelEntry,
+    manager,
+    tiny,
     *,
-    copy: Callable[[Format], Path],
-    other: Callable[[Format], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    format_: Format,
-) -> None:
+    copy,
+    other,
+    monkeypatch,
+    format_,
+):
     path, new = copy(format_), weights_of(other(format_))
     await manager.load_entry(tiny)
 

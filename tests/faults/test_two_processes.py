@@ -1,35 +1,30 @@
 """Tests of two processes that download, convert, load and delete the same model at the same time."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import httpx2
 import pytest
 
-from lmx_lab.values.models import ModelEntry
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
 from tests.support.commands import Serving
-from tests.support.hub import REPO, Hub, hub_with, instead
+from tests.support.hub import REPO, hub_with, instead
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def server(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def server(tiny, monkeypatch):
     with hub_with(tiny.path) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
 
 
 @contextmanager
-def two_servers(home: Path, *arguments: str) -> Iterator[list[httpx2.Client]]:
+def two_servers(home, *arguments):
     """Start two servers at the same time and wait until both are ready."""
     with ExitStack() as stack:
         started = [Serving(home, "--port", "0", *arguments) for _ in range(2)]
@@ -41,9 +36,7 @@ def two_servers(home: Path, *arguments: str) -> Iterator[list[httpx2.Client]]:
         ]
 
 
-def test_a_model_that_two_servers_need_is_downloaded_once_and_can_be_deleted_while_loaded(
-    tmp_path: Path, server: Hub
-) -> None:
+def test_a_model_that_two_servers_need_is_downloaded_once_and_can_be_deleted_while_loaded(tmp_path, server):
     body = chat_body(model=REPO)
     with two_servers(tmp_path, "--model", REPO) as servers:
         first, second = servers
@@ -79,7 +72,7 @@ print(entry.path, sum(progress.stage == "convert" and not progress.done_bytes fo
 """
 
 
-def test_a_file_that_two_processes_convert_at_the_same_time_is_converted_once(tmp_path: Path, tiny_gguf: Path) -> None:
+def test_a_file_that_two_processes_convert_at_the_same_time_is_converted_once(tmp_path, tiny_gguf):
     command = [sys.executable, "-c", CONVERT, str(tmp_path), str(tiny_gguf)]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:

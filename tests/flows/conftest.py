@@ -4,56 +4,49 @@
 server for the session.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import httpx2
 import pytest
 
-from lmx_lab.notebook import Lab
-from lmx_lab.values.models import ModelEntry
 from tests.support.labs import PACE, serving
 from tests.support.models import write_tiny_bert, write_tiny_llama
 
 
 @pytest.fixture(scope="session")
-def lab(echo_home: Path) -> Iterator[Lab]:
+def lab(echo_home):
     """Run a server with ``echo`` loaded. Tests that unload it use ``fresh_lab``."""
     with serving(echo_home, "echo", slots=2, queue_limit=2, echo_tokens_per_s=PACE) as lab:
         yield lab
 
 
 @pytest.fixture(scope="session")
-def quick_lab(echo_home: Path) -> Iterator[Lab]:
+def quick_lab(echo_home):
     """Run a server with ``echo`` at full speed. ``PACE`` would apply to embeddings too."""
     with serving(echo_home, "echo") as lab:
         yield lab
 
 
 @pytest.fixture
-def fresh_lab(echo_home: Path) -> Iterator[Lab]:
+def fresh_lab(echo_home):
     with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab:
         yield lab
 
 
 # For one module only: in a session, later tests would measure the memory of its model as that of this process.
 @pytest.fixture(scope="module")
-def tiny_lab(tiny_home: Path) -> Iterator[Lab]:
+def tiny_lab(tiny_home):
     """Run a server with ``tiny`` loaded. Tests that unload it use ``fresh_tiny_lab``."""
     with serving(tiny_home, "tiny", slots=2, queue_limit=2) as lab:
         yield lab
 
 
 @pytest.fixture
-def fresh_tiny_lab(tiny_home: Path) -> Iterator[Lab]:
+def fresh_tiny_lab(tiny_home):
     with serving(tiny_home, "tiny") as lab:
         yield lab
 
 
 @pytest.fixture(scope="session")
-def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def long_home(tmp_path_factory, smollm2):
     """Create a home with ``tiny-long``, which has a context of 8192 tokens, for long prompts."""
     home = tmp_path_factory.mktemp("long-home")
     write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
@@ -61,7 +54,7 @@ def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> 
 
 
 @pytest.fixture(scope="session")
-def three_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def three_home(tmp_path_factory, smollm2):
     """Create a home with a tiny chat model, a tiny embedding model and a tiny reranker."""
     home = tmp_path_factory.mktemp("three-home")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0)
@@ -71,31 +64,31 @@ def three_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) ->
 
 
 @pytest.fixture(scope="module")
-def encoding_lab(starter_home: Path, minilm: ModelEntry) -> Iterator[Lab]:
+def encoding_lab(starter_home, minilm):
     """Run a server with the real MiniLM loaded."""
     with serving(starter_home, minilm.id) as lab:
         yield lab
 
 
 @pytest.fixture(scope="session")
-def http(lab: Lab) -> Iterator[httpx2.Client]:
+def http(lab):
     with httpx2.Client(base_url=lab.url, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
-def fresh_http(fresh_lab: Lab) -> Iterator[httpx2.Client]:
+def fresh_http(fresh_lab):
     with httpx2.Client(base_url=fresh_lab.url, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def tiny_http(tiny_lab: Lab) -> Iterator[httpx2.Client]:
+def tiny_http(tiny_lab):
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
-def fresh_tiny_http(fresh_tiny_lab: Lab) -> Iterator[httpx2.Client]:
+def fresh_tiny_http(fresh_tiny_lab):
     with httpx2.Client(base_url=fresh_tiny_lab.url, timeout=60) as client:
         yield client

@@ -1,21 +1,15 @@
 """Tests of model management, health and metrics: specification sections 2.7-2.9, 3, 4.2 and 4.3."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 
-from lmx_lab.notebook import Lab
-from lmx_lab.values.models import ModelEntry
 from tests.support.asking import ENDLESS, chat_body, echo_body
 from tests.support.gguf import gguf_bytes
 from tests.support.labs import PACE, serving
@@ -24,19 +18,19 @@ from tests.support.models import write_tiny_llama
 CHAT = "/v1/chat/completions"
 
 
-def load(http: httpx2.Client, model: str, **options: str) -> httpx2.Response:
+def load(http, model, **options):
     return http.post("/admin/models/load", json={"model": model, **options})
 
 
-def code(response: httpx2.Response) -> str:
+def code(response):
     return str(response.json()["error"]["code"])
 
 
-def test_healthz_reports_that_the_process_runs(http: httpx2.Client) -> None:
+def test_healthz_reports_that_the_process_runs(http):
     assert http.get("/healthz").json() == {"status": "ok"}
 
 
-def test_readiness_follows_the_model(fresh_http: httpx2.Client) -> None:
+def test_readiness_follows_the_model(fresh_http):
     ready = fresh_http.get("/readyz")
     assert ready.status_code == 200
     assert (ready.json()["ready"], ready.json()["model"]) == (True, "echo")
@@ -56,15 +50,13 @@ def test_readiness_follows_the_model(fresh_http: httpx2.Client) -> None:
     assert fresh_http.get("/readyz").status_code == 200
 
 
-def test_an_unload_without_a_model_succeeds(fresh_http: httpx2.Client) -> None:
+def test_an_unload_without_a_model_succeeds(fresh_http):
     fresh_http.post("/admin/models/unload")
     assert fresh_http.post("/admin/models/unload").json() == {"success": True, "freed_vram_gb": 0.0}
 
 
 @pytest.mark.slow
-def test_a_model_that_waits_for_answers_is_unloading_and_a_second_request_stops_them(
-    fresh_lab: Lab, fresh_http: httpx2.Client
-) -> None:
+def test_a_model_that_waits_for_answers_is_unloading_and_a_second_request_stops_them(fresh_lab, fresh_http):
     state = {"answers_left": 1, "seconds_left": 30, "replaced_by": None}
     with fresh_http.stream("GET", "/admin/events", params={"include": "models"}) as events:
         lines = events.iter_lines()
@@ -96,7 +88,7 @@ def test_a_model_that_waits_for_answers_is_unloading_and_a_second_request_stops_
     assert fresh_http.get("/readyz").status_code == 503
 
 
-def test_the_list_has_all_models_on_disk_and_marks_the_loaded_one(http: httpx2.Client, echo_home: Path) -> None:
+def test_the_list_has_all_models_on_disk_and_marks_the_loaded_one(http, echo_home):
     records = {record["id"]: record for record in http.get("/admin/models").json()["models"]}
     assert {"echo", "other"} <= set(records)
     loaded, other = records["echo"], records["other"]
@@ -107,7 +99,7 @@ def test_the_list_has_all_models_on_disk_and_marks_the_loaded_one(http: httpx2.C
     assert Path(other["path"]) == echo_home / "models" / "other"
 
 
-def test_the_list_has_the_engines_and_the_engine_of_each_model(http: httpx2.Client) -> None:
+def test_the_list_has_the_engines_and_the_engine_of_each_model(http):
     body = http.get("/admin/models").json()
     assert [(engine["name"], engine["tokens_per_second"]) for engine in body["engines"]] == [
         ("mlx", None),
@@ -118,7 +110,7 @@ def test_the_list_has_the_engines_and_the_engine_of_each_model(http: httpx2.Clie
     assert {(record["engine"], record["problem"]) for record in body["models"]} == {("echo", None), ("mlx", None)}
 
 
-def test_v1_models_lists_the_models_in_the_chat_format(http: httpx2.Client) -> None:
+def test_v1_models_lists_the_models_in_the_chat_format(http):
     body = http.get("/v1/models").json()
     assert body["object"] == "list"
     assert {"echo", "other"} <= {card["id"] for card in body["data"]}
@@ -127,7 +119,7 @@ def test_v1_models_lists_the_models_in_the_chat_format(http: httpx2.Client) -> N
     assert other["slots"] is None
 
 
-def test_default_is_the_loaded_model(fresh_http: httpx2.Client) -> None:
+def test_default_is_the_loaded_model(fresh_http):
     echo = fresh_http.get("/v1/models/echo").json()
     assert fresh_http.get("/v1/models/default").json() == {**echo, "id": "default", "root": "echo"}
     fresh_http.post("/admin/models/unload")
@@ -135,7 +127,7 @@ def test_default_is_the_loaded_model(fresh_http: httpx2.Client) -> None:
     assert [(answer.status_code, code(answer)) for answer in answers] == [(503, "no-model-loaded")] * 2
 
 
-def test_a_load_replaces_the_loaded_model(fresh_tiny_http: httpx2.Client) -> None:
+def test_a_load_replaces_the_loaded_model(fresh_tiny_http):
     body = load(fresh_tiny_http, "tiny-two", draft="tiny").json()
     assert set(body) == {
         *("success", "model", "load_time_ms", "vram_gb", "engine", "engine_reason", "slots", "context_length"),
@@ -151,15 +143,15 @@ def test_a_load_replaces_the_loaded_model(fresh_tiny_http: httpx2.Client) -> Non
     assert fresh_tiny_http.post(CHAT, json=chat_body(model="tiny")).status_code == 503
 
 
-def test_loading_the_loaded_model_returns_at_once(fresh_http: httpx2.Client) -> None:
+def test_loading_the_loaded_model_returns_at_once(fresh_http):
     assert load(fresh_http, "echo").json()["load_time_ms"] == 0
 
 
-def test_a_path_can_be_loaded_from_this_machine(fresh_tiny_http: httpx2.Client, tiny_home: Path) -> None:
+def test_a_path_can_be_loaded_from_this_machine(fresh_tiny_http, tiny_home):
     assert load(fresh_tiny_http, str(tiny_home / "models" / "tiny-two")).json()["success"] is True
 
 
-def test_a_load_may_choose_the_engine_which_must_run_the_models_format(http: httpx2.Client, echo_home: Path) -> None:
+def test_a_load_may_choose_the_engine_which_must_run_the_models_format(http, echo_home):
     assert http.post("/admin/models/load", json={"model": "echo", "engine": "auto"}).status_code == 200
     for model, engine in (("echo", "mlx"), ("other", "llama.cpp")):
         refused = http.post("/admin/models/load", json={"model": model, "engine": engine})
@@ -182,7 +174,7 @@ def test_a_load_may_choose_the_engine_which_must_run_the_models_format(http: htt
         {"model": "tiny", "kv_cache_dtype": "q3_0"},
     ],
 )
-def test_a_malformed_load_is_400(http: httpx2.Client, body: dict[str, Any]) -> None:
+def test_a_malformed_load_is_400(http, body):
     response = http.post("/admin/models/load", json=body)
     assert (response.status_code, code(response)) == (400, "invalid-request")
 
@@ -191,30 +183,26 @@ class TestModelsThatCannotBeLoaded:
     """After the error, the loaded model still answers."""
 
     @pytest.fixture(autouse=True)
-    def _echo_still_answers(self, http: httpx2.Client) -> Iterator[None]:
+    def _echo_still_answers(self, http):
         yield
         assert http.post(CHAT, json=echo_body()).status_code == 200
 
     @pytest.mark.parametrize("name", ["unheard-of", "/no/such/folder", "../no/such/folder"])
-    def test_an_unknown_name_is_404(self, http: httpx2.Client, name: str) -> None:
+    def test_an_unknown_name_is_404(self, http, name):
         response = load(http, name)
         assert (response.status_code, code(response)) == (404, "model-not-found")
 
-    def test_a_hub_id_that_cannot_be_downloaded_is_404(
-        self, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_hub_id_that_cannot_be_downloaded_is_404(self, http, monkeypatch):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         response = load(http, "nobody/nothing")
         assert (response.status_code, code(response)) == (404, "model-not-found")
 
-    def test_a_folder_without_a_model_is_refused(self, http: httpx2.Client, tmp_path: Path) -> None:
+    def test_a_folder_without_a_model_is_refused(self, http, tmp_path):
         response = load(http, str(tmp_path))
         assert (response.status_code, code(response)) == (400, "invalid-request")
         assert "config.json" in response.json()["error"]["message"]
 
-    def test_a_truncated_safetensors_file_is_refused(
-        self, http: httpx2.Client, echo_home: Path, tmp_path: Path
-    ) -> None:
+    def test_a_truncated_safetensors_file_is_refused(self, http, echo_home, tmp_path):
         shutil.copytree(echo_home / "models" / "other", tmp_path / "cut")
         weights = tmp_path / "cut" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
@@ -226,9 +214,7 @@ class TestModelsThatCannotBeLoaded:
         ("content", "reason"),
         [(b"GGUF", "is not a GGUF file"), (gguf_bytes({"general.type": "adapter"}, {}), "an adapter")],
     )
-    def test_a_truncated_gguf_file_and_a_part_of_a_model_are_refused(
-        self, http: httpx2.Client, tmp_path: Path, content: bytes, reason: str
-    ) -> None:
+    def test_a_truncated_gguf_file_and_a_part_of_a_model_are_refused(self, http, tmp_path, content, reason):
         file = tmp_path / "qwen2.gguf"
         file.write_bytes(content)
         response = load(http, str(file))
@@ -242,13 +228,11 @@ class TestModelsThatMlxCannotLoad:
     """After the error, the loaded model still answers."""
 
     @pytest.fixture(autouse=True)
-    def _tiny_still_answers(self, tiny_http: httpx2.Client) -> Iterator[None]:
+    def _tiny_still_answers(self, tiny_http):
         yield
         assert tiny_http.post(CHAT, json=chat_body()).status_code == 200
 
-    def test_weights_that_do_not_fit_the_architecture_are_refused(
-        self, tiny_http: httpx2.Client, tiny_home: Path, tmp_path: Path
-    ) -> None:
+    def test_weights_that_do_not_fit_the_architecture_are_refused(self, tiny_http, tiny_home, tmp_path):
         shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "odd")
         config = json.loads((tmp_path / "odd" / "config.json").read_text())
         (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
@@ -256,9 +240,7 @@ class TestModelsThatMlxCannotLoad:
         assert (response.status_code, code(response)) == (400, "invalid-request")
         assert "tiny is loaded again" in response.json()["error"]["message"]
 
-    def test_an_architecture_that_mlx_lm_does_not_support_is_refused(
-        self, tiny_http: httpx2.Client, tiny_home: Path, tmp_path: Path
-    ) -> None:
+    def test_an_architecture_that_mlx_lm_does_not_support_is_refused(self, tiny_http, tiny_home, tmp_path):
         shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "new")
         config = json.loads((tmp_path / "new" / "config.json").read_text())
         (tmp_path / "new" / "config.json").write_text(
@@ -268,7 +250,7 @@ class TestModelsThatMlxCannotLoad:
         assert (response.status_code, code(response)) == (400, "invalid-request")
 
 
-def test_a_full_disk_is_507_before_the_first_byte(tmp_path: Path) -> None:
+def test_a_full_disk_is_507_before_the_first_byte(tmp_path):
     home = tmp_path / "home"
     with serving(home, None, disk_reserve_bytes=10**18) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         response = load(http, "smollm2-135m")
@@ -277,11 +259,11 @@ def test_a_full_disk_is_507_before_the_first_byte(tmp_path: Path) -> None:
     assert [path for path in home.rglob("*") if path.stat().st_size > 4096] == []
 
 
-def test_a_simultaneous_load_and_unload_are_both_answered(fresh_tiny_http: httpx2.Client) -> None:
+def test_a_simultaneous_load_and_unload_are_both_answered(fresh_tiny_http):
     with fresh_tiny_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=300)) as response:
         pieces = response.iter_text()
         next(pieces)
-        answers: list[httpx2.Response] = []
+        answers = []
         calls = [
             threading.Thread(target=lambda: answers.append(fresh_tiny_http.post("/admin/models/unload"))),
             threading.Thread(target=lambda: answers.append(load(fresh_tiny_http, "tiny-two"))),
@@ -296,7 +278,7 @@ def test_a_simultaneous_load_and_unload_are_both_answered(fresh_tiny_http: httpx
     assert {code(answer) for answer in answers if answer.status_code == 409} <= {"model-busy"}
 
 
-def test_default_is_503_and_not_404_while_the_model_is_unloaded(echo_home: Path) -> None:
+def test_default_is_503_and_not_404_while_the_model_is_unloaded(echo_home):
     with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         with http.stream("POST", CHAT, json=echo_body(stream=True, max_tokens=200, ignore_eos=True)) as response:
             pieces = response.iter_text()
@@ -310,9 +292,7 @@ def test_default_is_503_and_not_404_while_the_model_is_unloaded(echo_home: Path)
     assert (answer.status_code, code(answer)) == (503, "no-model-loaded")
 
 
-def test_a_path_and_an_id_can_be_different_models_of_one_name(
-    fresh_tiny_http: httpx2.Client, tiny_home: Path, tmp_path: Path
-) -> None:
+def test_a_path_and_an_id_can_be_different_models_of_one_name(fresh_tiny_http, tiny_home, tmp_path):
     path = tmp_path / "tiny"
     write_tiny_llama(path, tiny_home / "models" / "tiny", seed=7)
     before = fresh_tiny_http.post(CHAT, json=chat_body(model="default")).json()["choices"][0]["message"]
@@ -326,7 +306,7 @@ def test_a_path_and_an_id_can_be_different_models_of_one_name(
     assert before != after
 
 
-def test_unusual_folders_do_not_hide_other_models(fresh_http: httpx2.Client, echo_home: Path) -> None:
+def test_unusual_folders_do_not_hide_other_models(fresh_http, echo_home):
     odd = echo_home / "models" / os.fsdecode(b"caf\xe9")
     odd.mkdir()
     (odd / "config.json").write_text("{}")
@@ -339,12 +319,12 @@ def test_unusual_folders_do_not_hide_other_models(fresh_http: httpx2.Client, ech
         locked.rmdir()
 
 
-def test_downloads_can_be_forbidden(tmp_path: Path) -> None:
+def test_downloads_can_be_forbidden(tmp_path):
     with serving(tmp_path, None, downloads=False) as lab, httpx2.Client(base_url=lab.url) as http:
         assert load(http, "smollm2-135m").status_code == 404
 
 
-def test_running_requests_are_answered_before_a_load(fresh_tiny_http: httpx2.Client) -> None:
+def test_running_requests_are_answered_before_a_load(fresh_tiny_http):
     with fresh_tiny_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=200)) as response:
         pieces = response.iter_text()
         first = next(pieces)
@@ -357,7 +337,7 @@ def test_running_requests_are_answered_before_a_load(fresh_tiny_http: httpx2.Cli
     assert fresh_tiny_http.get("/readyz").json()["model"] == "tiny-two"
 
 
-def test_a_chat_with_an_embedding_model_is_refused(starter_home: Path, minilm: ModelEntry) -> None:
+def test_a_chat_with_an_embedding_model_is_refused(starter_home, minilm):
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     with serving(starter_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
         assert load(http, minilm.id).status_code == 200
@@ -370,14 +350,14 @@ def test_a_chat_with_an_embedding_model_is_refused(starter_home: Path, minilm: M
     assert "does not chat" in default.json()["error"]["message"]
 
 
-def events(lab: Lab, query: str = "") -> Iterator[dict[str, Any]]:
+def events(lab, query=""):
     with httpx2.stream("GET", f"{lab.url}/admin/events{query}", timeout=30) as response:
         for line in response.iter_lines():
             if line:
                 yield json.loads(line.removeprefix("data: "))
 
 
-def test_metrics_have_the_specified_three_types_and_no_others(lab: Lab) -> None:
+def test_metrics_have_the_specified_three_types_and_no_others(lab):
     stream = events(lab)
     seen = {}
     while len(seen) < 3:
@@ -391,7 +371,7 @@ def test_metrics_have_the_specified_three_types_and_no_others(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_throughput_shows_running_work(lab: Lab, http: httpx2.Client) -> None:
+def test_throughput_shows_running_work(lab, http):
     stream = events(lab)
     next(stream)
     with http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as response:
@@ -402,26 +382,24 @@ def test_throughput_shows_running_work(lab: Lab, http: httpx2.Client) -> None:
             pass
 
 
-def test_loads_and_requests_are_reported_to_clients_that_include_them(
-    fresh_lab: Lab, fresh_http: httpx2.Client
-) -> None:
+def test_loads_and_requests_are_reported_to_clients_that_include_them(fresh_lab, fresh_http):
     stream = events(fresh_lab, "?include=models,requests")
     next(stream)
     fresh_http.post(CHAT, json=echo_body())
     fresh_http.post("/admin/models/unload")
     load(fresh_http, "echo")
-    seen: list[dict[str, Any]] = []
+    seen = []
     while not any(event["type"] == "model" and event["stage"] == "loaded" for event in seen):
         seen.append(next(stream))
     (request,) = [event for event in seen if event["type"] == "request"]
     assert (request["model"], request["completion_tokens"]) == ("echo", 8)
 
 
-def test_an_unknown_include_is_400(http: httpx2.Client) -> None:
+def test_an_unknown_include_is_400(http):
     assert http.get("/admin/events?include=secrets").status_code == 400
 
 
-def test_a_configured_key_is_required_except_for_health(echo_home: Path) -> None:
+def test_a_configured_key_is_required_except_for_health(echo_home):
     with serving(echo_home, "echo", api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
         refused = http.post(CHAT, json=echo_body())
@@ -432,11 +410,11 @@ def test_a_configured_key_is_required_except_for_health(echo_home: Path) -> None
         assert "s3cret" not in repr(lab)
 
 
-def test_any_key_is_accepted_if_none_is_configured(http: httpx2.Client) -> None:
+def test_any_key_is_accepted_if_none_is_configured(http):
     assert http.post(CHAT, json=echo_body(), headers={"authorization": "Bearer anything"}).status_code == 200
 
 
-def test_an_allowed_page_can_call_and_read_errors(echo_home: Path) -> None:
+def test_an_allowed_page_can_call_and_read_errors(echo_home):
     page = "http://localhost:3000"
     with serving(echo_home, "echo", cors_origins=(page,)) as lab, httpx2.Client(base_url=lab.url) as http:
         preflight = http.options(
@@ -456,7 +434,7 @@ def test_an_allowed_page_can_call_and_read_errors(echo_home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_openapi_describes_every_route(http: httpx2.Client) -> None:
+def test_openapi_describes_every_route(http):
     paths = http.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/models", "/healthz", "/readyz", "/admin/models", "/admin/events"} <= set(paths)
     assert http.get("/docs").status_code == 200

@@ -5,14 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import socket
-from collections.abc import Iterator
-from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
 import pytest
 
-from lmx_lab.notebook import Lab
 from tests.support.asking import HELLO, echo_body, error_of
 
 PATH = "/v1/chat/completions"
@@ -21,7 +17,7 @@ TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.fixture(autouse=True)
-def _next_good_request_works(http: httpx2.Client) -> Iterator[None]:
+def _next_good_request_works(http):
     yield
     assert http.post(PATH, json=echo_body(max_tokens=1)).status_code == 200
 
@@ -44,7 +40,7 @@ def _next_good_request_works(http: httpx2.Client) -> Iterator[None]:
         b'{"seed": ' + b"9" * 5000 + b"}",
     ],
 )
-def test_a_body_that_is_not_a_json_object_is_refused(http: httpx2.Client, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(http, body):
     error_of(http.post(PATH, content=body, headers=JSON), 400, "invalid-request")
 
 
@@ -117,7 +113,7 @@ def test_a_body_that_is_not_a_json_object_is_refused(http: httpx2.Client, body: 
         ({"colour[red]": "blue"}, "colour[red]"),
     ],
 )
-def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_400_and_named(http, changes, param):
     error = error_of(http.post(PATH, json=echo_body(**changes)), 400, "invalid-request")
     assert error["param"] == param
     assert param.partition(".")[0] in error["message"]
@@ -133,7 +129,7 @@ def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[st
         ("/admin/models/load", {}, "model"),
     ],
 )
-def test_a_missing_field_is_400_and_named(http: httpx2.Client, path: str, body: dict[str, Any], missing: str) -> None:
+def test_a_missing_field_is_400_and_named(http, path, body, missing):
     assert error_of(http.post(path, json=body), 400, "invalid-request")["param"] == missing
 
 
@@ -149,9 +145,7 @@ def test_a_missing_field_is_400_and_named(http: httpx2.Client, path: str, body: 
         ({"repeat_last_n": 64, "repeat_penalty": 1.1}, ("repeat_last_n", "-1")),
     ],
 )
-def test_fields_that_contradict_each_other_are_400_and_both_named(
-    http: httpx2.Client, changes: dict[str, Any], names: tuple[str, str]
-) -> None:
+def test_fields_that_contradict_each_other_are_400_and_both_named(http, changes, names):
     body = {**echo_body(), **changes}
     if "max_tokens" not in changes:
         del body["max_tokens"]
@@ -159,14 +153,14 @@ def test_fields_that_contradict_each_other_are_400_and_both_named(
     assert all(name in message for name in names), message
 
 
-def test_the_message_names_value_and_limit(http: httpx2.Client) -> None:
+def test_the_message_names_value_and_limit(http):
     message = error_of(http.post(PATH, json=echo_body(temperature=2.1)), 400, "invalid-request")["message"]
     assert "2.1" in message
     assert "2" in message.replace("2.1", "")
 
 
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_the_content_type_must_be_json(http: httpx2.Client, content_type: str | None) -> None:
+def test_the_content_type_must_be_json(http, content_type):
     headers = {"content-type": content_type} if content_type else {}
     request = http.build_request("POST", PATH, content=b'{"model": "echo"}', headers=headers)
     error = error_of(http.send(request), 400, "invalid-request")
@@ -191,9 +185,7 @@ def test_the_content_type_must_be_json(http: httpx2.Client, content_type: str | 
         ({"tools": [TOOL] * 200}, ["200", "128"]),
     ],
 )
-def test_an_error_message_has_the_value_the_limit_and_the_next_step(
-    http: httpx2.Client, changes: dict[str, Any], expected: list[str]
-) -> None:
+def test_an_error_message_has_the_value_the_limit_and_the_next_step(http, changes, expected):
     message = error_of(http.post(PATH, json=echo_body(**changes)), 400, "invalid-request")["message"]
     assert [part for part in expected if part not in message] == []
 
@@ -207,34 +199,34 @@ def test_an_error_message_has_the_value_the_limit_and_the_next_step(
         (b"\xef\xbb\xbf{}", "byte order mark"),
     ],
 )
-def test_the_error_of_invalid_json_names_the_mistake(http: httpx2.Client, body: bytes, expected: str) -> None:
+def test_the_error_of_invalid_json_names_the_mistake(http, body, expected):
     assert expected in error_of(http.post(PATH, content=body, headers=JSON), 400, "invalid-request")["message"]
 
 
-def test_the_error_of_a_compressed_body_names_the_encoding(http: httpx2.Client) -> None:
+def test_the_error_of_a_compressed_body_names_the_encoding(http):
     headers = {**JSON, "content-encoding": "gzip"}
     error = error_of(http.post(PATH, content=b"\x1f\x8b", headers=headers), 400, "invalid-request")
     assert "gzip" in error["message"]
 
 
-def test_a_long_name_is_shortened_in_the_error(http: httpx2.Client) -> None:
+def test_a_long_name_is_shortened_in_the_error(http):
     error = error_of(http.post(PATH, json=echo_body(model="x" * 200_000)), 404, "model-not-found")
     assert len(error["message"]) < 1000
 
 
-def test_a_long_field_name_is_shortened_in_the_error(http: httpx2.Client) -> None:
+def test_a_long_field_name_is_shortened_in_the_error(http):
     error = error_of(http.post(PATH, json=echo_body(**{"x" * 200_000: 1})), 400, "invalid-request")
     assert len(error["message"]) < 1000
 
 
 @pytest.mark.slow
-def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http: httpx2.Client) -> None:
+def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http):
     body = echo_body(messages=[{"role": "user", "content": "a" * 20_000_000}])
     error_of(http.post(PATH, json=body), 413, "body-too-large")
 
 
 @pytest.mark.slow
-def test_a_body_without_a_length_is_limited_too(http: httpx2.Client) -> None:
+def test_a_body_without_a_length_is_limited_too(http):
     pieces = (b"a" * 100_000 for _ in range(100))
     error_of(http.post(PATH, content=pieces, headers=JSON), 413, "body-too-large")
 
@@ -249,24 +241,22 @@ def test_a_body_without_a_length_is_limited_too(http: httpx2.Client) -> None:
         (b'"' * 2_000_000, "600,000 texts"),
     ],
 )
-def test_a_body_with_too_many_values_is_413_and_the_limit_is_named(
-    http: httpx2.Client, content: bytes, limit: str
-) -> None:
+def test_a_body_with_too_many_values_is_413_and_the_limit_is_named(http, content, limit):
     for path in (PATH, "/v1/embeddings", "/v1/rerank", "/v1/completions", "/admin/models/load"):
         assert limit in error_of(http.post(path, content=content, headers=JSON), 413, "body-too-large")["message"]
 
 
-def test_a_prompt_longer_than_the_context_is_400_with_both_numbers(http: httpx2.Client) -> None:
+def test_a_prompt_longer_than_the_context_is_400_with_both_numbers(http):
     body = echo_body(messages=[{"role": "user", "content": "word " * 40_000}])
     message = error_of(http.post(PATH, json=body), 400, "context-length-exceeded")["message"]
     assert "32768" in message
 
 
-def test_an_unknown_model_is_404(http: httpx2.Client) -> None:
+def test_an_unknown_model_is_404(http):
     error_of(http.post(PATH, json=echo_body(model="unheard-of")), 404, "model-not-found")
 
 
-def test_a_model_that_is_on_disk_but_not_loaded_is_503_naming_both(http: httpx2.Client) -> None:
+def test_a_model_that_is_on_disk_but_not_loaded_is_503_naming_both(http):
     response = http.post(PATH, json=echo_body(model="other"))
     message = error_of(response, 503, "no-model-loaded")["message"]
     assert "other" in message
@@ -286,24 +276,24 @@ def test_a_model_that_is_on_disk_but_not_loaded_is_503_naming_both(http: httpx2.
         ("POST", "/v1/completions/", 404),
     ],
 )
-def test_a_wrong_address_has_the_same_error_body(http: httpx2.Client, method: str, path: str, status: int) -> None:
+def test_a_wrong_address_has_the_same_error_body(http, method, path, status):
     response = http.request(method, path)
     assert response.status_code == status
     assert response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"host": "localhost:1"}])
-def test_another_host_name_is_421(http: httpx2.Client, headers: dict[str, str]) -> None:
+def test_another_host_name_is_421(http, headers):
     error_of(http.get("/healthz", headers=headers), 421, "host-forbidden")
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null"])
-def test_a_page_of_another_origin_is_403(http: httpx2.Client, origin: str) -> None:
+def test_a_page_of_another_origin_is_403(http, origin):
     error_of(http.post(PATH, json={"messages": HELLO}, headers={"origin": origin}), 403, "origin-forbidden")
 
 
 @pytest.mark.parametrize("path", ["/nothing", PATH])
-def test_an_invalid_chunked_body_is_answered_once(lab: Lab, caplog: pytest.LogCaptureFixture, path: str) -> None:
+def test_an_invalid_chunked_body_is_answered_once(lab, caplog, path):
     """Also on a path that the application answers without reading the body."""
     head = f"POST {path} HTTP/1.1\r\nHost: {urlsplit(lab.url).netloc}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", lab.port), timeout=30) as connection:
@@ -314,7 +304,7 @@ def test_an_invalid_chunked_body_is_answered_once(lab: Lab, caplog: pytest.LogCa
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_a_refused_body_leaves_memory_without_a_garbage_collection(http: httpx2.Client) -> None:
+def test_a_refused_body_leaves_memory_without_a_garbage_collection(http):
     def marked() -> int:
         return sum(type(item) is list and item[:1] == ["refused"] for item in gc.get_objects())
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from lmx_lab.notebook import Lab
 from lmx_lab.server import chat
 from tests.support.asking import ENDLESS, HELLO, chat_body, echo_body, events
 from tests.support.labs import wait_until_idle
@@ -19,14 +16,14 @@ from tests.support.waiting import until
 PATH = "/v1/chat/completions"
 
 
-def lines(http: httpx2.Client, **changes: Any) -> list[str]:
+def lines(http, **changes):
     with http.stream("POST", PATH, json=echo_body(stream=True, **changes)) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         return events("".join(response.iter_text()))
 
 
-def test_a_completion_has_its_cost(http: httpx2.Client) -> None:
+def test_a_completion_has_its_cost(http):
     body = http.post(PATH, json=echo_body()).json()
     assert body["usage"]["completion_tokens"] == body["timings"]["predicted_n"] == 8
     assert body["timings"]["predicted_per_second"] > 0
@@ -34,7 +31,7 @@ def test_a_completion_has_its_cost(http: httpx2.Client) -> None:
     assert 0 <= details["disk_cached_tokens"] <= details["cached_tokens"] < body["usage"]["prompt_tokens"]
 
 
-def test_the_last_chunk_has_the_timings_and_usage_only_on_request(http: httpx2.Client) -> None:
+def test_the_last_chunk_has_the_timings_and_usage_only_on_request(http):
     *chunks, done = lines(http)
     last = json.loads(chunks[-1])
     assert done == "[DONE]"
@@ -43,16 +40,16 @@ def test_the_last_chunk_has_the_timings_and_usage_only_on_request(http: httpx2.C
     assert not any("usage" in json.loads(chunk) for chunk in chunks)
 
 
-def choices(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
+def choices(http, **changes):
     response = http.post(PATH, json=echo_body(**changes))
     assert response.status_code == 200, response.text
-    found: list[dict[str, Any]] = response.json()["choices"]
+    found = response.json()["choices"]
     return found
 
 
-def by_index(http: httpx2.Client, **changes: Any) -> dict[int, list[dict[str, Any]]]:
+def by_index(http, **changes):
     """Return the streamed chunks of each choice."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    found = {}
     for line in lines(http, **changes)[:-1]:
         for choice in json.loads(line)["choices"]:
             found.setdefault(choice["index"], []).append(choice)
@@ -63,7 +60,7 @@ WARM: dict[str, Any] = {"messages": HELLO, "temperature": 1.5, "seed": 7, "max_t
 """After the two tokens of the message, the echo engine samples random tokens."""
 
 
-def test_n_choices_differ_share_a_seed_and_count_the_prompt_once(http: httpx2.Client) -> None:
+def test_n_choices_differ_share_a_seed_and_count_the_prompt_once(http):
     body = http.post(PATH, json=echo_body(n=2, **WARM)).json()
     texts = [choice["message"]["content"] for choice in body["choices"]]
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
@@ -77,7 +74,7 @@ def test_n_choices_differ_share_a_seed_and_count_the_prompt_once(http: httpx2.Cl
     assert body["timings"]["cache_n"] + body["timings"]["prompt_n"] == body["usage"]["prompt_tokens"]
 
 
-def test_streamed_choices_have_a_role_and_an_end_each(http: httpx2.Client) -> None:
+def test_streamed_choices_have_a_role_and_an_end_each(http):
     whole = choices(http, n=2, **WARM)
     *_, usage, _ = lines(http, n=2, stream_options={"include_usage": True}, **WARM)
     assert json.loads(usage)["usage"]["completion_tokens"] == 24
@@ -89,7 +86,7 @@ def test_streamed_choices_have_a_role_and_an_end_each(http: httpx2.Client) -> No
         assert "".join(piece["delta"]["content"] for piece in pieces) == choice["message"]["content"]
 
 
-def test_choices_of_a_cancelled_request_free_all_their_slots(lab: Lab, http: httpx2.Client) -> None:
+def test_choices_of_a_cancelled_request_free_all_their_slots(lab, http):
     with http.stream("POST", PATH, json=echo_body(stream=True, n=2, **ENDLESS)) as response:
         next(response.iter_text())
         # The snapshot may be older than the first token.
@@ -97,13 +94,13 @@ def test_choices_of_a_cancelled_request_free_all_their_slots(lab: Lab, http: htt
     wait_until_idle(lab)
 
 
-def test_more_choices_than_the_queue_can_ever_hold_are_an_invalid_request(lab: Lab, http: httpx2.Client) -> None:
+def test_more_choices_than_the_queue_can_ever_hold_are_an_invalid_request(lab, http):
     refused = http.post(PATH, json=echo_body(n=5))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
     wait_until_idle(lab)
 
 
-def test_logprobs_have_each_token_its_bytes_and_alternatives(http: httpx2.Client) -> None:
+def test_logprobs_have_each_token_its_bytes_and_alternatives(http):
     (choice,) = choices(http, logprobs=True, top_logprobs=3)
     content = choice["logprobs"]["content"]
     assert choice["logprobs"]["refusal"] is None
@@ -118,15 +115,15 @@ def test_logprobs_have_each_token_its_bytes_and_alternatives(http: httpx2.Client
         assert token["logprob"] == rivals[0] <= 0
 
 
-def test_without_top_logprobs_there_are_no_alternatives(http: httpx2.Client) -> None:
+def test_without_top_logprobs_there_are_no_alternatives(http):
     (choice,) = choices(http, logprobs=True)
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[]] * 8
     assert choices(http)[0]["logprobs"] is None
 
 
 @pytest.mark.parametrize("stop", [None, "e"])
-def test_streamed_logprobs_equal_the_whole(http: httpx2.Client, stop: str | None) -> None:
-    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 16, "stop": stop}
+def test_streamed_logprobs_equal_the_whole(http, stop):
+    fields = {"logprobs": True, "top_logprobs": 2, "max_tokens": 16, "stop": stop}
     whole = choices(http, **fields)[0]["logprobs"]["content"]
     first, *pieces, last = by_index(http, **fields)[0]
     assert first["logprobs"] is last["logprobs"] is None
@@ -136,21 +133,19 @@ def test_streamed_logprobs_equal_the_whole(http: httpx2.Client, stop: str | None
     assert [token["logprob"] for token in streamed] == pytest.approx([token["logprob"] for token in whole], abs=1e-4)
 
 
-def test_a_bias_of_100_is_the_only_token(http: httpx2.Client) -> None:
+def test_a_bias_of_100_is_the_only_token(http):
     (choice,) = choices(http, logit_bias={"5": 100}, logprobs=True, max_tokens=3)
     assert len({token["token"] for token in choice["logprobs"]["content"]}) == 1
 
 
-def test_unknown_ids_in_a_bias_are_named(http: httpx2.Client) -> None:
+def test_unknown_ids_in_a_bias_are_named(http):
     response = http.post(PATH, json=echo_body(logit_bias={"49152": 1}))
     assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
     assert "49152" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/completions"])
-def test_a_program_on_this_machine_may_name_the_loaded_model_by_its_path(
-    tiny_http: httpx2.Client, tiny_home: Path, path: str
-) -> None:
+def test_a_program_on_this_machine_may_name_the_loaded_model_by_its_path(tiny_http, tiny_home, path):
     where = tiny_home / "models" / "tiny"
     what = {"prompt": "a", "max_tokens": 1} if path != PATH else chat_body(max_tokens=1)
     assert tiny_http.post(path, json={**what, "model": f"{where}/"}).json()["model"] == "tiny"
@@ -159,9 +154,7 @@ def test_a_program_on_this_machine_may_name_the_loaded_model_by_its_path(
     assert "by id" in refused.json()["error"]["message"]
 
 
-def test_programs_on_other_machines_name_models_by_id_only(
-    tiny_http: httpx2.Client, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_on_other_machines_name_models_by_id_only(tiny_http, tiny_home, monkeypatch):
     monkeypatch.setattr(chat, "is_local", lambda request: False)
     refused = tiny_http.post(PATH, json=chat_body(model=str(tiny_home / "models" / "tiny")))
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model-not-found")
@@ -211,12 +204,12 @@ def test_programs_on_other_machines_name_models_by_id_only(
         },
     ],
 )
-def test_fields_of_the_format_that_have_no_effect_here_are_accepted(http: httpx2.Client, extra: dict[str, Any]) -> None:
+def test_fields_of_the_format_that_have_no_effect_here_are_accepted(http, extra):
     response = http.post(PATH, json=echo_body(**extra))
     assert response.status_code == 200, response.text
 
 
-def test_every_answer_has_a_request_id(http: httpx2.Client) -> None:
+def test_every_answer_has_a_request_id(http):
     ids = {http.get(path).headers["x-request-id"] for path in ("/healthz", "/readyz", "/nope", "/v1/models")}
     assert len(ids) == 4
     error = http.post(PATH, json={})

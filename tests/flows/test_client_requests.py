@@ -23,14 +23,11 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
-from lmx_lab.notebook import Lab
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion
 from lmx_lab.wire.completions import Completion
 from lmx_lab.wire.embeddings import EmbeddingList
@@ -53,7 +50,7 @@ FOLDER = Path(__file__).parents[1] / "client_requests"
 Check = Callable[[str], None]
 
 
-def body_of(model: type[BaseModel]) -> Check:
+def body_of(model):
     """Return a check that the answer is one JSON object of this form."""
 
     def check(text: str) -> None:
@@ -62,7 +59,7 @@ def body_of(model: type[BaseModel]) -> Check:
     return check
 
 
-def events_of(model: type[BaseModel], *, end: str = "") -> Check:
+def events_of(model, *, end=""):
     """Return a check that the answer consists of server-sent events of this form.
 
     Args:
@@ -80,7 +77,7 @@ def events_of(model: type[BaseModel], *, end: str = "") -> Check:
     return check
 
 
-def lines_of(model: type[BaseModel]) -> Check:
+def lines_of(model):
     """Return a check that the answer consists of lines of JSON of this form."""
 
     def check(text: str) -> None:
@@ -113,17 +110,17 @@ FORMS: Mapping[str, tuple[Check, Check | None]] = {
 """For each route, the checks of a complete answer, which is ``application/json``, and of a streamed one."""
 
 
-def recorded() -> list[Path]:
+def recorded():
     return sorted(FOLDER.glob("*.json"))
 
 
 @pytest.fixture(scope="module")
-def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def echo(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("clients"), "echo", any_model=True) as lab:
         yield lab
 
 
-def send(lab: Lab, request: Mapping[str, Any]) -> tuple[http.client.HTTPResponse, str]:
+def send(lab, request):
     """Send a recorded request with exactly its headers."""
     data = json.dumps(request["body"]).encode() if "body" in request else b""
     connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=60)
@@ -140,7 +137,7 @@ def send(lab: Lab, request: Mapping[str, Any]) -> tuple[http.client.HTTPResponse
 
 
 @pytest.mark.parametrize("path", recorded(), ids=lambda path: path.stem)
-def test_a_recorded_request_is_answered_in_the_form_of_its_route(echo: Lab, path: Path) -> None:
+def test_a_recorded_request_is_answered_in_the_form_of_its_route(echo, path):
     request = json.loads(path.read_text(encoding="utf-8"))
     response, text = send(echo, request)
     assert response.status == 200, text
@@ -153,5 +150,5 @@ def test_a_recorded_request_is_answered_in_the_form_of_its_route(echo: Lab, path
     assert (ignored.split(", ") if ignored else []) == request.get("ignored", [])
 
 
-def test_requests_are_recorded() -> None:
+def test_requests_are_recorded():
     assert recorded()

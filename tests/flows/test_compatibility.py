@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -28,7 +26,7 @@ LLAMA_CPP_PAGE: dict[str, Any] = {
 """The settings that the web page of llama.cpp's server sends."""
 
 
-def body_for(path: str, **changes: Any) -> dict[str, Any]:
+def body_for(path, **changes):
     """Return a request without ``max_tokens`` for this route."""
     body = echo_body(**changes)
     if path == COMPLETIONS:
@@ -38,20 +36,20 @@ def body_for(path: str, **changes: Any) -> dict[str, Any]:
     return body
 
 
-def answer_of(http: httpx2.Client, path: str, **changes: Any) -> dict[str, Any]:
+def answer_of(http, path, **changes):
     response = http.post(path, json=body_for(path, **changes))
     assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
+    found = response.json()
     return found
 
 
-def text_of(http: httpx2.Client, path: str, **changes: Any) -> str:
+def text_of(http, path, **changes):
     (choice,) = answer_of(http, path, **changes)["choices"]
     return str(choice["message"]["content"] if path == CHAT else choice["text"])
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_parameters_have_the_names_of_other_servers(http: httpx2.Client, path: str) -> None:
+def test_parameters_have_the_names_of_other_servers(http, path):
     for name in ("max_tokens", "max_completion_tokens", "n_predict"):
         assert answer_of(http, path, **{name: 3})["usage"]["completion_tokens"] == 3
     assert answer_of(http, path, max_tokens=3, max_completion_tokens=3, n_predict=None)["usage"]["total_tokens"]
@@ -64,7 +62,7 @@ def test_parameters_have_the_names_of_other_servers(http: httpx2.Client, path: s
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_format_has_the_names_of_llama_cpp(http: httpx2.Client, path: str) -> None:
+def test_a_format_has_the_names_of_llama_cpp(http, path):
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     assert json.loads(text_of(http, path, json_schema=schema, max_tokens=50)) == {"a": 1}
     grammar = 'root ::= animal " " [0-9]{2}\nanimal ::= "cat" | "dog"'
@@ -75,7 +73,7 @@ def test_a_format_has_the_names_of_llama_cpp(http: httpx2.Client, path: str) -> 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
-def test_hints_are_ignored_and_named(http: httpx2.Client, path: str, stream: bool) -> None:
+def test_hints_are_ignored_and_named(http, path, stream):
     body = body_for(path, max_tokens=2, stream=stream)
     response = http.post(path, json={**body, **HINTS})
     assert response.status_code == 200, response.text
@@ -83,19 +81,19 @@ def test_hints_are_ignored_and_named(http: httpx2.Client, path: str, stream: boo
     assert "x-lmx-ignored" not in http.post(path, json={**body, "user": None}).headers
 
 
-def test_the_settings_of_llama_cpps_page_are_accepted(http: httpx2.Client) -> None:
+def test_the_settings_of_llama_cpps_page_are_accepted(http):
     response = http.post(CHAT, json=body_for(CHAT, **LLAMA_CPP_PAGE))
     assert response.status_code == 200, response.text
     assert response.headers["x-lmx-ignored"].startswith("cache_prompt, return_progress, timings_per_token")
 
 
-def test_the_page_lists_all_hints() -> None:
+def test_the_page_lists_all_hints():
     rows = table_rows(DOCS / "server.md", "sent by")
     assert {name.strip("` ") for row in rows for name in row["ignored fields"].split(",")} == set(HINTS)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_without_a_model_the_loaded_one_answers(http: httpx2.Client, path: str) -> None:
+def test_without_a_model_the_loaded_one_answers(http, path):
     body = body_for(path, max_tokens=2)
     del body["model"]
     assert http.post(path, json=body).json()["model"] == "echo"
@@ -103,15 +101,15 @@ def test_without_a_model_the_loaded_one_answers(http: httpx2.Client, path: str) 
 
 
 @pytest.fixture(scope="module")
-def naming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+def naming(tmp_path_factory):
     """A client of a server with an alias that answers requests for any model."""
     home = tmp_path_factory.mktemp("naming")
-    settings: dict[str, Any] = {"model_aliases": ["gpt-4o=echo", "small=missing"], "any_model": True}
+    settings = {"model_aliases": ["gpt-4o=echo", "small=missing"], "any_model": True}
     with serving(home, "echo", **settings) as lab, httpx2.Client(base_url=lab.url) as client:
         yield client
 
 
-def test_other_names_of_models_are_answered_if_the_settings_say_so(naming: httpx2.Client, http: httpx2.Client) -> None:
+def test_other_names_of_models_are_answered_if_the_settings_say_so(naming, http):
     for name in ("gpt-4o", "small", "claude-opus", "/etc/passwd"):
         assert naming.post(CHAT, json=echo_body(model=name)).json()["model"] == "echo"
         assert naming.post("/v1/embeddings", json={"model": name, "input": "sea"}).json()["model"] == "echo"
@@ -122,7 +120,7 @@ def test_other_names_of_models_are_answered_if_the_settings_say_so(naming: httpx
     assert "--any-model" in message
 
 
-def test_aliases_are_listed_with_the_id_of_their_model(naming: httpx2.Client) -> None:
+def test_aliases_are_listed_with_the_id_of_their_model(naming):
     cards = {card["id"]: card for card in naming.get("/v1/models").json()["data"]}
     assert "small" not in cards, "its model is not on disk"
     assert cards["echo"]["root"] is None
@@ -130,7 +128,7 @@ def test_aliases_are_listed_with_the_id_of_their_model(naming: httpx2.Client) ->
     assert naming.get("/v1/models/gpt-4o").json() == cards["gpt-4o"]
 
 
-def test_an_alias_alone_leaves_other_names_unknown(tmp_path: Path) -> None:
+def test_an_alias_alone_leaves_other_names_unknown(tmp_path):
     with serving(tmp_path, "echo", model_aliases=["gpt-4o=echo"]) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(CHAT, json=echo_body(model="gpt-4o")).json()["model"] == "echo"
         assert http.post("/api/generate", json={"model": "gpt-4o", "keep_alive": 0}).json()["done_reason"] == "unload"
@@ -141,12 +139,12 @@ def test_an_alias_alone_leaves_other_names_unknown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alias", ["", "gpt-4o", "=echo", "gpt-4o="])
-def test_an_alias_needs_both_names(alias: str) -> None:
+def test_an_alias_needs_both_names(alias):
     with pytest.raises(InvalidRequestError, match="name=id"):
         Settings(model_aliases=(alias,))
 
 
-def test_an_alias_with_two_ids_is_refused() -> None:
+def test_an_alias_with_two_ids_is_refused():
     with pytest.raises(InvalidRequestError, match="a name with two ids"):
         Settings(model_aliases=("gpt-4o=echo", "gpt-4o=other"))
 
@@ -164,7 +162,7 @@ TOOL = {
     ("choice", "kept"),
     [("required", 2), ({"type": "function", "function": {"name": "look"}}, 1), ("auto", 4)],
 )
-def test_a_forced_answer_repeats_no_call(tmp_path: Path, stream: bool, choice: Any, kept: int) -> None:
+def test_a_forced_answer_repeats_no_call(tmp_path, stream, choice, kept):
     script = tmp_path / "script.jsonl"
     script.write_text(json.dumps({"tool_calls": CALLS}) + "\n")
     with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
@@ -173,7 +171,7 @@ def test_a_forced_answer_repeats_no_call(tmp_path: Path, stream: bool, choice: A
     chunks = [json.loads(event) for event in events(response.text)[:-1]] if stream else [response.json()]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     calls = [call for choice in choices for call in choice["delta" if stream else "message"].get("tool_calls") or ()]
-    arguments: dict[Any, str] = {}
+    arguments = {}
     for at, call in enumerate(calls):
         index = call.get("index", at)
         arguments[index] = arguments.get(index, "") + call["function"]["arguments"]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.notebook import Lab
-from lmx_lab.values.models import ModelEntry
 from tests.support.asking import ENDLESS, chat_body, echo_body, error_of, events
 from tests.support.labs import serving, wait_until_idle
 
@@ -21,24 +18,24 @@ SEA = "The sea is wide and deep, and what it says it says again."
 WARM: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 40, "ignore_eos": True}
 
 
-def body(**changes: Any) -> dict[str, Any]:
+def body(**changes):
     return {"model": "echo", "prompt": SEA, "temperature": 0, "max_tokens": 8, **changes}
 
 
-def complete(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
+def complete(http, **changes):
     response = http.post(PATH, json=body(**changes))
     assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
+    answer = response.json()
     return answer
 
 
-def choice(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
+def choice(http, **changes):
     (only,) = complete(http, **changes)["choices"]
-    found: dict[str, Any] = only
+    found = only
     return found
 
 
-def streamed(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
+def streamed(http, **changes):
     with http.stream("POST", PATH, json=body(stream=True, **changes)) as response:
         assert response.status_code == 200
         *chunks, done = events("".join(response.iter_text()))
@@ -47,18 +44,18 @@ def streamed(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny: ModelEntry) -> Tokenizer:
+def tokenizer(tiny):
     return Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
-def ids(tokenizer: Tokenizer) -> list[int]:
+def ids(tokenizer):
     """Return the token ids of the prompt."""
-    found: list[int] = tokenizer.encode(SEA).ids
+    found = tokenizer.encode(SEA).ids
     return found
 
 
-def test_a_completion_has_the_shape_of_the_format(http: httpx2.Client) -> None:
+def test_a_completion_has_the_shape_of_the_format(http):
     answer = complete(http)
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
@@ -71,17 +68,17 @@ def test_a_completion_has_the_shape_of_the_format(http: httpx2.Client) -> None:
     assert answer["timings"]["predicted_n"] == 8
 
 
-def test_the_defaults_of_the_format_are_16_tokens_at_temperature_1(http: httpx2.Client) -> None:
+def test_the_defaults_of_the_format_are_16_tokens_at_temperature_1(http):
     response = http.post(PATH, json={"model": "default", "prompt": SEA, "ignore_eos": True})
     assert response.json()["usage"]["completion_tokens"] == 16
 
 
-def test_token_ids_are_the_same_prompt(tiny_http: httpx2.Client, ids: list[int]) -> None:
+def test_token_ids_are_the_same_prompt(tiny_http, ids):
     assert choice(tiny_http, model="tiny", prompt=ids)["text"] == choice(tiny_http, model="tiny")["text"]
     assert choice(tiny_http, model="tiny", prompt=[ids])["text"] == choice(tiny_http, model="tiny")["text"]
 
 
-def test_several_prompts_are_answered_in_order_and_counted_together(http: httpx2.Client) -> None:
+def test_several_prompts_are_answered_in_order_and_counted_together(http):
     prompts = [SEA, "One two three", "Dear", SEA, "x"]
     answer = complete(http, prompt=prompts, ignore_eos=True)
     alone = [complete(http, prompt=prompt, ignore_eos=True) for prompt in prompts]
@@ -93,13 +90,13 @@ def test_several_prompts_are_answered_in_order_and_counted_together(http: httpx2
     assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == answer["usage"]["prompt_tokens"]
 
 
-def test_many_prompts_do_not_fill_the_queue_by_themselves(http: httpx2.Client) -> None:
+def test_many_prompts_do_not_fill_the_queue_by_themselves(http):
     # This server accepts only four requests at a time: two slots and a queue of two.
     assert len(complete(http, prompt=["a", "b", "c"] * 10, max_tokens=2)["choices"]) == 30
 
 
 @pytest.mark.slow
-def test_choices_are_numbered_by_prompt_first(http: httpx2.Client) -> None:
+def test_choices_are_numbered_by_prompt_first(http):
     answer = complete(http, prompt=[SEA, "Dear"], n=2, **WARM)
     assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3]
     alone = complete(http, prompt="Dear", n=2, **WARM)
@@ -109,7 +106,7 @@ def test_choices_are_numbered_by_prompt_first(http: httpx2.Client) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 0}, {"stop": ["e"]}]
 )
-def test_streamed_text_and_logprobs_equal_the_whole(http: httpx2.Client, fields: dict[str, Any]) -> None:
+def test_streamed_text_and_logprobs_equal_the_whole(http, fields):
     whole = complete(http, prompt=[SEA, "Dear"], max_tokens=30, **fields)
     *chunks, usage = streamed(
         http, prompt=[SEA, "Dear"], max_tokens=30, stream_options={"include_usage": True}, **fields
@@ -130,20 +127,20 @@ def test_streamed_text_and_logprobs_equal_the_whole(http: httpx2.Client, fields:
             ][name]
 
 
-def test_echo_puts_the_prompt_before_the_text(tiny_http: httpx2.Client, ids: list[int]) -> None:
+def test_echo_puts_the_prompt_before_the_text(tiny_http, ids):
     text = choice(tiny_http, model="tiny")["text"]
     assert choice(tiny_http, model="tiny", echo=True)["text"] == SEA + text
     assert choice(tiny_http, model="tiny", prompt=ids, echo=True)["text"] == SEA + text
 
 
-def test_an_echo_without_tokens_returns_the_prompt(http: httpx2.Client) -> None:
+def test_an_echo_without_tokens_returns_the_prompt(http):
     answer = complete(http, echo=True, max_tokens=0)
     assert answer["choices"][0]["text"] == SEA
     assert answer["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_an_echo_with_logprobs_scores_the_prompt(tiny_http: httpx2.Client, ids: list[int], max_tokens: int) -> None:
+def test_an_echo_with_logprobs_scores_the_prompt(tiny_http, ids, max_tokens):
     logprobs = choice(tiny_http, model="tiny", prompt=ids, echo=True, logprobs=1, max_tokens=max_tokens)["logprobs"]
     assert {len(values) for values in logprobs.values()} == {len(ids) + max_tokens}
     assert "".join(logprobs["tokens"][: len(ids)]) == SEA
@@ -155,14 +152,12 @@ def test_an_echo_with_logprobs_scores_the_prompt(tiny_http: httpx2.Client, ids: 
         assert top[token] == logprob <= max(top.values()) <= 0
 
 
-def with_tokens(tokenizer: Tokenizer, ids: list[int], made: dict[str, Any]) -> list[int]:
+def with_tokens(tokenizer, ids, made):
     """Return the ids of the prompt and of generated tokens. Tokenizing their text together might give other tokens."""
     return ids + [token for text in made["tokens"] for token in tokenizer.encode(text).ids]
 
 
-def test_scores_distinguish_greedy_tokens_from_others(
-    tiny_http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
-) -> None:
+def test_scores_distinguish_greedy_tokens_from_others(tiny_http, tokenizer, ids):
     """lm-evaluation-harness compares the logprob of each token with the highest one at its position."""
     greedy = choice(tiny_http, model="tiny", prompt=ids, logprobs=1, max_tokens=4)["logprobs"]
     wrong = choice(tiny_http, model="tiny", prompt=ids, logprobs=1, max_tokens=4, temperature=2, seed=1)["logprobs"]
@@ -175,9 +170,7 @@ def test_scores_distinguish_greedy_tokens_from_others(
         assert all(logprob == max(top.values()) for logprob, top in pairs) is expected
 
 
-def test_scores_of_a_continuation_equal_the_logprobs_of_generating_it(
-    tiny_http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
-) -> None:
+def test_scores_of_a_continuation_equal_the_logprobs_of_generating_it(tiny_http, tokenizer, ids):
     made = choice(tiny_http, model="tiny", prompt=ids, logprobs=0, max_tokens=4)["logprobs"]
     prompt = with_tokens(tokenizer, ids, made)
     scored = choice(tiny_http, model="tiny", prompt=prompt, echo=True, logprobs=0, max_tokens=1)["logprobs"]
@@ -203,20 +196,20 @@ def test_scores_of_a_continuation_equal_the_logprobs_of_generating_it(
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ],
 )
-def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_400_and_named(http, changes, param):
     error = error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")
     assert error["param"] == param
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_invalid_prompt_among_the_first_refuses_the_request(lab: Lab, http: httpx2.Client, stream: bool) -> None:
+def test_an_invalid_prompt_among_the_first_refuses_the_request(lab, http, stream):
     response = http.post(PATH, json=body(prompt=["a", "word " * 40_000], stream=stream))
     error = error_of(response, 400, "context-length-exceeded")
     assert error["param"] == "prompt"
     wait_until_idle(lab)
 
 
-def test_a_later_invalid_prompt_ends_the_request(lab: Lab, http: httpx2.Client) -> None:
+def test_a_later_invalid_prompt_ends_the_request(lab, http):
     prompts = ["a"] * 5 + ["word " * 40_000]
     error_of(http.post(PATH, json=body(prompt=prompts)), 400, "context-length-exceeded")
     with http.stream("POST", PATH, json=body(prompt=prompts, stream=True)) as response:
@@ -225,7 +218,7 @@ def test_a_later_invalid_prompt_ends_the_request(lab: Lab, http: httpx2.Client) 
     wait_until_idle(lab)
 
 
-def test_a_client_that_disconnects_frees_the_slots_of_all_prompts(lab: Lab, http: httpx2.Client) -> None:
+def test_a_client_that_disconnects_frees_the_slots_of_all_prompts(lab, http):
     with http.stream("POST", PATH, json=body(prompt=["a", "b"] * 50, stream=True, **ENDLESS)) as response:
         next(response.iter_text())
     wait_until_idle(lab)
@@ -234,7 +227,7 @@ def test_a_client_that_disconnects_frees_the_slots_of_all_prompts(lab: Lab, http
     wait_until_idle(lab)
 
 
-def test_the_error_without_a_model_is_the_same_as_in_chat(echo_home: Path) -> None:
+def test_the_error_without_a_model_is_the_same_as_in_chat(echo_home):
     with serving(echo_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
         on_disk = error_of(http.post(PATH, json=body(model="other")), 503, "no-model-loaded")
         nowhere = error_of(http.post(PATH, json=body(model="unheard-of")), 503, "no-model-loaded")
@@ -243,9 +236,9 @@ def test_the_error_without_a_model_is_the_same_as_in_chat(echo_home: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_queue_filled_by_others_only_delays_later_prompts(lab: Lab, http: httpx2.Client) -> None:
+def test_a_queue_filled_by_others_only_delays_later_prompts(lab, http):
     running, over = threading.Event(), threading.Event()
-    statuses: list[int] = []
+    statuses = []
 
     def fill_queue() -> None:
         with httpx2.Client(base_url=lab.url, timeout=60) as client:
@@ -276,9 +269,7 @@ def test_a_queue_filled_by_others_only_delays_later_prompts(lab: Lab, http: http
 
 
 @pytest.mark.parametrize("bias", [{}, {"2": 100}], ids=["the text continues", "the text ends"])
-def test_a_harness_that_leaves_out_the_last_entry_sums_the_whole_prompt(
-    tiny_http: httpx2.Client, bias: dict[str, int]
-) -> None:
+def test_a_harness_that_leaves_out_the_last_entry_sums_the_whole_prompt(tiny_http, bias):
     answer = complete(tiny_http, model="tiny", max_tokens=1, echo=True, logprobs=1, logit_bias=bias)
     logprobs, usage = answer["choices"][0]["logprobs"], answer["usage"]
     assert usage["completion_tokens"] == 1
@@ -290,7 +281,7 @@ def test_a_harness_that_leaves_out_the_last_entry_sums_the_whole_prompt(
         assert answer["choices"][0]["text"] == SEA
 
 
-def test_chat_logprobs_leave_out_the_token_that_ends_the_text(tiny_http: httpx2.Client) -> None:
+def test_chat_logprobs_leave_out_the_token_that_ends_the_text(tiny_http):
     fields = chat_body(logprobs=True, logit_bias={"2": 100})
     answer = tiny_http.post("/v1/chat/completions", json=fields).json()
     assert answer["choices"][0]["logprobs"]["content"] == []

@@ -1,11 +1,8 @@
 """Tests that a session is not busy with a turn anymore when a client receives the terminal event of that turn."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
-from pathlib import Path
 
 import pytest
 import websockets
@@ -17,7 +14,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 TURNS = 60
 
 
-async def test_a_session_is_idle_once_the_terminal_event_of_its_turn_is_visible(tmp_path: Path) -> None:
+async def test_a_session_is_idle_once_the_terminal_event_of_its_turn_is_visible(tmp_path):
     chance = random.Random(11)
     answers = [says("a"), says(*("b" * 30)), refuses(503, "no-model-loaded"), [*says("c")[:2], 0.05, *says("c")[2:]]]
     with Scripted(lambda body: chance.choice(answers)) as upstream:
@@ -30,12 +27,12 @@ async def test_a_session_is_idle_once_the_terminal_event_of_its_turn_is_visible(
     assert {"turn.done", "turn.error"} == set(seen)
 
 
-async def ends_and_looks(program: Program, chance: random.Random) -> list[str]:
+async def ends_and_looks(program, chance):
     """Submit turns to some sessions, cancel some of them, and read the session at each terminal event."""
     state = program.state
     address = f"{state.url.replace('http', 'ws', 1)}/v3/events?types=turn.done,turn.error"
     headers = {"Authorization": f"Bearer {state.token}"}
-    seen: list[str] = []
+    seen = []
     async with (
         program.client() as http,
         websockets.connect(address, additional_headers=headers, proxy=None, open_timeout=PROCESS_WAIT_S) as events,

@@ -7,9 +7,6 @@ import random
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -26,24 +23,24 @@ PAUSE_S = 0.004
 TOOL_S = 0.03
 
 
-def script(body: dict[str, Any]) -> list[Any]:
+def script(body):
     """Return a tool call with the note of the turn, followed by forty tokens."""
     last = body["messages"][-1]
     if last["role"] == "user":
         return calls(("counting__count", {"note": last["content"].split()[-1]}), text=("Let ", "me ", "count. "))
-    steps: list[Any] = []
+    steps = []
     for step in says(*(f"word{at} " for at in range(40))):
         steps += [step, PAUSE_S]
     return steps
 
 
 @pytest.fixture
-def upstream() -> Iterator[Scripted]:
+def upstream():
     with Scripted(script) as upstream:
         yield upstream
 
 
-async def submit(program: Program, turn_id: str) -> None:
+async def submit(program, turn_id):
     """Submit a turn with an id, so that the request can be repeated."""
     body = {"turn_id": turn_id, "content": turn_id}
     async with program.client() as http:
@@ -51,7 +48,7 @@ async def submit(program: Program, turn_id: str) -> None:
     assert answer.status_code in (200, 202), answer.text
 
 
-async def submit_until_killed(program: Program, turn_ids: list[str], accepted: set[str]) -> None:
+async def submit_until_killed(program, turn_ids, accepted):
     for turn_id in turn_ids:
         await submit(program, turn_id)
         accepted.add(turn_id)
@@ -59,13 +56,11 @@ async def submit_until_killed(program: Program, turn_ids: list[str], accepted: s
 
 # Each start may take seconds on a busy computer.
 @pytest.mark.timeout(900)
-async def test_a_daemon_that_is_killed_at_any_moment_loses_and_repeats_nothing(
-    tmp_path: Path, upstream: Scripted
-) -> None:
+async def test_a_daemon_that_is_killed_at_any_moment_loses_and_repeats_nothing(tmp_path, upstream):
     notes = tmp_path / "notes.txt"
     program = Program(tmp_path, upstream.url).start()
     follower = Follower(program)
-    submitted: list[str] = []
+    submitted = []
     try:
         await set_up(program, notes)
         async with follower.following():
@@ -77,12 +72,12 @@ async def test_a_daemon_that_is_killed_at_any_moment_loses_and_repeats_nothing(
             program.stop()
 
 
-async def kill_repeatedly(program: Program, follower: Follower, submitted: list[str]) -> None:
+async def kill_repeatedly(program, follower, submitted):
     chance = random.Random(7)
     for kill in range(KILLS):
         turn_ids = [f"turn-{kill}-{number}" for number in range(TURNS)]
         submitted += turn_ids
-        accepted: set[str] = set()
+        accepted = set()
         submitting = asyncio.create_task(submit_until_killed(program, turn_ids, accepted))
         await wait_for_moment(chance, follower, early=kill % 4 == 0)
         program.kill()
@@ -95,7 +90,7 @@ async def kill_repeatedly(program: Program, follower: Follower, submitted: list[
                 await submit(program, turn_id)
 
 
-async def wait_for_moment(chance: random.Random, follower: Follower, *, early: bool) -> None:
+async def wait_for_moment(chance, follower, *, early):
     """Wait for the moment of the kill: during start or recovery, or in a turn after another one has ended."""
     if early:
         await asyncio.sleep(chance.uniform(0.0, 0.5))
@@ -110,7 +105,7 @@ async def wait_for_moment(chance: random.Random, follower: Follower, *, early: b
     await asyncio.sleep(chance.uniform(0.0, 0.3))
 
 
-async def set_up(program: Program, notes: Path) -> None:
+async def set_up(program, notes):
     async with program.client() as http:
         server = {
             "name": "counting",
@@ -122,7 +117,7 @@ async def set_up(program: Program, notes: Path) -> None:
         assert (await http.post("/sessions", json={"session_id": "s"})).status_code == 201
 
 
-async def check(program: Program, follower: Follower, submitted: list[str], notes: Path) -> None:
+async def check(program, follower, submitted, notes):
     check_log(follower.events)
     async with program.client() as http:
         whole = await whole_log(http)

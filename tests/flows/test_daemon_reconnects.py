@@ -1,13 +1,8 @@
 """Tests with clients that disconnect often, or never read, during a long turn."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +15,12 @@ RECONNECTS = 50
 
 
 @pytest.fixture
-def last() -> Gate:
+def last():
     return Gate()
 
 
 @pytest.fixture
-def program(tmp_path: Path, last: Gate) -> Iterator[Program]:
+def program(tmp_path, last):
     # About four seconds; longer if the reconnects take longer.
     with Scripted(lambda body: counted(TOKENS, pause_s=0.02, every=10, gate=last)) as upstream:
         program = Program(tmp_path, upstream.url).start()
@@ -33,26 +28,26 @@ def program(tmp_path: Path, last: Gate) -> Iterator[Program]:
         assert program.stop() == 0
 
 
-async def begin(program: Program) -> None:
+async def begin(program):
     async with program.client() as http:
         await http.post("/sessions", json={"session_id": "s"})
         answer = await http.post("/sessions/s/turns", json={"turn_id": "t", "content": "write"})
         assert answer.status_code == 202
 
 
-def text_of(events: list[dict[str, Any]]) -> str:
+def text_of(events):
     return "".join(event["data"]["text"] for event in events if event["event"] == "turn.token")
 
 
 EXPECTED = "".join(f"w{at} " for at in range(TOKENS))
 
 
-async def text_of_the_record(program: Program) -> str:
+async def text_of_the_record(program):
     async with program.client() as http:
         return str((await http.get("/sessions/s/turns/t")).json()["text"])
 
 
-async def test_fifty_reconnects_during_one_turn_receive_the_complete_text(program: Program, last: Gate) -> None:
+async def test_fifty_reconnects_during_one_turn_receive_the_complete_text(program, last):
     chance = random.Random(3)
     follower = Follower(program)
     await begin(program)
@@ -68,7 +63,7 @@ async def test_fifty_reconnects_during_one_turn_receive_the_complete_text(progra
     assert follower.connections == RECONNECTS + 1
 
 
-async def test_clients_that_never_read_do_not_delay_others(program: Program, last: Gate) -> None:
+async def test_clients_that_never_read_do_not_delay_others(program, last):
     last.open()
     stuck = [await asyncio.to_thread(connect_and_read_nothing, program) for _ in range(5)]
     follower = Follower(program)
@@ -80,7 +75,7 @@ async def test_clients_that_never_read_do_not_delay_others(program: Program, las
         connection.close()
 
 
-def connect_and_read_nothing(program: Program) -> socket.socket:
+def connect_and_read_nothing(program):
     """Connect with the smallest possible buffer, and do not read after the handshake."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.support.daemons import check_log, client
 
 pytestmark = pytest.mark.long
@@ -21,7 +18,7 @@ TIME = {"name": "time", "command": sys.executable, "args": ["-m", "mcp_server_ti
 
 
 @pytest.fixture(scope="module")
-def daemon(smollm2: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def daemon(smollm2, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     with Lab(Settings(home=home, port=0), loop="thread") as lab:
         lab.load(smollm2.path)
@@ -33,7 +30,7 @@ def daemon(smollm2: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> Ite
             daemon.stop()
 
 
-def turn(daemon: Daemon, session_id: str, content: str, **overrides: Any) -> dict[str, Any]:
+def turn(daemon, session_id, content, **overrides):
     body = {"content": content, "overrides": {"max_tokens": 48, "temperature": 0, **overrides}}
     with client(daemon) as http:
         accepted = http.post(f"/v3/sessions/{session_id}/turns", json=body)
@@ -45,14 +42,14 @@ def turn(daemon: Daemon, session_id: str, content: str, **overrides: Any) -> dic
     return dict(record)
 
 
-def events(daemon: Daemon, session_id: str) -> list[dict[str, Any]]:
+def events(daemon, session_id):
     with client(daemon) as http:
         found = http.get(f"/v3/sessions/{session_id}/events", params={"after": 0}).json()["events"]
     check_log(found)
     return list(found)
 
 
-def test_a_real_model_calls_a_tool_of_a_reference_server_and_continues(daemon: Daemon) -> None:
+def test_a_real_model_calls_a_tool_of_a_reference_server_and_continues(daemon):
     with client(daemon) as http:
         assert http.post("/v3/mcp/servers", json={**TIME, "permission": "allow"}).status_code == 201
         http.post("/v3/sessions", json={"session_id": "times", "tools": ["time__*"]})
@@ -71,12 +68,12 @@ def test_a_real_model_calls_a_tool_of_a_reference_server_and_continues(daemon: D
     assert follow["text"]
 
 
-async def settled(daemon: Daemon) -> None:
+async def settled(daemon):
     await asyncio.to_thread(daemon.run, daemon.services.toolbox.wait_started(), 60)
 
 
-def test_a_real_model_calls_a_python_function_after_it_was_allowed(daemon: Daemon) -> None:
-    seen: list[str] = []
+def test_a_real_model_calls_a_python_function_after_it_was_allowed(daemon):
+    seen = []
 
     @daemon.tool
     def remember(word: str) -> str:
@@ -97,7 +94,7 @@ def test_a_real_model_calls_a_python_function_after_it_was_allowed(daemon: Daemo
         }
         assert http.post("/v3/sessions/words/turns", json=body).status_code == 202
         cursor = 0
-        requests: list[dict[str, Any]] = []
+        requests = []
         while not requests:
             page = http.get("/v3/events", params={"after": cursor, "wait": 5, "types": "permission.request"}).json()
             requests, cursor = page["events"], page["cursor"]

@@ -3,14 +3,9 @@
 Tests that depend on the meaning of texts or on tokens use the real MiniLM.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import socket
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import numpy as np
@@ -20,8 +15,6 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook import Lab
-from lmx_lab.values.models import ModelEntry
 from tests.support.asking import chat_body, error_of
 from tests.support.labs import scrape, serving, wait_until_idle, watching
 from tests.support.waiting import until
@@ -34,46 +27,46 @@ LONG = "word " * 200_000
 
 
 @pytest.fixture(scope="module")
-def http(quick_lab: Lab) -> Iterator[httpx2.Client]:
+def http(quick_lab):
     with httpx2.Client(base_url=quick_lab.url, timeout=300) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def real_http(encoding_lab: Lab) -> Iterator[httpx2.Client]:
+def real_http(encoding_lab):
     with httpx2.Client(base_url=encoding_lab.url, timeout=300) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def client(quick_lab: Lab) -> Iterator[OpenAI]:
+def client(quick_lab):
     with OpenAI(**quick_lab.openai, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def tokenizer(minilm: ModelEntry) -> Tokenizer:
+def tokenizer(minilm):
     tokenizer = Tokenizer.from_file(str(minilm.path / "tokenizer.json"))
     tokenizer.no_padding()
     return tokenizer
 
 
-def body(**changes: Any) -> dict[str, Any]:
+def body(**changes):
     return {"model": MODEL, "input": SEA, **changes}
 
 
-def embed(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
+def embed(http, **changes):
     response = http.post(PATH, json=body(**changes))
     assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
+    answer = response.json()
     return answer
 
 
-def vectors(http: httpx2.Client, **changes: Any) -> Any:
+def vectors(http, **changes):
     return np.array([item["embedding"] for item in embed(http, **changes)["data"]], dtype=np.float32)
 
 
-def test_the_answer_has_the_shape_of_the_format(http: httpx2.Client) -> None:
+def test_the_answer_has_the_shape_of_the_format(http):
     answer = embed(http, input=[SEA, BREAD])
     assert set(answer) == {"object", "data", "model", "usage"}
     assert (answer["object"], answer["model"]) == ("list", MODEL)
@@ -84,14 +77,14 @@ def test_the_answer_has_the_shape_of_the_format(http: httpx2.Client) -> None:
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
 
 
-def test_texts_with_similar_meanings_have_similar_vectors(real_http: httpx2.Client) -> None:
+def test_texts_with_similar_meanings_have_similar_vectors(real_http):
     sea, ocean, bread = vectors(real_http, model=MINILM, input=[SEA, OCEAN, BREAD])
     assert sea @ ocean > 0.5
     assert sea @ bread < 0.2
     assert np.linalg.norm(sea) == pytest.approx(1, abs=1e-5)
 
 
-def test_openai_python_reads_base64(client: OpenAI, http: httpx2.Client) -> None:
+def test_openai_python_reads_base64(client, http):
     answer = client.embeddings.create(model=MODEL, input=[SEA, BREAD])
     as_floats = client.embeddings.create(model="default", input=[SEA, BREAD], encoding_format="float")
     for first, second in zip(answer.data, as_floats.data, strict=True):
@@ -101,14 +94,14 @@ def test_openai_python_reads_base64(client: OpenAI, http: httpx2.Client) -> None
     assert answer.usage.total_tokens == as_floats.usage.total_tokens
 
 
-def test_token_ids_have_the_vector_of_their_text(real_http: httpx2.Client, tokenizer: Tokenizer) -> None:
+def test_token_ids_have_the_vector_of_their_text(real_http, tokenizer):
     ids = tokenizer.encode(SEA).ids
     plain = vectors(real_http, model=MINILM)
     assert np.allclose(vectors(real_http, model=MINILM, input=ids), plain, atol=1e-5)
     assert np.allclose(vectors(real_http, model=MINILM, input=[ids, ids]), np.vstack([plain, plain]), atol=1e-5)
 
 
-def test_fewer_dimensions_are_the_first_ones_of_length_one(http: httpx2.Client, client: OpenAI) -> None:
+def test_fewer_dimensions_are_the_first_ones_of_length_one(http, client):
     whole, cut = vectors(http)[0], vectors(http, dimensions=64)[0]
     assert np.allclose(cut, whole[:64] / np.linalg.norm(whole[:64]), atol=1e-5)
     assert len(client.embeddings.create(model=MODEL, input=SEA, dimensions=1).data[0].embedding) == 1
@@ -117,20 +110,20 @@ def test_fewer_dimensions_are_the_first_ones_of_length_one(http: httpx2.Client, 
 @pytest.mark.parametrize(
     "text", ["", " ", "\n", "🙂🙃", "ünïcödé", "日本語のテキスト", "\u0000", "\u202eabc", "a" * 300]
 )
-def test_every_text_has_a_vector(real_http: httpx2.Client, text: str) -> None:
+def test_every_text_has_a_vector(real_http, text):
     (vector,) = vectors(real_http, model=MINILM, input=[text])
     assert np.isfinite(vector).all()
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-4)
 
 
-def test_a_vector_does_not_depend_on_the_other_texts(real_http: httpx2.Client) -> None:
+def test_a_vector_does_not_depend_on_the_other_texts(real_http):
     alone = vectors(real_http, model=MINILM)[0]
     crowd = vectors(real_http, model=MINILM, input=["a", BREAD * 20, SEA, "", OCEAN * 5])
     assert np.allclose(crowd[2], alone, atol=1e-5)
 
 
 @pytest.mark.long
-def test_ten_thousand_texts_are_one_request(encoding_lab: Lab) -> None:
+def test_ten_thousand_texts_are_one_request(encoding_lab):
     # Equal texts are computed only once.
     texts = [f"Document {number % 1000}." for number in range(9_999)] + [SEA]
     with OpenAI(**encoding_lab.openai, max_retries=0, timeout=300) as client:
@@ -140,7 +133,7 @@ def test_ten_thousand_texts_are_one_request(encoding_lab: Lab) -> None:
         assert np.allclose(np.array(data[at].embedding, np.float32), encoding_lab.embed(texts[at]), atol=1e-5)
 
 
-def test_a_text_of_a_megabyte_is_refused_or_truncated(real_http: httpx2.Client) -> None:
+def test_a_text_of_a_megabyte_is_refused_or_truncated(real_http):
     error = error_of(real_http.post(PATH, json=body(model=MINILM, input=[SEA, LONG])), 400, "context-length-exceeded")
     assert "256" in error["message"] or "512" in error["message"]
     cut, short = vectors(real_http, model=MINILM, input=[LONG, "word " * 2000], truncate=True)
@@ -159,15 +152,15 @@ def test_a_text_of_a_megabyte_is_refused_or_truncated(real_http: httpx2.Client) 
         ({"normalize": False}, "normalize"),
     ],
 )
-def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_400_and_named(http, changes, param):
     assert error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")["param"] == param
 
 
-def test_a_token_outside_the_vocabulary_is_400(real_http: httpx2.Client) -> None:
+def test_a_token_outside_the_vocabulary_is_400(real_http):
     error_of(real_http.post(PATH, json=body(model=MINILM, input=[10**6])), 400, "invalid-request")
 
 
-def test_each_reason_to_refuse_a_model_has_its_error(real_http: httpx2.Client) -> None:
+def test_each_reason_to_refuse_a_model_has_its_error(real_http):
     error_of(real_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
     assert (
         "chat model"
@@ -177,21 +170,21 @@ def test_each_reason_to_refuse_a_model_has_its_error(real_http: httpx2.Client) -
     error_of(real_http.post("/v1/chat/completions", json=chat_body(model="default")), 503, "no-model-loaded")
 
 
-def test_a_chat_model_does_not_embed(tiny_lab: Lab) -> None:
+def test_a_chat_model_does_not_embed(tiny_lab):
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
         named = error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
         error_of(http.post(PATH, json=body(model="default")), 503, "no-model-loaded")
     assert "chat model" in named["message"]
 
 
-def test_openai_python_raises_its_own_exceptions(client: OpenAI) -> None:
+def test_openai_python_raises_its_own_exceptions(client):
     with pytest.raises(openai.BadRequestError):
         client.embeddings.create(model=MODEL, input=[])
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="unheard-of", input=SEA)
 
 
-def test_a_client_that_disconnects_cancels_the_computation(minilm: ModelEntry, starter_home: Path) -> None:
+def test_a_client_that_disconnects_cancels_the_computation(minilm, starter_home):
     with serving(starter_home, minilm.id) as lab, watching(lab) as seen:
         content = json.dumps(body(model=MINILM, input=[f"{SEA} {number}" for number in range(10_000)])).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost:{lab.port}\r\ncontent-type: application/json\r\n"
@@ -210,7 +203,7 @@ def test_a_client_that_disconnects_cancels_the_computation(minilm: ModelEntry, s
     assert seen[1]["prompt_tokens"] > 0
 
 
-def test_requests_are_counted_in_the_metrics(http: httpx2.Client) -> None:
+def test_requests_are_counted_in_the_metrics(http):
     embed(http)
     before = scrape(http)
     tokens = embed(http)["usage"]["total_tokens"]
@@ -224,7 +217,7 @@ def test_requests_are_counted_in_the_metrics(http: httpx2.Client) -> None:
 
 
 @pytest.mark.slow
-def test_the_method_of_the_lab_returns_an_array(quick_lab: Lab) -> None:
+def test_the_method_of_the_lab_returns_an_array(quick_lab):
     both = quick_lab.embed([SEA, BREAD])
     assert (both.shape, both.dtype) == ((2, 384), np.float32)
     assert np.allclose(quick_lab.embed(SEA), both[0], atol=1e-5)
@@ -234,18 +227,18 @@ def test_the_method_of_the_lab_returns_an_array(quick_lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[], None, [None], 5, b"text", [SEA, 1]])
-def test_the_method_of_the_lab_has_the_errors_of_the_route(quick_lab: Lab, wrong: Any) -> None:
+def test_the_method_of_the_lab_has_the_errors_of_the_route(quick_lab, wrong):
     with pytest.raises(InvalidRequestError):
         quick_lab.embed(wrong)
 
 
 @pytest.mark.anyio
-async def test_the_method_of_the_lab_can_be_awaited(quick_lab: Lab) -> None:
+async def test_the_method_of_the_lab_can_be_awaited(quick_lab):
     assert (await quick_lab.aembed([SEA])).shape == (1, 384)
     assert (await quick_lab.aembed(SEA, model=MODEL, dimensions=3)).shape == (3,)
 
 
-def test_with_swap_a_request_loads_its_model(three_home: Path) -> None:
+def test_with_swap_a_request_loads_its_model(three_home):
     chat, embedder = "tiny", "tiny-embedder"
     with serving(three_home, chat, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=120) as http:
         refused = error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")

@@ -1,11 +1,7 @@
 """Tests that a lab, an attached lab and the command line show the engine of each model and the faster engine."""
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +9,6 @@ import lmx_lab
 from lmx_lab.engine import registry
 from lmx_lab.engine.speeds import Speeds, conditions, store_speeds
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.support.commands import run_command
 
 pytestmark = pytest.mark.slow
@@ -21,7 +16,7 @@ DETAIL = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, tiny: ModelEntry, tiny_gguf: Path) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory, tiny, tiny_gguf):
     """Run a server with a model for each engine, and stored speeds of both engines."""
     home = tmp_path_factory.mktemp("both")
     (home / "models" / "small-gguf").mkdir(parents=True)
@@ -40,7 +35,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny: ModelEntry, tiny_gguf: P
         yield lab
 
 
-def test_the_list_of_models_shows_the_engine_of_each_model_and_the_faster_engine(lab: lmx_lab.Lab) -> None:
+def test_the_list_of_models_shows_the_engine_of_each_model_and_the_faster_engine(lab):
     with lmx_lab.attach(lab.url) as attached:
         for listed in (lab.models(), attached.models()):
             assert {record.id: record.engine for record in listed} == {"small": "mlx", "small-gguf": "llama.cpp"}
@@ -51,9 +46,7 @@ def test_the_list_of_models_shows_the_engine_of_each_model_and_the_faster_engine
             assert f"<div>{DETAIL}" in listed._repr_html_()
 
 
-def test_the_command_lists_the_engines_and_names_a_missing_package(
-    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_lists_the_engines_and_names_a_missing_package(lab, monkeypatch):
     for missing in (False, True):
         if missing:
             # Python then does not find the package, as if it were not installed.
@@ -65,7 +58,7 @@ def test_the_command_lists_the_engines_and_names_a_missing_package(
         assert ("is not installed: pip install 'lmx-lab[gguf]'" in done.stderr) is missing
 
 
-def test_panels_and_snapshots_of_local_and_attached_labs_show_the_faster_engine(lab: lmx_lab.Lab) -> None:
+def test_panels_and_snapshots_of_local_and_attached_labs_show_the_faster_engine(lab):
     with lmx_lab.attach(lab.url) as attached:
         for each in (lab, attached):
             shown = each.panel("models").snapshot_html()
@@ -75,9 +68,7 @@ def test_panels_and_snapshots_of_local_and_attached_labs_show_the_faster_engine(
             assert "xllamacpp 20" in each.snapshot().facts()["versions"]
 
 
-def test_without_llama_cpp_its_models_have_a_problem_and_no_engine_is_preferred(
-    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_llama_cpp_its_models_have_a_problem_and_no_engine_is_preferred(lab, monkeypatch):
     monkeypatch.setattr(registry, "is_installed", lambda: False)
     found = lab.workbench.submit(lab.workbench.backend.models()).result(60)
     assert {engine.name: engine.version for engine in found.engines}["llama.cpp"] is None

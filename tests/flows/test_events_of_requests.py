@@ -1,18 +1,12 @@
 """Tests that the end of each request is reported once, and that a waiting client receives comments."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 from openai import OpenAI
 
 from lmx_lab.http import streaming
-from lmx_lab.notebook import Lab
 from tests.support.asking import ENDLESS, SEA, chat_body, echo_body
 from tests.support.labs import PACE, serving, wait_until_idle, watching
 from tests.support.waiting import until
@@ -20,7 +14,7 @@ from tests.support.waiting import until
 PATH = "/v1/chat/completions"
 
 
-def test_each_end_is_reported_once(echo_home: Path) -> None:
+def test_each_end_is_reported_once(echo_home):
     with (
         serving(echo_home, "echo", slots=2, queue_limit=0, echo_tokens_per_s=PACE) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as http,
@@ -49,7 +43,7 @@ def test_each_end_is_reported_once(echo_home: Path) -> None:
     assert [{event["index"] for event in seen[at : at + 2]} for at in (2, 5)] == [{0, 1}, {0, 1}]
 
 
-def test_a_deleted_stream_of_a_lab_is_reported_too(echo_home: Path) -> None:
+def test_a_deleted_stream_of_a_lab_is_reported_too(echo_home):
     with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, watching(lab) as seen:
         for _ in lab.chat("hello again and again", stream=True, ignore_eos=True, max_tokens=30_000):
             break
@@ -58,7 +52,7 @@ def test_a_deleted_stream_of_a_lab_is_reported_too(echo_home: Path) -> None:
 
 
 @contextmanager
-def slot_taken(lab: Lab) -> Iterator[None]:
+def slot_taken(lab):
     body = echo_body(stream=True, **ENDLESS)
     with httpx2.stream("POST", f"{lab.url}{PATH}", json=body, timeout=60) as response:
         pieces = response.iter_text()  # kept, because deleting it closes the connection
@@ -66,7 +60,7 @@ def slot_taken(lab: Lab) -> Iterator[None]:
         yield
 
 
-def test_a_client_that_waits_receives_comments(long_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_waits_receives_comments(long_home, monkeypatch):
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.005)
     long = [{"role": "user", "content": "word " * 3500}]
     with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
@@ -83,7 +77,7 @@ def test_a_client_that_waits_receives_comments(long_home: Path, monkeypatch: pyt
     assert done == "data: [DONE]"
 
 
-def wait_for(lines: Iterator[str], part: str) -> None:
+def wait_for(lines, part):
     for line in lines:
         if part in line:
             return
@@ -91,14 +85,14 @@ def wait_for(lines: Iterator[str], part: str) -> None:
 
 
 @pytest.mark.slow
-def test_openai_python_ignores_the_comments(echo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openai_python_ignores_the_comments(echo_home, monkeypatch):
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
     with (
         serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE) as lab,
         OpenAI(**lab.openai, max_retries=0) as client,
     ):
         with slot_taken(lab):
-            messages: Any = SEA
+            messages = SEA
             stream = client.chat.completions.create(
                 model="echo", messages=messages, temperature=0, max_tokens=8, stream=True
             )

@@ -18,7 +18,6 @@ import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.notebook import Lab
 from tests.support.asking import chat_body
 from tests.support.labs import serving, wait_until_idle
 
@@ -75,14 +74,14 @@ class Journey:
 
 
 @pytest.fixture
-def journey() -> Iterator[Journey]:
+def journey():
     journey = Journey()
     threading.setprofile(journey.profile)
     yield journey
     threading.setprofile(None)
 
 
-def record(journey: Journey, lab: Lab) -> None:
+def record(journey, lab):
     """Record one streamed chat, after another one that has filled the caches."""
     body = chat_body(model="default", stream=True, max_tokens=5)
     with httpx2.Client(base_url=lab.url, timeout=60) as client:
@@ -97,7 +96,7 @@ def record(journey: Journey, lab: Lab) -> None:
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or a coverage tool is active")
 @pytest.mark.parametrize("swap", [False, True])
-def test_a_streamed_chat_on_echo_passes_few_modules(journey: Journey, echo_home: Path, swap: bool) -> None:
+def test_a_streamed_chat_on_echo_passes_few_modules(journey, echo_home, swap):
     with serving(echo_home, "echo", swap=swap) as lab:
         record(journey, lab)
     assert {"portal.LoopThread.submit", "engine.echo.queue.EchoQueue._step"} <= journey.handovers
@@ -110,7 +109,7 @@ def test_a_streamed_chat_on_echo_passes_few_modules(journey: Journey, echo_home:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or a coverage tool is active")
-def test_a_streamed_chat_on_mlx_passes_few_modules(journey: Journey, tiny_home: Path) -> None:
+def test_a_streamed_chat_on_mlx_passes_few_modules(journey, tiny_home):
     with serving(tiny_home, "tiny") as lab:
         record(journey, lab)
     assert {"engine.mlx.thread.EngineThread.post", "engine.mlx.batch.Batch.step"} <= journey.handovers

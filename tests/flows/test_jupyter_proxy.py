@@ -9,9 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
@@ -23,7 +21,7 @@ from websockets.sync.client import connect
 from lmx_lab import urls
 from lmx_lab.errors import UnreachableError
 from lmx_lab.http.uvicorn_server import bind
-from lmx_lab.notebook import Lab, attach
+from lmx_lab.notebook import attach
 from tests.support.asking import ENDLESS, echo_body
 from tests.support.labs import PACE, serving, wait_until_idle
 from tests.support.waiting import until
@@ -67,7 +65,7 @@ class Jupyter:
 
 
 @pytest.fixture(scope="module")
-def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jupyter]:
+def jupyter(tmp_path_factory):
     """Run a Jupyter server as on a Hub, with a base path and with a public host name that it does not know."""
     home = tmp_path_factory.mktemp("jupyter")
     with bind("127.0.0.1", 0, explicit=True) as taken:
@@ -101,14 +99,14 @@ def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jupyter]:
         server.wait()
 
 
-def _answers(jupyter: Jupyter) -> bool:
+def _answers(jupyter):
     with contextlib.suppress(httpx2.TransportError):
         return httpx2.get(f"{jupyter.url}api").status_code == 200
     return False
 
 
 @pytest.fixture(scope="module")
-def lab(jupyter: Jupyter, echo_home: Path) -> Iterator[Lab]:
+def lab(jupyter, echo_home):
     """Run a lab as if it was started in a terminal of the Jupyter server, which sets its address in the environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_SERVER_URL", jupyter.url)
@@ -117,19 +115,19 @@ def lab(jupyter: Jupyter, echo_home: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def page(jupyter: Jupyter, lab: Lab) -> str:
+def page(jupyter, lab):
     return urls.proxied_url(jupyter.url, lab.port)
 
 
 @pytest.fixture
-def http(page: str) -> Iterator[httpx2.Client]:
+def http(page):
     """Return a client that is logged in to Jupyter."""
     with httpx2.Client(base_url=page, headers=AUTH, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def in_kernel(jupyter: Jupyter, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def in_kernel(jupyter, tmp_path_factory):
     """Run a lab in a kernel of the Jupyter server, with which it ends, and return its port and its path."""
     home = str(tmp_path_factory.mktemp("home"))
     code = f"""
@@ -137,17 +135,17 @@ import json, lmx_lab
 lab = lmx_lab.launch(port=0, loop="thread", home={home!r})
 print("found", json.dumps({{"port": lab.port, "path": lab.proxy_path}}))
 """
-    found: dict[str, Any] = json.loads(jupyter.run(code).rpartition("found ")[2])
+    found = json.loads(jupyter.run(code).rpartition("found ")[2])
     return found
 
 
 @pytest.fixture
-def kernel_port(in_kernel: dict[str, Any]) -> int:
+def kernel_port(in_kernel):
     return int(in_kernel["port"])
 
 
 @pytest.mark.long
-def test_pages_and_whole_answers_are_proxied(http: httpx2.Client, jupyter: Jupyter) -> None:
+def test_pages_and_whole_answers_are_proxied(http, jupyter):
     assert http.get("healthz").json() == {"status": "ok"}
     page = {"origin": f"http://127.0.0.1:{jupyter.port}"}
     answer = http.post(CHAT, json=echo_body(model="default"), headers=page)
@@ -155,7 +153,7 @@ def test_pages_and_whole_answers_are_proxied(http: httpx2.Client, jupyter: Jupyt
 
 
 @pytest.mark.parametrize("path", ["about", "docs"])
-def test_links_of_pages_work_below_the_prefix(http: httpx2.Client, path: str) -> None:
+def test_links_of_pages_work_below_the_prefix(http, path):
     shown = http.get(path)
     # The policy is that of our server, and Jupyter has not added its own.
     assert shown.headers["content-security-policy"].count("frame-ancestors 'self'") == 1
@@ -167,7 +165,7 @@ def test_links_of_pages_work_below_the_prefix(http: httpx2.Client, path: str) ->
     assert all(answer.headers["x-lmx-lab"] for answer in answers)
 
 
-def test_a_lab_of_another_jupyter_server_can_only_be_read(http: httpx2.Client, lab: Lab) -> None:
+def test_a_lab_of_another_jupyter_server_can_only_be_read(http, lab):
     """This Jupyter server did not start the process of the lab, so its callers are not known to be logged in."""
     refused = http.post("admin/models/unload")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin-forbidden")
@@ -176,14 +174,14 @@ def test_a_lab_of_another_jupyter_server_can_only_be_read(http: httpx2.Client, l
     }
 
 
-def test_clients_that_are_not_logged_in_to_jupyter_are_refused(page: str, lab: Lab) -> None:
+def test_clients_that_are_not_logged_in_to_jupyter_are_refused(page, lab):
     assert httpx2.post(f"{page}admin/models/unload").status_code == 403
     with pytest.raises(InvalidStatus, match="403"):
         connect(f"{page.replace('http', 'ws')}v1/chat/stream", proxy=None)
     assert lab.engine.snapshot.model is not None
 
 
-def test_an_answer_is_streamed_while_it_is_generated(http: httpx2.Client, lab: Lab) -> None:
+def test_an_answer_is_streamed_while_it_is_generated(http, lab):
     body = {**echo_body(model="default"), "stream": True}
     with connect(f"{lab.url.replace('http', 'ws')}/v1/chat/stream", proxy=None) as other:
         other.send(json.dumps(echo_body(**ENDLESS)))
@@ -199,15 +197,15 @@ def test_an_answer_is_streamed_while_it_is_generated(http: httpx2.Client, lab: L
     assert rest[-1] == "data: [DONE]"
 
 
-def test_endless_events_are_proxied(http: httpx2.Client) -> None:
+def test_endless_events_are_proxied(http):
     with http.stream("GET", "admin/events", headers=SSE) as answer:
         first = next(answer.iter_lines())
     assert json.loads(first.removeprefix("data: "))["type"] == "throughput"
 
 
-def test_the_websocket_is_proxied_and_closing_it_cancels_the_generation(page: str, jupyter: Jupyter, lab: Lab) -> None:
+def test_the_websocket_is_proxied_and_closing_it_cancels_the_generation(page, jupyter, lab):
     before = lab.engine.snapshot.output_tokens
-    origin: Any = f"http://127.0.0.1:{jupyter.port}"
+    origin = f"http://127.0.0.1:{jupyter.port}"
     address = f"{page.replace('http', 'ws')}v1/chat/stream"
     with connect(address, additional_headers=AUTH, origin=origin, proxy=None) as client:
         client.send(json.dumps(echo_body(**ENDLESS)))
@@ -216,7 +214,7 @@ def test_the_websocket_is_proxied_and_closing_it_cancels_the_generation(page: st
     assert 0 < lab.engine.snapshot.output_tokens - before < ENDLESS["max_tokens"]
 
 
-def test_a_lab_in_a_kernel_accepts_the_host_name_of_jupyter(jupyter: Jupyter, kernel_port: int) -> None:
+def test_a_lab_in_a_kernel_accepts_the_host_name_of_jupyter(jupyter, kernel_port):
     page = urls.proxied_url(jupyter.url, kernel_port)
     client_headers = {**AUTH, "host": FOREIGN}
     assert httpx2.get(f"{page}healthz", headers=client_headers).status_code == 200
@@ -227,18 +225,18 @@ def test_a_lab_in_a_kernel_accepts_the_host_name_of_jupyter(jupyter: Jupyter, ke
     assert (own.status_code, other.status_code) == (200, 403)
     assert other.json()["error"]["code"] == "origin-forbidden"
     address = f"ws://{FOREIGN}{BASE}proxy/{kernel_port}/v1/chat/stream"
-    origin: Any = f"https://{FOREIGN}"
+    origin = f"https://{FOREIGN}"
     connection = socket.create_connection(("127.0.0.1", jupyter.port))
     with connect(address, sock=connection, additional_headers=AUTH, origin=origin, proxy=None) as client:
         client.send(json.dumps(echo_body()))
         assert json.loads(client.recv())["error"]["code"] == "no-model-loaded"
 
 
-def test_a_kernel_knows_the_path_at_which_jupyter_shows_its_server(in_kernel: dict[str, Any]) -> None:
+def test_a_kernel_knows_the_path_at_which_jupyter_shows_its_server(in_kernel):
     assert in_kernel["path"] == f"{BASE}proxy/{in_kernel['port']}/"
 
 
-def test_other_host_names_of_this_machine_are_refused(kernel_port: int) -> None:
+def test_other_host_names_of_this_machine_are_refused(kernel_port):
     """The request has the same Host and all headers that a page could forge, but is not from the Jupyter server."""
     forged = {"x-proxycontextpath": f"{BASE}proxy/{kernel_port}", "x-forwarded-host": FOREIGN, "host": FOREIGN}
     direct = httpx2.post(f"http://127.0.0.1:{kernel_port}/admin/models/unload", headers=forged)
@@ -246,7 +244,7 @@ def test_other_host_names_of_this_machine_are_refused(kernel_port: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
-def test_the_notebook_page_may_call_a_lab_in_its_kernel_directly(jupyter: Jupyter, kernel_port: int, name: str) -> None:
+def test_the_notebook_page_may_call_a_lab_in_its_kernel_directly(jupyter, kernel_port, name):
     address = f"http://127.0.0.1:{kernel_port}/admin/models/unload"
     page = {"origin": f"http://{name}:{jupyter.port}"}
     wanted = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
@@ -258,7 +256,7 @@ def test_the_notebook_page_may_call_a_lab_in_its_kernel_directly(jupyter: Jupyte
 
 
 @pytest.mark.parametrize("origin", ["http://127.0.0.1:1", "https://evil.example", "null", "vscode-webview://abc"])
-def test_other_pages_are_refused_and_cannot_read_the_error(kernel_port: int, origin: str) -> None:
+def test_other_pages_are_refused_and_cannot_read_the_error(kernel_port, origin):
     address = f"http://127.0.0.1:{kernel_port}/admin/models/unload"
     wanted = {"access-control-request-method": "POST"}
     for answer in (
@@ -269,7 +267,7 @@ def test_other_pages_are_refused_and_cannot_read_the_error(kernel_port: int, ori
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_lab_behind_jupyter_can_be_attached_with_its_token(jupyter: Jupyter, lab: Lab) -> None:
+def test_a_lab_behind_jupyter_can_be_attached_with_its_token(jupyter, lab):
     url = f"{jupyter.url}proxy/{lab.port}/"
     with attach(url, api_key=TOKEN) as attached:
         assert attached.chat("hi", max_tokens=5, temperature=0).text == lab.chat("hi", max_tokens=5, temperature=0).text

@@ -6,13 +6,10 @@ import asyncio
 import json
 import socket
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2
 import pytest
 
-from lmx_lab.notebook import Lab
 from tests.support.asking import chat_body, events
 from tests.support.labs import serving, wait_until_idle
 from tests.support.waiting import until
@@ -23,13 +20,13 @@ LONG = " ".join(f"word{number}" for number in range(600))
 
 
 @pytest.fixture(scope="module")
-def busy(long_home: Path) -> Iterator[Lab]:
+def busy(long_home):
     # A client that pauses keeps its stream, however long the generation takes on a busy machine.
     with serving(long_home, "tiny-long", slots=8, queue_limit=64, slow_client_s=600) as lab:
         yield lab
 
 
-def post_all(lab: Lab, bodies: list[dict[str, object]], *, timeout_s: float = 120) -> list[httpx2.Response | None]:
+def post_all(lab, bodies, *, timeout_s=120):
     """Send all requests at the same time. The response is None if the client's timeout was exceeded."""
 
     async def one(client: httpx2.AsyncClient, body: dict[str, object]) -> httpx2.Response | None:
@@ -46,7 +43,7 @@ def post_all(lab: Lab, bodies: list[dict[str, object]], *, timeout_s: float = 12
     return asyncio.run(post_concurrently())
 
 
-def test_64_simultaneous_clients_are_served_by_8_slots(busy: Lab) -> None:
+def test_64_simultaneous_clients_are_served_by_8_slots(busy):
     bodies = [chat_body(model="default", max_tokens=20, seed=at, temperature=1, ignore_eos=True) for at in range(64)]
     responses = post_all(busy, bodies)
     assert Counter(response and response.status_code for response in responses) == {200: 64}
@@ -58,7 +55,7 @@ def test_64_simultaneous_clients_are_served_by_8_slots(busy: Lab) -> None:
     assert alone.json()["choices"] == responses[0].json()["choices"]
 
 
-def test_200_cancelled_long_requests_do_not_affect_the_next_one(busy: Lab) -> None:
+def test_200_cancelled_long_requests_do_not_affect_the_next_one(busy):
     bodies = [
         chat_body(model="default", messages=[{"role": "user", "content": f"{at} {LONG}"}], max_tokens=4000)
         for at in range(200)
@@ -71,7 +68,7 @@ def test_200_cancelled_long_requests_do_not_affect_the_next_one(busy: Lab) -> No
     assert answered.json()["usage"]["completion_tokens"] == 8
 
 
-def test_a_client_that_pauses_reading_receives_everything_and_does_not_delay_others(busy: Lab) -> None:
+def test_a_client_that_pauses_reading_receives_everything_and_does_not_delay_others(busy):
     assert busy.port is not None
     body = json.dumps(chat_body(model="default", stream=True, max_tokens=3000, ignore_eos=True)).encode()
     head = (
@@ -98,7 +95,7 @@ def test_a_client_that_pauses_reading_receives_everything_and_does_not_delay_oth
     assert "[DONE]" in _unchunked(received)
 
 
-def _unchunked(response: bytes) -> list[str]:
+def _unchunked(response):
     """Return the events of a chunked HTTP/1.1 response."""
     rest, data = response.partition(b"\r\n\r\n")[2], b""
     while rest:

@@ -1,10 +1,5 @@
 """Tests of POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages format, on the echo engine."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import httpx2
 import pytest
 
@@ -18,11 +13,11 @@ PATH = "/v1/messages"
 TOOLS = [{"name": "clock", "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}}}]
 
 
-def body(**changes: Any) -> dict[str, Any]:
+def body(**changes):
     return {"model": "default", "max_tokens": 64, "messages": HELLO, "temperature": 0} | changes
 
 
-def test_a_conversation_is_converted_to_the_chat_format() -> None:
+def test_a_conversation_is_converted_to_the_chat_format():
     cached = {"cache_control": {"type": "ephemeral"}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "What time is it?", **cached}]},
@@ -65,7 +60,7 @@ def test_a_conversation_is_converted_to_the_chat_format() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"system": "Be brief."}, {"tools": TOOLS}])
-def test_the_counted_tokens_are_those_of_the_prompt(http: httpx2.Client, changes: dict[str, Any]) -> None:
+def test_the_counted_tokens_are_those_of_the_prompt(http, changes):
     query = {"beta": "true"}
     usage = http.post(PATH, json=body(**changes), params=query).json()["usage"]
     counted = http.post(f"{PATH}/count_tokens", json={"messages": HELLO, **changes}, params=query).json()
@@ -104,9 +99,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"stop_sequences": ["x" * 2000]}, 400, "invalid_request_error", "stop_sequences"),
     ],
 )
-def test_errors_have_the_form_of_the_format(
-    http: httpx2.Client, changes: dict[str, Any], status: int, kind: str, message: str
-) -> None:
+def test_errors_have_the_form_of_the_format(http, changes, status, kind, message):
     response = http.post(PATH, json=body(**changes))
     error = response.json()
     assert (response.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
@@ -114,13 +107,13 @@ def test_errors_have_the_form_of_the_format(
     assert error["request_id"] == response.headers["x-request-id"]
 
 
-def test_a_wrong_bearer_token_is_refused_despite_a_valid_key(echo_home: Path) -> None:
+def test_a_wrong_bearer_token_is_refused_despite_a_valid_key(echo_home):
     with serving(echo_home, "echo", api_key="secret") as lab, httpx2.Client(base_url=lab.url) as http:
         both = http.post(PATH, json=body(), headers={"x-api-key": "secret", "authorization": "Bearer wrong"})
     assert (both.status_code, both.json()["error"]["type"]) == (401, "authentication_error")
 
 
-def test_a_document_of_text_is_read_and_other_blocks_are_refused_by_their_place() -> None:
+def test_a_document_of_text_is_read_and_other_blocks_are_refused_by_their_place():
     document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A sea."}}
     results = [{"type": "tool_result", "tool_use_id": "c1", "content": [document]}]
     request = MessagesRequest.model_validate({"messages": [{"role": "user", "content": [document, *results]}]})

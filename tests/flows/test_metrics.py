@@ -1,23 +1,17 @@
 """Tests of GET /metrics and /admin/events on a running server."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 
-from lmx_lab.notebook import Lab
 from tests.support.asking import ENDLESS, echo_body
 from tests.support.labs import scrape, serving
 
 CHAT = "/v1/chat/completions"
 
 
-def test_a_request_is_counted(fresh_http: httpx2.Client) -> None:
+def test_a_request_is_counted(fresh_http):
     before = scrape(fresh_http)
     assert (before["engine_up"], before["model_loaded{model=echo}"], before["requests_active"]) == (1, 1, 0)
     usage = fresh_http.post(CHAT, json=echo_body(max_tokens=8)).json()["usage"]
@@ -31,13 +25,13 @@ def test_a_request_is_counted(fresh_http: httpx2.Client) -> None:
     assert after["uptime_seconds"] > before["uptime_seconds"]
 
 
-def test_a_refused_request_is_counted_with_its_code_and_without_its_model_name(fresh_http: httpx2.Client) -> None:
+def test_a_refused_request_is_counted_with_its_code_and_without_its_model_name(fresh_http):
     assert fresh_http.post(CHAT, json=echo_body(model="no-such-model")).status_code == 404
     assert scrape(fresh_http)["requests_total{code=model-not-found,kind=chat,outcome=error}"] == 1
     assert "no-such-model" not in fresh_http.get("/metrics").text
 
 
-def test_a_cancelled_request_is_counted(fresh_http: httpx2.Client) -> None:
+def test_a_cancelled_request_is_counted(fresh_http):
     with fresh_http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as response:
         next(response.iter_text())
     while "requests_total{code=,kind=chat,outcome=cancelled}" not in (figures := scrape(fresh_http)):
@@ -45,7 +39,7 @@ def test_a_cancelled_request_is_counted(fresh_http: httpx2.Client) -> None:
     assert figures["requests_total{code=,kind=chat,outcome=cancelled}"] == 1
 
 
-def test_openmetrics_is_used_if_the_client_accepts_it(http: httpx2.Client) -> None:
+def test_openmetrics_is_used_if_the_client_accepts_it(http):
     response = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert response.text.endswith("# EOF\n")
@@ -54,25 +48,25 @@ def test_openmetrics_is_used_if_the_client_accepts_it(http: httpx2.Client) -> No
 @pytest.mark.parametrize(
     "accept", ["application/openmetrics-text; version=x", "application/openmetrics-text;version=é"]
 )
-def test_an_invalid_accept_header_is_ignored(http: httpx2.Client, accept: str) -> None:
+def test_an_invalid_accept_header_is_ignored(http, accept):
     assert http.get("/metrics", headers=[(b"accept", accept.encode())]).status_code == 200
 
 
-def test_a_configured_key_is_required(echo_home: Path) -> None:
+def test_a_configured_key_is_required(echo_home):
     with serving(echo_home, None, api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.get("/metrics").status_code == 401
         assert http.get("/metrics", headers={"authorization": "Bearer s3cret"}).status_code == 200
         assert http.post("/metrics", headers={"authorization": "Bearer s3cret"}).status_code == 405
 
 
-def events(lab: Lab, query: str) -> Iterator[dict[str, Any]]:
+def events(lab, query):
     with httpx2.stream("GET", f"{lab.url}/admin/events{query}", timeout=30) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 yield json.loads(line.removeprefix("data: "))
 
 
-def test_an_idle_unload_is_reported_by_events_and_readiness(echo_home: Path) -> None:
+def test_an_idle_unload_is_reported_by_events_and_readiness(echo_home):
     with serving(echo_home, None, idle_unload_s=0.2) as lab, httpx2.Client(base_url=lab.url, timeout=30) as http:
         stream = events(lab, "?include=models")
         next(stream)
@@ -87,7 +81,7 @@ def test_an_idle_unload_is_reported_by_events_and_readiness(echo_home: Path) -> 
         assert not [name for name in scrape(http) if name.startswith("model_loaded")]
 
 
-def test_requests_with_a_malformed_body_are_not_counted(fresh_http: httpx2.Client) -> None:
+def test_requests_with_a_malformed_body_are_not_counted(fresh_http):
     assert fresh_http.post(CHAT, json=echo_body(temperature=9)).status_code == 400
     assert not [name for name in scrape(fresh_http) if name.startswith("requests_total")]
     (help_line,) = [
@@ -97,7 +91,7 @@ def test_requests_with_a_malformed_body_are_not_counted(fresh_http: httpx2.Clien
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
-def test_head_is_answered_like_get_without_a_body(fresh_http: httpx2.Client, path: str) -> None:
+def test_head_is_answered_like_get_without_a_body(fresh_http, path):
     for _ in range(2):
         full, head = fresh_http.get(path), fresh_http.head(path)
         assert (head.status_code, head.headers["content-type"]) == (full.status_code, full.headers["content-type"])

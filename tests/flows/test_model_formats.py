@@ -1,11 +1,6 @@
 """A model in two formats is one model, which runs on the engine that is faster here or on the one that a load names."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -13,8 +8,6 @@ import pytest
 import lmx_lab
 from lmx_lab.engine import find
 from lmx_lab.errors import LabError
-from lmx_lab.notebook import Lab
-from lmx_lab.values.models import ModelEntry
 from tests.support.gguf import EXACT, store_copy
 from tests.support.labs import serving
 
@@ -24,7 +17,7 @@ REASON = "it is usually the faster engine on a CPU"
 
 
 @pytest.fixture
-def lab(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def lab(tmp_path, tiny, tiny_gguf, monkeypatch):
     """Run a server with ``tiny`` instead of the starter, in both formats."""
     monkeypatch.setattr(find, "gpu_of_mlx", lambda: None)
     (tmp_path / "models" / f"{NAME}-gguf").mkdir(parents=True)
@@ -34,12 +27,12 @@ def lab(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path, monkeypatch: pytest.M
         yield lab
 
 
-def complete(lab: Lab, model: str, **fields: Any) -> httpx2.Response:
+def complete(lab, model, **fields):
     body = {"model": model, "prompt": "one", "max_tokens": 2, **fields}
     return httpx2.post(f"{lab.url}/v1/completions", json=body, timeout=60)
 
 
-def listed(lab: Lab) -> tuple[Any, Any]:
+def listed(lab):
     """Return the only model of each list."""
     (record,) = httpx2.get(f"{lab.url}/admin/models").json()["models"]
     (card,) = httpx2.get(f"{lab.url}/v1/models").json()["data"]
@@ -47,7 +40,7 @@ def listed(lab: Lab) -> tuple[Any, Any]:
     return record, card
 
 
-def test_a_model_in_two_formats_is_listed_once_and_runs_on_the_faster_or_the_required_engine(lab: Lab) -> None:
+def test_a_model_in_two_formats_is_listed_once_and_runs_on_the_faster_or_the_required_engine(lab):
     record, _ = listed(lab)
     assert (record["format"], record["formats"], record["loaded"]) == ("gguf", ["gguf", "mlx"], False)
     report = lab.load(NAME)
@@ -76,7 +69,7 @@ def test_a_model_in_two_formats_is_listed_once_and_runs_on_the_faster_or_the_req
         lab.load("other", engine="mlx")
 
 
-def test_a_quantized_copy_is_named_by_the_load_the_list_and_the_answers(lab: Lab, tmp_path: Path) -> None:
+def test_a_quantized_copy_is_named_by_the_load_the_list_and_the_answers(lab, tmp_path):
     original = tmp_path / "models" / f"{NAME}-gguf" / "tiny.gguf"
     copy = store_copy(tmp_path, original, EXACT)
     assert f"{REASON}; {EXACT}" in repr(lab.load(NAME))

@@ -1,11 +1,7 @@
 """Tests that the pages of the notebook may call the server, as panels do when the kernel does not respond."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -22,14 +18,14 @@ UNLOAD = "/admin/models/unload"
 
 
 @pytest.fixture(scope="module")
-def in_vscode(echo_home: Path) -> Iterator[Lab]:
+def in_vscode(echo_home):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VSCODE_PID", "1")
         with serving(echo_home, None, api_key="s3cret") as lab:
             yield lab
 
 
-def test_a_webview_of_vs_code_may_call_the_server(in_vscode: Lab) -> None:
+def test_a_webview_of_vs_code_may_call_the_server(in_vscode):
     address, page = f"{in_vscode.url}{UNLOAD}", {"origin": WEBVIEW}
     answers = [
         httpx2.options(address, headers={**page, **PREFLIGHT}),
@@ -41,26 +37,26 @@ def test_a_webview_of_vs_code_may_call_the_server(in_vscode: Lab) -> None:
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:8888", "null"])
-def test_other_pages_may_not_call_the_server(in_vscode: Lab, origin: str) -> None:
+def test_other_pages_may_not_call_the_server(in_vscode, origin):
     address, page = f"{in_vscode.url}{UNLOAD}", {"origin": origin, "authorization": "Bearer s3cret"}
     for answer in (httpx2.options(address, headers={**page, **PREFLIGHT}), httpx2.post(address, json={}, headers=page)):
         assert answer.status_code == 403
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_pages_of_the_server_itself_may_call_it(in_vscode: Lab) -> None:
+def test_pages_of_the_server_itself_may_call_it(in_vscode):
     page = {"origin": in_vscode.url, "authorization": "Bearer s3cret"}
     assert httpx2.post(f"{in_vscode.url}{UNLOAD}", json={}, headers=page).status_code == 200
 
 
-def test_the_host_name_of_a_proxy_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_name_of_a_proxy_is_accepted(monkeypatch):
     monkeypatch.setenv("LMX_LAB_PROXY_URL", "https://lab.example/{port}/")
     policy = Addresses(settings=Settings(), port=8400).policy()
     assert "lab.example:80" in policy.hosts
     assert "https://lab.example" in policy.origins
 
 
-def test_an_invalid_proxy_address_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_proxy_address_is_refused_at_the_start(monkeypatch):
     monkeypatch.setenv("LMX_LAB_PROXY_URL", "lab.example")
     with pytest.raises(InvalidRequestError, match=r"LMX_LAB_PROXY_URL is 'lab\.example'"):
         Lab(Settings(port=0))
@@ -77,16 +73,14 @@ def test_an_invalid_proxy_address_is_refused_at_the_start(monkeypatch: pytest.Mo
         (["http://localhost:8888/b/"], None),
     ],
 )
-def test_the_jupyter_server_is_the_ancestor_process_that_wrote_its_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: object, url: str | None
-) -> None:
+def test_the_jupyter_server_is_the_ancestor_process_that_wrote_its_address(tmp_path, monkeypatch, written, url):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     (tmp_path / f"jpserver-{os.getppid()}.json").write_text(json.dumps(written))
     found = find_notebook_server()
     assert (found.url if found else None) == url
 
 
-def test_a_missing_or_incomplete_file_means_no_jupyter_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_incomplete_file_means_no_jupyter_server(tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     assert find_notebook_server() is None
     (tmp_path / f"jpserver-{os.getppid()}.json").write_text('{"pid": ')

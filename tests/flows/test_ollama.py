@@ -10,7 +10,6 @@ import httpx2
 import pytest
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook import Lab
 from lmx_lab.server.ollama import engine_request, listed_name, requested_model
 from lmx_lab.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, read_duration
 from tests.support.asking import HELLO
@@ -33,19 +32,19 @@ TOOLS = [
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
 
 
-def chat(**changes: Any) -> dict[str, Any]:
+def chat(**changes):
     return {"model": "echo", "messages": HELLO, "options": {"temperature": 0}} | changes
 
 
-def user(text: str) -> list[dict[str, Any]]:
+def user(text):
     return [{"role": "user", "content": text}]
 
 
-def asked_for_clock(arguments: Any) -> dict[str, Any]:
+def asked_for_clock(arguments):
     return {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": arguments}}]}
 
 
-def lines(http: httpx2.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def lines(http, path, body):
     """Return the lines of a stream; each ends with a line feed, as clients require."""
     with http.stream("POST", path, json=body) as response:
         assert response.status_code == 200
@@ -64,9 +63,7 @@ def lines(http: httpx2.Client, path: str, body: dict[str, Any]) -> list[dict[str
         ("no", {"format": SCHEMA}, {"content": '{"city":"Paris"}'}),
     ],
 )
-def test_an_answer_has_a_message_and_counters(
-    http: httpx2.Client, content: str, changes: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_an_answer_has_a_message_and_counters(http, content, changes, expected):
     answer = http.post(CHAT, json=chat(messages=user(content), stream=False, **changes)).json()
     assert answer["message"] == {"role": "assistant", **expected}
     assert answer.keys() >= COUNTERS
@@ -74,7 +71,7 @@ def test_an_answer_has_a_message_and_counters(
     assert datetime.fromisoformat(answer["created_at"]).tzinfo is not None
 
 
-def test_a_prompt_is_continued_with_and_without_the_chat_template(http: httpx2.Client) -> None:
+def test_a_prompt_is_continued_with_and_without_the_chat_template(http):
     body = {"model": "echo:latest", "prompt": "the sea", "options": {"temperature": 0}}
     templated = http.post(GENERATE, json={**body, "system": "Be brief.", "stream": False}).json()
     raw = http.post(GENERATE, json={**body, "raw": True, "stream": False}).json()
@@ -91,7 +88,7 @@ def test_a_prompt_is_continued_with_and_without_the_chat_template(http: httpx2.C
     assert len(scored["logprobs"][0]["top_logprobs"]) == 2
 
 
-def test_a_conversation_with_calls_is_converted_to_the_chat_format() -> None:
+def test_a_conversation_with_calls_is_converted_to_the_chat_format():
     call = {"function": {"name": "clock", "arguments": {"zone": "UTC"}}}
     other = {"id": "mine", "function": {"name": "other", "arguments": "{}"}}
     messages = [
@@ -103,7 +100,7 @@ def test_a_conversation_with_calls_is_converted_to_the_chat_format() -> None:
         {"role": "tool", "tool_name": "clock", "content": "2"},
     ]
     request = engine_request(OllamaChatRequest.model_validate({"messages": messages, "think": True}))
-    converted: list[Any] = list(request.prompt.messages)  # type: ignore[union-attr]
+    converted = list(request.prompt.messages)
     calls = converted[2]["tool_calls"]
     assert [(each["id"], each["function"]["arguments"]) for each in calls] == [
         ("call_1", {"zone": "UTC"}),
@@ -116,10 +113,10 @@ def test_a_conversation_with_calls_is_converted_to_the_chat_format() -> None:
         ("call_1", "1"),
         ("call_3", "2"),
     ]
-    assert request.prompt.template_options == {"enable_thinking": True}  # type: ignore[union-attr]
+    assert request.prompt.template_options == {"enable_thinking": True}
 
 
-def test_options_are_converted_and_have_the_defaults_of_the_format() -> None:
+def test_options_are_converted_and_have_the_defaults_of_the_format():
     def convert(**options: Any) -> Any:
         return engine_request(OllamaGenerateRequest.model_validate({"prompt": "a", "options": options}))
 
@@ -145,7 +142,7 @@ def test_options_are_converted_and_have_the_defaults_of_the_format() -> None:
         ("hf.co/org/name:Q4_K_M", "org/name:Q4_K_M", "org/name:Q4_K_M"),
     ],
 )
-def test_names_of_models_may_have_a_tag(name: str, id_: str, shown: str) -> None:
+def test_names_of_models_may_have_a_tag(name, id_, shown):
     assert requested_model(name) == id_
     assert listed_name(id_) == shown
     assert requested_model("default:latest") is None
@@ -167,7 +164,7 @@ def test_names_of_models_may_have_a_tag(name: str, id_: str, shown: str) -> None
         ("100ms", 0.1),
     ],
 )
-def test_durations_have_many_forms(given: Any, seconds: float) -> None:
+def test_durations_have_many_forms(given, seconds):
     assert read_duration(given) == pytest.approx(seconds)
 
 
@@ -212,9 +209,7 @@ def test_durations_have_many_forms(given: Any, seconds: float) -> None:
         ("/api/create", {"model": "none"}, (404, "invalid-request"), "/openapi.json"),
     ],
 )
-def test_errors_have_the_form_of_the_format(
-    http: httpx2.Client, path: str, body: dict[str, Any], expected: tuple[int, str], message: str
-) -> None:
+def test_errors_have_the_form_of_the_format(http, path, body, expected, message):
     response = http.post(path, json=body)
     error = response.json()
     assert (response.status_code, error["code"]) == expected
@@ -222,7 +217,7 @@ def test_errors_have_the_form_of_the_format(
     assert error["request_id"] == response.headers["x-request-id"]
 
 
-def test_models_are_listed_and_described(http: httpx2.Client) -> None:
+def test_models_are_listed_and_described(http):
     listed = {model["name"]: model for model in http.get("/api/tags").json()["models"]}
     assert listed.keys() == {"echo:latest", "other:latest"}
     other = listed["other:latest"]
@@ -247,7 +242,7 @@ def test_models_are_listed_and_described(http: httpx2.Client) -> None:
     assert info["model_info"]["llama.context_length"] == 2048
 
 
-def test_vectors_are_those_of_the_chat_format(quick_lab: Lab) -> None:
+def test_vectors_are_those_of_the_chat_format(quick_lab):
     with httpx2.Client(base_url=quick_lab.url) as http:
         expected = http.post("/v1/embeddings", json={"model": "echo", "input": ["a cat", "a dog"]}).json()
         found = http.post("/api/embed", json={"model": "echo:latest", "input": ["a cat", "a dog"]}).json()
@@ -258,7 +253,7 @@ def test_vectors_are_those_of_the_chat_format(quick_lab: Lab) -> None:
     assert found["prompt_eval_count"] == expected["usage"]["prompt_tokens"]
 
 
-def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab: Lab, fresh_http: httpx2.Client) -> None:
+def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab, fresh_http):
     assert fresh_http.post(CHAT, json={"model": "echo"}).json()["done_reason"] == "load"
     unloaded = fresh_http.post(GENERATE, json={"model": "echo:latest", "keep_alive": "0s"}).json()
     assert (unloaded["done"], unloaded["done_reason"], unloaded["response"]) == (True, "unload", "")
@@ -273,7 +268,7 @@ def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab: Lab, f
         assert (missing.status_code, missing.json()["code"]) == (404, "model-not-found")
 
 
-def test_a_pull_of_a_model_that_is_here_ends_at_once(http: httpx2.Client) -> None:
+def test_a_pull_of_a_model_that_is_here_ends_at_once(http):
     *parts, last = lines(http, "/api/pull", {"model": "other:latest", "insecure": False})
     assert {"status": "pulling manifest"} in parts
     assert last == {"status": "success"}
@@ -288,14 +283,12 @@ def test_a_pull_of_a_model_that_is_here_ends_at_once(http: httpx2.Client) -> Non
         (GENERATE, {"model": "other"}),
     ],
 )
-def test_callers_on_other_machines_do_not_load_or_download(
-    http: httpx2.Client, path: str, body: dict[str, Any]
-) -> None:
+def test_callers_on_other_machines_do_not_load_or_download(http, path, body):
     response = http.post(path, json=body, headers={"x-forwarded-for": "127.0.0.1"})
     assert (response.status_code, response.json()["code"]) == (403, "admin-forbidden")
 
 
-def test_a_last_message_of_the_assistant_is_refused() -> None:
+def test_a_last_message_of_the_assistant_is_refused():
     body = OllamaChatRequest.model_validate({"messages": [{"role": "assistant", "content": "a"}]})
     with pytest.raises(InvalidRequestError, match="cannot continue an answer"):
         engine_request(body)

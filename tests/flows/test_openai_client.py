@@ -5,17 +5,12 @@ Tests that depend on the text use the real SmolLM2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
-from openai.types import Completion
-from openai.types.chat import ChatCompletion
 
-from lmx_lab.notebook import Lab
 from tests.support.labs import serving
 
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -23,33 +18,33 @@ MODEL = "smollm2-135m"
 
 
 @pytest.fixture(scope="module")
-def smol_lab(starter_home: Path) -> Iterator[Lab]:
+def smol_lab(starter_home):
     with serving(starter_home, MODEL) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def echo(lab: Lab) -> Iterator[OpenAI]:
+def echo(lab):
     """Return a client of the echo engine, for tests that work with any engine."""
     with OpenAI(**lab.openai, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_lab: Lab) -> Iterator[OpenAI]:
+def tiny(tiny_lab):
     """Return a client of the tiny model, for tests that work with any model: the real one is slow."""
     with OpenAI(**tiny_lab.openai, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def client(smol_lab: Lab) -> Iterator[OpenAI]:
+def client(smol_lab):
     with OpenAI(base_url=f"{smol_lab.url}/v1", api_key="anything", max_retries=0) as client:
         yield client
 
 
 @pytest.mark.long
-def test_the_real_model_knows_paris_and_counts_its_tokens(client: OpenAI) -> None:
+def test_the_real_model_knows_paris_and_counts_its_tokens(client):
     answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30)
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
@@ -58,7 +53,7 @@ def test_the_real_model_knows_paris_and_counts_its_tokens(client: OpenAI) -> Non
     assert answer.usage.prompt_tokens == 37
 
 
-def test_a_stream_has_the_same_text_and_ends_with_usage(client: OpenAI) -> None:
+def test_a_stream_has_the_same_text_and_ends_with_usage(client):
     text, usage, reasons = "", None, []
     stream = client.chat.completions.create(
         model=MODEL, messages=FRANCE, temperature=0, max_tokens=30, stream=True, stream_options={"include_usage": True}
@@ -74,36 +69,36 @@ def test_a_stream_has_the_same_text_and_ends_with_usage(client: OpenAI) -> None:
     assert usage.completion_tokens > 0
 
 
-def test_a_stop_string_is_not_part_of_the_text(client: OpenAI) -> None:
+def test_a_stop_string_is_not_part_of_the_text(client):
     answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30, stop=["Paris"])
     assert answer.choices[0].message.content == "The capital of France is "
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_max_tokens_ends_with_length(echo: OpenAI) -> None:
+def test_max_tokens_ends_with_length(echo):
     answer = echo.chat.completions.create(model="echo", messages=FRANCE, temperature=0, max_tokens=2)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2
 
 
-def ask(client: OpenAI, **parameters: Any) -> ChatCompletion:
+def ask(client, **parameters):
     asked = {"model": "default", "messages": FRANCE, "temperature": 0, "max_tokens": 8, **parameters}
-    answer: ChatCompletion = client.chat.completions.create(**asked)
+    answer = client.chat.completions.create(**asked)
     return answer
 
 
-def text(client: OpenAI, **parameters: Any) -> str:
+def text(client, **parameters):
     return ask(client, **parameters).choices[0].message.content or ""
 
 
-def test_max_completion_tokens_is_the_newer_name(echo: OpenAI) -> None:
+def test_max_completion_tokens_is_the_newer_name(echo):
     usage = ask(echo, max_completion_tokens=3).usage
     assert usage is not None
     assert usage.completion_tokens == 3
 
 
-def test_16_stop_strings_are_accepted(client: OpenAI) -> None:
+def test_16_stop_strings_are_accepted(client):
     stops = [f"zz{number}" for number in range(15)] + ["Paris"]
     assert text(client, stop=stops, max_tokens=30) == "The capital of France is "
     with pytest.raises(openai.BadRequestError):
@@ -111,20 +106,20 @@ def test_16_stop_strings_are_accepted(client: OpenAI) -> None:
 
 
 @pytest.mark.slow
-def test_a_seeded_answer_is_reproducible(echo: OpenAI) -> None:
-    warm: dict[str, Any] = {"temperature": 1.5, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+def test_a_seeded_answer_is_reproducible(echo):
+    warm = {"temperature": 1.5, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
     assert text(echo, seed=1, **warm) == text(echo, seed=1, **warm)
     assert len({text(echo, seed=seed, **warm) for seed in (1, 2, 3)}) > 1
 
 
-def test_n_choices_are_returned(echo: OpenAI) -> None:
+def test_n_choices_are_returned(echo):
     answer = ask(echo, n=3, seed=1, temperature=1.5, extra_body={"ignore_eos": True}, max_tokens=24)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 
 @pytest.mark.slow
-def test_streamed_choices_have_their_index(echo: OpenAI) -> None:
+def test_streamed_choices_have_their_index(echo):
     whole = ask(echo, n=2, seed=1, temperature=1.5, max_tokens=24, extra_body={"ignore_eos": True})
     texts = ["", ""]
     for chunk in echo.chat.completions.create(
@@ -142,7 +137,7 @@ def test_streamed_choices_have_their_index(echo: OpenAI) -> None:
     assert texts == [choice.message.content for choice in whole.choices]
 
 
-def test_logprobs_are_objects_of_the_client(client: OpenAI) -> None:
+def test_logprobs_are_objects_of_the_client(client):
     logprobs = ask(client, logprobs=True, top_logprobs=2, max_tokens=6).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
@@ -153,7 +148,7 @@ def test_logprobs_are_objects_of_the_client(client: OpenAI) -> None:
         assert len(token.top_logprobs) == 2
 
 
-def test_a_bias_can_force_and_forbid_tokens(client: OpenAI) -> None:
+def test_a_bias_can_force_and_forbid_tokens(client):
     assert text(client, logit_bias={"7042": 100}, max_tokens=4) == " Paris" * 4
     assert "Paris" not in text(client, logit_bias={"7042": -100})
 
@@ -172,16 +167,16 @@ def test_a_bias_can_force_and_forbid_tokens(client: OpenAI) -> None:
         {"user": "me", "metadata": {"a": "b"}, "store": False},
     ],
 )
-def test_each_parameter_is_accepted(echo: OpenAI, parameters: dict[str, Any]) -> None:
+def test_each_parameter_is_accepted(echo, parameters):
     assert text(echo, temperature=0.7, seed=1, **parameters)
 
 
-def test_top_k_1_and_min_p_1_are_greedy(tiny: OpenAI) -> None:
+def test_top_k_1_and_min_p_1_are_greedy(tiny):
     for extra in ({"top_k": 1}, {"min_p": 1}):
         assert text(tiny, temperature=1.9, extra_body=extra) == text(tiny)
 
 
-def test_penalties_increase_the_variety_of_tokens(tiny: OpenAI) -> None:
+def test_penalties_increase_the_variety_of_tokens(tiny):
     twelve = {str(token): 100 for token in range(1000, 1012)}
 
     def various(**penalty: Any) -> int:
@@ -195,19 +190,19 @@ def test_penalties_increase_the_variety_of_tokens(tiny: OpenAI) -> None:
         assert various(**penalty) > without
 
 
-def test_ignore_eos_continues_to_max_tokens(echo: OpenAI) -> None:
+def test_ignore_eos_continues_to_max_tokens(echo):
     answer = ask(echo, max_tokens=40, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 40
 
 
-def complete(client: OpenAI, prompt: Any, **parameters: Any) -> Completion:
-    answer: Completion = client.completions.create(model=MODEL, prompt=prompt, temperature=0, **parameters)
+def complete(client, prompt, **parameters):
+    answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, **parameters)
     return answer
 
 
-def test_completions_continue_the_prompt(client: OpenAI) -> None:
+def test_completions_continue_the_prompt(client):
     answer = complete(client, ["The capital of France is", "Two plus two is"], max_tokens=4, echo=True)
     assert answer.choices[0].text.startswith("The capital of France is Paris")
     assert answer.choices[1].text.startswith("Two plus two is")
@@ -216,7 +211,7 @@ def test_completions_continue_the_prompt(client: OpenAI) -> None:
     assert streamed == complete(client, "One, two,", max_tokens=4).choices[0].text
 
 
-def test_an_echo_scores_likely_texts_higher(client: OpenAI) -> None:
+def test_an_echo_scores_likely_texts_higher(client):
     scores = []
     for end in (" Paris", " banana"):
         prompt = "The capital of France is" + end
@@ -230,12 +225,12 @@ def test_an_echo_scores_likely_texts_higher(client: OpenAI) -> None:
     assert scores[0] > scores[1]
 
 
-def test_models_are_listed(echo: OpenAI) -> None:
+def test_models_are_listed(echo):
     assert "echo" in [model.id for model in echo.models.list()]
     assert echo.models.retrieve("echo").owned_by == "lmx-lab"
 
 
-def test_errors_are_exceptions_of_the_client(echo: OpenAI) -> None:
+def test_errors_are_exceptions_of_the_client(echo):
     with pytest.raises(openai.BadRequestError) as wrong:
         echo.chat.completions.create(model="echo", messages=FRANCE, temperature=2.1)
     assert (wrong.value.code, wrong.value.param) == ("invalid-request", "temperature")
@@ -245,7 +240,7 @@ def test_errors_are_exceptions_of_the_client(echo: OpenAI) -> None:
     assert unknown.value.code == "model-not-found"
 
 
-def test_the_error_without_a_model_is_not_retried(echo_home: Path) -> None:
+def test_the_error_without_a_model_is_not_retried(echo_home):
     with (
         serving(echo_home, None) as lab,
         OpenAI(**lab.openai, max_retries=2) as client,

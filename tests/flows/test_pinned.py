@@ -1,11 +1,6 @@
 """Tests of encoders that are kept in memory alongside the loaded model."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -21,22 +16,22 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def lab(three_home: Path) -> Iterator[Lab]:
+def lab(three_home):
     with serving(three_home, "tiny", embedder="tiny-embedder", reranker="tiny-reranker") as lab:
         yield lab
 
 
 @pytest.fixture
-def http(lab: Lab) -> Iterator[httpx2.Client]:
+def http(lab):
     with httpx2.Client(base_url=lab.url, timeout=60) as client:
         yield client
 
 
-def models_by_id(http: httpx2.Client) -> dict[str, dict[str, Any]]:
+def models_by_id(http):
     return {model["id"]: model for model in http.get("/admin/models").json()["models"]}
 
 
-def test_pinned_models_answer_beside_the_chat_model(http: httpx2.Client) -> None:
+def test_pinned_models_answer_beside_the_chat_model(http):
     assert http.post("/v1/chat/completions", json=chat_body(max_tokens=2)).status_code == 200
     embedded = http.post("/v1/embeddings", json={"model": "default", "input": "a cat"})
     ranked = http.post("/v1/rerank", json={"model": "default", "query": "a cat", "documents": ["a dog", "a cat"]})
@@ -44,7 +39,7 @@ def test_pinned_models_answer_beside_the_chat_model(http: httpx2.Client) -> None
     assert (ranked.json()["model"], ranked.json()["method"]) == ("tiny-reranker", "cross-encoder")
 
 
-def test_the_list_marks_pinned_models(http: httpx2.Client) -> None:
+def test_the_list_marks_pinned_models(http):
     models = models_by_id(http)
     assert [
         (name, models[name]["kind"], models[name]["pinned"], models[name]["loaded"]) for name in sorted(models)
@@ -56,7 +51,7 @@ def test_the_list_marks_pinned_models(http: httpx2.Client) -> None:
     assert models["tiny-embedder"]["vram_gb"] > 0
 
 
-def test_a_failed_request_is_reported_with_the_model_that_should_answer(lab: Lab, http: httpx2.Client) -> None:
+def test_a_failed_request_is_reported_with_the_model_that_should_answer(lab, http):
     seen = []
     with httpx2.stream("GET", f"{lab.url}/admin/events?include=requests", timeout=30) as events:
         lines = events.iter_lines()
@@ -72,22 +67,22 @@ def test_a_failed_request_is_reported_with_the_model_that_should_answer(lab: Lab
     ]
 
 
-def test_the_lab_shows_pinned_models(lab: Lab) -> None:
+def test_the_lab_shows_pinned_models(lab):
     assert "also loaded: tiny-embedder (0.00 GB), tiny-reranker (0.00 GB)" in repr(lab)
 
 
-def test_readiness_is_that_of_the_main_model(http: httpx2.Client) -> None:
+def test_readiness_is_that_of_the_main_model(http):
     assert http.get("/readyz").json()["model"] == "tiny"
 
 
-def test_the_blas_library_is_reported(http: httpx2.Client) -> None:
+def test_the_blas_library_is_reported(http):
     compute = http.get("/admin/models").json()["compute"]
     assert set(compute) == {"blas", "detail", "threads", "gflops"}
     assert compute["blas"] in {"openblas", "reference", "system", "unused"}
     assert compute["gflops"] is None or compute["gflops"] > 0
 
 
-def test_an_unload_leaves_pinned_models(three_home: Path) -> None:
+def test_an_unload_leaves_pinned_models(three_home):
     with serving(three_home, "tiny", embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
         refused = http.post("/admin/models/unload", json={"model": "tiny-embedder"})
         assert (refused.status_code, "is pinned" in refused.json()["error"]["message"]) == (400, True)
@@ -97,7 +92,7 @@ def test_an_unload_leaves_pinned_models(three_home: Path) -> None:
         assert http.post("/v1/embeddings", json={"model": "tiny-embedder", "input": "a cat"}).status_code == 200
 
 
-def test_a_pinned_model_can_also_be_the_main_model(three_home: Path) -> None:
+def test_a_pinned_model_can_also_be_the_main_model(three_home):
     with serving(three_home, None, embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post("/admin/models/load", json={"model": "tiny-embedder"}).status_code == 200
         assert http.get("/readyz").json()["model"] == "tiny-embedder"
@@ -106,7 +101,7 @@ def test_a_pinned_model_can_also_be_the_main_model(three_home: Path) -> None:
         assert http.post("/v1/embeddings", json={"model": "default", "input": "a cat"}).status_code == 200
 
 
-def test_launch_pins_models_and_running_the_cell_again_changes_nothing(three_home: Path) -> None:
+def test_launch_pins_models_and_running_the_cell_again_changes_nothing(three_home):
     with lmx_lab.launch(home=three_home, port=0, embedder="tiny-embedder") as lab:
         assert lab.embed("a cat").shape == (32,)
         assert lmx_lab.launch(home=three_home, port=0, embedder="tiny-embedder") is lab
@@ -114,7 +109,7 @@ def test_launch_pins_models_and_running_the_cell_again_changes_nothing(three_hom
 
 
 @pytest.mark.anyio
-async def test_a_lab_on_the_kernels_loop_pins_models(three_home: Path) -> None:
+async def test_a_lab_on_the_kernels_loop_pins_models(three_home):
     async with Lab(Settings(home=three_home, port=0, embedder="tiny-embedder")) as lab:
         assert (await lab.aembed("a cat")).shape == (32,)
 
@@ -136,16 +131,14 @@ async def test_a_lab_on_the_kernels_loop_pins_models(three_home: Path) -> None:
         ({"reranker": "nothing"}, ModelNotFoundError, "there is no model 'nothing'"),
     ],
 )
-def test_pinning_a_model_of_the_wrong_kind_is_an_error_at_the_start(
-    three_home: Path, settings: dict[str, str], error: type[Exception], part: str
-) -> None:
+def test_pinning_a_model_of_the_wrong_kind_is_an_error_at_the_start(three_home, settings, error, part):
     lab = Lab(Settings(home=three_home, port=0, **settings), loop="thread")
     with pytest.raises(error, match=part), lab:
         pass
     assert not lab.running
 
 
-def test_a_launch_that_cannot_pin_a_model_fails_each_time(three_home: Path) -> None:
+def test_a_launch_that_cannot_pin_a_model_fails_each_time(three_home):
     for _ in range(2):
         with pytest.raises(UnusableModelError):
             lmx_lab.launch(home=three_home, port=0, embedder="tiny")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import string
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator
 from pydantic_core import from_json
 
 from tests.support.asking import chat_body
@@ -26,12 +24,12 @@ EXAMPLES = 40
 
 
 @pytest.fixture(scope="module")
-def http(tiny_home: Path) -> Iterator[httpx2.Client]:
+def http(tiny_home):
     with serving(tiny_home, "tiny") as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
         yield client
 
 
-def bounded(kind: str, low: str, high: str, most: int) -> st.SearchStrategy[dict[str, Any]]:
+def bounded(kind, low, high, most):
     """Draw a schema with two bounds, which cannot be satisfied if they are in the wrong order."""
     bounds = st.tuples(st.integers(0, most), st.integers(0, most))
     likely = bounds.map(sorted) | bounds
@@ -56,7 +54,7 @@ LEAVES = st.one_of(
 NAMES = st.text(string.ascii_letters + ' "\\é', min_size=1, max_size=4)
 
 
-def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def objects(inner):
     @st.composite
     def build(draw: st.DrawFn) -> dict[str, Any]:
         properties = draw(st.dictionaries(NAMES, inner, max_size=3))
@@ -67,7 +65,7 @@ def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return build()
 
 
-def arrays(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def arrays(inner):
     lists = st.tuples(inner, bounded("array", "minItems", "maxItems", 3)).map(
         lambda both: {**both[1], "items": both[0]}
     )
@@ -77,7 +75,7 @@ def arrays(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return lists | tuples
 
 
-def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def nested(inner):
     several = st.lists(inner, min_size=1, max_size=3)
     refused = st.sampled_from([{"uniqueItems": True}, {"not": {}}, {"contains": {}}, {"$ref": "http://remote.invalid"}])
     return st.one_of(
@@ -92,7 +90,7 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = objects(st.recursive(LEAVES, nested, max_leaves=6)) | st.recursive(LEAVES, nested, max_leaves=6)
 
 
-def check_answer(schema: Any, choice: dict[str, Any]) -> str:
+def check_answer(schema, choice):
     text, reason = choice["message"]["content"], choice["finish_reason"]
     if reason == "stop":
         Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text))
@@ -103,8 +101,8 @@ def check_answer(schema: Any, choice: dict[str, Any]) -> str:
     return "length"
 
 
-def test_answers_to_random_schemas_are_valid_json(http: httpx2.Client) -> None:
-    seen: Counter[str] = Counter()
+def test_answers_to_random_schemas_are_valid_json(http):
+    seen = Counter()
 
     @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(schema=SCHEMAS, seed=st.integers(0, 1000))

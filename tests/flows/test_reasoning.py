@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator
 from openai import OpenAI
-from openai.types.chat import ChatCompletion
 from websockets.sync.client import connect
 
-from lmx_lab.notebook import Lab
 from tests.flows.schemas import DIGIT, SHORT, closed
 from tests.support.asking import HELLO, chat_body, events
 from tests.support.labs import serving
@@ -31,22 +27,22 @@ MARKERS = ("<think>", "</think>")
 
 
 @pytest.fixture(scope="module")
-def thinking_lab(thinker_home: Path) -> Iterator[Lab]:
+def thinking_lab(thinker_home):
     with serving(thinker_home, "thinker", slots=4) as lab:
         yield lab
 
 
 @pytest.fixture
-def http(thinking_lab: Lab) -> Iterator[httpx2.Client]:
+def http(thinking_lab):
     with httpx2.Client(base_url=thinking_lab.url, timeout=60) as client:
         yield client
 
 
-def body(**changes: Any) -> dict[str, Any]:
+def body(**changes):
     return chat_body(**{"model": "thinker", "max_tokens": 40, **changes})
 
 
-def ask(http: httpx2.Client, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def ask(http, **changes):
     """Return the choice and the usage."""
     response = http.post(PATH, json=body(**changes))
     assert response.status_code == 200, response.text
@@ -56,12 +52,12 @@ def ask(http: httpx2.Client, **changes: Any) -> tuple[dict[str, Any], dict[str, 
     return choice, response.json()["usage"]
 
 
-def reasoning_tokens(usage: dict[str, Any]) -> int:
-    found: int = usage["completion_tokens_details"]["reasoning_tokens"]
+def reasoning_tokens(usage):
+    found = usage["completion_tokens_details"]["reasoning_tokens"]
     return found
 
 
-def test_reasoning_ends_at_its_budget(http: httpx2.Client) -> None:
+def test_reasoning_ends_at_its_budget(http):
     choice, usage = ask(http, **THINKING)
     assert choice["message"]["reasoning_content"]
     assert choice["message"]["content"]
@@ -70,7 +66,7 @@ def test_reasoning_ends_at_its_budget(http: httpx2.Client) -> None:
     assert usage["completion_tokens"] == 40
 
 
-def test_reasoning_with_a_smaller_budget_is_a_prefix(http: httpx2.Client) -> None:
+def test_reasoning_with_a_smaller_budget_is_a_prefix(http):
     reasoning_by_budget = {}
     for budget in (0, 1, 8, 20):
         choice, usage = ask(http, **{**THINKING, "thinking_token_budget": budget})
@@ -82,7 +78,7 @@ def test_reasoning_with_a_smaller_budget_is_a_prefix(http: httpx2.Client) -> Non
     assert len(reasoning_by_budget[20]) > len(reasoning_by_budget[8]) > len(reasoning_by_budget[1])
 
 
-def test_without_a_budget_reasoning_may_be_the_whole_answer(http: httpx2.Client) -> None:
+def test_without_a_budget_reasoning_may_be_the_whole_answer(http):
     choice, usage = ask(http, chat_template_kwargs={"open_thoughts": True}, max_tokens=12)
     assert choice["finish_reason"] == "length"
     assert choice["message"]["reasoning_content"]
@@ -91,7 +87,7 @@ def test_without_a_budget_reasoning_may_be_the_whole_answer(http: httpx2.Client)
 
 
 @pytest.mark.parametrize("more", [{}, FORMAT, CALL], ids=["free", "format", "call"])
-def test_a_stream_starts_with_the_same_reasoning(http: httpx2.Client, more: dict[str, Any]) -> None:
+def test_a_stream_starts_with_the_same_reasoning(http, more):
     fields = {**THINKING, **more, "max_tokens": 120}
     whole, whole_usage = ask(http, **fields)
     response = http.post(PATH, json=body(**fields, stream=True, stream_options={"include_usage": True}))
@@ -112,7 +108,7 @@ def test_a_stream_starts_with_the_same_reasoning(http: httpx2.Client, more: dict
     }
 
 
-def test_the_websocket_has_the_same_reasoning_and_counts_it(thinking_lab: Lab, http: httpx2.Client) -> None:
+def test_the_websocket_has_the_same_reasoning_and_counts_it(thinking_lab, http):
     whole, usage = ask(http, **THINKING, **CALL, max_tokens=120)
     with connect(thinking_lab.url.replace("http", "ws") + "/v1/chat/stream") as socket:
         socket.send(json.dumps(body(**THINKING, **CALL, max_tokens=120)))
@@ -140,14 +136,14 @@ def test_the_websocket_has_the_same_reasoning_and_counts_it(thinking_lab: Lab, h
     ],
 )
 @pytest.mark.parametrize("more", [{}, FORMAT, CALL], ids=["free", "format", "call"])
-def test_reasoning_can_be_disabled(http: httpx2.Client, off: dict[str, Any], more: dict[str, Any]) -> None:
+def test_reasoning_can_be_disabled(http, off, more):
     choice, usage = ask(http, **off, **more, max_tokens=80)
     assert "reasoning_content" not in choice["message"]
     assert reasoning_tokens(usage) == 0
     assert choice["message"]["content"] or choice["message"]["tool_calls"]
 
 
-def test_the_reasoning_effort_is_passed_to_the_template(http: httpx2.Client) -> None:
+def test_the_reasoning_effort_is_passed_to_the_template(http):
     prompts = {effort: ask(http, reasoning_effort=effort)[1]["prompt_tokens"] for effort in (None, "low", "high")}
     assert prompts["low"] > prompts[None]
     texts = {effort: ask(http, reasoning_effort=effort)[0]["message"] for effort in ("low", "high")}
@@ -157,7 +153,7 @@ def test_the_reasoning_effort_is_passed_to_the_template(http: httpx2.Client) -> 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_format_is_enforced_after_the_reasoning(http: httpx2.Client, seed: int) -> None:
+def test_the_format_is_enforced_after_the_reasoning(http, seed):
     choice, usage = ask(http, **THINKING, **FORMAT, temperature=1, seed=seed, max_tokens=120)
     assert choice["finish_reason"] == "stop"
     Draft202012Validator(FORM).validate(json.loads(choice["message"]["content"]))
@@ -166,7 +162,7 @@ def test_the_format_is_enforced_after_the_reasoning(http: httpx2.Client, seed: i
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_a_forced_call_follows_the_reasoning(http: httpx2.Client, choice: Any) -> None:
+def test_a_forced_call_follows_the_reasoning(http, choice):
     found, usage = ask(http, **THINKING, **{**CALL, "tool_choice": choice}, temperature=1, seed=3, max_tokens=120)
     assert found["finish_reason"] == "tool_calls"
     (call,) = found["message"]["tool_calls"]
@@ -177,20 +173,18 @@ def test_a_forced_call_follows_the_reasoning(http: httpx2.Client, choice: Any) -
     assert reasoning_tokens(usage) == BUDGET + 1
 
 
-def test_reasoning_in_the_history_is_passed_to_the_template(thinking_lab: Lab) -> None:
-    fields: dict[str, Any] = {"model": "thinker", "temperature": 0, "max_tokens": 60, "extra_body": THINKING}
+def test_reasoning_in_the_history_is_passed_to_the_template(thinking_lab):
+    fields = {"model": "thinker", "temperature": 0, "max_tokens": 60, "extra_body": THINKING}
     with OpenAI(base_url=f"{thinking_lab.url}/v1", api_key="anything", max_retries=0) as client:
-        hello: list[Any] = [*HELLO]
-        first: ChatCompletion = client.chat.completions.create(messages=hello, **fields, **CALL)
+        hello = [*HELLO]
+        first = client.chat.completions.create(messages=hello, **fields, **CALL)
         message = first.choices[0].message
         (call,) = message.tool_calls or []
         result = {"role": "tool", "tool_call_id": call.id, "content": "seen"}
-        history: list[Any] = [*hello, message.model_dump(), result]
-        second: ChatCompletion = client.chat.completions.create(messages=history, **fields)
-        without: list[Any] = [
-            {**entry, "reasoning_content": None} if entry["role"] == "assistant" else entry for entry in history
-        ]
-        third: ChatCompletion = client.chat.completions.create(messages=without, **fields)
+        history = [*hello, message.model_dump(), result]
+        second = client.chat.completions.create(messages=history, **fields)
+        without = [{**entry, "reasoning_content": None} if entry["role"] == "assistant" else entry for entry in history]
+        third = client.chat.completions.create(messages=without, **fields)
     assert second.choices[0].message.content
     assert second.usage is not None
     assert third.usage is not None
@@ -198,6 +192,6 @@ def test_reasoning_in_the_history_is_passed_to_the_template(thinking_lab: Lab) -
     assert second.usage.prompt_tokens > third.usage.prompt_tokens
 
 
-def test_reasoning_and_content_have_logprobs(http: httpx2.Client) -> None:
+def test_reasoning_and_content_have_logprobs(http):
     choice, usage = ask(http, **THINKING, logprobs=True)
     assert len(choice["logprobs"]["content"]) == usage["completion_tokens"]

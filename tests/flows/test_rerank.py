@@ -1,16 +1,10 @@
 """Tests of reranking by cosine similarity. Tests that depend on the meaning of texts use the real MiniLM."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import httpx2
 import numpy as np
 import pytest
 
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
-from lmx_lab.notebook import Lab
 from tests.support.asking import error_of
 
 PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
@@ -23,34 +17,34 @@ LONG = "word " * 200_000
 
 
 @pytest.fixture(scope="module")
-def http(quick_lab: Lab) -> Iterator[httpx2.Client]:
+def http(quick_lab):
     with httpx2.Client(base_url=quick_lab.url, timeout=300) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def real_http(encoding_lab: Lab) -> Iterator[httpx2.Client]:
+def real_http(encoding_lab):
     with httpx2.Client(base_url=encoding_lab.url, timeout=300) as client:
         yield client
 
 
-def body(**changes: Any) -> dict[str, Any]:
+def body(**changes):
     return {"model": MODEL, "query": QUERY, "documents": DOCUMENTS, **changes}
 
 
-def rerank(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
+def rerank(http, **changes):
     response = http.post(PATH, json=body(**changes))
     assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
+    answer = response.json()
     return answer
 
 
-def order(http: httpx2.Client, **changes: Any) -> list[int]:
+def order(http, **changes):
     return [result["index"] for result in rerank(http, **changes)["results"]]
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_most_relevant_document_is_first(real_http: httpx2.Client, path: str) -> None:
+def test_the_most_relevant_document_is_first(real_http, path):
     answer = real_http.post(path, json=body(model=MINILM)).json()
     assert (answer["model"], answer["method"]) == (MINILM, "cosine")
     assert answer["results"][0]["document"] == DOCUMENTS[1]
@@ -59,29 +53,29 @@ def test_the_most_relevant_document_is_first(real_http: httpx2.Client, path: str
     assert answer["usage"]["total_tokens"] > 0
 
 
-def test_scores_are_the_cosines_of_the_vectors(encoding_lab: Lab, real_http: httpx2.Client) -> None:
+def test_scores_are_the_cosines_of_the_vectors(encoding_lab, real_http):
     query, *documents = encoding_lab.embed([QUERY, *DOCUMENTS])
     for result in rerank(real_http, model=MINILM)["results"]:
         assert result["relevance_score"] == pytest.approx(float(query @ documents[result["index"]]), abs=1e-4)
 
 
 @pytest.mark.parametrize(("top_n", "count"), [(1, 1), (2, 2), (3, 3), (1000, 3), (None, 3)])
-def test_top_n_limits_the_results(http: httpx2.Client, top_n: int | None, count: int) -> None:
+def test_top_n_limits_the_results(http, top_n, count):
     assert order(http, top_n=top_n) == order(http)[:count]
 
 
-def test_equal_scores_keep_the_order_of_documents(http: httpx2.Client) -> None:
+def test_equal_scores_keep_the_order_of_documents(http):
     assert order(http, documents=["a", DOCUMENTS[1], "a", DOCUMENTS[1], "a"]) == [1, 3, 0, 2, 4]
 
 
-def test_documents_may_be_objects_empty_and_of_any_script(real_http: httpx2.Client) -> None:
+def test_documents_may_be_objects_empty_and_of_any_script(real_http):
     documents = ["", {"text": DOCUMENTS[1], "id": 7}, "海は塩辛い", "🙂", " "]
     results = rerank(real_http, model=MINILM, documents=documents)["results"]
     assert results[0] == {"index": 1, "relevance_score": results[0]["relevance_score"], "document": DOCUMENTS[1]}
     assert sorted(result["index"] for result in results) == [0, 1, 2, 3, 4]
 
 
-def test_the_bodies_of_other_servers_are_accepted(http: httpx2.Client) -> None:
+def test_the_bodies_of_other_servers_are_accepted(http):
     bare = http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS, "return_text": True}).json()
     assert (bare[0]["index"], bare[0]["text"]) == (1, DOCUMENTS[1])
     cohere = http.post("/v2/rerank", json=body(model="default", top_n=1, return_documents=False)).json()
@@ -89,7 +83,7 @@ def test_the_bodies_of_other_servers_are_accepted(http: httpx2.Client) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_documents_are_one_request(http: httpx2.Client) -> None:
+def test_ten_thousand_documents_are_one_request(http):
     # Equal documents are computed only once.
     documents = [f"Document {number % 1000}." for number in range(10_000)]
     documents[7654] = DOCUMENTS[1]
@@ -97,7 +91,7 @@ def test_ten_thousand_documents_are_one_request(http: httpx2.Client) -> None:
     assert (len(results), results[0]["index"]) == (2, 7654)
 
 
-def test_a_document_of_a_megabyte_is_refused_or_truncated(real_http: httpx2.Client) -> None:
+def test_a_document_of_a_megabyte_is_refused_or_truncated(real_http):
     documents = [LONG, DOCUMENTS[1]]
     error = error_of(real_http.post(PATH, json=body(model=MINILM, documents=documents)), 400, "context-length-exceeded")
     assert any(number in error["message"] for number in ("256", "512"))
@@ -116,16 +110,16 @@ def test_a_document_of_a_megabyte_is_refused_or_truncated(real_http: httpx2.Clie
         ({"documents": ["a"] * 16_385}, "documents"),
     ],
 )
-def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_400_and_named(http, changes, param):
     assert error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")["param"] == param
 
 
-def test_each_reason_to_refuse_a_model_has_its_error(real_http: httpx2.Client) -> None:
+def test_each_reason_to_refuse_a_model_has_its_error(real_http):
     error_of(real_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
     error_of(real_http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")
 
 
-def test_a_chat_model_does_not_rank(tiny_lab: Lab) -> None:
+def test_a_chat_model_does_not_rank(tiny_lab):
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
         error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
         error_of(http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS}), 503, "no-model-loaded")
@@ -133,7 +127,7 @@ def test_a_chat_model_does_not_rank(tiny_lab: Lab) -> None:
         tiny_lab.rerank(QUERY, DOCUMENTS)
 
 
-def test_the_method_of_the_lab_returns_rows_and_a_data_frame(quick_lab: Lab) -> None:
+def test_the_method_of_the_lab_returns_rows_and_a_data_frame(quick_lab):
     ranked = quick_lab.rerank(QUERY, DOCUMENTS, top_n=2)
     assert (len(ranked), ranked[0].rank, ranked[0].index) == (2, 1, 1)
     assert (ranked.method, ranked.model) == ("cosine", MODEL)
@@ -145,7 +139,7 @@ def test_the_method_of_the_lab_returns_rows_and_a_data_frame(quick_lab: Lab) -> 
 
 
 @pytest.mark.anyio
-async def test_the_method_of_the_lab_can_be_awaited(quick_lab: Lab) -> None:
+async def test_the_method_of_the_lab_can_be_awaited(quick_lab):
     assert (await quick_lab.arerank(QUERY, [{"text": DOCUMENTS[1]}]))[0].document == DOCUMENTS[1]
 
 
@@ -153,8 +147,6 @@ async def test_the_method_of_the_lab_can_be_awaited(quick_lab: Lab) -> None:
     ("query", "documents", "top_n"),
     [("", DOCUMENTS, None), (QUERY, [], None), (QUERY, "one", None), (QUERY, None, None), (QUERY, DOCUMENTS, 0)],
 )
-def test_the_method_of_the_lab_has_the_errors_of_the_route(
-    quick_lab: Lab, query: str, documents: Any, top_n: Any
-) -> None:
+def test_the_method_of_the_lab_has_the_errors_of_the_route(quick_lab, query, documents, top_n):
     with pytest.raises(InvalidRequestError):
         quick_lab.rerank(query, documents, top_n=top_n)

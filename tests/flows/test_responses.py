@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,7 +11,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from lmx_lab.notebook import Lab
 from lmx_lab.server.responses.convert import convert_request, input_items
 from lmx_lab.server.responses.writer import ResponseWriter
 from lmx_lab.wire.responses import ResponsesRequest
@@ -35,16 +32,16 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name, **arguments):
     """Return the message that the echo engine repeats as a tool call."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def body(**changes: Any) -> dict[str, Any]:
+def body(**changes):
     return {"model": "default", "input": "hello", "temperature": 0} | changes
 
 
-def frames(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
+def frames(http, **changes):
     """Return the data of all events of a stream."""
     response = http.post(PATH, json=body(stream=True, **changes))
     assert response.status_code == 200
@@ -64,16 +61,14 @@ def frames(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_a_stream_has_the_calls_of_the_whole_response(
-    http: httpx2.Client, content: str, changes: dict[str, Any], kind: str
-) -> None:
+def test_a_stream_has_the_calls_of_the_whole_response(http, content, changes, kind):
     fields = {"input": content, "tools": TOOLS, **changes}
     whole, form = http.post(PATH, json=body(**fields)).json(), Responses()
     assert [item["type"] for item in whole["output"]] == [kind]
     assert form.comparable(form.assemble(frames(http, **fields))) == form.comparable(whole)
 
 
-def test_calls_have_the_names_and_inputs_of_the_format(http: httpx2.Client) -> None:
+def test_calls_have_the_names_and_inputs_of_the_format(http):
     def only_item(content: str, **changes: Any) -> dict[str, Any]:
         [item] = http.post(PATH, json=body(input=content, tools=TOOLS, **changes)).json()["output"]
         return {name: item.get(name) for name in ("type", "name", "namespace", "arguments", "input") if item.get(name)}
@@ -88,7 +83,7 @@ def test_calls_have_the_names_and_inputs_of_the_format(http: httpx2.Client) -> N
     assert only_item("abc", tool_choice={"type": "custom", "name": "code"})["input"] == "abc"
 
 
-def test_a_conversation_is_converted_to_the_chat_format() -> None:
+def test_a_conversation_is_converted_to_the_chat_format():
     items = [
         {"role": "developer", "content": "Use tools."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What time is it?"}]},
@@ -157,23 +152,21 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
         ({"model": "gpt-x"}, 404, "model", "gpt-x"),
     ],
 )
-def test_errors_name_the_field_and_the_next_step(
-    http: httpx2.Client, changes: dict[str, Any], status: int, param: str | None, message: str
-) -> None:
+def test_errors_name_the_field_and_the_next_step(http, changes, status, param, message):
     response = http.post(PATH, json=body(**changes))
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
     assert message in error["message"]
 
 
-def test_a_stream_reports_a_prompt_that_is_too_long_as_an_event(http: httpx2.Client) -> None:
+def test_a_stream_reports_a_prompt_that_is_too_long_as_an_event(http):
     data = frames(http, input="a " * 40_000)
     assert [event["type"] for event in data] == ["response.created", "response.in_progress", "response.failed"]
     failed = data[-1]["response"]
     assert (failed["status"], failed["error"]["code"]) == ("failed", "context_length_exceeded")
 
 
-def test_a_failing_answer_in_the_background_ends_with_its_error(tmp_path: Path) -> None:
+def test_a_failing_answer_in_the_background_ends_with_its_error(tmp_path):
     script = tmp_path / "script.jsonl"
     script.write_text('{"text": "one two", "error": "broken", "code": "internal-error"}\n')
     with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
@@ -188,12 +181,12 @@ def test_a_failing_answer_in_the_background_ends_with_its_error(tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def client(lab: Lab) -> Iterator[openai.OpenAI]:
+def client(lab):
     with openai.OpenAI(base_url=f"{lab.url}/v1", api_key="anything", max_retries=0) as client:
         yield client
 
 
-def test_a_stored_response_is_continued_read_and_deleted(client: openai.OpenAI) -> None:
+def test_a_stored_response_is_continued_read_and_deleted(client):
     first = client.responses.create(model="echo", input="<think>hm</think>" + call("clock", zone="UTC"), tools=TOOLS)
     second = client.responses.create(
         model="echo",
@@ -231,7 +224,7 @@ class City(BaseModel):
     days: int
 
 
-def test_helpers_of_openai_python_stream_and_parse(client: openai.OpenAI) -> None:
+def test_helpers_of_openai_python_stream_and_parse(client):
     content = '<think>hm</think>{"name": "Rome", "days": 3}'
     with client.responses.stream(model="echo", input=content, text_format=City) as stream:
         kinds = {event.type for event in stream}
@@ -239,19 +232,19 @@ def test_helpers_of_openai_python_stream_and_parse(client: openai.OpenAI) -> Non
     assert {"response.reasoning_summary_text.delta", "response.output_text.done", "response.completed"} <= kinds
     parsed = client.responses.parse(model="echo", input=content, text_format=City)
     assert streamed.output_parsed == parsed.output_parsed == City(name="Rome", days=3)
-    tools: Any = [openai.pydantic_function_tool(City)]
+    tools = [openai.pydantic_function_tool(City)]
     with client.responses.stream(model="echo", input="x", tools=tools, tool_choice="required") as stream:
         output = stream.get_final_response().output
-    assert isinstance(output[0].parsed_arguments, City)  # type: ignore[union-attr]
+    assert isinstance(output[0].parsed_arguments, City)
     logprobs = client.responses.create(
         model="echo", input="one two", include=["message.output_text.logprobs"], top_logprobs=2
     )
-    part: Any = logprobs.output[0].content[0]  # type: ignore[union-attr,index]
+    part = logprobs.output[0].content[0]
     assert "".join(token.token for token in part.logprobs) == part.text == "one two"
     assert {len(token.top_logprobs) for token in part.logprobs} == {2}
 
 
-def test_a_response_in_the_background_ends_or_is_cancelled(client: openai.OpenAI, lab: Lab) -> None:
+def test_a_response_in_the_background_ends_or_is_cancelled(client, lab):
     wait_until_idle(lab)
     done = client.responses.create(model="echo", input="one two", background=True)
     assert (done.status, done.output) == ("in_progress", [])
@@ -269,9 +262,7 @@ def test_a_response_in_the_background_ends_or_is_cancelled(client: openai.OpenAI
         client.responses.retrieve(running[1].id)
 
 
-def test_a_response_in_the_background_that_fails_has_ended(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_response_in_the_background_that_fails_has_ended(client, monkeypatch):
     def fail(*_: Any) -> None:
         raise RuntimeError("a bug")
 
@@ -284,7 +275,7 @@ def test_a_response_in_the_background_that_fails_has_ended(
 
 
 @pytest.mark.slow
-def test_a_server_stops_with_a_response_in_the_background(tmp_path: Path) -> None:
+def test_a_server_stops_with_a_response_in_the_background(tmp_path):
     with serving(tmp_path, "echo", echo_tokens_per_s=100) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(PATH, json=body(input=ENDLESS_TEXT, background=True)).json()["status"] == "in_progress"
         until(lambda: lab.engine.snapshot.active_requests == 1)

@@ -1,20 +1,14 @@
 """Tests of the WebSocket /v1/chat/stream with the ``websockets`` client: specification sections 4.1 and 2.4."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket as stream
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
-import httpx2
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
 
 from lmx_lab.http import uvicorn_server
 from lmx_lab.http.uvicorn_server import bind
@@ -26,33 +20,33 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-def socket(lab: Lab) -> Iterator[ClientConnection]:
+def socket(lab):
     with connect(address(lab)) as socket:
         yield socket
     wait_until_idle(lab)
 
 
-def address(lab: Lab) -> str:
+def address(lab):
     return lab.url.replace("http", "ws") + "/v1/chat/stream"
 
 
-def ask(socket: ClientConnection, **changes: Any) -> None:
+def ask(socket, **changes):
     socket.send(json.dumps(echo_body(**changes)))
 
 
-def receive(socket: ClientConnection) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(socket.recv(timeout=30))
+def receive(socket):
+    message = json.loads(socket.recv(timeout=30))
     return message
 
 
-def receive_all(socket: ClientConnection) -> list[dict[str, Any]]:
+def receive_all(socket):
     messages = [receive(socket)]
     while "done" not in messages[-1] and "error" not in messages[-1]:
         messages.append(receive(socket))
     return messages
 
 
-def test_tokens_are_followed_by_statistics(socket: ClientConnection) -> None:
+def test_tokens_are_followed_by_statistics(socket):
     ask(socket)
     stats = receive_all(socket)[-1]["stats"]
     assert stats["tokens_per_second"] > 0
@@ -60,7 +54,7 @@ def test_tokens_are_followed_by_statistics(socket: ClientConnection) -> None:
     assert 0 < stats["ttft_ms"] <= stats["total_ms"]
 
 
-def test_a_message_with_too_many_values_is_refused_with_the_limit(socket: ClientConnection) -> None:
+def test_a_message_with_too_many_values_is_refused_with_the_limit(socket):
     socket.send('{"messages": [' + "{}," * 300_000 + "{}]}")
     error = receive(socket)["error"]
     assert error["code"] == "body-too-large"
@@ -71,9 +65,7 @@ def test_a_message_with_too_many_values_is_refused_with_the_limit(socket: Client
 
 
 @pytest.mark.parametrize("message", ["{", "[]", '{"model": NaN}', json.dumps({"model": "echo"}), b"\x00\x01"])
-def test_an_invalid_message_is_answered_and_the_connection_closed(
-    socket: ClientConnection, message: str | bytes
-) -> None:
+def test_an_invalid_message_is_answered_and_the_connection_closed(socket, message):
     socket.send(message)
     assert receive(socket)["error"]["code"] == "invalid-request"
     with pytest.raises(ConnectionClosed):
@@ -81,7 +73,7 @@ def test_an_invalid_message_is_answered_and_the_connection_closed(
     assert socket.close_code == 1011
 
 
-def test_logprobs_are_sent_with_their_tokens_on_request(socket: ClientConnection) -> None:
+def test_logprobs_are_sent_with_their_tokens_on_request(socket):
     ask(socket, logprobs=True, top_logprobs=1)
     *tokens, _ = receive_all(socket)
     content = [logprob for message in tokens for logprob in message["logprobs"]]
@@ -89,8 +81,8 @@ def test_logprobs_are_sent_with_their_tokens_on_request(socket: ClientConnection
     assert all(len(logprob["top_logprobs"]) == 1 for logprob in content)
 
 
-def test_sampling_is_the_same_as_on_other_routes(socket: ClientConnection, http: httpx2.Client) -> None:
-    warm: dict[str, Any] = {
+def test_sampling_is_the_same_as_on_other_routes(socket, http):
+    warm = {
         "messages": HELLO,
         "temperature": 1.5,
         "seed": 3,
@@ -104,13 +96,13 @@ def test_sampling_is_the_same_as_on_other_routes(socket: ClientConnection, http:
     assert "".join(message["token"] for message in tokens) == whole["choices"][0]["message"]["content"]
 
 
-def test_a_connection_has_one_answer(socket: ClientConnection) -> None:
+def test_a_connection_has_one_answer(socket):
     ask(socket, n=2)
     error = receive(socket)["error"]
     assert (error["code"], error["param"]) == ("invalid-request", "n")
 
 
-def test_a_second_message_is_refused_and_the_first_answer_continues(socket: ClientConnection) -> None:
+def test_a_second_message_is_refused_and_the_first_answer_continues(socket):
     ask(socket, max_tokens=60, ignore_eos=True)
     first = receive(socket)
     ask(socket)
@@ -122,7 +114,7 @@ def test_a_second_message_is_refused_and_the_first_answer_continues(socket: Clie
     assert messages[-1]["stats"]["completion_tokens"] == 60
 
 
-def test_closing_early_frees_the_slot(lab: Lab) -> None:
+def test_closing_early_frees_the_slot(lab):
     tokens = lab.engine.snapshot.output_tokens
     with connect(address(lab)) as socket:
         ask(socket, **ENDLESS)
@@ -132,7 +124,7 @@ def test_closing_early_frees_the_slot(lab: Lab) -> None:
 
 
 @pytest.mark.long
-def test_a_client_that_closes_with_a_servers_code_leaves_the_queue(lab: Lab) -> None:
+def test_a_client_that_closes_with_a_servers_code_leaves_the_queue(lab):
     with connect(address(lab)) as first, connect(address(lab)) as second, connect(address(lab)) as third:
         for running in (first, second):
             ask(running, **ENDLESS)
@@ -146,15 +138,13 @@ def test_a_client_that_closes_with_a_servers_code_leaves_the_queue(lab: Lab) -> 
     assert read_tokens(lab) == read, "it was begun, for nobody"
 
 
-def read_tokens(lab: Lab) -> int:
+def read_tokens(lab):
     return lab.engine.snapshot.prompt_tokens + lab.engine.snapshot.cached_tokens
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_slow_client_receives_the_error_of_a_server_that_stops(
-    echo_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_client_receives_the_error_of_a_server_that_stops(echo_home, monkeypatch):
     # On a busy machine, the client may need longer to read the rest than the server waits.
     monkeypatch.setattr(uvicorn_server, "CANCEL_S", 60.0)
     listening, client = bind("127.0.0.1", 0, explicit=True), stream.socket()
@@ -185,18 +175,14 @@ def test_a_slow_client_receives_the_error_of_a_server_that_stops(
 @pytest.mark.parametrize(
     ("headers", "status"), [({"Origin": "http://evil.example"}, 403), ({"Host": "evil.example"}, 421)]
 )
-def test_clients_without_permission_are_refused_before_the_handshake(
-    lab: Lab, headers: dict[str, str], status: int
-) -> None:
+def test_clients_without_permission_are_refused_before_the_handshake(lab, headers, status):
     with pytest.raises(InvalidStatus) as refused, connect(address(lab), additional_headers=headers):
         pass
     assert refused.value.response.status_code in {status, 400}
 
 
 @pytest.mark.parametrize("more", [b"", b"\x88\x80\0\0\0\0"], ids=["alone", "with the client's close behind it"])
-def test_a_message_that_is_not_utf_8_closes_the_connection(
-    socket: ClientConnection, caplog: pytest.LogCaptureFixture, more: bytes
-) -> None:
+def test_a_message_that_is_not_utf_8_closes_the_connection(socket, caplog, more):
     with caplog.at_level(logging.ERROR):
         socket.socket.sendall(b"\x81\x81\0\0\0\0\xff" + more)
         with pytest.raises(ConnectionClosed):

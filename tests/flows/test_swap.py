@@ -1,19 +1,13 @@
 """Tests of ``--swap``: a request loads the model that it names if the model is on disk."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 
-from lmx_lab.notebook import Lab
 from tests.support.asking import chat_body
 from tests.support.engines import unload_when_idle_for
 from tests.support.labs import serving, wait_until_idle
@@ -24,33 +18,33 @@ TWO = ("tiny", "tiny-two")
 
 
 @pytest.fixture
-def swapping(tiny_home: Path) -> Iterator[Lab]:
+def swapping(tiny_home):
     with serving(tiny_home, "tiny", swap=True) as lab:
         yield lab
 
 
 @pytest.fixture
-def client(swapping: Lab) -> Iterator[httpx2.Client]:
+def client(swapping):
     with httpx2.Client(base_url=swapping.url, timeout=60) as client:
         yield client
 
 
-def ask(client: httpx2.Client, model: str, **changes: Any) -> httpx2.Response:
+def ask(client, model, **changes):
     return client.post(PATH, json=chat_body(model=model, **changes))
 
 
-def test_a_request_loads_its_model(swapping: Lab, client: httpx2.Client) -> None:
+def test_a_request_loads_its_model(swapping, client):
     assert ask(client, "tiny-two").json()["model"] == "tiny-two"
     assert swapping.engine.snapshot.model == "tiny-two"
     completed = client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1})
     assert completed.json()["model"] == "tiny"
 
 
-def test_default_means_the_loaded_model(client: httpx2.Client) -> None:
+def test_default_means_the_loaded_model(client):
     assert ask(client, "default").json()["model"] == "tiny"
 
 
-def test_default_loads_the_model_that_was_unloaded_because_it_was_idle(tiny_home: Path) -> None:
+def test_default_loads_the_model_that_was_unloaded_because_it_was_idle(tiny_home):
     with (
         serving(tiny_home, "tiny", swap=True) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as client,
@@ -62,16 +56,16 @@ def test_default_loads_the_model_that_was_unloaded_because_it_was_idle(tiny_home
         assert ask(client, "default").json()["model"] == "tiny-two"
 
 
-def test_default_does_not_load_a_model_that_an_administrator_unloaded(swapping: Lab, client: httpx2.Client) -> None:
+def test_default_does_not_load_a_model_that_an_administrator_unloaded(swapping, client):
     swapping.unload()
     refused = ask(client, "default")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
     assert ask(client, "tiny").status_code == 200
 
 
-def test_simultaneous_requests_for_two_models_need_two_loads(tiny_home: Path) -> None:
+def test_simultaneous_requests_for_two_models_need_two_loads(tiny_home):
     with serving(tiny_home, "tiny", swap=True, slots=8) as lab:
-        loads: list[str] = []
+        loads = []
         lab.engine.add_observer(lambda progress: loads.append(progress.model) if progress.stage == "load" else None)
         names = [TWO[at % 2] for at in range(12)]
         answers = at_once(lab, names, max_tokens=60)
@@ -80,16 +74,14 @@ def test_simultaneous_requests_for_two_models_need_two_loads(tiny_home: Path) ->
     assert len(loads) <= 3
 
 
-def test_default_loads_nothing_if_no_model_was_loaded_before(echo_home: Path) -> None:
+def test_default_loads_nothing_if_no_model_was_loaded_before(echo_home):
     with serving(echo_home, None, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
         refused = ask(client, "default")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
         assert ask(client, "echo").status_code == 200
 
 
-def test_only_ids_of_models_on_disk_are_loaded(
-    swapping: Lab, client: httpx2.Client, tiny_home: Path, tmp_path: Path
-) -> None:
+def test_only_ids_of_models_on_disk_are_loaded(swapping, client, tiny_home, tmp_path):
     shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "elsewhere")
     for name in (str(tmp_path / "elsewhere"), "unheard-of", "nobody/nothing", "qwen3-0.6b"):
         refused = ask(client, name)
@@ -97,25 +89,25 @@ def test_only_ids_of_models_on_disk_are_loaded(
     assert swapping.engine.snapshot.model == "tiny"
 
 
-def test_running_and_queued_requests_are_answered_before_the_swap(tiny_home: Path) -> None:
+def test_running_and_queued_requests_are_answered_before_the_swap(tiny_home):
     with serving(tiny_home, "tiny", swap=True, slots=1) as lab:
         answers = at_once(lab, ["tiny", "tiny", "tiny", "tiny-two"], max_tokens=100)
     assert [answer.status_code for answer in answers] == [200] * 4
     assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {100}
 
 
-def test_all_of_many_requests_for_two_models_are_answered(swapping: Lab) -> None:
+def test_all_of_many_requests_for_two_models_are_answered(swapping):
     names = [TWO[at % 2] for at in range(6)]
     answers = at_once(swapping, names)
     assert [answer.json().get("model") for answer in answers] == names
 
 
-def at_once(lab: Lab, names: list[str], **changes: Any) -> list[httpx2.Response]:
+def at_once(lab, names, **changes):
     with httpx2.Client(base_url=lab.url, timeout=120) as client, ThreadPoolExecutor(len(names)) as threads:
         return list(threads.map(lambda name: ask(client, name, **changes), names))
 
 
-def test_a_request_waits_for_the_load_of_an_administrator(swapping: Lab, client: httpx2.Client) -> None:
+def test_a_request_waits_for_the_load_of_an_administrator(swapping, client):
     with client.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as running:
         pieces = running.iter_text()
         next(pieces)
@@ -124,7 +116,7 @@ def test_a_request_waits_for_the_load_of_an_administrator(swapping: Lab, client:
         )
         load.start()
         until(lambda: swapping.engine.snapshot.change is not None)
-        answers: list[httpx2.Response] = []
+        answers = []
         request = threading.Thread(target=lambda: answers.append(ask(client, "tiny")))
         request.start()
         "".join(pieces)
@@ -133,9 +125,7 @@ def test_a_request_waits_for_the_load_of_an_administrator(swapping: Lab, client:
     assert (answers[0].status_code, answers[0].json()["model"]) == (200, "tiny")
 
 
-def test_a_client_that_disconnects_while_it_waits_for_a_model_does_not_delay_others(
-    swapping: Lab, client: httpx2.Client
-) -> None:
+def test_a_client_that_disconnects_while_it_waits_for_a_model_does_not_delay_others(swapping, client):
     with client.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as running:
         pieces = running.iter_text()
         next(pieces)
@@ -145,7 +135,7 @@ def test_a_client_that_disconnects_while_it_waits_for_a_model_does_not_delay_oth
     assert ask(client, "tiny").json()["model"] == "tiny"
 
 
-def test_after_a_failed_load_the_previous_model_answers(tiny_home: Path, tmp_path: Path) -> None:
+def test_after_a_failed_load_the_previous_model_answers(tiny_home, tmp_path):
     home = tmp_path / "home"
     shutil.copytree(tiny_home, home)
     (home / "models" / "tiny-two" / "config.json").write_text('{"model_type": "from_the_future"}')
@@ -155,7 +145,7 @@ def test_after_a_failed_load_the_previous_model_answers(tiny_home: Path, tmp_pat
         assert ask(client, "tiny").status_code == 200
 
 
-def test_the_number_of_requests_that_wait_for_models_is_limited(tiny_home: Path) -> None:
+def test_the_number_of_requests_that_wait_for_models_is_limited(tiny_home):
     with (
         serving(tiny_home, "tiny", swap=True, slots=1, queue_limit=1) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as client,
@@ -179,11 +169,11 @@ def test_the_number_of_requests_that_wait_for_models_is_limited(tiny_home: Path)
     assert refused.headers["retry-after"] == "7"
 
 
-def test_the_time_limit_includes_the_load(tiny_home: Path) -> None:
+def test_the_time_limit_includes_the_load(tiny_home):
     with serving(tiny_home, "tiny", swap=True, request_timeout_s=0.01) as lab:
         (late,) = at_once(lab, ["tiny-two"])
     assert (late.status_code, late.json()["error"]["code"]) == (504, "lmx-timeout")
 
 
-def test_without_swap_another_model_is_refused(http: httpx2.Client) -> None:
+def test_without_swap_another_model_is_refused(http):
     assert ask(http, "other").status_code == 503

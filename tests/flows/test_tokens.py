@@ -1,15 +1,9 @@
 """Tests of the routes about tokens in the forms of llama.cpp's server and of vLLM, on the echo engine."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import httpx2
 import pytest
 
 from lmx_lab.engine.echo.model import BEGIN, echo_vocabulary
-from lmx_lab.notebook import Lab
 from tests.support.asking import HELLO, error_of
 from tests.support.labs import serving
 
@@ -18,14 +12,14 @@ TOKENS = echo_vocabulary().encode(TEXT)
 RENDERED = "<|begin|><|message|>user\nhello<|end|><|message|>assistant\n"
 
 
-def answer(http: httpx2.Client, path: str, body: dict[str, Any]) -> Any:
+def answer(http, path, body):
     response = http.post(path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 @pytest.mark.parametrize("body", [{"content": TEXT}, {"prompt": TEXT, "model": "echo", "add_special_tokens": False}])
-def test_a_text_is_tokenized_and_detokenized(http: httpx2.Client, body: dict[str, Any]) -> None:
+def test_a_text_is_tokenized_and_detokenized(http, body):
     assert answer(http, "/tokenize", body) == {"tokens": TOKENS, "count": len(TOKENS), "max_model_len": 32768}
     assert answer(http, "/detokenize", {"tokens": TOKENS}) == {"content": TEXT, "prompt": TEXT}
     assert answer(http, "/detokenize", {"tokens": [], "model": "echo"})["content"] == ""
@@ -37,7 +31,7 @@ def test_a_text_is_tokenized_and_detokenized(http: httpx2.Client, body: dict[str
     assert strings == ["sea", " ", "bytes:\\xc3", "bytes:\\xa9"]
 
 
-def test_a_chat_is_tokenized_as_its_template_writes_it(http: httpx2.Client) -> None:
+def test_a_chat_is_tokenized_as_its_template_writes_it(http):
     assert answer(http, "/apply-template", {"messages": HELLO}) == {"prompt": RENDERED}
     body = {"model": "echo", "messages": HELLO, "add_generation_prompt": True, "max_tokens": 3}
     tokens = answer(http, "/tokenize", body)["tokens"]
@@ -64,24 +58,22 @@ def test_a_chat_is_tokenized_as_its_template_writes_it(http: httpx2.Client) -> N
         ("/apply-template", {"messages": [{"role": "tool", "content": "a"}]}, 400, "messages.0.tool_call_id"),
     ],
 )
-def test_invalid_requests_are_refused(
-    http: httpx2.Client, path: str, body: dict[str, Any], status: int, param: str | None
-) -> None:
+def test_invalid_requests_are_refused(http, path, body, status, param):
     error = error_of(http.post(path, json=body), status, "invalid-request" if status == 400 else "model-not-found")
     assert error["param"] == param
 
 
-def test_a_text_that_is_far_too_long_is_refused(http: httpx2.Client) -> None:
+def test_a_text_that_is_far_too_long_is_refused(http):
     error_of(http.post("/tokenize", json={"content": "é" * 200_000}), 400, "context-length-exceeded")
 
 
-def test_unknown_fields_are_ignored_and_named(http: httpx2.Client) -> None:
+def test_unknown_fields_are_ignored_and_named(http):
     for path, fields in (("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [65]})):
         response = http.post(path, json={**fields, "unknown": 1, "other": None})
         assert response.headers["x-lmx-ignored"] == "unknown"
 
 
-def test_the_loaded_model_is_described(http: httpx2.Client) -> None:
+def test_the_loaded_model_is_described(http):
     props = http.get("/props").json()
     assert (props["model_alias"], props["total_slots"]) == ("echo", 2)
     assert props["default_generation_settings"]["n_ctx"] == 32768
@@ -89,7 +81,7 @@ def test_the_loaded_model_is_described(http: httpx2.Client) -> None:
     assert http.get("/health").json() == {"status": "ok"}
 
 
-def test_health_needs_no_key_and_says_that_no_model_is_loaded(echo_home: Path) -> None:
+def test_health_needs_no_key_and_says_that_no_model_is_loaded(echo_home):
     with serving(echo_home, None, api_key="secret") as lab, httpx2.Client(base_url=lab.url) as http:
         error_of(http.get("/health"), 503, "no-model-loaded")
         assert http.get("/props").status_code == 401
@@ -98,7 +90,7 @@ def test_health_needs_no_key_and_says_that_no_model_is_loaded(echo_home: Path) -
 
 
 @pytest.mark.slow
-def test_the_tokens_of_a_real_tokenizer_are_those_of_a_chat(tiny_lab: Lab) -> None:
+def test_the_tokens_of_a_real_tokenizer_are_those_of_a_chat(tiny_lab):
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
         text = answer(http, "/apply-template", {"messages": HELLO})["prompt"]
         tokens = answer(http, "/tokenize", {"messages": HELLO})["tokens"]

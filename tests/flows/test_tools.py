@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import httpx2
 import openai
 import pytest
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator
 from openai import OpenAI
-from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
-from lmx_lab.notebook import Lab
 from tests.flows.schemas import DIGIT, SHORT, closed
 from tests.support.asking import HELLO, echo_body
 from tests.support.labs import serving
@@ -27,7 +22,7 @@ ADD = closed(a={**DIGIT, "maximum": 99}, b={**DIGIT, "maximum": 99})
 NOTE = {"type": "object", "properties": {"text": SHORT, "tags": {"type": "array", "items": SHORT, "maxItems": 2}}}
 
 
-def function(name: str, parameters: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+def function(name, parameters=None, **fields):
     given = {} if parameters is None else {"parameters": parameters}
     return {"type": "function", "function": {"name": name, **given, **fields}}
 
@@ -37,13 +32,13 @@ TOOLS: list[Any] = [function(name, schema, description=f"Call it to {name}.") fo
 FORCED = ["required", *(function(name) for name in SCHEMAS)]
 
 
-def weather(city: str, unit: str) -> str:
+def weather(city, unit):
     """Return the result of the tool ``get_weather``."""
     return json.dumps({"city": city, "temperature": 21, "unit": unit})
 
 
 @pytest.fixture(scope="module")
-def real(starter_home: Path) -> Iterator[OpenAI]:
+def real(starter_home):
     """Return a client of the real SmolLM2."""
     with (
         serving(starter_home, "smollm2-135m") as lab,
@@ -53,33 +48,33 @@ def real(starter_home: Path) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_lab: Lab) -> Iterator[OpenAI]:
+def tiny(tiny_lab):
     with OpenAI(**tiny_lab.openai, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def echo(lab: Lab) -> Iterator[OpenAI]:
+def echo(lab):
     with OpenAI(**lab.openai, max_retries=0) as client:
         yield client
 
 
-def ask(client: OpenAI, **changes: Any) -> ChatCompletion:
-    fields: dict[str, Any] = {"model": "default", "messages": TEMPERATURE, "temperature": 0, "max_tokens": 150}
-    answer: ChatCompletion = client.chat.completions.create(**{**fields, **changes})
+def ask(client, **changes):
+    fields = {"model": "default", "messages": TEMPERATURE, "temperature": 0, "max_tokens": 150}
+    answer = client.chat.completions.create(**{**fields, **changes})
     return answer
 
 
-def only_call(answer: ChatCompletion) -> Any:
+def only_call(answer):
     (call,) = answer.choices[0].message.tool_calls or []
     return call
 
 
-def check_call(call: Any) -> dict[str, Any]:
+def check_call(call):
     """Check that the arguments of a call satisfy the schema of its tool, and return them."""
     assert call.type == "function"
     assert call.id
-    arguments: dict[str, Any] = json.loads(call.function.arguments)
+    arguments = json.loads(call.function.arguments)
     Draft202012Validator(SCHEMAS[call.function.name]).validate(arguments)
     return arguments
 
@@ -89,7 +84,7 @@ def check_call(call: Any) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("choice", FORCED, ids=["required", *SCHEMAS])
-def test_a_forced_call_of_the_real_model_fits_its_tool(real: OpenAI, choice: Any) -> None:
+def test_a_forced_call_of_the_real_model_fits_its_tool(real, choice):
     answer = ask(real, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
     assert answer.choices[0].finish_reason == "tool_calls"
     assert answer.choices[0].message.content is None
@@ -100,15 +95,15 @@ def test_a_forced_call_of_the_real_model_fits_its_tool(real: OpenAI, choice: Any
 
 
 @pytest.mark.long
-def test_the_real_model_calls_the_tool_with_the_value_of_the_question(real: OpenAI) -> None:
+def test_the_real_model_calls_the_tool_with_the_value_of_the_question(real):
     answer = ask(real, tools=TOOLS[:1], tool_choice=function("get_weather"))
     call = only_call(answer)
     assert check_call(call) == {"city": "Paris", "unit": "celsius"}
 
 
 @pytest.mark.parametrize("choice", ["required", function("add")], ids=["required", "named"])
-def test_a_stream_has_the_name_first_and_then_the_arguments(echo: OpenAI, choice: Any) -> None:
-    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+def test_a_stream_has_the_name_first_and_then_the_arguments(echo, choice):
+    fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
     whole = only_call(ask(echo, **fields))
     body = {"model": "default", "messages": TEMPERATURE, "temperature": 0, "max_tokens": 150, **fields}
     chunks = [chunk.choices[0] for chunk in echo.chat.completions.create(**body, stream=True)]
@@ -131,7 +126,7 @@ class GetWeather(BaseModel):
     unit: Literal["celsius", "fahrenheit"]
 
 
-def test_the_helper_of_the_client_parses_the_arguments(echo: OpenAI) -> None:
+def test_the_helper_of_the_client_parses_the_arguments(echo):
     tools = [openai.pydantic_function_tool(GetWeather)]
     parsed = echo.chat.completions.parse(
         model="default", messages=TEMPERATURE, tools=tools, tool_choice="required", parallel_tool_calls=False
@@ -144,7 +139,7 @@ def test_the_helper_of_the_client_parses_the_arguments(echo: OpenAI) -> None:
 # --- loops
 
 
-def answered(messages: list[Any], answer: ChatCompletion) -> list[Any]:
+def answered(messages, answer):
     """Return the history with the answer, as openai-python dumps it, and with the results of its calls."""
     message = answer.choices[0].message
     results = [
@@ -156,7 +151,7 @@ def answered(messages: list[Any], answer: ChatCompletion) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("last", ["none", "auto"])
-def test_a_loop_with_a_forced_call_ends_in_an_answer_from_the_result(real: OpenAI, last: str) -> None:
+def test_a_loop_with_a_forced_call_ends_in_an_answer_from_the_result(real, last):
     tools = TOOLS[:1]
     called = ask(real, tools=tools, tool_choice="required", parallel_tool_calls=False)
     history = answered(TEMPERATURE, called)
@@ -168,12 +163,12 @@ def test_a_loop_with_a_forced_call_ends_in_an_answer_from_the_result(real: OpenA
 
 
 @pytest.mark.long
-def test_a_loop_with_a_free_choice_calls_and_then_answers(real: OpenAI) -> None:
+def test_a_loop_with_a_free_choice_calls_and_then_answers(real):
     """A small model seldom calls a tool by itself, so eight answers are requested until one has a call."""
     arguments = {"city": "Rome", "unit": "celsius"}
     call = json.dumps({"name": "get_weather", "arguments": arguments})
     messages = [{"role": "user", "content": f"Answer with <tool_call>\n{call}\n</tool_call>"}]
-    fields: dict[str, Any] = {"tools": TOOLS[:1], "parallel_tool_calls": False, "max_tokens": 45}
+    fields = {"tools": TOOLS[:1], "parallel_tool_calls": False, "max_tokens": 45}
     called = None
     for seed in range(2, 8):
         answer = ask(real, messages=messages, **fields, temperature=0.7, n=8, seed=seed)
@@ -195,8 +190,8 @@ def test_a_loop_with_a_free_choice_calls_and_then_answers(real: OpenAI) -> None:
 
 
 @pytest.mark.long
-def test_parallel_calls_can_be_disabled(tiny: OpenAI) -> None:
-    fields: dict[str, Any] = {"tools": [function("add", closed(a=DIGIT))], "tool_choice": "required", "max_tokens": 300}
+def test_parallel_calls_can_be_disabled(tiny):
+    fields = {"tools": [function("add", closed(a=DIGIT))], "tool_choice": "required", "max_tokens": 300}
     counts = []
     for seed in range(4):
         warm = {"temperature": 1, "seed": seed, "messages": HELLO}
@@ -211,7 +206,7 @@ def test_parallel_calls_can_be_disabled(tiny: OpenAI) -> None:
 
 
 @pytest.mark.slow
-def test_any_of_128_tools_can_be_called(echo: OpenAI) -> None:
+def test_any_of_128_tools_can_be_called(echo):
     tools = [function(f"tool_{at}", closed(**{f"a{at}": DIGIT})) for at in range(128)]
     for choice, name in ((function("tool_127"), "tool_127"), ("required", None)):
         answer = ask(echo, messages=HELLO, tools=tools, tool_choice=choice, parallel_tool_calls=False)
@@ -221,14 +216,14 @@ def test_any_of_128_tools_can_be_called(echo: OpenAI) -> None:
         Draft202012Validator(closed(**{f"a{found.name[5:]}": DIGIT})).validate(json.loads(found.arguments))
 
 
-def test_an_incomplete_call_ends_with_length(echo: OpenAI) -> None:
-    fields: dict[str, Any] = {"messages": HELLO, "tools": [function("add", ADD)], "tool_choice": "required"}
+def test_an_incomplete_call_ends_with_length(echo):
+    fields = {"messages": HELLO, "tools": [function("add", ADD)], "tool_choice": "required"}
     (choice,) = ask(echo, **fields, max_tokens=18).choices
     assert choice.finish_reason == "length"
     assert not choice.message.content
 
 
-def test_a_free_answer_with_tools_is_complete_content(echo: OpenAI) -> None:
+def test_a_free_answer_with_tools_is_complete_content(echo):
     (choice,) = ask(echo, tools=TOOLS[1:2], max_tokens=5).choices
     assert choice.finish_reason == "length"
     assert choice.message.content
@@ -239,13 +234,13 @@ def test_a_free_answer_with_tools_is_complete_content(echo: OpenAI) -> None:
 
 
 @pytest.fixture
-def next_request_works(http: httpx2.Client) -> Iterator[None]:
+def next_request_works(http):
     yield
     fields = {"tools": [function("look")], "tool_choice": "required", "max_tokens": 60}
     assert http.post(PATH, json=echo_body(**fields)).status_code == 200
 
 
-def calling(arguments: Any) -> list[Any]:
+def calling(arguments):
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
@@ -269,9 +264,7 @@ RESULT = {"role": "tool", "content": "seen", "tool_call_id": "c1"}
         ({"messages": [*CALLED, {"role": "tool", "content": "seen"}]}, "messages.2.tool_call_id", "missing"),
     ],
 )
-def test_the_error_of_an_invalid_tool_or_history_names_the_field(
-    http: httpx2.Client, changes: dict[str, Any], param: str, expected: str
-) -> None:
+def test_the_error_of_an_invalid_tool_or_history_names_the_field(http, changes, param, expected):
     response = http.post(PATH, json=echo_body(**changes))
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -283,7 +276,7 @@ def test_the_error_of_an_invalid_tool_or_history_names_the_field(
 @pytest.mark.slow
 @pytest.mark.usefixtures("next_request_works")
 @pytest.mark.parametrize("choice", ["required", function("second")], ids=["required", "named"])
-def test_parameters_that_cannot_be_enforced_are_refused_with_their_tool(http: httpx2.Client, choice: Any) -> None:
+def test_parameters_that_cannot_be_enforced_are_refused_with_their_tool(http, choice):
     tools = [function("first", ADD), function("second", closed(a={"type": "array", "uniqueItems": True}))]
     error = http.post(PATH, json=echo_body(tools=tools, tool_choice=choice)).json()["error"]
     assert (error["code"], error["param"]) == ("invalid-request", "tools.1.function.parameters")

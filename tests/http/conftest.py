@@ -1,7 +1,5 @@
 """Fixtures of the HTTP tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.http import connections
@@ -9,7 +7,7 @@ from tests.support.sockets import SHORT_S, disconnected
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch):
     """Use very short deadlines and a minimum speed that only complete bodies reach."""
     monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
     monkeypatch.setattr(connections, "BODY_S", SHORT_S)

@@ -8,9 +8,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx2
 import pydantic_core
@@ -24,9 +22,8 @@ from lmx_lab.http import bodies
 from lmx_lab.http.bodies import SMALL_BODY_BYTES, BodyMemory, LargeBodyQueue, StrictRoute, read_json
 from lmx_lab.http.guard import local_policy
 from lmx_lab.http.middleware import wrap_app
-from lmx_lab.http.uvicorn_server import RunningServer
 from lmx_lab.wire.limits import CONTAINER_LIMIT, ITEM_LIMIT, MEMBERS_LIMIT, Structure
-from tests.support.sockets import RawClient, connect_raw, running
+from tests.support.sockets import connect_raw, running
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -37,11 +34,11 @@ VALUES = st.recursive(
 )
 
 
-async def read_value(text: str | bytes) -> Any:
+async def read_value(text):
     return await read_json(text, LargeBodyQueue(), lambda value: value)
 
 
-def counts(value: Any) -> tuple[int, int, int]:
+def counts(value):
     """Count commas (items and members after the first), members, lists and objects."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
@@ -51,12 +48,10 @@ def counts(value: Any) -> tuple[int, int, int]:
 
 
 @given(value=VALUES, size=st.integers(1, 40), ascii_only=st.booleans(), as_bytes=st.booleans())
-def test_the_count_is_exact_at_any_division_of_the_text(
-    value: Any, size: int, ascii_only: bool, as_bytes: bool
-) -> None:
+def test_the_count_is_exact_at_any_division_of_the_text(value, size, ascii_only, as_bytes):
     text = json.dumps(value, ensure_ascii=ascii_only)
     # The division can be within a character; none of the counted characters has several bytes.
-    whole: str | bytes = text.encode() if as_bytes else text
+    whole = text.encode() if as_bytes else text
     structure, start = Structure(), 0
     while start < len(whole):
         start = structure.add(whole, start, size)
@@ -74,22 +69,20 @@ def test_the_count_is_exact_at_any_division_of_the_text(
         (b"[" + b"," * (ITEM_LIMIT + 1), ITEM_LIMIT),
     ],
 )
-async def test_a_body_with_too_many_values_is_rejected_before_it_is_parsed(
-    monkeypatch: pytest.MonkeyPatch, body: bytes, limit: int
-) -> None:
+async def test_a_body_with_too_many_values_is_rejected_before_it_is_parsed(monkeypatch, body, limit):
     monkeypatch.setattr(pydantic_core, "from_json", None)
     for text in (body, body.decode()):
         with pytest.raises(BodyTooLargeError, match=f"{limit:,}"):
             await read_value(text)
 
 
-async def test_characters_in_strings_are_not_counted() -> None:
+async def test_characters_in_strings_are_not_counted():
     text = '[{":"' * ITEM_LIMIT + "1" * 401
     assert await read_value(json.dumps({"a": text})) == {"a": text}
 
 
 @pytest.mark.slow
-async def test_a_body_within_the_limits_is_read() -> None:
+async def test_a_body_within_the_limits_is_read():
     ids = [12345] * ITEM_LIMIT
     assert await read_value(json.dumps(ids).encode()) == ids
 
@@ -109,13 +102,13 @@ async def test_a_body_within_the_limits_is_read() -> None:
         (b'"' * 2 * SMALL_BODY_BYTES, "not valid JSON"),
     ],
 )
-async def test_errors_in_large_and_small_bodies_have_the_same_messages(body: bytes, match: str) -> None:
+async def test_errors_in_large_and_small_bodies_have_the_same_messages(body, match):
     with pytest.raises(InvalidRequestError, match=match):
         await read_value(body)
 
 
 @pytest.mark.slow
-async def test_the_event_loop_runs_between_the_pieces_of_a_large_body() -> None:
+async def test_the_event_loop_runs_between_the_pieces_of_a_large_body():
     steps = 0
 
     async def count() -> None:
@@ -131,7 +124,7 @@ async def test_the_event_loop_runs_between_the_pieces_of_a_large_body() -> None:
     assert steps > 5 * 7 + 5 * SMALL_BODY_BYTES // bodies.WALK_ITEMS
 
 
-async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch):
     monkeypatch.setattr(bodies, "PAUSE_S", 0)
     turns, now, steps = LargeBodyQueue(), 0, []
 
@@ -152,7 +145,7 @@ async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch: pytest.M
     assert len(set(steps)) == len(steps) == 15
 
 
-async def test_garbage_is_not_collected_in_a_step_of_a_large_body() -> None:
+async def test_garbage_is_not_collected_in_a_step_of_a_large_body():
     queue, enabled = LargeBodyQueue(), []
 
     async def step() -> None:
@@ -166,10 +159,8 @@ async def test_garbage_is_not_collected_in_a_step_of_a_large_body() -> None:
 
 
 @pytest.mark.slow
-async def test_freed_memory_is_returned_once_after_large_bodies_and_after_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trimmed: list[str] = []
+async def test_freed_memory_is_returned_once_after_large_bodies_and_after_requests(monkeypatch):
+    trimmed = []
     trim = bodies.return_freed_memory
 
     def record() -> None:
@@ -196,9 +187,7 @@ async def test_freed_memory_is_returned_once_after_large_bodies_and_after_reques
     await auntil(lambda: len(trimmed) == 2)
 
 
-async def test_a_body_that_waits_for_others_too_long_is_refused_and_a_single_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_body_that_waits_for_others_too_long_is_refused_and_a_single_one_is_not(monkeypatch):
     monkeypatch.setattr(bodies, "WAIT_S", 0)
     queue, large = LargeBodyQueue(), json.dumps([12345] * SMALL_BODY_BYTES)
     first, second = await asyncio.gather(*(read_json(large, queue, len) for _ in range(2)), return_exceptions=True)
@@ -208,20 +197,20 @@ async def test_a_body_that_waits_for_others_too_long_is_refused_and_a_single_one
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"[", b"]"), (b'{"a":', b"}")])
-def test_64_levels_of_nesting_are_accepted_and_65_are_rejected(before: bytes, after: bytes) -> None:
+def test_64_levels_of_nesting_are_accepted_and_65_are_rejected(before, after):
     bodies.parse_json(before * 64 + b"1" + after * 64)
     with pytest.raises(InvalidRequestError, match="deeper than 64"):
         bodies.parse_json(before * 65 + b"1" + after * 65)
 
 
 @pytest.mark.parametrize("text", [b"1e400", b"[1, -1e999]", b'{"a": [{"b": 1e309}]}'])
-def test_a_number_that_would_be_parsed_as_infinity_is_rejected(text: bytes) -> None:
+def test_a_number_that_would_be_parsed_as_infinity_is_rejected(text):
     with pytest.raises(InvalidRequestError, match="exceeds"):
         bodies.parse_json(text)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_state_of_the_garbage_collector_is_restored(enabled: bool) -> None:
+def test_the_state_of_the_garbage_collector_is_restored(enabled):
     (gc.enable if enabled else gc.disable)()
     try:
         for text in (b"[1]", b"[1"):
@@ -236,7 +225,7 @@ LARGE_BYTES = SMALL_BODY_BYTES + 30_000
 LIMIT_BYTES = 8 * LARGE_BYTES
 
 
-def application(max_body_bytes: int = LIMIT_BYTES) -> FastAPI:
+def application(max_body_bytes=LIMIT_BYTES):
     api, router = FastAPI(), APIRouter(route_class=StrictRoute)
 
     @router.post("/size")
@@ -249,9 +238,9 @@ def application(max_body_bytes: int = LIMIT_BYTES) -> FastAPI:
 
 
 @asynccontextmanager
-async def serving(memory_bytes: int) -> AsyncIterator[tuple[RunningServer, BodyMemory]]:
+async def serving(memory_bytes):
     api = application()
-    ports: list[int] = []
+    ports = []
     app = wrap_app(api, lambda: local_policy(ports[0]))
     memory = api.state.body_memory = BodyMemory(memory_bytes)
     async with running(app) as host:
@@ -259,22 +248,22 @@ async def serving(memory_bytes: int) -> AsyncIterator[tuple[RunningServer, BodyM
         yield host, memory
 
 
-def body_of(size: int) -> bytes:
+def body_of(size):
     return json.dumps(["x" * (size - 4)]).encode()
 
 
-def begin(client: RawClient, host: RunningServer, body: bytes, part: int | None = None) -> None:
+def begin(client, host, body, part=None):
     names = f"host: 127.0.0.1:{host.port}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     client.send(f"POST /size HTTP/1.1\r\n{names}\r\n\r\n".encode() + body[:part])
 
 
-async def status(client: RawClient, host: RunningServer, body: bytes) -> tuple[int, Any, bytes]:
+async def status(client, host, body):
     begin(client, host, body)
     head, _, said = (await client.read_response()).partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(said), head.lower()
 
 
-async def test_large_bodies_share_a_memory_limit_and_small_ones_are_not_counted() -> None:
+async def test_large_bodies_share_a_memory_limit_and_small_ones_are_not_counted():
     async with (
         serving(memory_bytes=50_000) as (host, memory),
         connect_raw(host) as slow,
@@ -299,7 +288,7 @@ async def test_large_bodies_share_a_memory_limit_and_small_ones_are_not_counted(
         assert (await status(second, host, body))[0] == 200
 
 
-async def test_a_client_that_disconnects_in_the_middle_releases_its_memory() -> None:
+async def test_a_client_that_disconnects_in_the_middle_releases_its_memory():
     async with serving(memory_bytes=50_000) as (host, memory):
         async with connect_raw(host) as slow:
             begin(slow, host, body_of(LARGE_BYTES), part=LARGE_BYTES - 1)
@@ -308,20 +297,20 @@ async def test_a_client_that_disconnects_in_the_middle_releases_its_memory() -> 
 
 
 @pytest.mark.parametrize("content", [b"[1", b'{"a": 1}'])
-async def test_a_rejected_body_releases_its_memory(content: bytes) -> None:
+async def test_a_rejected_body_releases_its_memory(content):
     async with serving(memory_bytes=50_000) as (host, memory), connect_raw(host) as client:
         assert (await status(client, host, content + b" " * LARGE_BYTES))[0] == 400
         assert memory.used_bytes == 0
 
 
-async def test_a_single_body_within_the_size_limit_is_always_accepted() -> None:
+async def test_a_single_body_within_the_size_limit_is_always_accepted():
     for limit, size in ((LIMIT_BYTES, bodies.MEMORY_BYTES), (2 * bodies.MEMORY_BYTES, 2 * bodies.MEMORY_BYTES)):
         api = application(limit)
         wrap_app(api, lambda: local_policy(1))
         assert api.state.body_memory.size_bytes == size
 
 
-async def test_a_body_without_memory_keeps_its_reservation_until_it_is_released() -> None:
+async def test_a_body_without_memory_keeps_its_reservation_until_it_is_released():
     memory = BodyMemory(10)
     held = memory.resize(0, SMALL_BODY_BYTES + 4)
     with pytest.raises(QueueFullError):

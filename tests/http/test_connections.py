@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -26,7 +26,7 @@ from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.http import connections
 from lmx_lab.http.connections import WebSocketProtocol
 from lmx_lab.http.error_bodies import on_bug, status_for
-from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
+from lmx_lab.http.uvicorn_server import bind, serve
 from lmx_lab.wire.errors import ErrorBody
 from tests.support.programs import ROOT
 from tests.support.sockets import (
@@ -62,9 +62,7 @@ LONG_TEXT = b"a" * 1_000_000
         (20, "\n" * 1000, -1002, 204),
     ],
 )
-async def test_the_lines_of_a_head_are_limited_and_those_of_a_body_are_not_counted(
-    lines: int, body: str, split: int | None, status: int
-) -> None:
+async def test_the_lines_of_a_head_are_limited_and_those_of_a_body_are_not_counted(lines, body, split, status):
     head = ["POST / HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *[f"x{it}: y" for it in range(lines)]]
     whole = "\r\n".join([*head, "", body])
     answer = await answer_to(whole) if split is None else await answer_to(whole[:split], whole[split:])
@@ -78,12 +76,12 @@ async def test_the_lines_of_a_head_are_limited_and_those_of_a_body_are_not_count
         ("GET /", ("upgrade: websocket", "connection: upgrade")),
     ],
 )
-async def test_a_request_without_an_upgrade_is_an_ordinary_request(request_line: str, headers: tuple[str, ...]) -> None:
+async def test_a_request_without_an_upgrade_is_an_ordinary_request(request_line, headers):
     answer = await answer_to("\r\n".join([f"{request_line} HTTP/1.1", "host: localhost", *headers, "", ""]))
     assert answer.startswith(b"HTTP/1.1 204 ")
 
 
-async def test_the_error_for_a_head_request_with_an_invalid_body_has_no_body(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_error_for_a_head_request_with_an_invalid_body_has_no_body(caplog):
     head = "HEAD / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     answer = await answer_to(f"{head}x\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -103,13 +101,13 @@ CHUNKED = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n
         (b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 5000 + b"\r\n", b"more than 256 lines"),
     ],
 )
-async def test_tiny_chunks_long_extensions_and_many_lines_are_rejected(sent: bytes, answer: bytes) -> None:
+async def test_tiny_chunks_long_extensions_and_many_lines_are_rejected(sent, answer):
     async with opened() as (reader, writer):
         writer.write(sent)
         assert answer in await reader.read()
 
 
-async def test_long_chunks_are_received_completely() -> None:
+async def test_long_chunks_are_received_completely():
     chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n"
     async with opened() as (reader, writer):
         writer.write(CHUNKED + chunk * 500 + b"0\r\n\r\n" + REQUEST)
@@ -122,7 +120,7 @@ HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
 CHUNKED_READ = b"POST /read HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-def check_timeout_error(answer: bytes) -> str:
+def check_timeout_error(answer):
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b"\r\nx-content-type-options: nosniff\r\n" in head
@@ -135,7 +133,7 @@ def check_timeout_error(answer: bytes) -> str:
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("drip", [b"", b"y"])
 @pytest.mark.parametrize("kept", [False, True])
-async def test_an_incomplete_head_is_answered_with_408(kept: bool, drip: bytes) -> None:
+async def test_an_incomplete_head_is_answered_with_408(kept, drip):
     async with running(app) as host, connect_raw(host) as client:
         if kept:
             client.send(GET)
@@ -147,9 +145,7 @@ async def test_an_incomplete_head_is_answered_with_408(kept: bool, drip: bytes) 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("drip", [b"", b"y"])
 @pytest.mark.parametrize("begin", [HEAD % (b"/read", 10**6) + b"y", CHUNKED_READ + b"ffff\r\ny"])
-async def test_an_incomplete_body_is_answered_with_408_and_the_application_sees_a_disconnect(
-    begin: bytes, drip: bytes
-) -> None:
+async def test_an_incomplete_body_is_answered_with_408_and_the_application_sees_a_disconnect(begin, drip):
     async with running(app) as host, connect_raw(host) as client:
         client.send(begin)
         assert "body" in check_timeout_error(await client.read_to_end(drip))
@@ -157,14 +153,14 @@ async def test_an_incomplete_body_is_answered_with_408_and_the_application_sees_
 
 
 @pytest.mark.usefixtures("short")
-async def test_a_body_that_fills_the_buffer_for_a_moment_still_has_its_deadline() -> None:
+async def test_a_body_that_fills_the_buffer_for_a_moment_still_has_its_deadline():
     async with running(app) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/read", 10**9))
         assert "body" in check_timeout_error(await client.read_to_end(b"y" * 70_000))
 
 
 @pytest.mark.usefixtures("short")
-async def test_the_408_for_a_head_request_has_no_body() -> None:
+async def test_the_408_for_a_head_request_has_no_body():
     async with running(app) as host, connect_raw(host) as client:
         client.send(b"HEAD" + (HEAD % (b"/read", 9)).removeprefix(b"POST"))
         answer = await client.read_to_end()
@@ -173,25 +169,25 @@ async def test_the_408_for_a_head_request_has_no_body() -> None:
 
 
 @pytest.mark.usefixtures("short")
-async def test_the_rest_of_a_rejected_body_is_read_only_for_a_limited_time() -> None:
+async def test_the_rest_of_a_rejected_body_is_read_only_for_a_limited_time():
     async with running(app) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/refuse", 10**6))
         assert (await client.read_response()).startswith(b"HTTP/1.1 403 ")
         assert await client.read_to_end(b"y") == b""
 
 
-def idle_for(host: RunningServer, after_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def idle_for(host, after_s, monkeypatch):
     monkeypatch.setattr(host._server.config, "timeout_keep_alive", after_s)
 
 
-async def test_an_idle_connection_is_closed_without_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_closed_without_a_response(monkeypatch):
     async with running(app) as host:
         idle_for(host, SHORT_S, monkeypatch)
         async with connect_raw(host) as client:
             assert await client.read_to_end() == b""
 
 
-async def test_a_connection_that_is_idle_after_a_rejected_body_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_is_idle_after_a_rejected_body_is_closed(monkeypatch):
     async with running(app) as host:
         idle_for(host, SHORT_S, monkeypatch)
         async with connect_raw(host) as client:
@@ -202,7 +198,7 @@ async def test_a_connection_that_is_idle_after_a_rejected_body_is_closed(monkeyp
 
 
 @pytest.mark.slow
-async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch):
     monkeypatch.setattr(connections, "BODY_S", 0.6)
     monkeypatch.setattr(connections, "BODY_BYTES", 3)
     monkeypatch.setattr(connections, "LATE_S", 0.05)
@@ -215,9 +211,7 @@ async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch: pytest
 
 
 @pytest.mark.slow
-async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(monkeypatch):
     monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
     monkeypatch.setattr(connections, "LATE_S", SHORT_S / 5)
     async with running(app) as host, connect_raw(host) as client:
@@ -235,7 +229,7 @@ async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-async def test_a_body_that_the_application_does_not_read_yet_has_no_deadline() -> None:
+async def test_a_body_that_the_application_does_not_read_yet_has_no_deadline():
     body = b"y" * 400_000
     async with running(app) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/read-later", len(body)) + body)
@@ -244,7 +238,7 @@ async def test_a_body_that_the_application_does_not_read_yet_has_no_deadline() -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-async def test_the_deadline_of_a_body_begins_when_the_application_reads_it() -> None:
+async def test_the_deadline_of_a_body_begins_when_the_application_reads_it():
     body = b"y" * 400_000
     async with running(app) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/read-later", len(body)) + body[:100_000])
@@ -255,7 +249,7 @@ async def test_the_deadline_of_a_body_begins_when_the_application_reads_it() -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-async def test_a_body_after_expect_continue_has_no_deadline_before_it_is_read() -> None:
+async def test_a_body_after_expect_continue_has_no_deadline_before_it_is_read():
     async with running(app) as host, connect_raw(host) as client:
         client.send((HEAD % (b"/read-later", 3)).replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
         assert (await client.read_response()).startswith(b"HTTP/1.1 100 ")
@@ -266,7 +260,7 @@ async def test_a_body_after_expect_continue_has_no_deadline_before_it_is_read() 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("size", [0, 5])
-async def test_a_response_can_take_any_time(size: int) -> None:
+async def test_a_response_can_take_any_time(size):
     """Also the response to a request that announces a body and never sends it."""
     async with running(app) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/stream", size))
@@ -277,7 +271,7 @@ async def test_a_response_can_take_any_time(size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-async def test_a_response_can_begin_at_any_time() -> None:
+async def test_a_response_can_begin_at_any_time():
     async with running(app) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/read-later", 0))
         assert (await client.read_response()).endswith(b"\r\n0")
@@ -286,7 +280,7 @@ async def test_a_response_can_begin_at_any_time() -> None:
 FULL = status_for(QueueFullError)
 
 
-async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch):
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
     async with running(app) as host, httpx2.AsyncClient(base_url=host.url, trust_env=False, timeout=WAIT_S) as http:
         async with connect(host.url.replace("http", "ws"), proxy=None) as socket_, connect_raw(host) as client:
@@ -314,15 +308,13 @@ async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: p
     ("limit", "descriptor", "reserved"),
     [(1024, 895, False), (1024, 896, True), (256, 191, False), (256, 192, True), (-1, 10**6, False)],
 )
-def test_the_last_file_descriptors_are_reserved_for_the_process(
-    limit: int, descriptor: int, reserved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_file_descriptors_are_reserved_for_the_process(limit, descriptor, reserved, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert connections.is_reserved(descriptor) is reserved
 
 
 @pytest.mark.slow
-async def test_many_connections_can_wait_for_a_busy_event_loop() -> None:
+async def test_many_connections_can_wait_for_a_busy_event_loop():
     async with running(app) as host:
         with contextlib.ExitStack() as crowd:
             # The event loop does not run meanwhile; with a full backlog the connection attempt would fail.
@@ -362,7 +354,7 @@ asyncio.run(main())
 """
 
 
-async def test_the_response_to_an_internal_error_says_that_the_connection_is_closed() -> None:
+async def test_the_response_to_an_internal_error_says_that_the_connection_is_closed():
     api = FastAPI()
     api.add_exception_handler(Exception, on_bug)
 
@@ -379,7 +371,7 @@ async def test_the_response_to_an_internal_error_says_that_the_connection_is_clo
 
 
 @pytest.mark.slow
-def test_many_waiting_connections_leave_the_reserved_file_descriptors() -> None:
+def test_many_waiting_connections_leave_the_reserved_file_descriptors():
     """They are accepted in one step, before they can be counted. Asyncio alone would log thousands of errors."""
     command = [sys.executable, "-c", SERVER]
     piped = subprocess.PIPE
@@ -421,7 +413,7 @@ def test_many_waiting_connections_leave_the_reserved_file_descriptors() -> None:
         ("sec-websocket-key: x", 400),
     ],
 )
-async def test_an_invalid_handshake_is_answered_and_closed(header: str, status: int) -> None:
+async def test_an_invalid_handshake_is_answered_and_closed(header, status):
     name = header.partition(":")[0]
     right = ("sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", "sec-websocket-version: 13")
     lines = ("GET / HTTP/1.1", "host: localhost", "upgrade: websocket", "connection: Upgrade", header)
@@ -433,7 +425,7 @@ async def test_an_invalid_handshake_is_answered_and_closed(header: str, status: 
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
-def test_texts_are_framed_as_the_websocket_protocol_defines(size: int) -> None:
+def test_texts_are_framed_as_the_websocket_protocol_defines(size):
     texts = ["x" * size, "é"]
     expected = b"".join(Frame(Opcode.TEXT, text.encode()).serialize(mask=False) for text in texts)
     assert connections.encode_text_frames(texts) == expected
@@ -441,7 +433,7 @@ def test_texts_are_framed_as_the_websocket_protocol_defines(size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"\x01\x81\0\0\0\0a" + FRAGMENT * 20_000, PING * 20_000])
-async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None:
+async def test_a_flood_of_short_frames_closes_the_websocket(sent):
     async with opened() as (reader, writer):
         writer.write(SOCKET)
         await reader.readuntil(b"\r\n\r\n")
@@ -450,9 +442,7 @@ async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None
 
 
 @pytest.mark.slow
-async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_ping(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_ping(monkeypatch):
     ended = asyncio.Event()
 
     async def flood(scope: Any, receive: Any, send: Any) -> None:
@@ -481,7 +471,7 @@ async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_p
     await host.stop()
 
 
-async def test_long_frames_and_fragments_are_received_completely() -> None:
+async def test_long_frames_and_fragments_are_received_completely():
     async with opened() as (reader, writer):
         writer.write(SOCKET)
         await reader.readuntil(b"\r\n\r\n")
@@ -501,9 +491,7 @@ async def test_long_frames_and_fragments_are_received_completely() -> None:
         pytest.param(None, id="incomplete frame"),
     ],
 )
-async def test_a_message_does_not_stay_in_memory_after_a_disconnect(
-    frames: list[Frame] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_message_does_not_stay_in_memory_after_a_disconnect(frames, monkeypatch):
     lost = asyncio.Event()
     connection_lost = WebSocketProtocol.connection_lost
 
@@ -533,9 +521,9 @@ async def test_a_message_does_not_stay_in_memory_after_a_disconnect(
 
 
 @pytest.mark.slow
-async def test_the_event_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_event_loop_runs_while_many_short_frames_are_parsed(monkeypatch):
     monkeypatch.setattr(connections, "FRAMES_PER_S", 10**9)
-    pieces: list[int] = []
+    pieces = []
     feed = WebSocketProtocol.feed
 
     def noting(self: WebSocketProtocol, data: bytes) -> None:
@@ -554,7 +542,7 @@ async def test_the_event_loop_runs_while_many_short_frames_are_parsed(monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-async def test_a_websocket_can_be_silent_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_websocket_can_be_silent_and_slow(monkeypatch):
     async with running(app) as host:
         monkeypatch.setattr(host._server.config, "timeout_keep_alive", SHORT_S)
         async with connect(f"ws://127.0.0.1:{host.port}/", proxy=None) as socket:
@@ -570,9 +558,7 @@ async def test_a_websocket_can_be_silent_and_slow(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counted(monkeypatch):
     monkeypatch.setattr(connections, "UNFINISHED_BYTES", 50_000)
     size = connections.SMALL_BYTES + 40_000
     go_on = asyncio.Event()
@@ -604,7 +590,7 @@ async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counte
             await asyncio.gather(*sending, return_exceptions=True)
 
 
-def held_by(host: RunningServer) -> int:
+def held_by(host):
     sockets = [each for each in host._server.server_state.connections if isinstance(each, WebSocketProtocol)]
     return sum(each.held_bytes for each in sockets)
 
@@ -625,12 +611,12 @@ def held_by(host: RunningServer) -> int:
         ("", False),
     ],
 )
-def test_only_peers_on_other_machines_are_remote(host: str, elsewhere: bool) -> None:
+def test_only_peers_on_other_machines_are_remote(host, elsewhere):
     assert connections.is_remote(host) is elsewhere
 
 
 @contextlib.contextmanager
-def socket_pair() -> Iterator[socket.socket]:
+def socket_pair():
     """Yield the accepted end of a connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
@@ -638,13 +624,13 @@ def socket_pair() -> Iterator[socket.socket]:
             yield accepted
 
 
-def test_a_local_connection_has_no_keepalive() -> None:
+def test_a_local_connection_has_no_keepalive():
     with socket_pair() as sock:
         connections.enable_keepalive(sock)
         assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-def test_a_remote_connection_that_is_lost_is_closed_within_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_connection_that_is_lost_is_closed_within_30_s(monkeypatch):
     monkeypatch.setattr(connections, "is_remote", lambda host: True)
     with socket_pair() as sock:
         connections.enable_keepalive(sock)
@@ -658,7 +644,7 @@ def test_a_remote_connection_that_is_lost_is_closed_within_30_s(monkeypatch: pyt
             assert 5000 <= sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 15_000
 
 
-async def test_a_server_enables_keepalive_on_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_enables_keepalive_on_its_connections(monkeypatch):
     monkeypatch.setattr(connections, "is_remote", lambda host: True)
     async with running(app) as host, connect_raw(host) as client:
         client.send(GET)
@@ -668,7 +654,7 @@ async def test_a_server_enables_keepalive_on_its_connections(monkeypatch: pytest
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-def test_a_connection_that_has_already_closed_is_not_an_error() -> None:
+def test_a_connection_that_has_already_closed_is_not_an_error():
     with socket_pair() as sock:
         sock.close()
         connections.enable_keepalive(sock)

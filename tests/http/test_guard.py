@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
+from lmx_lab.errors import HostForbiddenError, InvalidRequestError, OriginForbiddenError, UnauthorizedError
 from lmx_lab.http.guard import (
     PASSED_POLICY,
     REFRESH_S,
@@ -418,7 +418,7 @@ async def hello(scope, receive, send):
         await send({"type": "http.response.body", "body": b"hello"})
 
 
-def respond(error: LabError):
+def respond(error):
     body = json.dumps({"error": {"code": error.code, "message": error.message}}).encode()
 
     async def app(scope, receive, send):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -21,14 +19,14 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     with lmx_lab.Lab(Settings(home=home, port=0, record_to=home / "requests.db"), loop="thread") as lab:
         lab.load("echo")
         yield lab
 
 
-def test_a_branch_with_the_same_token_repeats_the_answer_and_is_recorded(lab: lmx_lab.Lab) -> None:
+def test_a_branch_with_the_same_token_repeats_the_answer_and_is_recorded(lab):
     reply = lab.chat("<think>mm hm</think>hello wide sea", temperature=0, logprobs=3)
     assert (reply.reasoning, reply.text) == ("mm hm", "hello wide sea")
     for at in (0, 3, len(reply.ids) - 1):
@@ -43,7 +41,7 @@ def test_a_branch_with_the_same_token_repeats_the_answer_and_is_recorded(lab: lm
     assert lab.requests[-1].branch(0, reply.ids[0]).ids == reply.ids
 
 
-def test_another_token_changes_the_answer_from_its_position_on(lab: lmx_lab.Lab) -> None:
+def test_another_token_changes_the_answer_from_its_position_on(lab):
     reply = lab.chat("hello wide sea", temperature=0, logprobs=3)
     branch = reply.branch(2, " sh", name="shore")
     assert branch.text == "hello sh"
@@ -59,7 +57,7 @@ def test_another_token_changes_the_answer_from_its_position_on(lab: lmx_lab.Lab)
     assert longer.branch(8, "x").finish_reason == "length"
 
 
-def test_stop_strings_and_the_sampling_of_the_request_apply_to_a_branch(lab: lmx_lab.Lab) -> None:
+def test_stop_strings_and_the_sampling_of_the_request_apply_to_a_branch(lab):
     reply = lab.chat("hello sea", temperature=2, ignore_eos=True, max_tokens=30, stop=["zq"])
     one, other = (reply.branch(3, "x", seed=5) for _ in range(2))
     assert one.ids == other.ids
@@ -70,12 +68,12 @@ def test_stop_strings_and_the_sampling_of_the_request_apply_to_a_branch(lab: lmx
     assert record.text.endswith("z") is False
 
 
-def test_refusals_name_the_value_and_the_reason(lab: lmx_lab.Lab) -> None:
+def test_refusals_name_the_value_and_the_reason(lab):
     reply = lab.chat("a \N{GRINNING FACE} b", temperature=0)
     count = len(reply.ids)
     for at in (count, -1, 1.5, True):
         with pytest.raises(InvalidRequestError, match=f"the answer has {count} tokens"):
-            reply.branch(at, 300)  # type: ignore[arg-type]
+            reply.branch(at, 300)
     # " ", then the four bytes of the emoji.
     assert reply.branch(2, "x").text == "a x"
     with pytest.raises(InvalidRequestError, match="position 4 is inside a character"):
@@ -90,7 +88,7 @@ def test_refusals_name_the_value_and_the_reason(lab: lmx_lab.Lab) -> None:
         reply.branch(2, "x", max_tokens=2)
     for wrong in ({"seed": "7"}, {"max_tokens": 2.5}):
         with pytest.raises(InvalidRequestError, match="it must be an integer"):
-            reply.branch(2, "x", **wrong)  # type: ignore[arg-type]
+            reply.branch(2, "x", **wrong)
     forced = lab.chat("hello", tools=[TOOL], tool_choice="required")
     with pytest.raises(InvalidRequestError, match="forces a tool call"):
         forced.branch(0, forced.ids[0])
@@ -103,7 +101,7 @@ def test_refusals_name_the_value_and_the_reason(lab: lmx_lab.Lab) -> None:
             far.explore("hello")
 
 
-def test_a_record_of_another_model_has_a_lens_and_its_error_names_the_weights_for_branches(lab: lmx_lab.Lab) -> None:
+def test_a_record_of_another_model_has_a_lens_and_its_error_names_the_weights_for_branches(lab):
     lab.chat("hello sea", logprobs=2)
     len(lab.requests)
     request = load_requests(lab.server.settings.record_to or "", lab._access)[-1]
@@ -120,9 +118,7 @@ def test_a_record_of_another_model_has_a_lens_and_its_error_names_the_weights_fo
             request.lens()
 
 
-def test_a_tree_is_walked_renamed_pruned_compared_and_exported(
-    lab: lmx_lab.Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tree_is_walked_renamed_pruned_compared_and_exported(lab, tmp_path, monkeypatch):
     reply = lab.chat("hello wide sea", temperature=0, logprobs=3)
     tree = reply.tree()
     first = reply.branch(2, " sh", name="shore")
@@ -173,7 +169,7 @@ def test_a_tree_is_walked_renamed_pruned_compared_and_exported(
         tree.prune(tree.root)
 
 
-def test_the_most_probable_beginnings_are_expanded_together(lab: lmx_lab.Lab) -> None:
+def test_the_most_probable_beginnings_are_expanded_together(lab):
     before = len(lab.requests)
     tree = lab.explore("hello wide sea", width=2, depth=2, temperature=0, max_tokens=8)
     assert [branch.name for branch in tree] == ["1-1", "1-2", "2-1", "2-2"]
@@ -186,14 +182,14 @@ def test_the_most_probable_beginnings_are_expanded_together(lab: lmx_lab.Lab) ->
     assert len(lab.requests) - before == 5
     for arguments in ({"width": 0}, {"width": 9, "depth": 2}, {"depth": 1.5}, {"max_tokens": 1}):
         with pytest.raises(InvalidRequestError, match=next(iter(arguments))[:5]):
-            lab.explore("hello", **arguments)  # type: ignore[arg-type]
+            lab.explore("hello", **arguments)
     message = r"explore selects the most probable tokens, and cannot continue after .* at position 0"
     with pytest.raises(InvalidRequestError, match=message) as refused:
         lab.explore("hello", width=2, depth=1, response_format={"type": "regex", "regex": "hello"})
     assert refused.value.message.endswith("leave out response_format, so that all tokens are allowed")
 
 
-def test_branches_are_taken_on_a_running_loop(lab: lmx_lab.Lab) -> None:
+def test_branches_are_taken_on_a_running_loop(lab):
     async def take() -> AnswerTree:
         reply = await lab.achat("hello sea", temperature=0)
         branches = await asyncio.gather(*[reply.abranch(1, text) for text in ("x", "y")])
@@ -206,7 +202,7 @@ def test_branches_are_taken_on_a_running_loop(lab: lmx_lab.Lab) -> None:
     assert len(asyncio.run(take())) == 2
 
 
-def test_the_lens_marks_reasoning_and_calls_and_is_saved_as_a_page(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_the_lens_marks_reasoning_and_calls_and_is_saved_as_a_page(lab, tmp_path):
     reply = lab.chat("<think>mm</think>hello\n", temperature=0, logprobs=2)
     lens = reply.lens()
     assert list(lens.parts) == sorted(lens.parts)

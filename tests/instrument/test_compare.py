@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory):
     with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
         lab.load("echo")
         yield lab
@@ -60,7 +58,7 @@ class Counted:
         monkeypatch.setattr(LocalBackend, "answer_recorder", counted_recorder)
 
 
-def test_a_comparison_has_a_grid_frames_scores_and_a_page(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_a_comparison_has_a_grid_frames_scores_and_a_page(lab, tmp_path):
     comparison = lab.compare(PROMPTS, SETTINGS)
     frame = comparison.df
     assert list(frame["setting"]) == ["greedy", "sampled"] * 2
@@ -86,9 +84,7 @@ def test_a_comparison_has_a_grid_frames_scores_and_a_page(lab: lmx_lab.Lab, tmp_
     assert comparison.requests[0].replay().same
 
 
-def test_models_are_loaded_once_and_an_interrupted_comparison_continues(
-    lab: lmx_lab.Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_are_loaded_once_and_an_interrupted_comparison_continues(lab, tmp_path, monkeypatch):
     settings = {
         "one": {"model": "echo", "max_tokens": 4},
         "two": {"model": "echo", "context_length": 4096, "max_tokens": 4},
@@ -117,16 +113,14 @@ def test_models_are_loaded_once_and_an_interrupted_comparison_continues(
     assert again.df.equals(complete.df)
 
 
-def test_a_comparison_can_be_awaited(lab: lmx_lab.Lab) -> None:
+def test_a_comparison_can_be_awaited(lab):
     comparison = asyncio.run(lab.acompare([[{"role": "user", "content": "hello"}]], [{}]))
     assert isinstance(comparison, Comparison)
     assert comparison.settings == ["default"]
     assert "user: hello" in comparison._repr_html_()
 
 
-def test_invalid_comparisons_are_refused_before_anything_is_loaded(
-    lab: lmx_lab.Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_comparisons_are_refused_before_anything_is_loaded(lab, tmp_path, monkeypatch):
     counted = Counted(monkeypatch)
     for settings, message in (
         ([], "no settings"),

@@ -1,10 +1,5 @@
 """Test that answers continue from exact tokens, and the figures of the lens: on MLX and on llama.cpp."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -16,28 +11,25 @@ from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.lens import LensPanel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, ModelEntry
 from tests.support.panels import Reader
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
-def lab(
-    request: pytest.FixtureRequest, tiny: ModelEntry, tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[lmx_lab.Lab]:
-    paths: dict[Format, Path] = {"mlx": tiny.path, "gguf": tiny_gguf}
+def lab(request, tiny, tiny_gguf, tmp_path_factory):
+    paths = {"mlx": tiny.path, "gguf": tiny_gguf}
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=8, threads=1)
     with lmx_lab.Lab(settings, loop="thread") as lab:
         lab.load(paths[request.param])
         yield lab
 
 
-def is_mlx(lab: lmx_lab.Lab) -> bool:
+def is_mlx(lab):
     return lab.requests[-1].record.provenance.format == "mlx"
 
 
-def test_a_branch_with_the_same_token_repeats_the_answer(lab: lmx_lab.Lab) -> None:
+def test_a_branch_with_the_same_token_repeats_the_answer(lab):
     for options in ({}, {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {"300": 2.0}}):
         reply = lab.chat("Say something.", max_tokens=24, temperature=0, logprobs=3, ignore_eos=True, **options)
         for at in (0, 5, len(reply.ids) - 1):
@@ -50,7 +42,7 @@ def test_a_branch_with_the_same_token_repeats_the_answer(lab: lmx_lab.Lab) -> No
         assert lab.requests[-1].replay().same
 
 
-def test_a_branch_uses_cached_tokens_and_a_seed_of_its_own(lab: lmx_lab.Lab) -> None:
+def test_a_branch_uses_cached_tokens_and_a_seed_of_its_own(lab):
     # A seed, because the ids of tokens that end within a character may not be known on llama.cpp.
     reply = lab.chat("Say something.", max_tokens=40, temperature=1.0, seed=7, ignore_eos=True)
     one, other = (reply.branch(20, " London", seed=7) for _ in range(2))
@@ -63,7 +55,7 @@ def test_a_branch_uses_cached_tokens_and_a_seed_of_its_own(lab: lmx_lab.Lab) -> 
     assert reply.branch(20, " London").ids != one.ids
 
 
-def test_the_beginnings_of_an_answer_are_expanded(lab: lmx_lab.Lab) -> None:
+def test_the_beginnings_of_an_answer_are_expanded(lab):
     tree = lab.explore("hello", width=2, depth=3, max_tokens=8, temperature=0, ignore_eos=True)
     assert [branch.name for branch in tree] == [
         *("1-1-1", "1-1-2", "1-2-1", "1-2-2", "2-1-1", "2-1-2", "2-2-1", "2-2-2"),
@@ -78,7 +70,7 @@ def test_the_beginnings_of_an_answer_are_expanded(lab: lmx_lab.Lab) -> None:
     assert branch.logprob == pytest.approx(sum(token.logprob or 0 for token in scored[-8:]), abs=1e-3)
 
 
-def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab: lmx_lab.Lab, tiny: ModelEntry) -> None:
+def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab, tiny):
     reply = lab.chat("hello", max_tokens=6, temperature=0, ignore_eos=True)
     lens = reply.lens(color="entropy")
     root = reply.tree().root
@@ -96,7 +88,7 @@ def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab: lmx_lab.
         assert token.rank == 1
 
 
-def test_the_lens_panel_computes_entropies_on_request(lab: lmx_lab.Lab) -> None:
+def test_the_lens_panel_computes_entropies_on_request(lab):
     lab.chat("hello", max_tokens=3, temperature=0, ignore_eos=True)
     workbench = Workbench(LocalBackend(lab.server))
     reader = Reader(LensPanel(workbench), workbench)
@@ -109,11 +101,11 @@ def test_the_lens_panel_computes_entropies_on_request(lab: lmx_lab.Lab) -> None:
         workbench.suspend()
 
 
-def has_entropies(panel: LensPanel) -> bool:
+def has_entropies(panel):
     return all(entropy is not None for _, _, _, entropy, *_ in panel.answer["tokens"])
 
 
-def test_an_enforced_format_is_continued_on_mlx_and_refused_on_llama_cpp(lab: lmx_lab.Lab) -> None:
+def test_an_enforced_format_is_continued_on_mlx_and_refused_on_llama_cpp(lab):
     reply = lab.chat("hello", temperature=0, max_tokens=30, response_format={"type": "regex", "regex": "[a-z ]{12}"})
     if not is_mlx(lab):
         with pytest.raises(InvalidRequestError, match="cannot continue this answer"):

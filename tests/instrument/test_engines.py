@@ -1,15 +1,9 @@
 """Test records, repetition and scoring with models: on MLX and on llama.cpp."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 import lmx_lab
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, ModelEntry
 
 pytestmark = pytest.mark.slow
 TEXT = "<|im_start|>user\nHi \N{GRINNING FACE} 你好<|im_end|>\n<|im_start|>assistant\nThe sea is wide."
@@ -17,17 +11,15 @@ TEXT = "<|im_start|>user\nHi \N{GRINNING FACE} 你好<|im_end|>\n<|im_start|>ass
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
-def lab(
-    request: pytest.FixtureRequest, tiny: ModelEntry, tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[lmx_lab.Lab]:
-    paths: dict[Format, Path] = {"mlx": tiny.path, "gguf": tiny_gguf}
+def lab(request, tiny, tiny_gguf, tmp_path_factory):
+    paths = {"mlx": tiny.path, "gguf": tiny_gguf}
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=2, threads=1)
     with lmx_lab.Lab(settings, loop="thread") as lab:
         lab.load(paths[request.param])
         yield lab
 
 
-def test_seeded_and_greedy_requests_repeat_exactly(lab: lmx_lab.Lab) -> None:
+def test_seeded_and_greedy_requests_repeat_exactly(lab):
     for options in ({"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "seed": 5}):
         lab.chat("Say something.", max_tokens=12, ignore_eos=True, **options)
         replay = lab.requests[-1].replay()
@@ -35,7 +27,7 @@ def test_seeded_and_greedy_requests_repeat_exactly(lab: lmx_lab.Lab) -> None:
         assert replay.changed == {}
 
 
-def test_scores_equal_the_log_probabilities_of_the_answer(lab: lmx_lab.Lab) -> None:
+def test_scores_equal_the_log_probabilities_of_the_answer(lab):
     # Only letters, because llama.cpp reports no log-probability of a token that ends within a character.
     reply = lab.chat(
         "hello", max_tokens=6, temperature=0, logprobs=3, response_format={"type": "regex", "regex": "[a-z ]{40}"}
@@ -56,7 +48,7 @@ def test_scores_equal_the_log_probabilities_of_the_answer(lab: lmx_lab.Lab) -> N
         assert len(reply.lens().df) == len(reply.ids)
 
 
-def test_the_model_s_files_are_hashed(lab: lmx_lab.Lab) -> None:
+def test_the_model_s_files_are_hashed(lab):
     lab.chat("hello", max_tokens=1)
     for _ in range(10_000):
         provenance = lab.requests[-1].record.provenance
@@ -65,7 +57,7 @@ def test_the_model_s_files_are_hashed(lab: lmx_lab.Lab) -> None:
     assert len(provenance.weights) == len(provenance.template) == 64
 
 
-def test_the_steps_of_a_request_add_up_to_its_report(lab: lmx_lab.Lab) -> None:
+def test_the_steps_of_a_request_add_up_to_its_report(lab):
     streams = [lab.chat("word " * 40, stream=True, max_tokens=8, ignore_eos=True) for _ in range(3)]
     reports = []
     for stream in streams:
@@ -88,7 +80,7 @@ def test_the_steps_of_a_request_add_up_to_its_report(lab: lmx_lab.Lab) -> None:
     assert "for a slot; meanwhile" in lab.timeline().explain()
 
 
-def test_a_token_that_ends_within_a_character_has_an_id(lab: lmx_lab.Lab) -> None:
+def test_a_token_that_ends_within_a_character_has_an_id(lab):
     text = "\N{GRINNING FACE} \u9760 \u5fcc."
     for max_tokens in (40, 2):
         options = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import types
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from lmx_lab.instrument import probe as probe_module
 from lmx_lab.instrument.probe import LayerActivations, ProbeRun
 from lmx_lab.notebook import probing
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.tensors import decode_tensors
 
 pytestmark = pytest.mark.slow
@@ -31,13 +29,13 @@ FULL = Path("/dev/full")
 
 
 @pytest.fixture(scope="module")
-def lab(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tiny, tmp_path_factory):
     with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0, threads=1), loop="thread") as lab:
         lab.load(tiny.path)
         yield lab
 
 
-def test_a_probe_reads_a_property_of_the_token_it_is_trained_on(lab: lmx_lab.Lab) -> None:
+def test_a_probe_reads_a_property_of_the_token_it_is_trained_on(lab):
     probe = lab.probe(TEXTS, LABELS)
     frame = probe.df
     assert list(frame["layer"]) == [0, 1]
@@ -72,12 +70,12 @@ def test_a_probe_reads_a_property_of_the_token_it_is_trained_on(lab: lmx_lab.Lab
         (TEXTS, [types.SimpleNamespace if label == "red" else None.__class__ for label in LABELS]),
     ],
 )
-def test_texts_and_labels_of_any_list_type_give_the_same_probe(lab: lmx_lab.Lab, texts: Any, labels: Any) -> None:
+def test_texts_and_labels_of_any_list_type_give_the_same_probe(lab, texts, labels):
     expected = lab.probe(TEXTS, LABELS, layer=1)
     assert lab.probe(texts, labels, layer=np.array([1, 1])).accuracies == expected.accuracies
 
 
-def test_texts_may_be_messages_token_ids_and_replies(lab: lmx_lab.Lab) -> None:
+def test_texts_may_be_messages_token_ids_and_replies(lab):
     replies = [lab.chat(text, max_tokens=2, temperature=0, ignore_eos=True) for text in TEXTS]
     tokens = [[*reply.prompt_ids, *reply.ids] for reply in replies]
     assert lab.probe(replies, LABELS).accuracies == lab.probe(tokens, LABELS).accuracies
@@ -89,7 +87,7 @@ def test_texts_may_be_messages_token_ids_and_replies(lab: lmx_lab.Lab) -> None:
         lab.steering_vector(messages[0], messages[1], 1)
 
 
-def test_equal_texts_are_in_the_same_fold() -> None:
+def test_equal_texts_are_in_the_same_fold():
     texts = [f"text {at // 2}" for at in range(24)]
     vectors = np.random.default_rng(0).normal(size=(12, 64)).repeat(2, axis=0)
     labels = np.random.default_rng(1).permutation(12).repeat(2) % 2
@@ -98,7 +96,7 @@ def test_equal_texts_are_in_the_same_fold() -> None:
     assert np.mean(ProbeRun(texts, labels.tolist(), folds=3).accuracies(vectors)) < 0.8
 
 
-def test_large_activations_are_kept_in_a_file_until_the_probe_is_deleted() -> None:
+def test_large_activations_are_kept_in_a_file_until_the_probe_is_deleted():
     kept = LayerActivations(3, [2, 5], 4, memory_bytes=10)
     values = np.arange(24, dtype=np.float32).reshape(3, 2, 4)
     for at, vectors in enumerate(values):
@@ -112,9 +110,7 @@ def test_large_activations_are_kept_in_a_file_until_the_probe_is_deleted() -> No
     assert not path.exists()
 
 
-def test_a_probe_does_not_depend_on_where_activations_are_kept(
-    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_does_not_depend_on_where_activations_are_kept(lab, monkeypatch):
     expected = lab.probe(TEXTS, LABELS)
     monkeypatch.setattr(probing, "LayerActivations", partial(LayerActivations, memory_bytes=0))
     probe = lab.probe(TEXTS, LABELS)
@@ -123,7 +119,7 @@ def test_a_probe_does_not_depend_on_where_activations_are_kept(
     assert (probe.activations.of(1) == expected.activations.of(1)).all()
 
 
-def test_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error(monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=90)
     monkeypatch.setattr(probe_module.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(StorageFullError, match=r"3 texts at 2 layers take 0\.00 GB .* set TMPDIR"):
@@ -131,7 +127,7 @@ def test_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no file that is always full")
-def test_a_disk_that_becomes_full_ends_the_probe_and_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_becomes_full_ends_the_probe_and_not_the_process(monkeypatch):
     kept = LayerActivations(3, [2, 5], 4, memory_bytes=10)
     kept.put(0, np.ones((2, 4), np.float32))
     with FULL.open("wb", buffering=0) as full, monkeypatch.context() as context:
@@ -159,7 +155,7 @@ class Interruption:
         return self if owner is None else types.MethodType(self, owner)
 
 
-def test_an_interrupted_probe_keeps_its_texts(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_probe_keeps_its_texts(lab, monkeypatch):
     with monkeypatch.context() as context:
         Interruption(context, LayerActivations, "put", 14)
         probe = lab.probe(TEXTS, LABELS, folds=3)
@@ -179,7 +175,7 @@ def test_an_interrupted_probe_keeps_its_texts(lab: lmx_lab.Lab, monkeypatch: pyt
         lab.probe(TEXTS, LABELS, folds=3)
 
 
-def test_an_interrupted_probe_keeps_its_layers(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_probe_keeps_its_layers(lab, monkeypatch):
     expected = lab.probe(TEXTS, LABELS)
     with monkeypatch.context() as context:
         Interruption(context, ProbeRun, "accuracies", 2)
@@ -191,9 +187,7 @@ def test_an_interrupted_probe_keeps_its_layers(lab: lmx_lab.Lab, monkeypatch: py
         lab.probe(TEXTS, LABELS)
 
 
-def test_all_texts_are_computed_by_one_model(
-    lab: lmx_lab.Lab, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_texts_are_computed_by_one_model(lab, tiny, monkeypatch):
     original = LayerActivations.put
 
     def replace_model(kept: LayerActivations, text: int, vectors: Any) -> None:
@@ -245,28 +239,28 @@ MISSING: tuple[Any, ...] = (None, float("nan"), np.float32("nan"), pd.NA, pd.NaT
         ({"position": [0]}, "position"),
     ],
 )
-def test_invalid_arguments_are_refused(lab: lmx_lab.Lab, changes: dict[str, Any], param: str) -> None:
+def test_invalid_arguments_are_refused(lab, changes, param):
     with pytest.raises(InvalidRequestError) as refused:
         lab.probe(**{"texts": TEXTS, "labels": LABELS, **changes})
     assert refused.value.param == param
 
 
-def test_errors_name_the_text_and_the_layers(lab: lmx_lab.Lab) -> None:
+def test_errors_name_the_text_and_the_layers(lab):
     for arguments, message in (
         ({"texts": [*TEXTS[:-1], "one"], "position": 5}, r"^texts\[0\], 'one red': positions .* tokens"),
         ({"layer": 2}, r"layer is 2; pass an index from 0 to 1, because .*tiny has 2 layers"),
         ({"labels": np.array(["red"] * 20)}, r"all labels are 'red'; pass"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
-            lab.probe(**{"texts": TEXTS, "labels": LABELS, **arguments})  # type: ignore[arg-type]
+            lab.probe(**{"texts": TEXTS, "labels": LABELS, **arguments})
     probe = lab.probe(TEXTS, LABELS, layer=1)
     with pytest.raises(InvalidRequestError, match="layer is 0; the activations are those of 1"):
         probe.activations.of(0)
     with pytest.raises(InvalidRequestError, match="seed is 'x'"):
-        probe.control("x")  # type: ignore[arg-type]
+        probe.control("x")
 
 
-def test_without_scikit_learn_the_error_names_it(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scikit_learn_the_error_names_it(lab, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.pipeline", None)
     with pytest.raises(MissingPackageError, match=r"probe needs scikit-learn, .*: pip install 'lmx-lab\[lab\]'"):
         lab.probe(TEXTS, LABELS)

@@ -6,10 +6,8 @@ import contextlib
 import json
 import pickle
 import sqlite3
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -41,19 +39,19 @@ RECORD = Record(
 
 
 @contextlib.contextmanager
-def echo_lab(home: Path, **settings: Any) -> Iterator[lmx_lab.Lab]:
+def echo_lab(home, **settings):
     with lmx_lab.Lab(Settings(home=home, port=0, **settings), loop="thread") as lab:
         lab.load("echo")
         yield lab
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory):
     with echo_lab(tmp_path_factory.mktemp("home"), api_key="s3cret-key") as lab:
         yield lab
 
 
-def post(lab: lmx_lab.Lab, path: str = "/v1/chat/completions", *, own: bool = False, **fields: Any) -> httpx2.Response:
+def post(lab, path="/v1/chat/completions", *, own=False, **fields):
     """Send a request like a client from ``lab.openai``, or like one that only knows the key."""
     headers = {"authorization": f"Bearer {lab.settings.api_key}", **(lab.openai["default_headers"] if own else {})}
     return httpx2.post(f"{lab.url}{path}", json=BODY | fields, headers=headers).raise_for_status()
@@ -62,12 +60,12 @@ def post(lab: lmx_lab.Lab, path: str = "/v1/chat/completions", *, own: bool = Fa
 # --- what is recorded
 
 
-def test_requests_of_the_notebook_are_recorded_and_those_of_other_clients_are_not(lab: lmx_lab.Lab) -> None:
+def test_requests_of_the_notebook_are_recorded_and_those_of_other_clients_are_not(lab):
     before = len(lab.requests)
     lab.chat("hello", system="Be brief.")
     assert "x-lmx-recorded" not in post(lab, own=True).headers
     post(lab, own=True, stream=True)
-    completion: dict[str, Any] = {"messages": None, "prompt": ["one", "two"], "n": 2}
+    completion = {"messages": None, "prompt": ["one", "two"], "n": 2}
     fields = {name: value for name, value in (BODY | completion).items() if value is not None}
     headers = {"authorization": "Bearer s3cret-key", **lab.openai["default_headers"]}
     httpx2.post(f"{lab.url}/v1/completions", json=fields, headers=headers).raise_for_status()
@@ -79,14 +77,14 @@ def test_requests_of_the_notebook_are_recorded_and_those_of_other_clients_are_no
 
 
 @pytest.mark.slow
-def test_requests_of_the_lab_s_daemon_are_own(tmp_path: Path) -> None:
+def test_requests_of_the_lab_s_daemon_are_own(tmp_path):
     with echo_lab(tmp_path, daemon_port=0) as lab:
         lab.start_daemon().session().run("hello")
         assert [request.record.own for request in lab.requests] == [True]
 
 
 @pytest.mark.slow
-def test_with_all_the_requests_of_other_clients_are_recorded_and_their_answers_have_a_header(tmp_path: Path) -> None:
+def test_with_all_the_requests_of_other_clients_are_recorded_and_their_answers_have_a_header(tmp_path):
     with echo_lab(tmp_path, record="all") as lab:
         assert httpx2.post(f"{lab.url}/v1/chat/completions", json=BODY).headers["x-lmx-recorded"] == "1"
         with httpx2.stream("POST", f"{lab.url}/v1/chat/completions", json=BODY | {"stream": True}) as stream:
@@ -109,14 +107,14 @@ def test_with_all_the_requests_of_other_clients_are_recorded_and_their_answers_h
         assert "The requests of all clients are recorded." in httpx2.get(f"{lab.url}/about").text
 
 
-def test_nothing_is_recorded_with_off(tmp_path: Path) -> None:
+def test_nothing_is_recorded_with_off(tmp_path):
     with echo_lab(tmp_path, record="off", record_to=tmp_path / "requests.db") as lab:
         lab.chat("hello")
         assert len(lab.requests) == 0
     assert not (tmp_path / "requests.db").exists()
 
 
-def test_a_record_has_the_tokens_the_settings_the_drawn_seed_and_the_provenance(lab: lmx_lab.Lab) -> None:
+def test_a_record_has_the_tokens_the_settings_the_drawn_seed_and_the_provenance(lab):
     reply = lab.chat("hello wide sea", temperature=0.5, top_p=0.9, stop=["zzz"], max_tokens=20, logprobs=2)
     record = lab.requests[-1].record
     assert (record.prompt, record.answer) == (reply.prompt_ids, reply.ids)
@@ -133,7 +131,7 @@ def test_a_record_has_the_tokens_the_settings_the_drawn_seed_and_the_provenance(
     assert lab.requests[-1].record.request["sampling"]["seed"] is None
 
 
-def test_an_answer_that_was_stopped_is_recorded_with_what_was_delivered(tmp_path: Path) -> None:
+def test_an_answer_that_was_stopped_is_recorded_with_what_was_delivered(tmp_path):
     with echo_lab(tmp_path, echo_tokens_per_s=500) as lab:
         stream = lab.chat("hello", stream=True, max_tokens=5000, ignore_eos=True)
         next(iter(stream))
@@ -145,7 +143,7 @@ def test_an_answer_that_was_stopped_is_recorded_with_what_was_delivered(tmp_path
     assert not first.timings
 
 
-def test_the_data_frame_has_exact_seeds_although_greedy_requests_have_none(tmp_path: Path) -> None:
+def test_the_data_frame_has_exact_seeds_although_greedy_requests_have_none(tmp_path):
     with echo_lab(tmp_path) as lab:
         empty = lab.requests.df
         lab.chat("one", temperature=0)
@@ -162,7 +160,7 @@ def test_the_data_frame_has_exact_seeds_although_greedy_requests_have_none(tmp_p
         assert list(lab.requests.df["seed"]) == [pd.NA, 2**60 + 1, 2**70]
 
 
-def test_a_request_that_ended_early_has_no_numbers_in_the_data_frame(tmp_path: Path) -> None:
+def test_a_request_that_ended_early_has_no_numbers_in_the_data_frame(tmp_path):
     records = RecordStore(tmp_path / "requests.db")
     for changes in ({}, {"answer": None, "outcome": "cancelled"}):
         records.add(partial(replace, RECORD, **changes), key="")
@@ -177,7 +175,7 @@ def test_a_request_that_ended_early_has_no_numbers_in_the_data_frame(tmp_path: P
 # --- replay
 
 
-def test_a_request_is_replayed_with_its_seed(lab: lmx_lab.Lab) -> None:
+def test_a_request_is_replayed_with_its_seed(lab):
     lab.chat("hello", temperature=2, max_tokens=30, ignore_eos=True)
     count = len(lab.requests)
     replay = lab.requests[-1].replay()
@@ -190,7 +188,7 @@ def test_a_request_is_replayed_with_its_seed(lab: lmx_lab.Lab) -> None:
 
 
 @pytest.mark.slow
-def test_the_second_choice_of_a_completion_is_replayed_with_its_own_seed(lab: lmx_lab.Lab) -> None:
+def test_the_second_choice_of_a_completion_is_replayed_with_its_own_seed(lab):
     fields = {"model": "default", "prompt": "one", "n": 2, "max_tokens": 20, "temperature": 2, "ignore_eos": True}
     headers = {"authorization": "Bearer s3cret-key", **lab.openai["default_headers"]}
     httpx2.post(f"{lab.url}/v1/completions", json=fields, headers=headers).raise_for_status()
@@ -200,7 +198,7 @@ def test_the_second_choice_of_a_completion_is_replayed_with_its_own_seed(lab: lm
 
 
 @pytest.mark.slow
-def test_requests_with_tools_and_formats_are_replayed(lab: lmx_lab.Lab) -> None:
+def test_requests_with_tools_and_formats_are_replayed(lab):
     parameters = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
     lab.chat("hello", tools=[tool], tool_choice="required")
@@ -210,7 +208,7 @@ def test_requests_with_tools_and_formats_are_replayed(lab: lmx_lab.Lab) -> None:
     assert lab.requests[-1].replay().same
 
 
-def test_a_difference_is_reported_with_its_position_and_its_cause() -> None:
+def test_a_difference_is_reported_with_its_position_and_its_cause():
     changed = replace(RECORD.provenance, engine="e2", weights="b")
     replay = Replay(recorded=RECORD, replayed=replace(RECORD, answer=(3, 5, 6), prompt=(1,), provenance=changed))
     assert (replay.same, replay.first_difference) == (False, 1)
@@ -224,7 +222,7 @@ def test_a_difference_is_reported_with_its_position_and_its_cause() -> None:
     assert (longer.unit, longer.first_difference) == ("character", 5)
 
 
-def test_a_replay_needs_the_recorded_model(lab: lmx_lab.Lab) -> None:
+def test_a_replay_needs_the_recorded_model(lab):
     lab.chat("hello")
     request = lab.requests[-1]
     request.record = replace(request.record, provenance=replace(request.record.provenance, model="gone"))
@@ -235,7 +233,7 @@ def test_a_replay_needs_the_recorded_model(lab: lmx_lab.Lab) -> None:
 # --- the sequence
 
 
-def test_the_requests_are_a_sequence(lab: lmx_lab.Lab) -> None:
+def test_the_requests_are_a_sequence(lab):
     lab.requests.clear()
     for text in ("one", "two", "three"):
         lab.chat(text)
@@ -244,7 +242,7 @@ def test_the_requests_are_a_sequence(lab: lmx_lab.Lab) -> None:
     assert (requests[0].text, requests[-1].text, requests[1].text) == ("one", "three", "two")
     assert [request.text for request in requests[1:]] == ["two", "three"]
     with pytest.raises(TypeError, match="integer"):
-        lab.requests[1.5]  # type: ignore[call-overload]
+        lab.requests[1.5]
     with pytest.raises(KeyError, match="no request '1'"):
         lab.requests["1"]
     with pytest.raises(IndexError, match="3 are recorded"):
@@ -257,7 +255,7 @@ def test_the_requests_are_a_sequence(lab: lmx_lab.Lab) -> None:
     assert [request.text for request in requests] == ["one", "three"]
 
 
-def test_an_attached_lab_has_no_requests(lab: lmx_lab.Lab) -> None:
+def test_an_attached_lab_has_no_requests(lab):
     with lmx_lab.attach(lab.url, api_key="s3cret-key") as far:
         reply = far.chat("hello")
         with pytest.raises(AttributeError, match="runs in another process"):
@@ -270,7 +268,7 @@ def test_an_attached_lab_has_no_requests(lab: lmx_lab.Lab) -> None:
 # --- files
 
 
-def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path: Path) -> None:
+def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path):
     path = tmp_path / "requests.db"
     with echo_lab(tmp_path, record="all", record_to=path, api_key="s3cret-key") as lab:
         lab.chat("the first")
@@ -300,7 +298,7 @@ def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path: 
         load_requests(path, lab._access)[0].replay()
 
 
-def test_deleted_records_are_overwritten_in_the_file(tmp_path: Path) -> None:
+def test_deleted_records_are_overwritten_in_the_file(tmp_path):
     path = tmp_path / "requests.db"
     with echo_lab(tmp_path, record_to=path) as lab:
         lab.chat("this is a private matter")
@@ -310,7 +308,7 @@ def test_deleted_records_are_overwritten_in_the_file(tmp_path: Path) -> None:
         assert b"private" not in b"".join(file.read_bytes() for file in tmp_path.glob("requests.db*"))
 
 
-def test_files_that_are_not_recordings_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_recordings_are_refused(tmp_path):
     text = tmp_path / "notes.txt"
     text.write_text("not a database" * 100)
     other = tmp_path / "other.db"
@@ -327,7 +325,7 @@ def test_files_that_are_not_recordings_are_refused(tmp_path: Path) -> None:
 # --- limits and faults
 
 
-def test_the_oldest_records_are_deleted_above_the_limits() -> None:
+def test_the_oldest_records_are_deleted_above_the_limits():
     store = RecordStore(max_records=3)
     for at in range(5):
         store.add(partial(replace, RECORD, text=f"{at}"), "key")
@@ -353,7 +351,7 @@ def test_the_oldest_records_are_deleted_above_the_limits() -> None:
 
 
 @pytest.mark.slow
-def test_many_records_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_records_are_read_in_pages(tmp_path, monkeypatch):
     path = tmp_path / "requests.db"
     RecordStore(path).close()
     with contextlib.closing(sqlite3.connect(path)) as connection:
@@ -364,7 +362,7 @@ def test_many_records_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.Monk
         connection.executemany(f"{sql} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (row for _ in range(100_000)))
         connection.commit()
     requests = load_requests(path)
-    decoded: list[int] = []
+    decoded = []
     decode = store_module.decode_record
 
     def count(*arguments: Any, **named: Any) -> Record:
@@ -382,7 +380,7 @@ def test_many_records_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_full_disk_loses_records_but_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_loses_records_but_no_request(tmp_path, caplog):
     with echo_lab(tmp_path, record_to=tmp_path / "requests.db") as lab:
         lab.chat("one")
         store = lab.server.recorder.store
@@ -401,7 +399,7 @@ def test_a_full_disk_loses_records_but_no_request(tmp_path: Path, caplog: pytest
 # --- probabilities
 
 
-def test_the_lens_shows_recorded_log_probabilities_or_scores_the_tokens(lab: lmx_lab.Lab) -> None:
+def test_the_lens_shows_recorded_log_probabilities_or_scores_the_tokens(lab):
     reply = lab.chat("hello <b>sea</b>\n", logprobs=3, temperature=0)
     lens = reply.lens()
     assert (lens.source, len(lens)) == ("answer", len(reply.logprobs or ()))
@@ -419,13 +417,13 @@ def test_the_lens_shows_recorded_log_probabilities_or_scores_the_tokens(lab: lmx
     assert [token.token for token in lens] == list(scored.ids)
     assert lens.logprob == pytest.approx(lab.requests[-1].lens().logprob)
     with pytest.raises(InvalidRequestError, match="probability, entropy, rank"):
-        scored.lens(color="red")  # type: ignore[arg-type]
+        scored.lens(color="red")
     with pytest.raises(InvalidRequestError, match="no lab"):
         pickle.loads(pickle.dumps(scored)).lens()
 
 
 @pytest.mark.slow
-def test_named_tokens_reach_replies_clients_records_and_frames(lab: lmx_lab.Lab) -> None:
+def test_named_tokens_reach_replies_clients_records_and_frames(lab):
     named = [" sea", 300]
     reply = lab.chat("hello", logprob_tokens=named)
     assert reply.logprobs is not None

@@ -6,8 +6,6 @@ import array
 import copy
 import math
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -20,7 +18,6 @@ import lmx_lab
 from lmx_lab import Steer
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 
 pytestmark = pytest.mark.slow
 WIDTH = 32
@@ -28,18 +25,18 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True
 
 
 @pytest.fixture(scope="module")
-def lab(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tiny, tmp_path_factory):
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4, threads=1)
     with lmx_lab.Lab(settings, loop="thread") as lab:
         lab.load(tiny.path)
         yield lab
 
 
-def steer(scale: float = 3.0, **changes: Any) -> Steer:
+def steer(scale=3.0, **changes):
     return Steer(0, np.random.default_rng(0).normal(size=WIDTH), scale, **changes)
 
 
-def test_a_vector_is_saved_with_its_model_and_read_again(tmp_path: Path) -> None:
+def test_a_vector_is_saved_with_its_model_and_read_again(tmp_path):
     made = 2 * steer(0.5, model="tiny", weights="0" * 64, source={"positive": 3})
     path = made.save(tmp_path / "vector.safetensors")
     read = Steer.load(path)
@@ -75,8 +72,8 @@ def test_a_vector_is_saved_with_its_model_and_read_again(tmp_path: Path) -> None
         mx.array([0.5, -1.0], dtype=mx.bfloat16),
     ],
 )
-def test_vectors_of_any_type_are_copied_to_float32(values: Any) -> None:
-    made = Steer(np.int64(1), values, np.float32(2.0))  # type: ignore[arg-type]
+def test_vectors_of_any_type_are_copied_to_float32(values):
+    made = Steer(np.int64(1), values, np.float32(2.0))
     assert (made.layer, made.vector.tolist(), made.vector.dtype, made.scale) == (1, [0.5, -1.0], np.float32, 2.0)
     for same in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         assert repr(same) == repr(made)
@@ -84,7 +81,7 @@ def test_vectors_of_any_type_are_copied_to_float32(values: Any) -> None:
             same.vector[0] = 1.0
 
 
-def test_vectors_are_multiplied_by_numbers() -> None:
+def test_vectors_are_multiplied_by_numbers():
     made = steer(3.0)
     for product, scale in (
         (2 * made, 6.0),
@@ -102,7 +99,7 @@ def test_vectors_are_multiplied_by_numbers() -> None:
         with pytest.raises(InvalidRequestError, match="scale is"):
             wrong * made
     with pytest.raises(TypeError):
-        "2" * made  # type: ignore[operator]
+        "2" * made
 
 
 @pytest.mark.parametrize(
@@ -128,13 +125,13 @@ def test_vectors_are_multiplied_by_numbers() -> None:
         ((0, [1.0], "1"), "scale"),
     ],
 )
-def test_invalid_vectors_are_refused(arguments: Any, param: str) -> None:
+def test_invalid_vectors_are_refused(arguments, param):
     with pytest.raises(InvalidRequestError) as refused:
         Steer(*arguments)
     assert refused.value.param == param
 
 
-def test_a_steered_reply_is_recorded_repeated_continued_and_scored_with_its_vectors(lab: lmx_lab.Lab) -> None:
+def test_a_steered_reply_is_recorded_repeated_continued_and_scored_with_its_vectors(lab):
     plain = lab.chat("hello", **GREEDY)
     reply = lab.chat("hello", steer=[steer()], logprobs=2, **GREEDY)
     assert reply.ids != plain.ids
@@ -154,7 +151,7 @@ def test_a_steered_reply_is_recorded_repeated_continued_and_scored_with_its_vect
         lab.trace(reply, "blocks.0.hook_resid_post")
 
 
-def test_settings_with_vectors_are_compared_and_scored(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_settings_with_vectors_are_compared_and_scored(lab, tmp_path):
     settings = {f"scale {scale}": {"steer": [scale * steer()], **GREEDY} for scale in (0, 1, 2)}
     comparison = lab.compare(["hello"], settings, path=tmp_path / "compare.db")
     texts = [comparison.answer(0, at).text for at in range(3)]
@@ -168,13 +165,13 @@ def test_settings_with_vectors_are_compared_and_scored(lab: lmx_lab.Lab, tmp_pat
 
 
 @pytest.mark.parametrize("wrong", ["happy.safetensors", np.ones(WIDTH), [None], [np.ones(WIDTH)], 1.0])
-def test_other_values_than_vectors_are_refused(lab: lmx_lab.Lab, wrong: Any) -> None:
+def test_other_values_than_vectors_are_refused(lab, wrong):
     with pytest.raises(InvalidRequestError, match=r"type (str|ndarray|NoneType|float); pass a list of") as refused:
         lab.chat("hello", steer=wrong)
     assert refused.value.param == "steer"
 
 
-def test_rows_and_trees_are_steered(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_rows_and_trees_are_steered(lab, tmp_path):
     given = {**GREEDY, "steer": [steer()]}
     expected = lab.chat("hello", **given).text
     for vector in (steer(), -steer()):
@@ -184,7 +181,7 @@ def test_rows_and_trees_are_steered(lab: lmx_lab.Lab, tmp_path: Path) -> None:
     assert lab.explore("hello", width=1, depth=2, **given)["1-1"].text == expected
 
 
-def test_programs_on_this_machine_may_steer_over_http(lab: lmx_lab.Lab) -> None:
+def test_programs_on_this_machine_may_steer_over_http(lab):
     expected = lab.chat("hello", steer=[steer()], **GREEDY)
     item = steer().to_json()
     body = {"messages": [{"role": "user", "content": "hello"}], **GREEDY}
@@ -209,7 +206,7 @@ def test_programs_on_this_machine_may_steer_over_http(lab: lmx_lab.Lab) -> None:
         assert other.chat("hello", steer=[steer()], **GREEDY).text == expected.text
 
 
-def test_a_vector_is_made_of_two_groups_of_texts(lab: lmx_lab.Lab, tiny: ModelEntry) -> None:
+def test_a_vector_is_made_of_two_groups_of_texts(lab, tiny):
     positive, negative = ["one two", "three"], ["four five six"]
     made = lab.steering_vector(positive, negative, 1)
     assert np.linalg.norm(made.vector) == pytest.approx(1)
@@ -237,6 +234,6 @@ def test_a_vector_is_made_of_two_groups_of_texts(lab: lmx_lab.Lab, tiny: ModelEn
             lab.steering_vector(*arguments)
         assert refused.value.param == param
     with pytest.raises(InvalidRequestError, match="position is 'first'"):
-        lab.steering_vector(positive, negative, 1, position="first")  # type: ignore[arg-type]
+        lab.steering_vector(positive, negative, 1, position="first")
     with pytest.raises(InvalidRequestError, match=r"^positive\[1\], 'three': positions"):
         lab.steering_vector(positive, negative, 1, position=1)

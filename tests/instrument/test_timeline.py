@@ -1,15 +1,10 @@
 """Test timelines: what is recorded of a request, the spans, the file for Perfetto, and explanations."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -20,7 +15,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument import Timeline, load_requests
 from lmx_lab.server.timelines import KEPT_LOADS, KEPT_REQUESTS, TimelineLog
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadProgress, LoadStage
+from lmx_lab.values.models import LoadProgress
 from lmx_lab.values.timeline import (
     KINDS,
     MAX_STEPS,
@@ -28,7 +23,6 @@ from lmx_lab.values.timeline import (
     ModelStage,
     ModelTimeline,
     RequestTimeline,
-    Span,
     StepLog,
 )
 from lmx_lab.wire.admin import TimelinePage
@@ -109,16 +103,16 @@ LOADING = ModelTimeline(
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory):
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=1, echo_tokens_per_s=200)
     with lmx_lab.Lab(settings, loop="thread") as lab:
         lab.load("echo")
         yield lab
 
 
-def check_nesting(spans: list[Span], total_s: float) -> None:
+def check_nesting(spans, total_s):
     """Check that spans are within those of the next lower depth, do not overlap, and that phases add up."""
-    open_spans: list[Span] = []
+    open_spans = []
     for span in spans:
         del open_spans[span.depth :]
         if open_spans:
@@ -133,7 +127,7 @@ def check_nesting(spans: list[Span], total_s: float) -> None:
     assert sum(span.duration_s for span in spans if span.depth == 1) == pytest.approx(total_s, abs=1e-3)
 
 
-def test_the_spans_nest_and_add_up_to_the_measured_time(lab: lmx_lab.Lab) -> None:
+def test_the_spans_nest_and_add_up_to_the_measured_time(lab):
     replies = [lab.chat(f"the sea is wide {number}", stop=["wide"]) for number in range(2)]
     timeline = lab.timeline()[-2:]
     with pytest.raises(InvalidRequestError, match="last_s is nan"):
@@ -151,7 +145,7 @@ def test_the_spans_nest_and_add_up_to_the_measured_time(lab: lmx_lab.Lab) -> Non
     assert [span.kv_bytes for span in QUIET.spans() if span.depth < 2] == [3000, 0, 1000, 3000]
 
 
-def test_a_timeline_has_a_frame_bars_and_a_file_for_perfetto(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_a_timeline_has_a_frame_bars_and_a_file_for_perfetto(lab, tmp_path):
     lab.chat("one two three")
     timeline = lab.timeline(3600)
     frame = timeline.df
@@ -178,7 +172,7 @@ def test_a_timeline_has_a_frame_bars_and_a_file_for_perfetto(lab: lmx_lab.Lab, t
     assert caches == [1000, 3000, 0]
     complete = [event for event in written["traceEvents"] if event["ph"] == "X"]
     for thread in {event["tid"] for event in complete}:
-        ends: list[int] = []
+        ends = []
         for event in (each for each in complete if each["tid"] == thread):
             while ends and ends[-1] <= event["ts"]:
                 ends.pop()
@@ -188,7 +182,7 @@ def test_a_timeline_has_a_frame_bars_and_a_file_for_perfetto(lab: lmx_lab.Lab, t
         timeline.save(tmp_path / "no folder" / "trace.json")
 
 
-def test_recorded_requests_have_their_timeline_also_without_a_lab(tmp_path: Path) -> None:
+def test_recorded_requests_have_their_timeline_also_without_a_lab(tmp_path):
     path = tmp_path / "requests.db"
     with lmx_lab.Lab(Settings(home=tmp_path, port=0, record_to=path), loop="thread") as lab:
         lab.load("echo")
@@ -204,7 +198,7 @@ def test_recorded_requests_have_their_timeline_also_without_a_lab(tmp_path: Path
         request.timeline()
 
 
-def test_running_and_cancelled_requests_are_in_the_timeline_and_a_wait_is_explained(lab: lmx_lab.Lab) -> None:
+def test_running_and_cancelled_requests_are_in_the_timeline_and_a_wait_is_explained(lab):
     stream = lab.chat("hello", stream=True, max_tokens=4000, ignore_eos=True)
     pieces = iter(stream)
     next(pieces)
@@ -220,7 +214,7 @@ def test_running_and_cancelled_requests_are_in_the_timeline_and_a_wait_is_explai
     assert "meanwhile another request had a slot" in timeline.explain()
 
 
-def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile() -> None:
+def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile():
     chunk = EngineStep("prefill", 0.1, 0.6, 300, 12, 2)
     other = replace(QUIET, at=102.0, queue_s=0.0, prefill_s=0.7, decode_s=0.0, steps=(chunk,))
     text = Timeline([QUIET, other]).explain(0)
@@ -235,12 +229,10 @@ def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile(
     with pytest.raises(InvalidRequestError, match="there is no request 5"):
         Timeline([QUIET]).explain(5)
     with pytest.raises(InvalidRequestError, match="there is no request 'last'"):
-        Timeline([QUIET]).explain("last")  # type: ignore[arg-type]
+        Timeline([QUIET]).explain("last")
 
 
-def test_an_attached_lab_has_the_timeline_of_its_server_but_no_comparison(
-    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attached_lab_has_the_timeline_of_its_server_but_no_comparison(lab, monkeypatch):
     for number in range(3):
         lab.chat(f"hello {number}", max_tokens=3)
     monkeypatch.setattr("lmx_lab.client.lab.PAGE_REQUESTS", 2)
@@ -260,7 +252,7 @@ def test_an_attached_lab_has_the_timeline_of_its_server_but_no_comparison(
             far.compare(["hello"], [{"temperature": 0}])
 
 
-def test_a_long_answer_keeps_a_limited_number_of_steps_with_all_tokens() -> None:
+def test_a_long_answer_keeps_a_limited_number_of_steps_with_all_tokens():
     log = StepLog(0.0)
     log.start(1.0)
     for number in range(3 * MAX_STEPS):
@@ -274,18 +266,18 @@ def test_a_long_answer_keeps_a_limited_number_of_steps_with_all_tokens() -> None
         assert one.end_s == pytest.approx(other.start_s)
 
 
-def test_the_oldest_requests_are_dropped_from_the_log() -> None:
+def test_the_oldest_requests_are_dropped_from_the_log():
     log = TimelineLog()
     for number in range(KEPT_REQUESTS + 3):
         log.add(StepLog(0.0), request_id=f"{number}", index=0, model="m", prompt_tokens=1)
-    kept: Any = log.read(60).requests
+    kept = log.read(60).requests
     assert (len(kept), kept[0].request_id) == (KEPT_REQUESTS, "3")
     assert [one.request_id for one in log.read(60, most=1).requests] == [f"{KEPT_REQUESTS + 2}"]
 
 
-def test_loads_and_unloads_consist_of_their_stages() -> None:
+def test_loads_and_unloads_consist_of_their_stages():
     log = TimelineLog()
-    stages: list[tuple[str, LoadStage]] = [
+    stages = [
         *(("org/m", "download"), ("org/m", "download"), ("org/m", "verify"), ("m", "load"), ("e", "load")),
         *(("e", "loaded"), ("m", "loaded"), ("m", "unloading"), ("m", "unloading"), ("m", "unloaded")),
         *(("x", "load"), ("path/x", "failed"), ("m", "unloaded"), ("n", "load")),
@@ -309,7 +301,7 @@ def test_loads_and_unloads_consist_of_their_stages() -> None:
     assert len(log.read(60).models) == KEPT_LOADS
 
 
-def test_a_page_has_a_limited_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_has_a_limited_number_of_steps(monkeypatch):
     monkeypatch.setattr("lmx_lab.server.timelines.PAGE_STEPS", 3)
     log = TimelineLog()
     for number in range(5):
@@ -330,7 +322,7 @@ def test_a_page_has_a_limited_number_of_steps(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("steps", [[[0]], [[0], [1, 2], *[[0]] * 5], [[9], *[[0]] * 6]])
-def test_steps_of_another_form_are_refused(steps: list[list[int]]) -> None:
+def test_steps_of_another_form_are_refused(steps):
     page = TimelinePage.of([QUIET], [], before=None).model_dump()
     page["requests"][0]["steps"] = steps
     with pytest.raises(ValidationError):

@@ -6,8 +6,6 @@ import asyncio
 import re
 import signal
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -17,7 +15,6 @@ from safetensors.numpy import load_file
 import lmx_lab
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.tracing import Trace
 
 pytestmark = pytest.mark.slow
@@ -26,7 +23,7 @@ OTHER = "The sky is wide and blue"
 
 
 @pytest.fixture(scope="module")
-def lab(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def lab(tiny, tmp_path_factory):
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, threads=1)
     with lmx_lab.Lab(settings, loop="thread") as lab:
         lab.load(tiny.path)
@@ -34,12 +31,12 @@ def lab(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def attached(lab: lmx_lab.Lab) -> Iterator[lmx_lab.Lab]:
+def attached(lab):
     with lmx_lab.attach(lab.url) as attached:
         yield attached
 
 
-def test_a_trace_is_the_same_here_and_over_http(lab: lmx_lab.Lab, attached: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_a_trace_is_the_same_here_and_over_http(lab, attached, tmp_path):
     hooks = ["blocks.*.hook_resid_post", "*.hook_pattern", "logits"]
     here = lab.trace(TEXT, hooks, positions=[-1, 2])
     there = attached.trace(TEXT, hooks, positions=[-1, 2])
@@ -59,7 +56,7 @@ def test_a_trace_is_the_same_here_and_over_http(lab: lmx_lab.Lab, attached: lmx_
     assert len(shapes) > len(list(here))
 
 
-def test_answers_and_conversations_are_traced_with_their_tokens(lab: lmx_lab.Lab, attached: lmx_lab.Lab) -> None:
+def test_answers_and_conversations_are_traced_with_their_tokens(lab, attached):
     reply = lab.chat("hello", max_tokens=4, temperature=0, logprobs=1, ignore_eos=True)
     tokens = (*reply.prompt_ids, *reply.ids)
     traced = reply.trace("logits", positions=range(-5, -1))
@@ -79,7 +76,7 @@ def test_answers_and_conversations_are_traced_with_their_tokens(lab: lmx_lab.Lab
         attached.trace(lab.requests[-1], "logits")
 
 
-def test_the_logit_lens_ends_with_the_prediction_of_the_model(lab: lmx_lab.Lab) -> None:
+def test_the_logit_lens_ends_with_the_prediction_of_the_model(lab):
     lens = lab.logit_lens(TEXT, top=2)
     logits = lab.trace(TEXT, "logits")["logits"]
     assert lens.ids.shape == (2, 6, 2)
@@ -94,7 +91,7 @@ def test_the_logit_lens_ends_with_the_prediction_of_the_model(lab: lmx_lab.Lab) 
     assert "The last 16 positions are shown" in lab.logit_lens("a " * 20)._repr_html_()
 
 
-def test_attention_is_shown_for_all_heads(lab: lmx_lab.Lab) -> None:
+def test_attention_is_shown_for_all_heads(lab):
     attention = lab.attention(TEXT, 1, head=1)
     assert attention.pattern.shape == (2, 6, 6)
     np.testing.assert_allclose(attention.pattern.sum(axis=2), 1, atol=1e-5)
@@ -108,7 +105,7 @@ def test_attention_is_shown_for_all_heads(lab: lmx_lab.Lab) -> None:
             lab.attention(TEXT, *arguments)
 
 
-def test_patching_restores_what_differs(lab: lmx_lab.Lab, attached: lmx_lab.Lab) -> None:
+def test_patching_restores_what_differs(lab, attached):
     hooks = ["*.hook_resid_post", "*.hook_resid_pre", "*.hook_mlp_out"]
     sweep = lab.patch(OTHER, TEXT, answer=500, other=600, hooks=hooks)
     different = sweep.positions[1]
@@ -131,20 +128,18 @@ def test_patching_restores_what_differs(lab: lmx_lab.Lab, attached: lmx_lab.Lab)
         ({"hooks": 5}, "hooks is 5"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
-            lab.patch(OTHER, TEXT, **{"answer": 500, "other": 600, **changes})  # type: ignore[arg-type]
+            lab.patch(OTHER, TEXT, **{"answer": 500, "other": 600, **changes})
 
 
-def test_the_progress_of_a_sweep_ends_with_all_values(
-    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_progress_of_a_sweep_ends_with_all_values(lab, monkeypatch, capsys):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich then takes standard error for a terminal.
     lab.patch(OTHER, TEXT, answer=500, other=600)
     assert re.findall(r"\d+/\d+", capsys.readouterr().err)[-1] == "12/12"
 
 
-def test_single_heads_are_patched_at_each_position_or_at_all_together(lab: lmx_lab.Lab, attached: lmx_lab.Lab) -> None:
+def test_single_heads_are_patched_at_each_position_or_at_all_together(lab, attached):
     tokens = {"answer": 500, "other": 600}
-    sweep = lab.patch(OTHER, TEXT, hooks=["*.hook_z", "*.hook_resid_mid"], **tokens)  # type: ignore[arg-type]
+    sweep = lab.patch(OTHER, TEXT, hooks=["*.hook_z", "*.hook_resid_mid"], **tokens)
     assert sweep.hooks[:3] == ("blocks.0.attn.hook_z",) * 2 + ("blocks.0.hook_resid_mid",)
     assert sweep.heads == (0, 1, None) * 2
     assert sweep.restored.shape == (6, 6)
@@ -161,21 +156,21 @@ def test_single_heads_are_patched_at_each_position_or_at_all_together(lab: lmx_l
     assert sweep._repr_html_().count("<svg") == 6 + 1
     with pytest.raises(InvalidRequestError, match=r"position is 9, .*\.positions"):
         sweep.heat_map("hook_z", position=9)
-    together = attached.patch(OTHER, TEXT, hooks="*.hook_z", together=True, **tokens)  # type: ignore[arg-type]
+    together = attached.patch(OTHER, TEXT, hooks="*.hook_z", together=True, **tokens)
     assert (together.restored.shape, together.positions) == ((4, 1), tuple(range(6)))
     assert together.df["position"].isna().all()
     assert together.df.dtypes.to_dict() == frame.dtypes.to_dict()
     assert together._repr_html_().count("<svg") == 1
     assert "6 positions" in together._repr_html_()
-    one = lab.patch(OTHER, TEXT, hooks="*.hook_z", positions=-1, together=True, **tokens)  # type: ignore[arg-type]
+    one = lab.patch(OTHER, TEXT, hooks="*.hook_z", positions=-1, together=True, **tokens)
     heads_only = [at for at, head in enumerate(sweep.heads) if head is not None]
     np.testing.assert_allclose(one.logits[:, 0], sweep.logits[heads_only, -1], atol=1e-4)
     with pytest.raises(InvalidRequestError, match="together"):
-        lab.patch(OTHER, TEXT, together="all", **tokens)  # type: ignore[arg-type]
+        lab.patch(OTHER, TEXT, together="all", **tokens)
 
 
 @pytest.mark.anyio
-async def test_answers_are_traced_and_scored_on_a_running_loop(lab: lmx_lab.Lab) -> None:
+async def test_answers_are_traced_and_scored_on_a_running_loop(lab):
     reply = await lab.achat("hello", max_tokens=4, temperature=0)
     traced = await reply.atrace("logits", positions=-1)
     np.testing.assert_allclose(traced["logits"], (await lab.atrace(reply, "logits", positions=-1))["logits"], atol=1e-4)
@@ -184,7 +179,7 @@ async def test_answers_are_traced_and_scored_on_a_running_loop(lab: lmx_lab.Lab)
     assert (await asked.alens(color="rank")).source == "answer"
 
 
-def test_integers_of_numpy_are_accepted_and_other_values_refused_by_name(lab: lmx_lab.Lab) -> None:
+def test_integers_of_numpy_are_accepted_and_other_values_refused_by_name(lab):
     logits = lab.trace([np.int64(5), np.int64(6)], "logits", positions=np.arange(2))["logits"]
     assert lab.trace([5, 6], "logits", positions=np.int64(-1))["logits"].argmax() == logits[1].argmax()
     parts = lab.direct_logit_attribution([5, 6], logits[1].argmax(), other=7)
@@ -192,18 +187,18 @@ def test_integers_of_numpy_are_accepted_and_other_values_refused_by_name(lab: lm
     assert lab.attention([5, 6], np.int64(1)).layer == 1
     for positions in (1.5, "last", True, [0, True], [], slice(2), {0: 1}):
         with pytest.raises(InvalidRequestError, match=r"positions is .* index, or a list"):
-            lab.patch(OTHER, TEXT, answer=500, other=600, positions=positions)  # type: ignore[arg-type]
+            lab.patch(OTHER, TEXT, answer=500, other=600, positions=positions)
     for token in ("", None, -1, 1.5, True):
         with pytest.raises(InvalidRequestError, match=r"token is .* the id of a token, or a text"):
-            lab.direct_logit_attribution(TEXT, token)  # type: ignore[arg-type]
+            lab.direct_logit_attribution(TEXT, token)
     for hooks in ([], [""], [5], b"logits"):
         with pytest.raises(InvalidRequestError, match=r"hooks is .* a name or a list of names"):
-            lab.trace(TEXT, hooks)  # type: ignore[arg-type]
+            lab.trace(TEXT, hooks)
     with pytest.raises(InvalidRequestError, match="cannot be traced"):
-        lab.trace(b"text", "logits")  # type: ignore[arg-type]
+        lab.trace(b"text", "logits")
 
 
-def test_parts_of_results_that_do_not_exist_are_refused(lab: lmx_lab.Lab) -> None:
+def test_parts_of_results_that_do_not_exist_are_refused(lab):
     lens = lab.logit_lens(TEXT, positions=[2, -1])
     assert lens.predicted(-1, -1) == lens.predicted(1, 5)
     for place, message in (((2, 2), "block is 2; .* 0 to 1"), ((0, 3), r"position is 3, .*\.positions")):
@@ -219,7 +214,7 @@ def test_parts_of_results_that_do_not_exist_are_refused(lab: lmx_lab.Lab) -> Non
         same.heat_map("hook_mlp_out")
 
 
-def test_both_texts_of_a_sweep_need_the_model_of_their_answers(lab: lmx_lab.Lab, tiny: ModelEntry) -> None:
+def test_both_texts_of_a_sweep_need_the_model_of_their_answers(lab, tiny):
     reply = lab.chat("hello", max_tokens=2, ignore_eos=True)
     tokens = [*reply.prompt_ids, *reply.ids]
     lab.load(tiny.path.with_name("tiny-two"))
@@ -231,7 +226,7 @@ def test_both_texts_of_a_sweep_need_the_model_of_their_answers(lab: lmx_lab.Lab,
     lab.load(tiny.path)
 
 
-def test_an_interrupted_sweep_keeps_its_cells(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_sweep_keeps_its_cells(lab, monkeypatch):
     compute, calls = lab._backend.trace, list[object]()
 
     async def interrupted(body: object) -> Trace:
@@ -239,7 +234,7 @@ def test_an_interrupted_sweep_keeps_its_cells(lab: lmx_lab.Lab, monkeypatch: pyt
         if len(calls) == 3:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             await asyncio.sleep(60)
-        return await compute(body)  # type: ignore[arg-type]
+        return await compute(body)
 
     monkeypatch.setattr(lab._backend, "trace", interrupted)
     sweep = lab.patch(OTHER, TEXT, answer=500, other=600)
@@ -250,7 +245,7 @@ def test_an_interrupted_sweep_keeps_its_cells(lab: lmx_lab.Lab, monkeypatch: pyt
     assert "grey cells are missing" in sweep._repr_html_()
 
 
-def test_contributions_add_up_to_the_logit(lab: lmx_lab.Lab) -> None:
+def test_contributions_add_up_to_the_logit(lab):
     parts = lab.direct_logit_attribution(TEXT, 500, other=600)
     logits = lab.trace(TEXT, "logits", positions=-1)["logits"][0]
     assert parts.logit == pytest.approx(logits[500] - logits[600], abs=1e-3)
@@ -265,10 +260,10 @@ def test_contributions_add_up_to_the_logit(lab: lmx_lab.Lab) -> None:
     assert lab.direct_logit_attribution(TEXT, 500).logit == pytest.approx(logits[500], abs=1e-3)
 
 
-def test_wrong_texts_and_engines_are_refused(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_wrong_texts_and_engines_are_refused(lab, tmp_path):
     for what in (3, [], [1, "a"], None):
         with pytest.raises(InvalidRequestError, match="cannot be traced; pass a text"):
-            lab.trace(what, "logits")  # type: ignore[arg-type]
+            lab.trace(what, "logits")
     with (
         lmx_lab.launch("echo", port=0, home=tmp_path) as echo,
         pytest.raises(InvalidRequestError, match='engine="mlx"'),
@@ -276,7 +271,7 @@ def test_wrong_texts_and_engines_are_refused(lab: lmx_lab.Lab, tmp_path: Path) -
         echo.hooks()
 
 
-def test_a_damaged_document_is_an_error() -> None:
+def test_a_damaged_document_is_an_error():
     trace = Trace(model="m", tokens=(1,), texts=("a",), arrays={"x": np.zeros((1, 2), np.float32)}, details={})
     data = trace.encode()
     assert Trace.decode(data).arrays["x"].shape == (1, 2)

@@ -1,14 +1,7 @@
 """Test attached labs in the cells of a kernel."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-import lmx_lab
-from lmx_lab.values.models import ModelEntry
 from tests.support.kernels import Notebook
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
@@ -16,7 +9,7 @@ from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory, smollm2):
     home = tmp_path_factory.mktemp("home")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=8192)
     with serving(home, "tiny") as lab:
@@ -24,7 +17,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def notebook(lab: lmx_lab.Lab, tiny_home: Path) -> Iterator[Notebook]:
+def notebook(lab, tiny_home):
     notebook = Notebook(tiny_home)
     notebook.run(f"import asyncio, lmx_lab; far = lmx_lab.attach({lab.url!r})")
     yield notebook
@@ -35,7 +28,7 @@ def notebook(lab: lmx_lab.Lab, tiny_home: Path) -> Iterator[Notebook]:
 
 
 @pytest.mark.long
-def test_blocking_and_awaited_verbs_and_streams_work_in_cells(lab: lmx_lab.Lab, notebook: Notebook) -> None:
+def test_blocking_and_awaited_verbs_and_streams_work_in_cells(lab, notebook):
     text = lab.chat("hi", max_tokens=5, temperature=0).text
     parameters = "'hi', max_tokens=5, temperature=0"
     assert notebook.run(f"print(repr(far.chat({parameters}).text))") == repr(text)
@@ -44,7 +37,7 @@ def test_blocking_and_awaited_verbs_and_streams_work_in_cells(lab: lmx_lab.Lab, 
     assert notebook.run("print(asyncio.get_running_loop().is_running(), far.models()[0].loaded)") == "True True"
 
 
-def test_the_stop_button_ends_the_generation_on_the_server(lab: lmx_lab.Lab, notebook: Notebook) -> None:
+def test_the_stop_button_ends_the_generation_on_the_server(lab, notebook):
     output = notebook.interrupt("""
         for piece in far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True):
             print("started", end="")
@@ -55,7 +48,7 @@ def test_the_stop_button_ends_the_generation_on_the_server(lab: lmx_lab.Lab, not
     assert notebook.run("print(far.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
 
 
-def test_a_cell_can_attach_to_the_lab_of_its_own_kernel(notebook: Notebook) -> None:
+def test_a_cell_can_attach_to_the_lab_of_its_own_kernel(notebook):
     notebook.run("own = lmx_lab.launch(loop='kernel', port=0); near = lmx_lab.attach(own.url)")
     assert notebook.run("print(near.models() == own.models() == await near.amodels())") == "True"
     notebook.run("near.stop()")

@@ -1,7 +1,5 @@
 """Test the blocking clients in cells on both loops, in threads and in a script."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.support.kernels import Notebook
+    pass
 
 CODE = """
 from lmx_lab.client.blocking.daemon import DaemonClient
@@ -32,7 +30,7 @@ LAUNCH = "lab = lmx_lab.launch('tiny', port=0, daemon=True, daemon_port=0, loop=
 
 
 @pytest.mark.long
-def test_the_same_code_runs_in_cells_in_threads_and_in_a_script_and_can_be_stopped(fresh_notebook: Notebook) -> None:
+def test_the_same_code_runs_in_cells_in_threads_and_in_a_script_and_can_be_stopped(fresh_notebook):
     notebook, home = fresh_notebook, str(fresh_notebook.home)
     notebook.run(f"import asyncio, lmx_lab; home = {home!r}\n%load_ext lmx_lab\n{CODE}")
 

@@ -1,8 +1,5 @@
 """Test the daemon in a kernel that is busy, interrupted and restarted."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx2
@@ -12,18 +9,18 @@ import pytest
 from lmx_lab.daemon.home import DaemonHome, read_state
 
 if TYPE_CHECKING:
-    from tests.support.kernels import Notebook
+    pass
 
 LAUNCH = "import lmx_lab, time; lab = lmx_lab.launch('tiny', port=0, daemon=True, daemon_port=0); print(lab.daemon.url)"
 WAIT_S = 20
 
 
-def health(url: str) -> str:
-    answer: str = httpx2.get(f"{url}/v3/health", timeout=WAIT_S, trust_env=False).json()["status"]
+def health(url):
+    answer = httpx2.get(f"{url}/v3/health", timeout=WAIT_S, trust_env=False).json()["status"]
     return answer
 
 
-def check_free(folder: Path) -> None:
+def check_free(folder):
     """Check that the daemon has ended regularly; a killed one leaves its state file."""
     home = DaemonHome(folder)
     home.acquire(timeout_s=0)
@@ -32,9 +29,7 @@ def check_free(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_busy_and_interrupted_cells_do_not_affect_the_daemon_and_the_kernels_end_stops_it(
-    fresh_notebook: Notebook,
-) -> None:
+def test_busy_and_interrupted_cells_do_not_affect_the_daemon_and_the_kernels_end_stops_it(fresh_notebook):
     notebook, folder = fresh_notebook, fresh_notebook.home / "daemon"
     url = notebook.run(LAUNCH)
     notebook.start("print('started', flush=True); time.sleep(60)")
@@ -54,7 +49,7 @@ def test_busy_and_interrupted_cells_do_not_affect_the_daemon_and_the_kernels_end
     assert not [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == state.port]
 
 
-def check_turn(url: str, folder: Path) -> None:
+def check_turn(url, folder):
     """Run a turn, which needs the daemon's loop and the lab's loop in the kernel."""
     state = read_state(folder)
     assert state is not None

@@ -1,12 +1,8 @@
 """Test labs in real kernels on both loops, on MLX where it matters. Tests that do not stop a kernel share it."""
 
-from __future__ import annotations
-
 import http.client
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +10,7 @@ import pytest
 from tests.support.kernels import healthz
 
 if TYPE_CHECKING:
-    from tests.support.kernels import Notebook
+    pass
 
 SETUP = """
 import asyncio, os, threading, psutil, lmx_lab
@@ -45,7 +41,7 @@ UNREST = ("was destroyed", "never retrieved", "Exception ignored", "Traceback")
 
 
 @pytest.fixture(scope="module", params=["kernel", "thread"])
-def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Notebook]:
+def running(request, tiny_home):
     from tests.support.kernels import Notebook
 
     notebook = Notebook(tiny_home)
@@ -59,43 +55,43 @@ def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Noteboo
 
 
 @pytest.fixture
-def notebook(running: Notebook) -> Notebook:
+def notebook(running):
     """A kernel without a lab."""
     running.run("lab = lmx_lab.current()\nif lab: lab.stop()")
     return running
 
 
 @pytest.fixture
-def lab(running: Notebook) -> Notebook:
+def lab(running):
     """A kernel with a lab and its model; the lab of the previous test, if it has the same arguments."""
     running.port = int(running.run(LAUNCH.format(mode=running.mode)))
     return running
 
 
 @pytest.fixture
-def tiny_lab(running: Notebook) -> Notebook:
+def tiny_lab(running):
     """A kernel with a lab and a model on MLX."""
     running.port = int(running.run(LAUNCH_TINY.format(mode=running.mode)))
     return running
 
 
-def launch(notebook: Notebook, arguments: str = "port=0") -> str:
+def launch(notebook, arguments="port=0"):
     return f"lab = lmx_lab.launch(loop={notebook.mode!r}, {arguments}); print(lab.port)"
 
 
-def test_the_kernels_loop_serves_on_loopback_and_on_the_lan(notebook: Notebook) -> None:
+def test_the_kernels_loop_serves_on_loopback_and_on_the_lan(notebook):
     assert notebook.run("lab = lmx_lab.launch(port=0); print(lab.mode, lab.lan_url)") == "kernel None"
     assert notebook.run("lab = lmx_lab.launch(port=0, lan=True); print(lab.mode)") == "kernel"
     assert healthz(int(notebook.run("print(lab.port)"))) == 200
 
 
-def test_the_launch_cell_run_again_gives_the_same_lab(lab: Notebook) -> None:
+def test_the_launch_cell_run_again_gives_the_same_lab(lab):
     again = "other = lab\n" + LAUNCH.format(mode=lab.mode)
     assert int(lab.run(again)) == lab.port
     assert lab.run("print(other is lab is lmx_lab.current(), lab.engine.snapshot.model)") == "True echo"
 
 
-def test_changed_arguments_restart_in_place_on_the_same_port(lab: Notebook) -> None:
+def test_changed_arguments_restart_in_place_on_the_same_port(lab):
     assert int(lab.run("old = lab\n" + launch(lab, "port=0, slots=2"))) == lab.port
     assert lab.run("print(old.running, lab.settings.slots, listening().count(lab.port), sorted(threads()))") == (
         "False 2 1 ['lmx-lab-panels', 'lmx-lab-server']"
@@ -103,7 +99,7 @@ def test_changed_arguments_restart_in_place_on_the_same_port(lab: Notebook) -> N
     assert healthz(lab.port) == 200
 
 
-def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab: Notebook) -> None:
+def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab):
     lab.run("import socket; other = socket.create_server(('127.0.0.1', 0))")
     output = lab.fail("lmx_lab.launch(port=other.getsockname()[1])")
     assert (output.error, "another program" in output.message) == ("PortTakenError", True)
@@ -112,7 +108,7 @@ def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab: Not
 
 
 @pytest.mark.parametrize("form", ["{}", "await {}", "async with {}: pass"])
-def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab: Notebook, form: str) -> None:
+def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab, form):
     lab.run("stream = iter(lab.chat(hi, stream=True)); first = next(stream); before = lab.engine.residents.main")
     output = lab.fail(form.format(f"lmx_lab.launch('ecko', loop={lab.mode!r}, port=0, slots=3)"))
     assert (output.error, "did you mean 'echo'" in output.message) == ("ModelNotFoundError", True)
@@ -123,7 +119,7 @@ def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab: Notebo
     lab.run("stream = None")
 
 
-def test_the_stop_button_during_the_checks_of_a_launch_leaves_the_lab_as_it_is(lab: Notebook) -> None:
+def test_the_stop_button_during_the_checks_of_a_launch_leaves_the_lab_as_it_is(lab):
     lab.run("""
         from lmx_lab.engine.echo.engine import EchoEngine
         check, before = EchoEngine.check, lab.engine.residents.main
@@ -144,7 +140,7 @@ def test_the_stop_button_during_the_checks_of_a_launch_leaves_the_lab_as_it_is(l
     lab.run("stream = None")
 
 
-def test_the_error_for_a_taken_port_names_the_lab_that_holds_it(lab: Notebook) -> None:
+def test_the_error_for_a_taken_port_names_the_lab_that_holds_it(lab):
     # From another process, while this kernel is idle.
     source = f"import lmx_lab; lmx_lab.launch(port={lab.port})"
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
@@ -161,7 +157,7 @@ def test_the_error_for_a_taken_port_names_the_lab_that_holds_it(lab: Notebook) -
     ],
     ids=["engine", "lifespan"],
 )
-def test_a_failing_start_is_an_error_in_the_cell_and_releases_everything(notebook: Notebook, fault: str) -> None:
+def test_a_failing_start_is_an_error_in_the_cell_and_releases_everything(notebook, fault):
     notebook.run("async def broken(scope, receive, send): raise ValueError('no')\nbefore = sorted(listening())")
     notebook.run(fault)
     assert notebook.fail(launch(notebook)).error in ("ZeroDivisionError", "HostingError")
@@ -170,7 +166,7 @@ def test_a_failing_start_is_an_error_in_the_cell_and_releases_everything(noteboo
     assert healthz(int(notebook.run(launch(notebook)))) == 200
 
 
-def test_a_request_during_the_blocking_launch_cell_is_answered(notebook: Notebook) -> None:
+def test_a_request_during_the_blocking_launch_cell_is_answered(notebook):
     notebook.start(f"""
         from lmx_lab.notebook import launcher
         def bind_and_tell(*args, real=launcher.bind, **kwargs):
@@ -192,7 +188,7 @@ def test_a_request_during_the_blocking_launch_cell_is_answered(notebook: Noteboo
     client.close()
 
 
-def test_the_verbs_work_blocking(lab: Notebook) -> None:
+def test_the_verbs_work_blocking(lab):
     lab.run("lab.unload()")
     assert lab.run("print(lab.load('echo').model, [m.id for m in lab.models() if m.loaded])") == "echo ['echo']"
     assert lab.run("print(lab.chat(hi, max_tokens=3, temperature=0).usage.completion_tokens)") == "3"
@@ -200,7 +196,7 @@ def test_the_verbs_work_blocking(lab: Notebook) -> None:
     assert lab.run("print(lab.unload() >= 0, lab.engine.snapshot.model)") == "True None"
 
 
-def test_the_verbs_work_awaited(lab: Notebook) -> None:
+def test_the_verbs_work_awaited(lab):
     lab.run("await lab.aunload()")
     assert lab.run("print((await lab.aload('echo')).model, len(await lab.amodels()) >= 2)") == "echo True"
     assert lab.run("print((await lab.achat(hi, max_tokens=3)).usage.completion_tokens)") == "3"
@@ -211,7 +207,7 @@ def test_the_verbs_work_awaited(lab: Notebook) -> None:
     assert lab.run("print(await lab.aunload() >= 0, lab.engine.snapshot.model)") == "True None"
 
 
-def test_leaving_a_stream_early_frees_its_slot(lab: Notebook) -> None:
+def test_leaving_a_stream_early_frees_its_slot(lab):
     assert lab.run("""
         stream = lab.chat(hi, stream=True)
         for piece in stream:
@@ -235,7 +231,7 @@ def test_leaving_a_stream_early_frees_its_slot(lab: Notebook) -> None:
         "[piece async for piece in await lab.astream(long)]",
     ],
 )
-def test_the_stop_button_ends_the_generation_and_the_next_one_works(notebook: Notebook, body: str) -> None:
+def test_the_stop_button_ends_the_generation_and_the_next_one_works(notebook, body):
     # The complete answer takes 100 s; only the stop button ends it in time.
     notebook.run(launch(notebook, "model='echo', port=0, echo_tokens_per_s=20"))
     output = notebook.interrupt(f"long = 'word ' * 1000\nprint('started', flush=True)\nwhile True:\n    {body}")
@@ -244,7 +240,7 @@ def test_the_stop_button_ends_the_generation_and_the_next_one_works(notebook: No
     assert notebook.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
 
 
-def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook: Notebook) -> None:
+def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook):
     # The complete answer takes minutes.
     notebook.run(launch(notebook, "model='echo', port=0, echo_tokens_per_s=20"))
     notebook.run("pieces = iter(lab.chat('word ' * 2000, stream=True)); next(pieces)")
@@ -267,7 +263,7 @@ def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook: N
     assert notebook.run("print(lab.engine.snapshot.model, lab.unload())") == "None 0.00 GB freed"
 
 
-def test_other_clients_are_answered_while_a_cell_chats(lab: Notebook) -> None:
+def test_other_clients_are_answered_while_a_cell_chats(lab):
     lab.start("print('started', flush=True)\nwhile True: lab.chat(hi)")
     lab.read(until="started")
     assert healthz(lab.port) == 200
@@ -275,7 +271,7 @@ def test_other_clients_are_answered_while_a_cell_chats(lab: Notebook) -> None:
     assert lab.read().error == "KeyboardInterrupt"
 
 
-def test_errors_in_a_cell_are_clear(lab: Notebook) -> None:
+def test_errors_in_a_cell_are_clear(lab):
     assert lab.fail("lab.chat(hi, temprature=1)").message.startswith("temprature")
     assert lab.fail("lab.chat(hi, temperature=3)").message.startswith("temperature")
     assert lab.fail("await lab.achat(hi, stream=True)").error == "InvalidRequestError"
@@ -285,7 +281,7 @@ def test_errors_in_a_cell_are_clear(lab: Notebook) -> None:
     assert lab.fail("lmx_lab.launch(prot=1)").error == "ArgumentError"
 
 
-def test_a_stopped_lab_says_so(lab: Notebook) -> None:
+def test_a_stopped_lab_says_so(lab):
     lab.run("lab.stop(); lab.stop()")
     for verb in ("lab.chat(hi)", "lab.load('echo')", "lab.models()", "await lab.achat(hi)", "await lab.aunload()"):
         output = lab.fail(verb)
@@ -293,7 +289,7 @@ def test_a_stopped_lab_says_so(lab: Notebook) -> None:
     assert lab.run("print(lmx_lab.current(), repr(lab).splitlines()[0], threads())") == "None LMX Lab: stopped set()"
 
 
-def test_a_lab_is_a_context_and_awaitable(notebook: Notebook) -> None:
+def test_a_lab_is_a_context_and_awaitable(notebook):
     arguments = f"loop={notebook.mode!r}, port=0"
     assert notebook.run(f"with lmx_lab.launch({arguments}) as lab: print(lab.running)") == "True"
     assert notebook.run(f"async with lmx_lab.launch({arguments}) as lab: print(lab.running)") == "True"
@@ -303,7 +299,7 @@ def test_a_lab_is_a_context_and_awaitable(notebook: Notebook) -> None:
     assert notebook.run("print(lab.running, threads())") == "False set()"
 
 
-def test_the_last_value_of_a_cell_shows_addresses_mode_and_model(lab: Notebook) -> None:
+def test_the_last_value_of_a_cell_shows_addresses_mode_and_model(lab):
     lab.start("lab")
     widget, snapshot = lab.read().shown
     assert "application/vnd.jupyter.widget-view+json" in widget
@@ -312,7 +308,7 @@ def test_the_last_value_of_a_cell_shows_addresses_mode_and_model(lab: Notebook) 
     assert "<script" not in snapshot["text/html"]
 
 
-def test_openai_works_in_the_cell_or_from_a_thread(lab: Notebook) -> None:
+def test_openai_works_in_the_cell_or_from_a_thread(lab):
     lab.run("""
         from openai import OpenAI
         def ask():
@@ -325,7 +321,7 @@ def test_openai_works_in_the_cell_or_from_a_thread(lab: Notebook) -> None:
 
 
 @pytest.mark.long
-def test_a_load_shows_its_download_in_the_calling_cell_only(lab: Notebook) -> None:
+def test_a_load_shows_its_download_in_the_calling_cell_only(lab):
     lab.run("import lmx_lab.backend; lmx_lab.backend.LOAD_SHOWN_S = 60; lab.unload()")
     lab.start("lab.load('echo')")
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # The report, without a progress bar.
@@ -352,7 +348,7 @@ def test_a_load_shows_its_download_in_the_calling_cell_only(lab: Notebook) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["kernel", "thread"])
-def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_notebook: Notebook, mode: str) -> None:
+def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_notebook, mode):
     fresh_notebook.run("import lmx_lab")
     port = int(fresh_notebook.run(LAUNCH_TINY.format(mode=mode)))
     fresh_notebook.run("stream = lab.chat('hi', stream=True); print(next(iter(stream)))")
@@ -363,7 +359,7 @@ def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_no
 
 
 @pytest.mark.long
-def test_a_restarted_kernel_gets_its_port_back(fresh_notebook: Notebook) -> None:
+def test_a_restarted_kernel_gets_its_port_back(fresh_notebook):
     port = int(fresh_notebook.run("import lmx_lab; lab = lmx_lab.launch(port=0); print(lab.port)"))
     fresh_notebook.manager.restart_kernel()
     fresh_notebook.client.wait_for_ready(timeout=60)
@@ -372,7 +368,7 @@ def test_a_restarted_kernel_gets_its_port_back(fresh_notebook: Notebook) -> None
 
 
 @pytest.mark.long
-def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_home: Path) -> None:
+def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_home):
     from tests.support.kernels import Notebook
 
     notebook = Notebook(starter_home)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ WAIT_S = 60
 
 
 @pytest.fixture(scope="module")
-def notebook(tiny_home: Path) -> Iterator[Notebook]:
+def notebook(tiny_home):
     from tests.support.kernels import Notebook
 
     notebook = Notebook(tiny_home)
@@ -34,7 +33,7 @@ def notebook(tiny_home: Path) -> Iterator[Notebook]:
 
 
 @pytest.fixture(scope="module")
-def port(notebook: Notebook) -> int:
+def port(notebook):
     """The port of a lab on the kernel's loop; the first test that uses it launches the lab."""
     notebook.run("import lmx_lab.notebook")
     mode, port = notebook.run(LAUNCH).split()
@@ -57,7 +56,7 @@ class Gate:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Gate:
+def gate(tmp_path):
     os.mkfifo(tmp_path / "gate")
     return Gate(tmp_path / "gate")
 
@@ -117,13 +116,11 @@ class Cells:
 
 
 @pytest.fixture
-def cells(notebook: Notebook) -> Cells:
+def cells(notebook):
     return Cells(notebook)
 
 
-def test_the_stop_button_ends_the_cell_and_its_thread_still_prints_into_it(
-    notebook: Notebook, cells: Cells, gate: Gate
-) -> None:
+def test_the_stop_button_ends_the_cell_and_its_thread_still_prints_into_it(notebook, cells, gate):
     """Without a server, so that nothing else wakes the kernel's loop."""
     first = cells.start(f"%%offload\nprint('started', flush=True)\n{gate.wait}\nprint('late', flush=True)\n1 / 0")
     cells.until(lambda: "started" in first.text())
@@ -145,7 +142,7 @@ def test_the_stop_button_ends_the_cell_and_its_thread_still_prints_into_it(
 
 
 @pytest.mark.long
-def test_other_clients_are_answered_while_an_offloaded_cell_is_busy(port: int, cells: Cells, gate: Gate) -> None:
+def test_other_clients_are_answered_while_an_offloaded_cell_is_busy(port, cells, gate):
     cell = cells.start(f"%%offload\nprint('started', flush=True)\n{gate.wait}")
     cells.until(lambda: "started" in cell.text())
     assert healthz(port) == 200
@@ -155,20 +152,20 @@ def test_other_clients_are_answered_while_an_offloaded_cell_is_busy(port: int, c
     assert cell.value == {"text/plain": "'go'"}
 
 
-def test_an_offloaded_cell_can_wait_for_its_own_server(port: int, cells: Cells) -> None:
+def test_an_offloaded_cell_can_wait_for_its_own_server(port, cells):
     cell = cells.run(
         "%%offload\nimport urllib.request\nwith urllib.request.urlopen(lab.url + '/healthz') as a: s = a.status\ns"
     )
     assert cell.value == {"text/plain": "200"}
 
 
-def test_the_verbs_work_in_an_offloaded_cell(port: int, cells: Cells) -> None:
+def test_the_verbs_work_in_an_offloaded_cell(port, cells):
     cell = cells.run("%%offload\nlab.load('tiny')\nlab.chat('hi', max_tokens=4).usage.completion_tokens")
     assert cell.error is None
     assert cell.value == {"text/plain": "4"}
 
 
-def test_an_offloaded_cell_behaves_like_other_cells(cells: Cells) -> None:
+def test_an_offloaded_cell_behaves_like_other_cells(cells):
     cells.run("before = [1]")
     cell = cells.run("%%offload\nprint('words')\ndisplay('shown')\nbefore.append(2)\nafter = before\nlen(after)")
     assert (cell.text(), cell.value) == ("words\n", {"text/plain": "2"})
@@ -181,7 +178,7 @@ def test_an_offloaded_cell_behaves_like_other_cells(cells: Cells) -> None:
     assert cell.value == {"text/plain": "3"}
 
 
-def test_an_error_is_raised_in_the_cell_with_its_own_lines(cells: Cells) -> None:
+def test_an_error_is_raised_in_the_cell_with_its_own_lines(cells):
     cell = cells.run("%%offload\n\ndef divide(number):\n    return number / 0\n\ndivide(1)")
     assert cell.error is not None
     name, trace = cell.error
@@ -194,13 +191,13 @@ def test_an_error_is_raised_in_the_cell_with_its_own_lines(cells: Cells) -> None
     assert stopped is not None
     assert stopped[0] == "StopIteration"
     assert "----> 2 next(iter(()))" in stopped[1]
-    assert cells.run("%%offload\nx = = 1").error[0] == "SyntaxError"  # type: ignore[index]
+    assert cells.run("%%offload\nx = = 1").error[0] == "SyntaxError"
     assert "await is not possible" in cells.run("%%offload\nawait nothing").text("stderr")
     assert "first line of its cell" in cells.run("%%time\n%%offload\n1").text("stderr")
     assert "first line of its cell" in cells.run("%%offload\n%%offload\n1").text("stderr")
 
 
-def test_loading_again_reloading_and_unloading_are_harmless(cells: Cells) -> None:
+def test_loading_again_reloading_and_unloading_are_harmless(cells):
     cells.run("%load_ext lmx_lab\n%reload_ext lmx_lab\n%reload_ext lmx_lab")
     assert cells.run("%%offload\n5").value == {"text/plain": "5"}
     cells.run("%unload_ext lmx_lab")
@@ -209,7 +206,7 @@ def test_loading_again_reloading_and_unloading_are_harmless(cells: Cells) -> Non
     assert cells.run("%%offload\n5").value == {"text/plain": "5"}
 
 
-def test_an_answer_is_streamed_and_then_replaced_by_the_reply(port: int, cells: Cells) -> None:
+def test_an_answer_is_streamed_and_then_replaced_by_the_reply(port, cells):
     cell = cells.run("%%lmx --max-tokens 12 --temperature 0\nTell me {1 + 1} things.")
     reply = cells.run("print(type(_).__name__, repr(_.text))").text()
     assert cell.value is not None
@@ -222,7 +219,7 @@ def test_an_answer_is_streamed_and_then_replaced_by_the_reply(port: int, cells: 
 
 
 @pytest.mark.long
-def test_an_error_of_the_lab_is_one_line(port: int, cells: Cells) -> None:
+def test_an_error_of_the_lab_is_one_line(port, cells):
     assert "GB freed" in cells.run("%lmx unload").text()
     cell = cells.run("%lmx ask What's up?")
     assert cell.text("stderr").startswith("UsageError: ")
@@ -232,7 +229,7 @@ def test_an_error_of_the_lab_is_one_line(port: int, cells: Cells) -> None:
     assert cells.run("%lmx ask What's up?").value is not None
 
 
-def test_the_stop_button_ends_an_answer_and_its_text_stays(notebook: Notebook, port: int, cells: Cells) -> None:
+def test_the_stop_button_ends_an_answer_and_its_text_stays(notebook, port, cells):
     cells.run("%lmx load tiny")
     cell = cells.start("%%lmx --max-tokens 4000\nTell me everything.")
     cells.until(lambda: "display_data" in cell.kinds)

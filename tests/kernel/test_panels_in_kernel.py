@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +21,7 @@ print("released", released.wait(60))
 
 
 @pytest.fixture(scope="module", params=["kernel", "thread"])
-def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Notebook]:
+def running(request, tiny_home):
     from tests.support.kernels import Notebook
 
     notebook = Notebook(tiny_home)
@@ -32,7 +31,7 @@ def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Noteboo
 
 
 @pytest.fixture
-def view(running: Notebook) -> View:
+def view(running):
     """A view of the models panel; ``tiny`` is loaded."""
     view = View(running)
     view.run(LAUNCH.format(mode=running.mode))
@@ -120,13 +119,13 @@ class View:
 
 
 @pytest.mark.long
-def test_a_request_has_exactly_one_reply(view: View) -> None:
+def test_a_request_has_exactly_one_reply(view):
     view.ask(id="1", do="load", model="tiny-two")
     assert view.reply("1")["ok"]
     view.read(lambda: view.server("model") == "tiny-two")
 
 
-def test_unknown_and_invalid_requests_are_refused(view: View) -> None:
+def test_unknown_and_invalid_requests_are_refused(view):
     view.ask(do="load", model="tiny-two")
     view.ask(id="a", do="explode")
     view.ask(id="b", do="load", model=7)
@@ -137,7 +136,7 @@ def test_unknown_and_invalid_requests_are_refused(view: View) -> None:
     assert view.run("print(lab.engine.snapshot.model)") == "tiny"
 
 
-def test_unload_works_while_a_cell_blocks(view: View) -> None:
+def test_unload_works_while_a_cell_blocks(view):
     subshell = view.subshell()
     cell = view.start(HELD)
     view.read(lambda: "started" in view.printed.get(cell, ""))
@@ -155,13 +154,13 @@ def test_unload_works_while_a_cell_blocks(view: View) -> None:
     assert "released True" in view.printed[cell]
 
 
-def test_the_launch_cell_again_gives_the_same_lab_port_and_panel(view: View, running: Notebook) -> None:
+def test_the_launch_cell_again_gives_the_same_lab_port_and_panel(view, running):
     port = view.run("before = lab, panel; print(lab.port)")
     assert view.run(LAUNCH.format(mode=running.mode) + "\nprint(lab.port)") == port
     assert view.run("print(before[0] is lab, before[1] is panel)") == "True True"
 
 
-def test_a_panel_shows_that_the_server_was_stopped_and_then_the_next_one(view: View, running: Notebook) -> None:
+def test_a_panel_shows_that_the_server_was_stopped_and_then_the_next_one(view, running):
     view.run("before = panel\nlab.stop()")
     view.read(lambda: view.server("state") == "stopped")
     assert "run the launch cell again" in view.server("note")

@@ -1,19 +1,17 @@
 """Test in a kernel how the answers of a lab are displayed."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from tests.support.kernels import Notebook
+    pass
 
 HOSTILE = "<img src=x onerror=alert(1)> and some words"
 
 
 @pytest.mark.long
-def test_a_stream_displays_its_text_and_then_the_reply(fresh_notebook: Notebook) -> None:
+def test_a_stream_displays_its_text_and_then_the_reply(fresh_notebook):
     fresh_notebook.run("import lmx_lab; lab = lmx_lab.launch('echo', port=0, echo_tokens_per_s=100)")
     fresh_notebook.start(f"lab.chat({HOSTILE!r}, stream=True, logprobs=2)")
     shown = fresh_notebook.read().shown
@@ -28,7 +26,7 @@ def test_a_stream_displays_its_text_and_then_the_reply(fresh_notebook: Notebook)
     assert "Reply" in fresh_notebook.read().text
 
 
-def test_a_slow_launch_shows_where_the_time_went(fresh_notebook: Notebook) -> None:
+def test_a_slow_launch_shows_where_the_time_went(fresh_notebook):
     fresh_notebook.start(
         "import lmx_lab.backend; lmx_lab.backend.LOAD_SHOWN_S = 60; "
         "from lmx_lab.notebook import launcher; launcher.SLOW_S = launcher.SHOWN_S = 0"

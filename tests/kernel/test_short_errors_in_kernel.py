@@ -1,15 +1,11 @@
 """Test in a kernel that errors of the package are displayed in short form, and other errors as usual."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from tests.support.kernels import Notebook, Output
+    pass
 
 SETUP = """
 import asyncio, sys, lmx_lab
@@ -56,7 +52,7 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def notebook(tiny_home: Path) -> Iterator[Notebook]:
+def notebook(tiny_home):
     from tests.support.kernels import Notebook
 
     notebook = Notebook(tiny_home)
@@ -65,23 +61,23 @@ def notebook(tiny_home: Path) -> Iterator[Notebook]:
     notebook.close()
 
 
-def show(output: Output) -> str:
+def show(output):
     return "\n".join(output.traceback)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_an_error_is_the_callers_line_and_a_message(notebook: Notebook, call: str) -> None:
+def test_an_error_is_the_callers_line_and_a_message(notebook, call):
     output = notebook.fail(call)
     assert len(output.traceback) <= 8, show(output)
     assert f", line 1:  {call}" in show(output)
     assert CALLS[call] in output.traceback[-1]
 
 
-def test_the_line_of_a_function_that_the_cell_calls_is_shown_too(notebook: Notebook) -> None:
+def test_the_line_of_a_function_that_the_cell_calls_is_shown_too(notebook):
     assert "line 8, in ask:  return lab.chat(text, **parameters)" in show(notebook.fail("ask('hi', top_p=2)"))
 
 
-def test_the_whole_traceback_can_be_shown(notebook: Notebook) -> None:
+def test_the_whole_traceback_can_be_shown(notebook):
     short = notebook.fail("lab.chat('hi', top_p=2)")
     last = notebook.fail("%tb")
     assert (last.error, "arguments.py" in show(last)) == (short.error, True)
@@ -95,7 +91,7 @@ def test_the_whole_traceback_can_be_shown(notebook: Notebook) -> None:
     assert len(full.traceback) > 8
 
 
-def test_other_errors_and_earlier_handlers_are_kept(notebook: Notebook) -> None:
+def test_other_errors_and_earlier_handlers_are_kept(notebook):
     assert "Traceback (most recent call last)" in show(notebook.fail("int('x')"))
     mixed = "raise ExceptionGroup('mixed', [lmx_lab.LabError('a'), KeyError('b')])"
     notebook.start(mixed)

@@ -1,11 +1,7 @@
 """Test Python functions of a notebook as tools."""
 
-from __future__ import annotations
 
-from tests.support.kernels import Notebook
-
-
-def test_the_output_of_a_tool_appears_below_the_cell_that_registered_it(fresh_notebook: Notebook) -> None:
+def test_the_output_of_a_tool_appears_below_the_cell_that_registered_it(fresh_notebook):
     fresh_notebook.run(
         """
         from lmx_lab.daemon.tools.python_tools import PythonTools

@@ -1,17 +1,12 @@
 """Labs that ``launch()`` has started."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 import lmx_lab
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> Iterator[lmx_lab.Lab]:
+def launched(tmp_path):
     """A lab without models; it has the echo engine."""
     with lmx_lab.launch(port=0, home=tmp_path, echo_tokens_per_s=1000) as lab:
         yield lab

@@ -1,17 +1,14 @@
 """Test the addresses of a server, and the names that it accepts."""
 
-from __future__ import annotations
-
 import socket
 
 import psutil
-import pytest
 
 from lmx_lab.notebook.addresses import Addresses, NotebookServer
 from lmx_lab.settings import Settings
 
 
-def test_a_server_on_all_interfaces_accepts_every_name_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_on_all_interfaces_accepts_every_name_of_this_machine(monkeypatch):
     monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5", "172.17.0.1"])
     addresses = Addresses(settings=Settings(host="0.0.0.0"), port=8400)
     assert addresses.url == "http://127.0.0.1:8400"
@@ -19,13 +16,13 @@ def test_a_server_on_all_interfaces_accepts_every_name_of_this_machine(monkeypat
     assert {"192.0.2.5:8400", "172.17.0.1:8400", "localhost:8400"} <= addresses.policy().hosts
 
 
-def test_a_server_on_loopback_accepts_only_loopback_names() -> None:
+def test_a_server_on_loopback_accepts_only_loopback_names():
     addresses = Addresses(settings=Settings(host="[::1]"), port=8400)
     assert (addresses.url, addresses.lan_urls) == ("http://[::1]:8400", [])
     assert addresses.policy().hosts == {"127.0.0.1:8400", "localhost:8400", "[::1]:8400"}
 
 
-def test_a_connection_is_recognized_by_both_of_its_ends() -> None:
+def test_a_connection_is_recognized_by_both_of_its_ends():
     server = NotebookServer(process=psutil.Process(), url="http://localhost:8888/")
     with socket.create_server(("127.0.0.1", 0)) as lab, socket.create_server(("127.0.0.1", 0)) as other:
         here, elsewhere = lab.getsockname(), other.getsockname()

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from lmx_lab.client import AsyncLabClient, LabClient
 from lmx_lab.notebook import remote
 from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.wire.admin import ModelEvent
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
@@ -37,7 +36,7 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory, smollm2):
     """A lab with a context long enough for answers that are running when they are stopped."""
     home = tmp_path_factory.mktemp("home")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=8192)
@@ -46,32 +45,32 @@ def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def far(lab: lmx_lab.Lab) -> Iterator[lmx_lab.Lab]:
+def far(lab):
     with attach(lab.url, api_key=KEY) as far:
         yield far
 
 
 @pytest.fixture(scope="module")
-def encoders(starter_home: Path, minilm: Any) -> Iterator[lmx_lab.Lab]:
+def encoders(starter_home, minilm):
     with serving(starter_home, minilm.id) as lab:
         yield lab
 
 
-def wait_until_idle(lab: lmx_lab.Lab) -> None:
+def wait_until_idle(lab):
     until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
 
 
-def threads() -> set[str]:
+def threads():
     return {thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-attached"}
 
 
-def test_a_lab_of_a_client_has_its_address_and_key(lab: lmx_lab.Lab) -> None:
+def test_a_lab_of_a_client_has_its_address_and_key(lab):
     with LabClient(lab.url, api_key=KEY) as client, attach(client) as of_client:
         assert of_client.map(["one", "two"], "{text}", max_tokens=2)["output_tokens"].tolist() == [2, 2]
         with pytest.raises(errors.InvalidRequestError, match="key of its own"):
             attach(client, api_key=KEY)
     with pytest.raises(errors.InvalidRequestError, match="address"):
-        attach(7)  # type: ignore[arg-type]
+        attach(7)
 
     async def map_rows() -> list[str]:
         async with AsyncLabClient(lab.url, api_key=KEY) as client:
@@ -85,7 +84,7 @@ def test_a_lab_of_a_client_has_its_address_and_key(lab: lmx_lab.Lab) -> None:
 # --- replies
 
 
-def test_a_remote_reply_equals_the_local_one(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> None:
+def test_a_remote_reply_equals_the_local_one(lab, far):
     here = lab.chat("hi", max_tokens=6, temperature=0, seed=1)
     there = far.chat("hi", max_tokens=6, temperature=0, seed=1)
     assert (there.text, there.model, there.finish_reason) == (here.text, "tiny", "length")
@@ -93,7 +92,7 @@ def test_a_remote_reply_equals_the_local_one(lab: lmx_lab.Lab, far: lmx_lab.Lab)
     assert there.reasoning_tokens == 0
 
 
-def test_a_remote_reply_has_no_report_and_the_callers_time_to_first_token(far: lmx_lab.Lab) -> None:
+def test_a_remote_reply_has_no_report_and_the_callers_time_to_first_token(far):
     reply = far.chat("hi", max_tokens=6, temperature=0)
     assert reply.report is None
     assert reply.ttft_s > reply.timings.prompt_ms / 1e3
@@ -101,15 +100,15 @@ def test_a_remote_reply_has_no_report_and_the_callers_time_to_first_token(far: l
     assert f"first token in {reply.ttft_s:.2f} s" in repr(reply)
 
 
-def test_an_answer_without_text_has_a_time_to_first_token(far: lmx_lab.Lab) -> None:
+def test_an_answer_without_text_has_a_time_to_first_token(far):
     """The time is that of the answer's end."""
     reply = far.chat("hi", max_tokens=200, ignore_eos=True, stop=[" ", *"abcdefghijklmno"])
     assert reply.ttft_s > 0
 
 
-def test_a_remote_reply_has_thoughts_and_calls(thinker_home: Path) -> None:
+def test_a_remote_reply_has_thoughts_and_calls(thinker_home):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    parameters: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
+    parameters = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
     with serving(thinker_home, "thinker") as lab, attach(lab.url) as far:
         here, there = lab.chat("hi", **parameters), far.chat("hi", **parameters)
         assert [call.name for call in there.tool_calls] == [call.name for call in here.tool_calls]
@@ -120,7 +119,7 @@ def test_a_remote_reply_has_thoughts_and_calls(thinker_home: Path) -> None:
         assert (there.reasoning, there.reasoning_tokens) == (here.reasoning, here.reasoning_tokens)
 
 
-def test_the_pieces_of_a_stream_are_its_reply(far: lmx_lab.Lab) -> None:
+def test_the_pieces_of_a_stream_are_its_reply(far):
     stream = far.chat("hi", stream=True, max_tokens=30)
     pieces = list(stream)
     assert stream.reply is not None
@@ -128,7 +127,7 @@ def test_the_pieces_of_a_stream_are_its_reply(far: lmx_lab.Lab) -> None:
     assert stream.reply.usage.completion_tokens == 30
 
 
-def test_remote_vectors_and_rankings_equal_the_local_ones(encoders: lmx_lab.Lab) -> None:
+def test_remote_vectors_and_rankings_equal_the_local_ones(encoders):
     documents = ["Bread is baked.", {"text": "Sea water is salty."}, "Sand."]
     with attach(encoders.url) as far:
         np.testing.assert_array_equal(far.embed(["a", "b"]), encoders.embed(["a", "b"]))
@@ -140,7 +139,7 @@ def test_remote_vectors_and_rankings_equal_the_local_ones(encoders: lmx_lab.Lab)
     assert (there.report, here.report is None) == (None, False)
 
 
-async def test_verbs_can_be_awaited_on_the_callers_loop(far: lmx_lab.Lab, encoders: lmx_lab.Lab) -> None:
+async def test_verbs_can_be_awaited_on_the_callers_loop(far, encoders):
     assert (await far.achat("hi", max_tokens=3)).usage.completion_tokens == 3
     stream = await far.astream("hi", max_tokens=3)
     assert "".join([piece async for piece in stream]) == stream.text
@@ -152,7 +151,7 @@ async def test_verbs_can_be_awaited_on_the_callers_loop(far: lmx_lab.Lab, encode
         assert len(await other.arerank("a", ["b", "c"])) == 2
 
 
-def test_models_are_loaded_and_unloaded(tiny_home: Path) -> None:
+def test_models_are_loaded_and_unloaded(tiny_home):
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         report = far.load(tiny_home / "models" / "tiny-two")
         assert (report.model, report.memory_bytes) == ("tiny-two", lab.engine.snapshot.model_memory_bytes)
@@ -169,8 +168,8 @@ def test_models_are_loaded_and_unloaded(tiny_home: Path) -> None:
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch, awaited: bool) -> None:
-    steps: list[Any] = []
+def test_a_load_shows_its_steps(tiny_home, monkeypatch, awaited):
+    steps = []
     monkeypatch.setattr("lmx_lab.progress.ProgressBar.update", lambda self, step: steps.append(step))
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
@@ -190,9 +189,7 @@ def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch
     assert all(each.stage == "load" for each in steps[1:])
 
 
-async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(
-    tiny_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(tiny_home, monkeypatch):
     async def silent(self: AsyncLabClient, include: Any = ()) -> AsyncGenerator[Any, None]:
         await asyncio.Event().wait()
         yield
@@ -207,7 +204,7 @@ async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(
 # --- streams and connections that are closed early
 
 
-def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> None:
+def test_leaving_a_stream_frees_its_slot(lab, far):
     gc.disable()
     try:
         stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
@@ -223,7 +220,7 @@ def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> 
         gc.enable()
 
 
-async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> None:
+async def test_a_cancelled_chat_frees_its_slot(lab, far):
     before = lab.engine.snapshot.output_tokens
     chat = asyncio.create_task(far.achat("hi", max_tokens=7500, ignore_eos=True))
     while lab.engine.snapshot.output_tokens == before:  # noqa: ASYNC110
@@ -234,7 +231,7 @@ async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab, far: lmx_lab.La
     assert lab.engine.snapshot.output_tokens - before < 7500
 
 
-def test_an_interrupt_ends_the_generation_on_the_server(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> None:
+def test_an_interrupt_ends_the_generation_on_the_server(lab, far):
     before = lab.engine.snapshot.output_tokens
 
     def interrupt() -> None:
@@ -251,7 +248,7 @@ def test_an_interrupt_ends_the_generation_on_the_server(lab: lmx_lab.Lab, far: l
     assert far.chat("hi", max_tokens=2).usage.completion_tokens == 2
 
 
-def test_stopping_ends_the_connection_but_not_the_server(lab: lmx_lab.Lab) -> None:
+def test_stopping_ends_the_connection_but_not_the_server(lab):
     before = threads()
     far = attach(lab.url, api_key=KEY)
     stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
@@ -269,7 +266,7 @@ def test_stopping_ends_the_connection_but_not_the_server(lab: lmx_lab.Lab) -> No
     assert threads() == before
 
 
-def test_a_deleted_lab_ends_its_connection(lab: lmx_lab.Lab) -> None:
+def test_a_deleted_lab_ends_its_connection(lab):
     with attach(lab.url, api_key=KEY):
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "lmx-lab-attached"][-1:]
     thread.join()
@@ -280,7 +277,7 @@ def test_a_deleted_lab_ends_its_connection(lab: lmx_lab.Lab) -> None:
     thread.join()
 
 
-def test_a_deleted_lab_ends_its_connection_and_its_panels(lab: lmx_lab.Lab) -> None:
+def test_a_deleted_lab_ends_its_connection_and_its_panels(lab):
     before = set(threading.enumerate())
     far = attach(lab.url, api_key=KEY)
     far._repr_mimebundle_()
@@ -295,7 +292,7 @@ def test_a_deleted_lab_ends_its_connection_and_its_panels(lab: lmx_lab.Lab) -> N
     until(lambda: not {it for it in set(threading.enumerate()) - before if it.name.startswith("lmx-lab")})
 
 
-def test_panels_keep_their_connection_until_those_of_another_one_are_shown(lab: lmx_lab.Lab) -> None:
+def test_panels_keep_their_connection_until_those_of_another_one_are_shown(lab):
     first = attach(lab.url, api_key=KEY).metrics()
     gc.collect()
     until(lambda: first.server["model"] == "tiny")
@@ -308,7 +305,7 @@ def test_panels_keep_their_connection_until_those_of_another_one_are_shown(lab: 
     assert lab.url not in remote._PANEL_CONNECTIONS
 
 
-def test_connections_are_not_kept_without_a_limit(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_are_not_kept_without_a_limit(lab, monkeypatch):
     monkeypatch.setattr(remote, "MAX_PANEL_CONNECTIONS", 1)
     elsewhere = lab.url.replace("127.0.0.1", "localhost")
     far, other = attach(lab.url, api_key=KEY), attach(elsewhere, api_key=KEY)
@@ -319,7 +316,7 @@ def test_connections_are_not_kept_without_a_limit(lab: lmx_lab.Lab, monkeypatch:
     other.stop()
 
 
-def test_a_script_that_does_not_stop_its_lab_exits_quietly(lab: lmx_lab.Lab) -> None:
+def test_a_script_that_does_not_stop_its_lab_exits_quietly(lab):
     script = f"""
 import lmx_lab
 far = lmx_lab.attach({lab.url!r}, api_key={KEY!r})
@@ -337,7 +334,7 @@ print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.complet
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1"])
-def test_the_repr_describes_the_connection(lab: lmx_lab.Lab, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_repr_describes_the_connection(lab, end, monkeypatch):
     monkeypatch.setattr(remote, "REPR_TIMEOUT_S", WAIT_S)
     with attach(lab.url + end, api_key=KEY) as far:
         assert far.url == lab.url
@@ -347,7 +344,7 @@ def test_the_repr_describes_the_connection(lab: lmx_lab.Lab, end: str, monkeypat
             assert KEY not in look
 
 
-def test_the_repr_says_that_the_server_does_not_answer(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_repr_says_that_the_server_does_not_answer(tiny_home, monkeypatch):
     monkeypatch.setattr(remote, "REPR_TIMEOUT_S", WAIT_S)
     with serving(tiny_home, None) as lab:
         far = attach(lab.url)
@@ -359,7 +356,7 @@ def test_the_repr_says_that_the_server_does_not_answer(tiny_home: Path, monkeypa
 
 
 @pytest.mark.parametrize("key", [None, "wrong-sesame-43"])
-def test_attaching_checks_the_key(lab: lmx_lab.Lab, key: str | None) -> None:
+def test_attaching_checks_the_key(lab, key):
     before = threads()
     with pytest.raises(errors.UnauthorizedError, match="api_key=") as caught:
         attach(lab.url, api_key=key)
@@ -368,7 +365,7 @@ def test_attaching_checks_the_key(lab: lmx_lab.Lab, key: str | None) -> None:
 
 
 @pytest.mark.parametrize("answer", [whole("<html>", kind="text/html"), b"220 mail\r\n", b""])
-def test_attaching_to_another_program_is_refused(answer: bytes) -> None:
+def test_attaching_to_another_program_is_refused(answer):
     before = threads()
     with answering(answer.replace(b"x-lmx-lab: 0\r\n", b"")) as server:
         with pytest.raises(errors.UnreachableError) as caught:
@@ -381,7 +378,7 @@ def test_attaching_to_another_program_is_refused(answer: bytes) -> None:
     assert threads() == before
 
 
-def test_a_broken_answer_is_an_error_and_not_a_reply() -> None:
+def test_a_broken_answer_is_an_error_and_not_a_reply():
     greeting = [whole("{}"), whole('{"models": []}')]
     choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": None}
     head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "system_fingerprint": "f"}
@@ -401,13 +398,13 @@ def test_a_broken_answer_is_an_error_and_not_a_reply() -> None:
 
 
 @pytest.fixture
-async def own(tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+async def own(tiny_home):
     """A lab whose server runs with the test's event loop, as in a kernel."""
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
         yield lab
 
 
-async def test_a_blocking_call_on_the_serving_loop_is_answered(own: lmx_lab.Lab) -> None:
+async def test_a_blocking_call_on_the_serving_loop_is_answered(own):
     for url in (own.url, f"http://localhost:{own.port}/v1"):
         with attach(url) as far:
             assert far.models() == await far.amodels() == await own.amodels() == await asyncio.to_thread(far.models)

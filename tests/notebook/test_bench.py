@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.support.kernels import Notebook
 from tests.support.labs import serving
 from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
@@ -30,7 +28,7 @@ BY_SERVER = ["queue_ms", "server_ttft_ms", "server_prefill_tok_s", "server_decod
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def home(tmp_path_factory, smollm2):
     """A home for the runs of this module."""
     home = tmp_path_factory.mktemp("home")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0)
@@ -38,26 +36,26 @@ def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lab(home: Path) -> Iterator[lmx_lab.Lab]:
+def lab(home):
     with serving(home, "tiny", api_key=KEY) as lab:
         yield lab
 
 
 @pytest.fixture
-def far(lab: lmx_lab.Lab) -> Iterator[lmx_lab.Lab]:
+def far(lab):
     with attach(lab.url, api_key=KEY) as far:
         yield far
 
 
-def bench_threads() -> list[str]:
+def bench_threads():
     return [thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-bench"]
 
 
-def stored(home: Path) -> set[Path]:
+def stored(home):
     return set((home / "bench").glob("*")) if (home / "bench").exists() else set()
 
 
-def test_bench_measures_the_lab_and_stores_the_run_in_its_home(lab: lmx_lab.Lab, home: Path) -> None:
+def test_bench_measures_the_lab_and_stores_the_run_in_its_home(lab, home):
     rows = lab.bench(**SMALL, concurrency=(1, 2), repeats=2)
     assert tuple(rows.columns) == COLUMNS
     assert len(rows) == 2 * 2 * (1 + 3)
@@ -75,7 +73,7 @@ def test_bench_measures_the_lab_and_stores_the_run_in_its_home(lab: lmx_lab.Lab,
     assert bench_threads() == []
 
 
-def test_the_table_has_the_servers_own_measurements(lab: lmx_lab.Lab) -> None:
+def test_the_table_has_the_servers_own_measurements(lab):
     rows = lab.bench(**SMALL, concurrency=1, record=False)
     assert rows[BY_SERVER].notna().all(axis=None)
     # The server measures from the arrival to its first token, the client from sending to receiving it.
@@ -85,7 +83,7 @@ def test_the_table_has_the_servers_own_measurements(lab: lmx_lab.Lab) -> None:
 
 
 @pytest.mark.long
-def test_requests_that_wait_for_a_slot_have_a_queue_time(home: Path) -> None:
+def test_requests_that_wait_for_a_slot_have_a_queue_time(home):
     with serving(home, "tiny", slots=1) as lab:
         rows = lab.bench(prompt_tokens=32, output_tokens=300, concurrency=2, requests=4, record=False)
     assert rows["error"].isna().all()
@@ -94,7 +92,7 @@ def test_requests_that_wait_for_a_slot_have_a_queue_time(home: Path) -> None:
     assert measured["queue_ms"].max() > measured["e2e_ms"].min() / 4
 
 
-def test_a_run_that_is_not_recorded_stores_nothing(lab: lmx_lab.Lab, home: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_not_recorded_stores_nothing(lab, home, tmp_path):
     before = stored(home)
     assert lab.bench(**SMALL, record=False).attrs["path"] is None
     assert stored(home) == before
@@ -102,7 +100,7 @@ def test_a_run_that_is_not_recorded_stores_nothing(lab: lmx_lab.Lab, home: Path,
     assert stored(home) == before
 
 
-def test_other_servers_and_the_engine_are_measured_with_the_lab(lab: lmx_lab.Lab) -> None:
+def test_other_servers_and_the_engine_are_measured_with_the_lab(lab):
     with Scripted(WORDS) as other:
         rows = lab.bench(**SMALL, compare=[other.url, EngineTarget(lab.engine)], record=False)
         name = other.url.partition("://")[2]
@@ -112,14 +110,12 @@ def test_other_servers_and_the_engine_are_measured_with_the_lab(lab: lmx_lab.Lab
     assert rows[rows["target"] == "engine"]["engine"].unique().tolist() == ["lmx-lab, bare"]
 
 
-def test_an_unreachable_server_has_error_rows_and_the_lab_is_measured(lab: lmx_lab.Lab) -> None:
+def test_an_unreachable_server_has_error_rows_and_the_lab_is_measured(lab):
     rows = lab.bench(**SMALL, compare="http://127.0.0.1:1", record=False)
     assert rows.groupby("target")["error"].count().to_dict() == {"127.0.0.1:1": 4, "lab": 0}
 
 
-def test_a_remote_lab_is_measured_by_the_same_verb(
-    far: lmx_lab.Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remote_lab_is_measured_by_the_same_verb(far, tmp_path, monkeypatch):
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     rows = far.bench(**SMALL)
     assert rows["error"].isna().all()
@@ -129,7 +125,7 @@ def test_a_remote_lab_is_measured_by_the_same_verb(
 
 
 @pytest.mark.parametrize("loop", ["kernel", "thread"])
-async def test_bench_can_be_awaited(home: Path, loop: Any) -> None:
+async def test_bench_can_be_awaited(home, loop):
     async with lmx_lab.Lab(Settings(home=home, port=0), loop=loop) as lab:
         await lab.aload("tiny")
         rows = await lab.abench(**SMALL, record=False)
@@ -137,7 +133,7 @@ async def test_bench_can_be_awaited(home: Path, loop: Any) -> None:
     assert rows["error"].isna().all()
 
 
-async def test_a_remote_lab_has_the_awaited_form_too(far: lmx_lab.Lab) -> None:
+async def test_a_remote_lab_has_the_awaited_form_too(far):
     rows = await far.abench(**SMALL, record=False)
     assert rows["error"].isna().all()
 
@@ -145,7 +141,7 @@ async def test_a_remote_lab_has_the_awaited_form_too(far: lmx_lab.Lab) -> None:
 # --- interrupts
 
 
-def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
+def interrupt_when(true):
     def wait() -> None:
         until(true)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -156,10 +152,8 @@ def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("where", ["lab", "far"])
-def test_an_interrupt_stops_running_requests_and_keeps_the_rows(
-    where: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    measured: lmx_lab.Lab = request.getfixturevalue(where)
+def test_an_interrupt_stops_running_requests_and_keeps_the_rows(where, request, tmp_path):
+    measured = request.getfixturevalue(where)
     before = signal.getsignal(signal.SIGINT)
     # Two requests calibrate, one warms up, one is answered; the answer of the next one does not end.
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as other:
@@ -179,7 +173,7 @@ def test_an_interrupt_stops_running_requests_and_keeps_the_rows(
 
 
 @pytest.fixture(scope="module")
-def notebook(home: Path) -> Iterator[Notebook]:
+def notebook(home):
     notebook = Notebook(home)
     notebook.run("import lmx_lab; lab = lmx_lab.launch('tiny', loop='kernel', port=0)")
     yield notebook
@@ -190,7 +184,7 @@ def notebook(home: Path) -> Iterator[Notebook]:
 
 
 @pytest.mark.long
-def test_the_kernels_loop_serves_while_a_cell_waits_for_bench(notebook: Notebook) -> None:
+def test_the_kernels_loop_serves_while_a_cell_waits_for_bench(notebook):
     notebook.start(
         """
         rows = lab.bench(prompt_tokens=48, output_tokens=8, requests=3, concurrency=2, record=False)
@@ -205,7 +199,7 @@ def test_the_kernels_loop_serves_while_a_cell_waits_for_bench(notebook: Notebook
 
 @pytest.mark.long
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
-def test_the_stop_button_keeps_the_rows(notebook: Notebook, first_line: str) -> None:
+def test_the_stop_button_keeps_the_rows(notebook, first_line):
     output = notebook.interrupt(
         f"""
         {first_line}
@@ -224,7 +218,7 @@ def test_the_stop_button_keeps_the_rows(notebook: Notebook, first_line: str) -> 
 
 
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
-def test_an_interrupt_between_two_requests_is_not_lost(notebook: Notebook, first_line: str) -> None:
+def test_an_interrupt_between_two_requests_is_not_lost(notebook, first_line):
     printed = notebook.run(
         f"""
         {first_line}
@@ -240,7 +234,7 @@ def test_an_interrupt_between_two_requests_is_not_lost(notebook: Notebook, first
     assert printed == "True True 0"
 
 
-def test_awaiting_bench_in_a_cell_leaves_the_loop_to_the_server(notebook: Notebook) -> None:
+def test_awaiting_bench_in_a_cell_leaves_the_loop_to_the_server(notebook):
     code = "rows = await lab.abench(prompt_tokens=48, output_tokens=8, requests=3, record=False); print(len(rows))"
     assert notebook.run(code) == "4"
 
@@ -260,14 +254,14 @@ def test_awaiting_bench_in_a_cell_leaves_the_loop_to_the_server(notebook: Notebo
         {"compare": "ftp://nowhere"},
     ],
 )
-def test_an_invalid_argument_is_refused_and_stores_nothing(lab: lmx_lab.Lab, home: Path, wrong: dict[str, Any]) -> None:
+def test_an_invalid_argument_is_refused_and_stores_nothing(lab, home, wrong):
     before = stored(home)
     with pytest.raises(InvalidRequestError):
         lab.bench(**{**SMALL, **wrong})
     assert (stored(home), bench_threads()) == (before, [])
 
 
-def test_bench_without_a_model_says_to_load_one(home: Path) -> None:
+def test_bench_without_a_model_says_to_load_one(home):
     before = stored(home)
     with serving(home, None) as lab:
         with pytest.raises(NotLoadedError, match="load one first"):

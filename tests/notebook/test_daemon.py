@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +20,12 @@ from tests.support.daemons import client, serving
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
+def options(tmp_path):
     return {"home": tmp_path, "port": 0, "daemon_port": 0, "daemon": True}
 
 
 @pytest.fixture(autouse=True)
-def _no_daemon_remains() -> Iterator[None]:
+def _no_daemon_remains():
     yield
     if (lab := lmx_lab.current()) is not None:
         lab.stop()
@@ -34,7 +33,7 @@ def _no_daemon_remains() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_turn_of_the_daemon_uses_the_labs_model(options: dict[str, Any]) -> None:
+def test_a_turn_of_the_daemon_uses_the_labs_model(options):
     lab = lmx_lab.launch("echo", api_key="key-of-the-lab", **options)
     assert lab.daemon is not None
 
@@ -60,7 +59,7 @@ def test_a_turn_of_the_daemon_uses_the_labs_model(options: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
-def test_a_launch_cell_that_is_run_again_keeps_the_daemon(options: dict[str, Any]) -> None:
+def test_a_launch_cell_that_is_run_again_keeps_the_daemon(options):
     lab = lmx_lab.launch(**options)
     daemon = lab.daemon
     assert lmx_lab.launch(**options).daemon is daemon
@@ -73,7 +72,7 @@ def test_a_launch_cell_that_is_run_again_keeps_the_daemon(options: dict[str, Any
 
 
 @pytest.mark.slow
-def test_a_relaunched_lab_keeps_sessions_and_functions(options: dict[str, Any]) -> None:
+def test_a_relaunched_lab_keeps_sessions_and_functions(options):
     lab = lmx_lab.launch(**options)
     assert lab.daemon is not None
 
@@ -100,7 +99,7 @@ def test_a_relaunched_lab_keeps_sessions_and_functions(options: dict[str, Any]) 
         assert http.get("/v3/daemon").json()["counts"]["tools"] == 0
 
 
-def test_a_second_daemon_in_a_home_is_refused_and_the_lab_runs(options: dict[str, Any]) -> None:
+def test_a_second_daemon_in_a_home_is_refused_and_the_lab_runs(options):
     with serving(options["home"]) as other:
         with pytest.raises(DaemonRunningError, match=other.url) as caught:
             lmx_lab.launch(**options)
@@ -111,7 +110,7 @@ def test_a_second_daemon_in_a_home_is_refused_and_the_lab_runs(options: dict[str
         assert other.running
 
 
-def test_leaving_the_context_of_a_lab_stops_its_daemon(options: dict[str, Any]) -> None:
+def test_leaving_the_context_of_a_lab_stops_its_daemon(options):
     async def run() -> Any:
         settings = Settings(home=options["home"], port=0, daemon_port=0)
         async with lmx_lab.Lab(settings, loop="kernel") as lab:
@@ -123,7 +122,7 @@ def test_leaving_the_context_of_a_lab_stops_its_daemon(options: dict[str, Any]) 
 
 
 @pytest.mark.anyio
-async def test_merged_events_can_be_closed_while_the_buffer_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_merged_events_can_be_closed_while_the_buffer_is_full(monkeypatch):
     monkeypatch.setattr("lmx_lab.notebook.daemon.BUFFERED_EVENTS", 2)
 
     async def many(name: str) -> AsyncIterator[str]:
@@ -136,7 +135,7 @@ async def test_merged_events_can_be_closed_while_the_buffer_is_full(monkeypatch:
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "lmx-lab merging"]
 
 
-def test_methods_of_a_stopped_daemon_name_the_running_one(options: dict[str, Any]) -> None:
+def test_methods_of_a_stopped_daemon_name_the_running_one(options):
     lab = lmx_lab.launch(**options)
     daemon = lab.daemon
     assert daemon is not None
@@ -146,7 +145,7 @@ def test_methods_of_a_stopped_daemon_name_the_running_one(options: dict[str, Any
         daemon.sessions()
 
 
-def test_a_command_as_a_single_text_is_refused_with_the_list_to_use(options: dict[str, Any]) -> None:
+def test_a_command_as_a_single_text_is_refused_with_the_list_to_use(options):
     lab = lmx_lab.launch(**options)
     assert lab.daemon is not None
     with pytest.raises(InvalidRequestError, match=r"'python -m time'; .* \['python', '-m', 'time'\]"):
@@ -155,13 +154,13 @@ def test_a_command_as_a_single_text_is_refused_with_the_list_to_use(options: dic
 
 
 @pytest.mark.slow
-def test_a_remote_lab_has_no_daemon(options: dict[str, Any]) -> None:
+def test_a_remote_lab_has_no_daemon(options):
     with lmx_lab.launch(**options) as lab, lmx_lab.attach(lab.url) as attached:
         assert attached.daemon is None
 
 
 @pytest.mark.slow
-def test_functions_survive_a_launch_that_fails(options: dict[str, Any]) -> None:
+def test_functions_survive_a_launch_that_fails(options):
     lab = lmx_lab.launch(**options)
     assert lab.daemon is not None
 

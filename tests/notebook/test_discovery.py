@@ -1,14 +1,10 @@
 """Tests of announcing and finding labs, with real multicast DNS on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,13 +23,13 @@ QUIET_S = 1.2
 
 
 @pytest.fixture(autouse=True)
-def _own_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_service(monkeypatch):
     """Use a type of service of this test alone, because other tests announce labs at the same time."""
     monkeypatch.setattr(discovery, "SERVICE", f"_lmx-{secrets.token_hex(4)}._tcp.local.")
 
 
 @pytest.fixture
-def other_program() -> Iterator[None]:
+def other_program():
     """Another program on this machine that uses multicast DNS. It receives some of the answers to all others."""
     import zeroconf  # not needed by fast tests
 
@@ -42,7 +38,7 @@ def other_program() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def announced(name: str, port: int, *, key_needed: bool = False) -> Iterator[str]:
+def announced(name, port, *, key_needed=False):
     announcement = Announcement(name, port=port, addresses=LOOPBACK, key_needed=key_needed)
     try:
         yield announcement.start()
@@ -51,7 +47,7 @@ def announced(name: str, port: int, *, key_needed: bool = False) -> Iterator[str
 
 
 @contextlib.contextmanager
-def waited(seconds: float) -> Iterator[None]:
+def waited(seconds):
     time.sleep(seconds)
     yield
 
@@ -59,7 +55,7 @@ def waited(seconds: float) -> Iterator[None]:
 # It waits for nine seconds.
 @pytest.mark.long
 @pytest.mark.usefixtures("other_program")
-def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labs_of_one_name_are_found_and_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(discovery, "lan_addresses", lambda: LOOPBACK)
     with (
         serving(tmp_path, "echo") as lab,
@@ -96,28 +92,28 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: 
         ("<b>lab</b>", LOOPBACK, "without dots"),
     ],
 )
-def test_what_cannot_be_announced_is_refused(name: str, addresses: list[str], message: str) -> None:
+def test_what_cannot_be_announced_is_refused(name, addresses, message):
     with pytest.raises(errors.InvalidRequestError, match=message):
         Announcement(name, port=8400, addresses=addresses, key_needed=False)
 
 
-def test_the_name_of_the_machine_has_no_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_the_machine_has_no_domain(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "laptop.local")
     assert Announcement(None, port=8400, addresses=LOOPBACK, key_needed=False).name == "laptop"
 
 
-def test_a_lab_for_this_machine_alone_is_not_announced(tmp_path: Path) -> None:
+def test_a_lab_for_this_machine_alone_is_not_announced(tmp_path):
     with pytest.raises(errors.InvalidRequestError, match="lan=True"), serving(tmp_path, None, announce=True):
         pass
     assert not Settings().announce
 
 
-def test_without_zeroconf_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_zeroconf_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "zeroconf", None)
     with pytest.raises(errors.MissingPackageError, match=r"lmx-lab\[lan\]"):
         find_labs()
 
 
-def test_names_are_distinguished_from_addresses() -> None:
+def test_names_are_distinguished_from_addresses():
     assert all(map(is_name, ("kitchen", "Anna's lab", "lab-2")))
     assert not any(map(is_name, ("localhost", "http://kitchen", "kitchen:8400", "192.168.1.20", "lab.example/path")))

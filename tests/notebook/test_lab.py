@@ -6,10 +6,7 @@ import asyncio
 import gc
 import html
 import threading
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +29,7 @@ HELLO = "hi " * 4000
 
 
 @pytest.fixture(scope="module", params=["kernel", "thread"])
-async def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[lmx_lab.Lab]:
+async def lab(request, tmp_path_factory):
     """A lab in a program with a running loop; ``kernel`` serves on that loop."""
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, echo_tokens_per_s=1000)
     async with lmx_lab.Lab(settings, loop=request.param) as lab:
@@ -41,32 +38,32 @@ async def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def launched_with_models(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
+def launched_with_models(tiny_home):
     with lmx_lab.launch(port=0, home=tiny_home) as lab:
         yield lab
 
 
-async def until_idle(lab: lmx_lab.Lab) -> None:
+async def until_idle(lab):
     """Wait until the engine has seen, within one step, that a reader has left."""
     while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
-def lab_threads() -> set[threading.Thread]:
+def lab_threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith("lmx-lab-")}
 
 
 # --- a program with a running loop
 
 
-async def test_a_chat_gives_text_usage_and_timings(lab: lmx_lab.Lab) -> None:
+async def test_a_chat_gives_text_usage_and_timings(lab):
     reply = await lab.achat(HELLO, max_tokens=4, temperature=0, system="Be brief.")
     assert (reply.model, reply.finish_reason, reply.usage.completion_tokens) == ("echo", "length", 4)
     assert reply.timings.predicted_n == 4
     assert str(reply) == reply.text
 
 
-async def test_the_pieces_of_a_stream_are_its_reply(lab: lmx_lab.Lab) -> None:
+async def test_the_pieces_of_a_stream_are_its_reply(lab):
     stream = await lab.astream([{"role": "user", "content": HELLO}], max_tokens=30)
     pieces = [piece async for piece in stream]
     assert stream.reply is not None
@@ -74,7 +71,7 @@ async def test_the_pieces_of_a_stream_are_its_reply(lab: lmx_lab.Lab) -> None:
     assert [piece async for piece in stream] == []
 
 
-async def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab) -> None:
+async def test_leaving_a_stream_frees_its_slot(lab):
     stream = await lab.astream(HELLO)
     async for _ in stream:
         break
@@ -82,7 +79,7 @@ async def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab) -> None:
     assert stream.reply is None
 
 
-async def test_closing_a_stream_frees_its_slot(lab: lmx_lab.Lab) -> None:
+async def test_closing_a_stream_frees_its_slot(lab):
     stream = await lab.astream(HELLO)
     await stream.aclose()
     stream.close()
@@ -90,7 +87,7 @@ async def test_closing_a_stream_frees_its_slot(lab: lmx_lab.Lab) -> None:
     assert [piece async for piece in stream] == []
 
 
-async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab) -> None:
+async def test_a_cancelled_chat_frees_its_slot(lab):
     chat = asyncio.create_task(lab.achat(HELLO))
     while not lab.engine.snapshot.active_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -100,19 +97,19 @@ async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab) -> None:
     await until_idle(lab)
 
 
-async def test_concurrent_chats_share_the_engine(lab: lmx_lab.Lab) -> None:
+async def test_concurrent_chats_share_the_engine(lab):
     replies = await asyncio.gather(*(lab.achat(HELLO, max_tokens=20, temperature=0) for _ in range(6)))
     assert len({reply.text for reply in replies}) == 1
 
 
-async def test_verbs_can_be_awaited_on_another_loop(lab: lmx_lab.Lab) -> None:
+async def test_verbs_can_be_awaited_on_another_loop(lab):
     def ask() -> int:
         return asyncio.run(lab.achat(HELLO, max_tokens=2)).usage.completion_tokens
 
     assert await asyncio.to_thread(ask) == 2
 
 
-async def test_a_failed_load_gives_the_reason_and_keeps_the_loaded_model(lab: lmx_lab.Lab) -> None:
+async def test_a_failed_load_gives_the_reason_and_keeps_the_loaded_model(lab):
     with pytest.raises(ModelNotFoundError):
         await lab.aload("no-such")
     with pytest.raises(UnusableModelError, match="runs on echo and not on mlx"):
@@ -121,14 +118,14 @@ async def test_a_failed_load_gives_the_reason_and_keeps_the_loaded_model(lab: lm
     assert [record.id for record in await lab.amodels() if record.loaded] == ["echo"]
 
 
-async def test_the_error_of_a_chat_without_a_model_names_the_next_step(lab: lmx_lab.Lab) -> None:
+async def test_the_error_of_a_chat_without_a_model_names_the_next_step(lab):
     assert await lab.aunload() >= 0
     with pytest.raises(NotLoadedError, match=r"lab\.load"):
         await lab.achat(HELLO)
     assert (await lab.aload("echo")).model == "echo"
 
 
-async def test_a_stopped_lab_cannot_be_used_or_started_again(tmp_path: Path) -> None:
+async def test_a_stopped_lab_cannot_be_used_or_started_again(tmp_path):
     async with lmx_lab.Lab(Settings(home=tmp_path, port=0)) as lab:
         pass
     await lab.astop()
@@ -138,7 +135,7 @@ async def test_a_stopped_lab_cannot_be_used_or_started_again(tmp_path: Path) -> 
     assert repr(lab).startswith("LMX Lab: stopped")
 
 
-async def test_a_failing_start_releases_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_start_releases_everything(tmp_path, monkeypatch):
     before = lab_threads()
     monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other:
@@ -152,7 +149,7 @@ async def test_a_failing_start_releases_everything(tmp_path: Path, monkeypatch: 
     assert lab_threads() <= before
 
 
-async def test_a_setting_that_can_never_match_is_refused_before_anything_starts() -> None:
+async def test_a_setting_that_can_never_match_is_refused_before_anything_starts():
     with pytest.raises(InvalidRequestError, match="cors_origins"):
         lmx_lab.Lab(Settings(cors_origins=("*",)))
 
@@ -160,16 +157,16 @@ async def test_a_setting_that_can_never_match_is_refused_before_anything_starts(
 # --- a script
 
 
-def test_a_stream_left_in_the_middle_frees_its_slot(launched: lmx_lab.Lab) -> None:
+def test_a_stream_left_in_the_middle_frees_its_slot(launched):
     launched.load("echo")
     for _ in launched.chat(HELLO, stream=True):
         break
     asyncio.run(until_idle(launched))
 
 
-def test_threads_can_chat_concurrently(launched: lmx_lab.Lab) -> None:
+def test_threads_can_chat_concurrently(launched):
     launched.load("echo")
-    texts: list[str] = []
+    texts = []
     threads = [
         threading.Thread(target=lambda: texts.append(launched.chat(HELLO, max_tokens=9, temperature=0).text))
         for _ in range(4)
@@ -182,23 +179,23 @@ def test_threads_can_chat_concurrently(launched: lmx_lab.Lab) -> None:
     assert len(set(texts)) == 1
 
 
-def test_the_loaded_model_may_be_named_by_its_path_too(launched_with_models: lmx_lab.Lab, tiny_home: Path) -> None:
+def test_the_loaded_model_may_be_named_by_its_path_too(launched_with_models, tiny_home):
     where = tiny_home / "models" / "tiny"
     launched_with_models.load("tiny")
     assert launched_with_models.chat("hello", model=str(where), max_tokens=1).model == "tiny"
 
 
-def test_a_path_object_is_a_path(launched_with_models: lmx_lab.Lab, tiny_home: Path) -> None:
+def test_a_path_object_is_a_path(launched_with_models, tiny_home):
     assert launched_with_models.load(tiny_home / "models" / "tiny-two").model == "tiny-two"
 
 
-def test_a_lone_surrogate_is_refused(launched: lmx_lab.Lab) -> None:
+def test_a_lone_surrogate_is_refused(launched):
     launched.load("echo")
     with pytest.raises(InvalidRequestError, match="surrogate"):
         launched.chat("half \ud800")
 
 
-def test_the_repr_of_a_stream_describes_it_and_its_text_is_kept(launched: lmx_lab.Lab) -> None:
+def test_the_repr_of_a_stream_describes_it_and_its_text_is_kept(launched):
     launched.load("echo")
     stream = launched.chat("hello", stream=True, max_tokens=20)
     assert "iterate" in repr(stream)
@@ -206,24 +203,24 @@ def test_the_repr_of_a_stream_describes_it_and_its_text_is_kept(launched: lmx_la
     assert stream.text.startswith(first)
 
 
-def test_a_list_of_models_is_a_table(launched: lmx_lab.Lab) -> None:
+def test_a_list_of_models_is_a_table(launched):
     launched.load("echo")
     table = launched.models()._repr_html_()
     assert table.startswith("<table>")
     assert "<td>echo</td><td>yes</td>" in table
 
 
-def test_the_html_of_a_lab_is_escaped(tmp_path: Path) -> None:
+def test_the_html_of_a_lab_is_escaped(tmp_path):
     lab = lmx_lab.Lab(Settings(home=tmp_path, host="<script>alert(1)</script>"), loop="thread")
     assert "<script" not in lab._repr_html_()
     assert "&lt;script&gt;" in lab._repr_html_()
 
 
-def test_the_html_of_a_lab_has_the_qr_code_of_its_chat_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_html_of_a_lab_has_the_qr_code_of_its_chat_page(tmp_path, monkeypatch):
     monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5"])
     settings = Settings(home=tmp_path, host="0.0.0.0")
     code = html.escape(data_uri("http://192.0.2.5:8400"))
-    cases: list[tuple[dict[str, Any], int]] = [({}, 1), ({"page": False}, 0), ({"host": "127.0.0.1"}, 0)]
+    cases = [({}, 1), ({"page": False}, 0), ({"host": "127.0.0.1"}, 0)]
     for changes, count in cases:
         lab = lmx_lab.Lab(replace(settings, **changes), loop="thread")
         assert lab._repr_html_().count(f"src='{code}'") == count

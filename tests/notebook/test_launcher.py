@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,18 +18,16 @@ from tests.support.waiting import until
 WAIT_S = 60.0
 
 
-def test_without_a_running_loop_a_thread_serves(launched: lmx_lab.Lab) -> None:
+def test_without_a_running_loop_a_thread_serves(launched):
     assert launched.mode == "thread"
     assert lmx_lab.launch(port=0, home=launched.settings.home, echo_tokens_per_s=1000) is launched is lmx_lab.current()
 
 
-def test_launching_on_the_labs_own_port_returns_the_same_lab(launched: lmx_lab.Lab) -> None:
+def test_launching_on_the_labs_own_port_returns_the_same_lab(launched):
     assert lmx_lab.launch(port=launched.port, home=launched.settings.home, echo_tokens_per_s=1000) is launched
 
 
-def test_a_restart_that_cannot_listen_keeps_the_running_lab(
-    launched: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_that_cannot_listen_keeps_the_running_lab(launched, monkeypatch):
     monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other, pytest.raises(PortTakenError):
         lmx_lab.launch(port=other.getsockname()[1], home=launched.settings.home, echo_tokens_per_s=1000)
@@ -42,22 +38,22 @@ def test_a_restart_that_cannot_listen_keeps_the_running_lab(
     assert lmx_lab.current() is launched
 
 
-def test_loop_kernel_needs_a_running_loop() -> None:
+def test_loop_kernel_needs_a_running_loop():
     with pytest.raises(InvalidRequestError, match="running event loop"):
         lmx_lab.launch(loop="kernel")
 
 
 @pytest.mark.parametrize("model", [5, "", b"tiny", ["tiny"]])
-def test_an_invalid_model_is_refused_before_anything_starts(model: object, tmp_path: Path) -> None:
+def test_an_invalid_model_is_refused_before_anything_starts(model, tmp_path):
     with pytest.raises(InvalidRequestError, match="model is"):
-        lmx_lab.launch(model, port=0, home=tmp_path)  # type: ignore[arg-type]
+        lmx_lab.launch(model, port=0, home=tmp_path)
     assert lmx_lab.current() is None
 
 
 @pytest.mark.parametrize("arguments", [{"lan": "no"}, {"lan": True, "host": "127.0.0.1"}, {"host": ""}])
-def test_arguments_that_contradict_each_other_start_nothing(arguments: dict[str, object], tmp_path: Path) -> None:
+def test_arguments_that_contradict_each_other_start_nothing(arguments, tmp_path):
     with pytest.raises(InvalidRequestError):
-        lmx_lab.launch(port=0, home=tmp_path, **arguments)  # type: ignore[arg-type]
+        lmx_lab.launch(port=0, home=tmp_path, **arguments)
     assert lmx_lab.current() is None
 
 
@@ -65,7 +61,7 @@ def test_arguments_that_contradict_each_other_start_nothing(arguments: dict[str,
 
 
 @pytest.mark.slow
-def test_the_next_lab_is_displayed_by_the_panels_of_the_last_one(tmp_path: Path) -> None:
+def test_the_next_lab_is_displayed_by_the_panels_of_the_last_one(tmp_path):
     first = lmx_lab.launch(port=0, home=tmp_path)
     workbench = first.workbench
     first.stop()
@@ -79,7 +75,7 @@ def test_the_next_lab_is_displayed_by_the_panels_of_the_last_one(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_replaced_lab_does_not_change_the_panels_of_the_next_one(tmp_path: Path) -> None:
+def test_a_replaced_lab_does_not_change_the_panels_of_the_next_one(tmp_path):
     first = lmx_lab.launch("echo", port=0, home=tmp_path)
     with lmx_lab.launch(port=0, home=tmp_path, slots=2) as second:
         workbench = second.workbench
@@ -94,9 +90,9 @@ def test_a_replaced_lab_does_not_change_the_panels_of_the_next_one(tmp_path: Pat
 # --- several launches at once
 
 
-def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_launch_at_once_get_one_lab(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "LOCK_S", 120)
-    labs: list[lmx_lab.Lab] = []
+    labs = []
     threads = [threading.Thread(target=lambda: labs.append(lmx_lab.launch(port=0, home=tmp_path))) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -106,7 +102,7 @@ def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: py
         assert labs.count(labs[0]) == 3
 
 
-def test_a_launch_that_waits_too_long_for_another_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_waits_too_long_for_another_one_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "LOCK_S", 0.05)
     locked, release = threading.Event(), threading.Event()
 
@@ -174,7 +170,7 @@ SCRIPTS = {
 
 
 @pytest.fixture(scope="module")
-def scripts(tiny_home: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+def scripts(tiny_home):
     """Run the scripts at the same time, because most of their time is the start of Python."""
     running = {
         name: subprocess.Popen(
@@ -193,11 +189,11 @@ def scripts(tiny_home: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("name", ["stopped", "left", "async, stopped", "async, left"])
-def test_a_script_exits_with_zero_and_prints_no_warnings(scripts: dict[str, subprocess.Popen[str]], name: str) -> None:
+def test_a_script_exits_with_zero_and_prints_no_warnings(scripts, name):
     output, errors = scripts[name].communicate(timeout=180)
     assert (scripts[name].returncode, output, errors) == (0, "3\n", "")
 
 
-def test_two_launches_at_once_on_one_loop_start_one_lab(scripts: dict[str, subprocess.Popen[str]]) -> None:
+def test_two_launches_at_once_on_one_loop_start_one_lab(scripts):
     _, errors = scripts["two launches"].communicate(timeout=180)
     assert scripts["two launches"].returncode == 0, errors

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ WAIT_S = 30.0
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_an_interrupt_cancels_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where):
     started, ended = threading.Event(), threading.Event()
 
     def hang(engine: EchoEngine, entry: Any, spec: Any, cancellation: Cancellation, **_: Any) -> None:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.backend import Backend
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
 from lmx_lab.notebook.arguments import chat_request, rerank_body
 from lmx_lab.notebook.local import LocalBackend, LocalServer
-from lmx_lab.notebook.reply import Reply, read_reply
+from lmx_lab.notebook.reply import read_reply
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights import Progress
-from lmx_lab.wire.admin import ModelEvent, RequestEvent
+from lmx_lab.wire.admin import ModelEvent
 from tests.support.engines import unload_when_idle_for
 from tests.support.models import write_tiny_bert
 from tests.support.panels import Reader
@@ -36,7 +34,7 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(params=["kernel", "thread"])
-async def lab(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[lmx_lab.Lab]:
+async def lab(request, tmp_path):
     """A lab that takes some seconds for 4,000 tokens."""
     settings = Settings(home=tmp_path, port=0, echo_tokens_per_s=1000)
     async with lmx_lab.Lab(settings, loop=request.param) as lab:
@@ -45,7 +43,7 @@ async def lab(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[l
 
 
 @pytest.fixture(params=["kernel", "thread"])
-async def tiny_lab(request: pytest.FixtureRequest, tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+async def tiny_lab(request, tiny_home):
     """A lab with a model that has memory and cannot embed."""
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop=request.param) as lab:
         await lab.aload("tiny")
@@ -53,29 +51,29 @@ async def tiny_lab(request: pytest.FixtureRequest, tiny_home: Path) -> AsyncIter
 
 
 @pytest.fixture
-async def on_this_loop(tmp_path: Path) -> AsyncIterator[lmx_lab.Lab]:
+async def on_this_loop(tmp_path):
     async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="kernel") as lab:
         await lab.aload("echo")
         yield lab
 
 
 @pytest.fixture
-async def tiny_on_this_loop(tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+async def tiny_on_this_loop(tiny_home):
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
         await lab.aload("tiny")
         yield lab
 
 
-async def answer(backend: Backend, **parameters: Any) -> Reply:
+async def answer(backend, **parameters):
     return await read_reply(backend, chat_request(HELLO, {"temperature": 0, **parameters}))
 
 
-def while_blocked(lab: lmx_lab.Lab, work: Coroutine[Any, Any, T]) -> T:
+def while_blocked(lab, work):
     """Run a coroutine on the panels' loop, while this thread blocks the test's loop, on which the lab may run."""
     return lab.workbench.submit(work).result(WAIT_S)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition):
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -84,7 +82,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # --- while a cell blocks the loop
 
 
-async def test_an_answer_is_complete_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:
+async def test_an_answer_is_complete_while_the_loop_is_blocked(lab):
     blocked = while_blocked(lab, answer(lab.workbench.backend, max_tokens=30, ignore_eos=True))
     reply = await lab.achat("hello", temperature=0, max_tokens=30, ignore_eos=True)
     assert blocked.text == reply.text
@@ -92,7 +90,7 @@ async def test_an_answer_is_complete_while_the_loop_is_blocked(lab: lmx_lab.Lab)
     assert blocked.report is not None
 
 
-async def test_unload_and_load_work_while_the_loop_is_blocked(tiny_lab: lmx_lab.Lab) -> None:
+async def test_unload_and_load_work_while_the_loop_is_blocked(tiny_lab):
     backend = tiny_lab.workbench.backend
     assert while_blocked(tiny_lab, backend.unload()) > 0
     assert backend.state().model is None
@@ -103,12 +101,12 @@ async def test_unload_and_load_work_while_the_loop_is_blocked(tiny_lab: lmx_lab.
     assert [record.id for record in records.models if record.loaded] == ["tiny"]
 
 
-async def test_a_request_that_the_model_cannot_serve_is_refused(tiny_lab: lmx_lab.Lab) -> None:
+async def test_a_request_that_the_model_cannot_serve_is_refused(tiny_lab):
     with pytest.raises(LabError, match="load"):
         while_blocked(tiny_lab, tiny_lab.workbench.backend.rerank(rerank_body("a", ["b"], model=None)))
 
 
-async def test_leaving_an_answer_frees_its_slot(lab: lmx_lab.Lab) -> None:
+async def test_leaving_an_answer_frees_its_slot(lab):
     async def first() -> str:
         request = chat_request(HELLO, {"max_tokens": 4000, "ignore_eos": True})
         stream = await lab.workbench.backend.generate(request)
@@ -122,7 +120,7 @@ async def test_leaving_an_answer_frees_its_slot(lab: lmx_lab.Lab) -> None:
     await until(lambda: [each.event.finish_reason for each in lab.workbench.history.requests] == ["cancelled"])
 
 
-async def test_a_stopped_lab_says_so(tmp_path: Path) -> None:
+async def test_a_stopped_lab_says_so(tmp_path):
     async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
         backend = lab.workbench.backend
     assert (backend.state().state, backend.sample()) == ("stopped", None)
@@ -133,7 +131,7 @@ async def test_a_stopped_lab_says_so(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"]
 
 
-async def test_the_thread_that_starts_a_lab_decides_who_runs_its_loop(tmp_path: Path) -> None:
+async def test_the_thread_that_starts_a_lab_decides_who_runs_its_loop(tmp_path):
     lab = lmx_lab.Lab(Settings(home=tmp_path, port=0))
     with pytest.raises(InvalidRequestError, match="running event loop"):
         await asyncio.to_thread(lmx_lab.Lab(Settings(home=tmp_path / "other", port=0), loop="kernel").start)
@@ -142,17 +140,15 @@ async def test_the_thread_that_starts_a_lab_decides_who_runs_its_loop(tmp_path: 
     lab.stop()
 
 
-def test_a_lab_that_was_not_started_is_stopped(tmp_path: Path) -> None:
-    backend: Backend = LocalBackend(LocalServer(Settings(home=tmp_path, port=0), loop="thread"))
+def test_a_lab_that_was_not_started_is_stopped(tmp_path):
+    backend = LocalBackend(LocalServer(Settings(home=tmp_path, port=0), loop="thread"))
     assert backend.state().state == "stopped"
 
 
 # --- loads from two loops
 
 
-async def test_loads_of_the_same_model_from_two_loops_are_one_load(
-    tiny_on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_loads_of_the_same_model_from_two_loops_are_one_load(tiny_on_this_loop, monkeypatch):
     lab, checking, resume, checked = tiny_on_this_loop, threading.Event(), threading.Event(), []
     backend, check = lab.workbench.backend, lab.catalog.check
 
@@ -186,9 +182,7 @@ async def test_loads_of_the_same_model_from_two_loops_are_one_load(
     assert lab.engine.snapshot.model == "tiny-two"
 
 
-async def test_a_load_that_downloads_can_be_cancelled(
-    on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch):
     lab, fetching, resume = on_this_loop, threading.Event(), threading.Event()
 
     def slow_fetch(name: str, tell: Callable[[Progress], None], *, format: Format | None) -> ModelEntry:
@@ -198,7 +192,7 @@ async def test_a_load_that_downloads_can_be_cancelled(
 
     monkeypatch.setattr(lab.catalog, "fetch", slow_fetch)
     backend = lab.workbench.backend
-    received: list[ModelEvent | RequestEvent] = []
+    received = []
 
     async def watch() -> None:
         async for event in backend.events():
@@ -220,7 +214,7 @@ async def test_a_load_that_downloads_can_be_cancelled(
 
 
 @pytest.fixture(scope="module")
-def swap_home(tmp_path_factory: pytest.TempPathFactory, tiny_home: Path) -> Path:
+def swap_home(tmp_path_factory, tiny_home):
     home = tmp_path_factory.mktemp("swap")
     shutil.copytree(tiny_home / "models" / "tiny", home / "models" / "tiny")
     write_tiny_bert(home / "models" / "tiny-bert")
@@ -228,20 +222,20 @@ def swap_home(tmp_path_factory: pytest.TempPathFactory, tiny_home: Path) -> Path
 
 
 @pytest.fixture
-async def swapping(request: pytest.FixtureRequest, swap_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+async def swapping(request, swap_home):
     """A lab in swap mode, on this loop or on one in a thread."""
-    loop: Any = getattr(request, "param", "kernel")
+    loop = getattr(request, "param", "kernel")
     async with lmx_lab.Lab(Settings(home=swap_home, port=0, swap=True), loop=loop) as lab:
         yield lab
 
 
 @pytest.fixture
-def slow(swapping: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def slow(swapping, monkeypatch):
     """Loads wait until this event is set."""
     return delay_loads(swapping, monkeypatch)
 
 
-def delay_loads(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def delay_loads(lab, monkeypatch):
     engine, resume = lab.engine.engine("mlx"), threading.Event()
     load = engine.load
 
@@ -253,7 +247,7 @@ def delay_loads(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.
     return resume
 
 
-async def make_idle(lab: lmx_lab.Lab, model: str) -> None:
+async def make_idle(lab, model):
     """Load a model, and let it be unloaded because it is idle."""
     await lab.aload(model)
     await unload_when_idle_for(lab.engine, 0.001)
@@ -261,21 +255,19 @@ async def make_idle(lab: lmx_lab.Lab, model: str) -> None:
     await unload_when_idle_for(lab.engine, None)
 
 
-def short_answer(lab: lmx_lab.Lab) -> Coroutine[Any, Any, Reply]:
+def short_answer(lab):
     return answer(lab.workbench.backend, max_tokens=5)
 
 
 @pytest.mark.parametrize("swapping", ["kernel", "thread"], indirect=True)
-async def test_a_chat_restores_the_idle_model_while_the_loop_is_blocked(swapping: lmx_lab.Lab) -> None:
+async def test_a_chat_restores_the_idle_model_while_the_loop_is_blocked(swapping):
     await make_idle(swapping, "tiny")
     text = while_blocked(swapping, short_answer(swapping)).text
     assert swapping.engine.snapshot.model == "tiny"
     assert text == (await swapping.achat("hello", temperature=0, max_tokens=5)).text
 
 
-async def test_a_model_of_a_path_is_restored_for_every_caller(
-    swapping: lmx_lab.Lab, swap_home: Path, tmp_path: Path
-) -> None:
+async def test_a_model_of_a_path_is_restored_for_every_caller(swapping, swap_home, tmp_path):
     path = str(shutil.copytree(swap_home / "models" / "tiny", tmp_path / "elsewhere"))
     await make_idle(swapping, path)
     while_blocked(swapping, short_answer(swapping))
@@ -291,9 +283,7 @@ async def test_a_model_of_a_path_is_restored_for_every_caller(
         assert refused.status_code == 404, "after an unload it is a path like any other"
 
 
-async def test_a_pinned_model_ranks_while_another_is_being_loaded(
-    swap_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pinned_model_ranks_while_another_is_being_loaded(swap_home, monkeypatch):
     settings = Settings(home=swap_home, port=0, swap=True, embedder="tiny-bert")
     async with lmx_lab.Lab(settings, loop="kernel") as lab:
         await until(lambda: bool(lab.engine.snapshot.pinned))
@@ -309,13 +299,13 @@ async def test_a_pinned_model_ranks_while_another_is_being_loaded(
         await loading
 
 
-async def test_a_ranking_restores_the_idle_model_while_the_loop_is_blocked(swapping: lmx_lab.Lab) -> None:
+async def test_a_ranking_restores_the_idle_model_while_the_loop_is_blocked(swapping):
     await make_idle(swapping, "tiny-bert")
     ranking = while_blocked(swapping, swapping.workbench.backend.rerank(rerank_body(*CATS, model=None)))
     assert (ranking.model, ranking.order[0][0]) == ("tiny-bert", 1)
 
 
-async def test_the_panels_show_which_model_is_being_loaded(swapping: lmx_lab.Lab, slow: threading.Event) -> None:
+async def test_the_panels_show_which_model_is_being_loaded(swapping, slow):
     chat, rank = (Reader(panel(swapping.workbench), swapping.workbench) for panel in (ChatPanel, RerankPanel))
     slow.set()
     await make_idle(swapping, "tiny")
@@ -334,7 +324,7 @@ async def test_the_panels_show_which_model_is_being_loaded(swapping: lmx_lab.Lab
     assert (rank.panel.error, rank.panel.activity, bool(rank.panel.table["rows"])) == ("", "Ranking…", True)
 
 
-async def test_concurrent_requests_wait_for_the_same_load(swapping: lmx_lab.Lab, slow: threading.Event) -> None:
+async def test_concurrent_requests_wait_for_the_same_load(swapping, slow):
     slow.set()
     await make_idle(swapping, "tiny")
     slow.clear()
@@ -353,21 +343,21 @@ async def test_concurrent_requests_wait_for_the_same_load(swapping: lmx_lab.Lab,
     assert (len(texts), kinds.count("load")) == (1, 1)
 
 
-async def test_an_idle_model_of_another_kind_is_not_restored(swapping: lmx_lab.Lab) -> None:
+async def test_an_idle_model_of_another_kind_is_not_restored(swapping):
     await make_idle(swapping, "tiny-bert")
     with pytest.raises(NotLoadedError):
         while_blocked(swapping, short_answer(swapping))
     assert swapping.engine.snapshot.model is None
 
 
-async def test_a_model_that_was_unloaded_on_request_is_not_restored(swapping: lmx_lab.Lab) -> None:
+async def test_a_model_that_was_unloaded_on_request_is_not_restored(swapping):
     await swapping.aload("tiny")
     await swapping.aunload()
     with pytest.raises(NotLoadedError, match="load"):
         while_blocked(swapping, short_answer(swapping))
 
 
-async def test_an_idle_model_without_files_is_reported(swapping: lmx_lab.Lab, swap_home: Path) -> None:
+async def test_an_idle_model_without_files_is_reported(swapping, swap_home):
     (swap_home / "models" / "short-lived").symlink_to(swap_home / "models" / "tiny")
     await make_idle(swapping, "short-lived")
     (swap_home / "models" / "short-lived").unlink()
@@ -375,7 +365,7 @@ async def test_an_idle_model_without_files_is_reported(swapping: lmx_lab.Lab, sw
         while_blocked(swapping, short_answer(swapping))
 
 
-async def test_a_stopped_lab_loads_nothing(swapping: lmx_lab.Lab) -> None:
+async def test_a_stopped_lab_loads_nothing(swapping):
     await make_idle(swapping, "tiny")
     await swapping.astop()
     with pytest.raises(HostingError, match="stopped"):
@@ -384,7 +374,7 @@ async def test_a_stopped_lab_loads_nothing(swapping: lmx_lab.Lab) -> None:
         await swapping.workbench.backend.rerank(rerank_body(*CATS, model=None))
 
 
-async def test_without_swap_the_error_says_what_to_load(swap_home: Path) -> None:
+async def test_without_swap_the_error_says_what_to_load(swap_home):
     async with lmx_lab.Lab(Settings(home=swap_home, port=0), loop="kernel") as lab:
         await make_idle(lab, "tiny")
         with pytest.raises(NotLoadedError, match="tiny was unloaded because it was idle"):

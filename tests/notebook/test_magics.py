@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from IPython.core.error import UsageError
@@ -20,7 +18,7 @@ from lmx_lab.wire.chat import ChatRequest
 
 
 @pytest.fixture(scope="module")
-def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InteractiveShell]:
+def terminal(tmp_path_factory):
     config = Config({"HistoryManager": {"enabled": False}})
     shell = InteractiveShell.instance(config=config, ipython_dir=str(tmp_path_factory.mktemp("ipython")))
     yield shell
@@ -31,7 +29,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InteractiveSh
 
 
 @pytest.fixture
-def shell(terminal: InteractiveShell) -> Iterator[InteractiveShell]:
+def shell(terminal):
     lmx_lab.load_ipython_extension(terminal)
     terminal.autoawait = True
     yield terminal
@@ -39,18 +37,18 @@ def shell(terminal: InteractiveShell) -> Iterator[InteractiveShell]:
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path):
     with lmx_lab.launch("echo", home=tmp_path, port=0) as lab:
         yield lab
 
 
 @pytest.fixture
-def tiny_lab(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
+def tiny_lab(tiny_home):
     with lmx_lab.launch("tiny", home=tiny_home, port=0) as lab:
         yield lab
 
 
-def test_loading_the_extension_twice_and_unloading_it_twice_is_harmless(shell: InteractiveShell) -> None:
+def test_loading_the_extension_twice_and_unloading_it_twice_is_harmless(shell):
     for _ in range(2):
         lmx_lab.load_ipython_extension(shell)
     assert [type(each) for each in shell.input_transformers_post].count(OffloadTransformer) == 1
@@ -63,7 +61,7 @@ def test_loading_the_extension_twice_and_unloading_it_twice_is_harmless(shell: I
     assert not shell.transform_cell("%%offload\n1").startswith("await")
 
 
-def test_importing_the_package_imports_no_heavy_modules() -> None:
+def test_importing_the_package_imports_no_heavy_modules():
     code = (
         "import sys, lmx_lab; lmx_lab.load_ipython_extension; print({'mlx', 'fastapi', 'IPython'} & set(sys.modules))"
     )
@@ -72,18 +70,18 @@ def test_importing_the_package_imports_no_heavy_modules() -> None:
 
 
 @pytest.mark.parametrize("cell", ["%%offload\nx = 1", "\n\n%%offload\nx = 1\n", "%%offload  \n'a'\n\"b\"\n"])
-def test_an_offloaded_cell_is_awaited(shell: InteractiveShell, cell: str) -> None:
+def test_an_offloaded_cell_is_awaited(shell, cell):
     transformed = shell.transform_cell(cell)
     assert transformed.startswith("await ")
     assert shell.should_run_async(cell, transformed_cell=transformed)
 
 
 @pytest.mark.parametrize("cell", ["x = 1", "%%time\nx = 1", "'%%offload'", "get_ipython().magic", "", "# %%offload\n1"])
-def test_other_cells_are_not_awaited(shell: InteractiveShell, cell: str) -> None:
+def test_other_cells_are_not_awaited(shell, cell):
     assert "await" not in shell.transform_cell(cell)
 
 
-def test_a_question_mark_after_ask_does_not_request_help(shell: InteractiveShell) -> None:
+def test_a_question_mark_after_ask_does_not_request_help(shell):
     assert "'ask Who\\'s \"there\"?'" in shell.transform_cell('x = 1\n%lmx ask Who\'s "there"?\n')
     assert "%lmx ask why?" in shell.transform_cell("%%writefile notes\n%lmx ask why?\n")
     for request in ("%lmx?", "%%lmx?", "ask?"):
@@ -95,7 +93,7 @@ TRIPLES = ("'" * 3, '"' * 3)
 
 @pytest.mark.parametrize("triple", TRIPLES)
 @pytest.mark.parametrize("before", ["    ", "if x:\n    ", "reply = ", "'T'  # it's T\n", "!echo T\n", "TaT; TbT\n"])
-def test_ask_may_be_at_any_statement(shell: InteractiveShell, before: str, triple: str) -> None:
+def test_ask_may_be_at_any_statement(shell, before, triple):
     quote = '"' if triple[0] == "'" else "'"
     before = before.replace("'T'", f"{quote}{triple}{quote}").replace("T", triple)
     assert "run_line_magic('lmx', 'ask why?')" in shell.transform_cell(f"{before}%lmx ask why?\n")
@@ -106,14 +104,14 @@ def test_ask_may_be_at_any_statement(shell: InteractiveShell, before: str, tripl
 
 @pytest.mark.parametrize("triple", TRIPLES)
 @pytest.mark.parametrize("text", ["T\n%lmx ask why?\nT", "x = rT\\T\n    %lmx ask why?\nT", "T\n!\n%lmx ask why?\n!T"])
-def test_a_question_in_a_multiline_string_is_unchanged(shell: InteractiveShell, text: str, triple: str) -> None:
+def test_a_question_in_a_multiline_string_is_unchanged(shell, text, triple):
     text = text.replace("T", triple)
     transformed = shell.transform_cell(f"{text}\n%lmx ask why not?\n")
     assert transformed.startswith(text)
     assert transformed.endswith("run_line_magic('lmx', 'ask why not?')\n")
 
 
-def test_the_error_says_where_the_magic_can_be_awaited(shell: InteractiveShell) -> None:
+def test_the_error_says_where_the_magic_can_be_awaited(shell):
     with pytest.raises(UsageError, match="first line of its cell"):
         shell.run_cell_magic("offload", "", "1")
     shell.autoawait = False
@@ -121,7 +119,7 @@ def test_the_error_says_where_the_magic_can_be_awaited(shell: InteractiveShell) 
     assert "first line of its cell" in str(shell.run_cell("%%offload\n1").error_in_exec)
 
 
-def test_an_offloaded_cell_runs_in_a_terminal_too(shell: InteractiveShell) -> None:
+def test_an_offloaded_cell_runs_in_a_terminal_too(shell):
     done = shell.run_cell("%%offload\nimport threading\nname = threading.current_thread().name\nname")
     assert done.success
     assert done.result == shell.user_ns["name"] == "lmx-lab-offload"
@@ -130,14 +128,12 @@ def test_an_offloaded_cell_runs_in_a_terminal_too(shell: InteractiveShell) -> No
 @pytest.mark.parametrize(
     ("cell", "value"), [("1 + 1", 2), ("1 + 1;", None), ("1 + 1  # ;", 2), ("x = 2", None), ("1\n2\n", 2), ("';'", ";")]
 )
-def test_the_last_expression_is_the_value_unless_a_semicolon_ends_it(
-    shell: InteractiveShell, cell: str, value: object
-) -> None:
+def test_the_last_expression_is_the_value_unless_a_semicolon_ends_it(shell, cell, value):
     assert compile_cell(shell, cell).run(shell) == value
 
 
 @pytest.mark.parametrize("cell", ["await f()", "x = 1\nasync with f(): pass", "[x async for x in f()]"])
-def test_awaiting_in_an_offloaded_cell_is_refused_with_the_reason(shell: InteractiveShell, cell: str) -> None:
+def test_awaiting_in_an_offloaded_cell_is_refused_with_the_reason(shell, cell):
     with pytest.raises(UsageError) as caught:
         compile_cell(shell, cell)
     assert str(caught.value) == NO_AWAIT
@@ -147,27 +143,23 @@ def test_awaiting_in_an_offloaded_cell_is_refused_with_the_reason(shell: Interac
 
 
 @pytest.mark.parametrize("line", ["lod tiny", "load", "launch --port x", "launch --loop fast", "load 'x", "models now"])
-def test_invalid_arguments_are_a_usage_error(shell: InteractiveShell, line: str) -> None:
+def test_invalid_arguments_are_a_usage_error(shell, line):
     with pytest.raises(UsageError, match=r"%lmx\? shows"):
         shell.run_line_magic("lmx", line)
 
 
 @pytest.mark.parametrize("line", ["load tiny", "unload", "models", "panel", "stop", "ask why?"])
-def test_errors_without_a_lab_name_the_next_step(shell: InteractiveShell, line: str) -> None:
+def test_errors_without_a_lab_name_the_next_step(shell, line):
     with pytest.raises(UsageError, match="%lmx launch MODEL"):
         shell.run_line_magic("lmx", line)
 
 
-def test_the_magic_says_how_to_launch_a_lab_if_there_is_none(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_magic_says_how_to_launch_a_lab_if_there_is_none(shell, capsys):
     assert shell.run_line_magic("lmx", "") is None
     assert "%lmx launch" in capsys.readouterr().out
 
 
-def test_the_magic_has_the_verbs_of_the_lab(
-    shell: InteractiveShell, tiny_lab: lmx_lab.Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_magic_has_the_verbs_of_the_lab(shell, tiny_lab, capsys):
     assert shell.run_line_magic("lmx", "") is tiny_lab
     assert shell.run_line_magic("lmx", "load tiny-two").model == "tiny-two"
     assert [model.id for model in shell.run_line_magic("lmx", "models") if model.loaded] == ["tiny-two"]
@@ -181,7 +173,7 @@ def test_the_magic_has_the_verbs_of_the_lab(
     assert not tiny_lab.running
 
 
-def test_launch_has_options(shell: InteractiveShell, tiny_lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_has_options(shell, tiny_lab, monkeypatch):
     monkeypatch.setenv("LMX_LAB_HOME", str(tiny_lab.settings.home))
     other = shell.run_line_magic("lmx", "launch tiny-two --loop thread --port 0 --lan")
     assert other is lmx_lab.current()
@@ -189,9 +181,9 @@ def test_launch_has_options(shell: InteractiveShell, tiny_lab: lmx_lab.Lab, monk
 
 
 @pytest.fixture
-def prompts(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str | None]]]:
+def prompts(lab, monkeypatch):
     """The messages of each request; the model answers them."""
-    requests: list[list[tuple[str, str | None]]] = []
+    requests = []
     generate = lab._backend.generate
 
     async def record(request: ChatRequest, *, batch: bool = False) -> AnswerStream:
@@ -202,9 +194,7 @@ def prompts(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> list[list[tupl
     return requests
 
 
-def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(
-    shell: InteractiveShell, prompts: list[list[tuple[str, str | None]]]
-) -> None:
+def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(shell, prompts):
     shell.user_ns.update(town="Paris", numbers=[1, 2])
     reply = shell.run_cell_magic(
         "lmx", "--max-tokens 2 --temperature 0 --system 'Be brief.'", "Is $town {sum(numbers)}?\n"
@@ -221,9 +211,7 @@ def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(
     ]
 
 
-def test_ask_accepts_apostrophes_and_the_options_of_a_cell_are_checked(
-    shell: InteractiveShell, prompts: list[list[tuple[str, str | None]]]
-) -> None:
+def test_ask_accepts_apostrophes_and_the_options_of_a_cell_are_checked(shell, prompts):
     lab = lmx_lab.current()
     assert lab is not None
     shell.user_ns["town"] = "Paris"
@@ -237,7 +225,7 @@ def test_ask_accepts_apostrophes_and_the_options_of_a_cell_are_checked(
     assert len(prompts) == 1
 
 
-def test_a_cell_is_a_template_for_the_rows_of_a_data_frame(shell: InteractiveShell, lab: lmx_lab.Lab) -> None:
+def test_a_cell_is_a_template_for_the_rows_of_a_data_frame(shell, lab):
     import pandas as pd
 
     frame = pd.DataFrame({"text": ["a", "b"], "n": [1, 2]}, index=["x", "x"])

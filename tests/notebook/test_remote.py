@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import lmx_lab
 from lmx_lab import errors
-from lmx_lab.backend import Backend
 from lmx_lab.notebook.arguments import chat_request, rerank_body
 from lmx_lab.notebook.remote import RemoteBackend, attach
-from lmx_lab.notebook.reply import Reply, read_reply
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.notebook.reply import read_reply
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
@@ -27,7 +23,7 @@ SALT = ("How salty is the sea?", ["Bread.", "Sea salt.", "Sand."])
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path_factory, smollm2):
     home = tmp_path_factory.mktemp("home")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=8192)
     with serving(home, "tiny", slots=1) as lab:
@@ -35,26 +31,26 @@ def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterat
 
 
 @pytest.fixture
-def far(lab: lmx_lab.Lab) -> Iterator[lmx_lab.Lab]:
+def far(lab):
     with attach(lab.url) as far:
         yield far
 
 
 @pytest.fixture
-async def backend(far: lmx_lab.Lab) -> RemoteBackend:
+async def backend(far):
     return backend_of(far)
 
 
-def backend_of(far: lmx_lab.Lab) -> RemoteBackend:
+def backend_of(far):
     backend = far.workbench.backend
     assert isinstance(backend, RemoteBackend)
     return backend
 
 
 @contextlib.asynccontextmanager
-async def watched(backend: Backend) -> AsyncIterator[list[Any]]:
+async def watched(backend):
     """Read the events within the block, over lost connections, as a workbench does."""
-    received: list[Any] = []
+    received = []
 
     async def watch() -> None:
         while True:
@@ -69,18 +65,18 @@ async def watched(backend: Backend) -> AsyncIterator[list[Any]]:
     await asyncio.wait([task])
 
 
-async def answer(backend: Backend, **parameters: Any) -> Reply:
+async def answer(backend, **parameters):
     return await read_reply(backend, chat_request("hello", {"temperature": 0, **parameters}))
 
 
-async def test_log_probabilities_are_received(backend: Backend) -> None:
+async def test_log_probabilities_are_received(backend):
     table = (await answer(backend, logprobs=2, max_tokens=3)).logprobs
     assert table is not None
     assert len(table[0].top) == 2
     assert table[0].top[0].text == table[0].text == table[0].bytes.decode()
 
 
-async def test_samples_state_and_ends_of_requests_are_received(lab: lmx_lab.Lab, backend: Backend) -> None:
+async def test_samples_state_and_ends_of_requests_are_received(lab, backend):
     assert (backend.state().state, backend.sample()) == ("running", None)
     async with watched(backend) as received:
         await auntil(lambda: backend.sample() is not None)
@@ -91,7 +87,7 @@ async def test_samples_state_and_ends_of_requests_are_received(lab: lmx_lab.Lab,
         await auntil(lambda: any(isinstance(event, RequestEvent) for event in received))
 
 
-async def test_an_answer_and_its_cost_are_those_of_the_lab(lab: lmx_lab.Lab, backend: Backend) -> None:
+async def test_an_answer_and_its_cost_are_those_of_the_lab(lab, backend):
     stream = await backend.generate(chat_request("hello", {"temperature": 0, "max_tokens": 30}))
     deltas = [delta async for delta in stream]
     reply = await lab.achat("hello", temperature=0, max_tokens=30)
@@ -103,9 +99,7 @@ async def test_an_answer_and_its_cost_are_those_of_the_lab(lab: lmx_lab.Lab, bac
     assert cost.report is None
 
 
-async def test_an_answer_that_waits_for_a_slot_has_a_status_and_can_be_closed(
-    lab: lmx_lab.Lab, backend: Backend
-) -> None:
+async def test_an_answer_that_waits_for_a_slot_has_a_status_and_can_be_closed(lab, backend):
     running = await lab.astream("hi", max_tokens=7500, ignore_eos=True)
     waiting = await backend.generate(chat_request("hello", {}))
     assert waiting.status
@@ -117,7 +111,7 @@ async def test_an_answer_that_waits_for_a_slot_has_a_status_and_can_be_closed(
 
 
 @pytest.mark.parametrize("way", ["close", "cancel"])
-async def test_leaving_an_answer_stops_it_on_the_server(lab: lmx_lab.Lab, backend: Backend, way: str) -> None:
+async def test_leaving_an_answer_stops_it_on_the_server(lab, backend, way):
     before = lab.engine.snapshot.output_tokens
     parameters = {"max_tokens": 7500, "ignore_eos": True}
     if way == "close":
@@ -134,7 +128,7 @@ async def test_leaving_an_answer_stops_it_on_the_server(lab: lmx_lab.Lab, backen
     assert lab.engine.snapshot.output_tokens - before < 7500
 
 
-async def test_loads_and_unloads_are_published(tiny_home: Path) -> None:
+async def test_loads_and_unloads_are_published(tiny_home):
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         backend = backend_of(far)
         async with watched(backend) as received:
@@ -152,7 +146,7 @@ async def test_loads_and_unloads_are_published(tiny_home: Path) -> None:
             await backend.cancel_load("tiny")
 
 
-async def test_documents_are_ranked(starter_home: Path, minilm: Any) -> None:
+async def test_documents_are_ranked(starter_home, minilm):
     with serving(starter_home, minilm.id) as lab, attach(lab.url) as far:
         ranking = await backend_of(far).rerank(rerank_body(*SALT, model=None, top_n=2))
         here = lab.rerank(*SALT, top_n=2)
@@ -160,7 +154,7 @@ async def test_documents_are_ranked(starter_home: Path, minilm: Any) -> None:
     assert (ranking.model, ranking.method, ranking.tokens) == (minilm.id, "cosine", here.tokens)
 
 
-async def test_a_restarted_server_is_detected(tiny_home: Path) -> None:
+async def test_a_restarted_server_is_detected(tiny_home):
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(serving(tiny_home, None))
         far = stack.enter_context(attach(lab.url))
@@ -180,7 +174,7 @@ async def test_a_restarted_server_is_detected(tiny_home: Path) -> None:
         assert (backend.state().state, backend.sample()) == ("stopped", None)
 
 
-async def test_a_silent_server_is_lagging(backend: RemoteBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_server_is_lagging(backend, monkeypatch):
     async with watched(backend):
         await auntil(lambda: backend.sample() is not None)
         monkeypatch.setattr("lmx_lab.notebook.remote.LATE_S", -1.0)
@@ -189,7 +183,7 @@ async def test_a_silent_server_is_lagging(backend: RemoteBackend, monkeypatch: p
         assert "a cell" in state.note
 
 
-def test_panels_show_a_remote_lab_and_stop_with_it(lab: lmx_lab.Lab) -> None:
+def test_panels_show_a_remote_lab_and_stop_with_it(lab):
     with attach(lab.url) as far:
         panel = far.metrics()
         assert far.metrics() is panel

@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ NO_ROOM = 7_000_000
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, starter_home: Path, tiny_gguf: Path) -> Path:
+def home(tmp_path_factory, starter_home, tiny_gguf):
     """A home with models in both formats: usable ones, damaged ones, and some that fail only when they are read."""
     home = tmp_path_factory.mktemp("replacing")
     models, starter = home / "models", starter_home / "models" / "smollm2-135m"
@@ -73,21 +73,21 @@ def home(tmp_path_factory: pytest.TempPathFactory, starter_home: Path, tiny_gguf
 
 
 @pytest.fixture
-def options(home: Path) -> dict[str, Any]:
+def options(home):
     return {"home": home, "model_folders": [home / "files"], "port": 0, "threads": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_lab_remains() -> Iterator[None]:
+def _no_lab_remains():
     yield
     if (lab := lmx_lab.current()) is not None:
         lab.stop()
 
 
 @pytest.fixture(scope="module", params=["long", "long-file.gguf"], ids=["mlx", "gguf"])
-def model(request: pytest.FixtureRequest) -> str:
+def model(request):
     """A model that answers in this process, or in another one."""
-    name: str = request.param
+    name = request.param
     return name
 
 
@@ -95,13 +95,13 @@ MLX_ONLY = pytest.mark.parametrize("model", ["long"], indirect=True, ids=["mlx"]
 
 
 @pytest.fixture
-def running(model: str, options: dict[str, Any]) -> lmx_lab.Lab:
+def running(model, options):
     """A lab with this model: that of the previous test, if it is unchanged."""
     return lmx_lab.launch(model, **options)
 
 
 @contextlib.contextmanager
-def unchanged(lab: lmx_lab.Lab) -> Iterator[Iterator[str]]:
+def unchanged(lab):
     """Check that the code in the block leaves a lab as it is: its running answer, model, port and panels."""
     main, workbench, url = lab.engine.residents.main, lab.workbench, lab.url
     assert main is not None
@@ -119,7 +119,7 @@ def unchanged(lab: lmx_lab.Lab) -> Iterator[Iterator[str]]:
     assert (workbench.backend.state().state, workbench.backend.state().url) == ("running", url)
 
 
-def restored(lab: lmx_lab.Lab, model: str) -> None:
+def restored(lab, model):
     """Check that a lab runs again with its model after its place was not taken."""
     assert (lmx_lab.current(), lab.running, lab.engine.snapshot.model) == (lab, True, model)
     assert httpx2.get(f"{lab.url}/readyz").json()["model"] == model
@@ -141,9 +141,7 @@ def restored(lab: lmx_lab.Lab, model: str) -> None:
         ("cut-file.gguf", UnusableModelError, r"cut-file\.gguf"),
     ],
 )
-def test_a_model_that_is_missing_or_damaged_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], name: str, error: type[LabError], message: str
-) -> None:
+def test_a_model_that_is_missing_or_damaged_leaves_the_lab_as_it_is(running, options, name, error, message):
     # With the same settings, the load is refused by the lab itself.
     for settings in ({}, {"slots": 3}):
         with unchanged(running), pytest.raises(error, match=message):
@@ -151,9 +149,7 @@ def test_a_model_that_is_missing_or_damaged_leaves_the_lab_as_it_is(
 
 
 @pytest.mark.parametrize("name", ["other", "long-file.gguf"])
-def test_a_model_that_is_too_large_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], name: str
-) -> None:
+def test_a_model_that_is_too_large_leaves_the_lab_as_it_is(running, options, name):
     with unchanged(running), pytest.raises(OutOfMemoryError, match="GB are allowed; choose a smaller"):
         lmx_lab.launch(name, memory_limit_bytes=SMALL, **options)
 
@@ -197,9 +193,7 @@ def test_an_engine_that_is_not_installed_leaves_the_lab_as_it_is(
         lmx_lab.launch("long-file.gguf", engine="llama.cpp", slots=3, **options)
 
 
-def test_a_first_launch_that_cannot_load_its_model_leaves_a_server_for_the_corrected_one(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_first_launch_that_cannot_load_its_model_leaves_a_server_for_the_corrected_one(tmp_path, options):
     if (lab := lmx_lab.current()) is not None:
         lab.stop()
     with pytest.raises(ModelNotFoundError, match="did you mean 'echo'"):
@@ -309,7 +303,7 @@ class Hanging:
 
 
 @pytest.fixture
-def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hanging:
+def hanging(request, monkeypatch):
     hanging = Hanging()
     if request.param == "check":
         monkeypatch.setattr(EchoEngine, "check", hanging.check)
@@ -318,7 +312,7 @@ def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return hanging
 
 
-def interrupt() -> None:
+def interrupt():
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
@@ -345,9 +339,7 @@ def test_an_interrupt_during_the_checks_leaves_the_lab_as_it_is(
         ({"model": "other", "memory_limit_bytes": NO_ROOM}, OutOfMemoryError, "enough for 0 tokens"),
     ],
 )
-def test_after_a_load_that_fails_the_lab_loads_its_model_again(
-    running: lmx_lab.Lab, options: dict[str, Any], arguments: dict[str, Any], error: type[LabError], message: str
-) -> None:
+def test_after_a_load_that_fails_the_lab_loads_its_model_again(running, options, arguments, error, message):
     model, requests = running.engine.snapshot.model, len(running.requests)
     assert model is not None
     with contextlib.closing(running.chat("hello", stream=True, **LONG)) as stream:
@@ -392,9 +384,7 @@ def test_an_interrupt_during_the_load_loads_the_model_of_the_lab_again(
     restored(running, "long")
 
 
-def test_after_a_load_that_fails_pinned_models_and_the_daemon_are_there_again(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_after_a_load_that_fails_pinned_models_and_the_daemon_are_there_again(tmp_path, options):
     options |= {"home": tmp_path, "model_folders": [options["home"] / "models"], "daemon": True, "daemon_port": 0}
     with lmx_lab.launch("long", embedder="embedder", **options) as lab:
         assert lab.daemon is not None
@@ -415,7 +405,7 @@ def test_after_a_load_that_fails_pinned_models_and_the_daemon_are_there_again(
         assert [tool.name for tool in lab.daemon.tools.list_tools()] == ["noon"]
 
 
-def test_a_lab_whose_model_cannot_be_loaded_again_still_runs(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_lab_whose_model_cannot_be_loaded_again_still_runs(tmp_path, options):
     models = tmp_path / "models"
     shutil.copytree(options["home"] / "models" / "long", models / "removed")
     shutil.copytree(options["home"] / "models" / "missing-layer", models / "missing-layer")

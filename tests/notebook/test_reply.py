@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -19,7 +18,7 @@ from lmx_lab.notebook.reply import Reply, ReplyStream, ReplyToolCall, json_shape
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.portal import LoopThread
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, ToolCallDelta
+from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
 from tests.support.asking import report
 
 LIVE = [
@@ -83,7 +82,7 @@ PIECES = (
 )
 
 
-def cost(report: GenerationReport) -> AnswerCost:
+def cost(report):
     return AnswerCost(
         model="tiny",
         finish_reason="stop",
@@ -94,7 +93,7 @@ def cost(report: GenerationReport) -> AnswerCost:
     )
 
 
-def reply(text: str = "hi", *, reasoning: str = "", calls: Sequence[ToolCallDelta] = ()) -> Reply:
+def reply(text="hi", *, reasoning="", calls=()):
     answer = Delta(text=text, tokens=1, reasoning=reasoning, tool_calls=tuple(calls))
     return Reply.of(answer, cost(report(reasoning=3)))
 
@@ -118,18 +117,18 @@ class Page(HTMLParser):
 # --- replies
 
 
-def test_calls_are_assembled_from_their_pieces() -> None:
+def test_calls_are_assembled_from_their_pieces():
     look, see = tool_calls(PIECES)
     assert (look.id, look.name, look.arguments, look.parsed) == ("c1", "look", '{"at": "sea"}', {"at": "sea"})
     assert (see.name, see.arguments, see.parsed) == ("see", "", {})
 
 
 @pytest.mark.parametrize("arguments", ['{"at": "se', "[1]", "[" * 100_000])
-def test_arguments_that_are_not_an_object_are_not_parsed(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_are_not_parsed(arguments):
     assert ReplyToolCall(id="c", name="look", arguments=arguments).parsed is None
 
 
-def test_a_reply_can_be_a_message_of_the_next_prompt() -> None:
+def test_a_reply_can_be_a_message_of_the_next_prompt():
     assert reply("Hello").message == {"role": "assistant", "content": "Hello"}
     pieces = (ToolCallDelta(index=0, id="a", name="add"), ToolCallDelta(index=0, arguments='{"x":1}'))
     called = reply("", calls=pieces).message
@@ -148,7 +147,7 @@ CITY = '{"name":"Ulm","people":128}'
 JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "City", "schema": City.model_json_schema()}}
 
 
-def test_a_json_answer_is_parsed_and_shown_with_indentation() -> None:
+def test_a_json_answer_is_parsed_and_shown_with_indentation():
     answer = Delta(text=CITY, tokens=1)
     for shape, value in ((City, City(name="Ulm", people=128)), (JSON_FORMAT, {"name": "Ulm", "people": 128})):
         made = Reply.of(answer, cost(report()), json_shape(shape))
@@ -159,13 +158,13 @@ def test_a_json_answer_is_parsed_and_shown_with_indentation() -> None:
 
 
 @pytest.mark.parametrize("text", [CITY[:-1], "", "[" * 100_000])
-def test_a_json_answer_that_was_cut_has_no_value_and_says_so(text: str) -> None:
+def test_a_json_answer_that_was_cut_has_no_value_and_says_so(text):
     made = Reply.of(Delta(text=text, tokens=1), cost(report()), City)
     assert made.parsed is None
     assert ("not complete" in repr(made)) == ("not complete" in made._repr_markdown_()) == bool(text)
 
 
-def test_an_answer_that_was_cut_does_not_end_in_a_part_of_a_character() -> None:
+def test_an_answer_that_was_cut_does_not_end_in_a_part_of_a_character():
     cut = replace(reply("Grüße \U0001f468\u200d\ufffd"), finish_reason="length")
     for shown in (str(cut), repr(cut), cut._repr_markdown_()):
         assert "Grüße \U0001f468" in shown
@@ -174,7 +173,7 @@ def test_an_answer_that_was_cut_does_not_end_in_a_part_of_a_character() -> None:
     assert str(replace(cut, finish_reason="stop")) == cut.text
 
 
-def test_log_probabilities_are_a_table() -> None:
+def test_log_probabilities_are_a_table():
     def token(text: str, logprob: float, *top: TokenLogprob) -> TokenLogprob:
         return TokenLogprob(token=1, text=text, bytes=text.encode(), logprob=logprob, top=top)
 
@@ -189,12 +188,12 @@ def test_log_probabilities_are_a_table() -> None:
     assert "60 more tokens" in repr(TokenTable([chosen] * 100))
 
 
-def test_a_plain_reply_shows_only_text_and_cost() -> None:
+def test_a_plain_reply_shows_only_text_and_cost():
     assert repr(reply()).splitlines()[:2] == ["hi", ""]
     assert "thoughts" not in repr(reply()) + reply()._repr_markdown_()
 
 
-def test_a_reply_shows_its_calls_and_mentions_thoughts() -> None:
+def test_a_reply_shows_its_calls_and_mentions_thoughts():
     shown = reply("", reasoning="hm", calls=PIECES)
     lines = repr(shown).splitlines()
     assert lines[:4] == ["[thoughts, 3 tokens: see .reasoning]", "", '→ look({"at": "sea"})', "→ see()"]
@@ -205,13 +204,13 @@ def test_a_reply_shows_its_calls_and_mentions_thoughts() -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.sampled_from(LIVE) | st.text(max_size=5), max_size=8).map("".join))
-def test_thoughts_and_calls_never_become_html(text: str) -> None:
+def test_thoughts_and_calls_never_become_html(text):
     calls = (ToolCallDelta(index=0, id=text, name=text, arguments=text),)
     page = Page(reply("", reasoning=text, calls=calls)._repr_markdown_())
     assert page.elements <= {"p", "details", "summary", "small", "br", "code"}
 
 
-def test_a_reply_displays_its_text_and_cost() -> None:
+def test_a_reply_displays_its_text_and_cost():
     page = Page(reply()._repr_markdown_())
     assert "5 tokens" in page.text
     assert page.elements <= {*HARMLESS, "small"}
@@ -222,11 +221,11 @@ def test_a_reply_displays_its_text_and_cost() -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.sampled_from(LIVE_TEXT + LAYOUT) | st.text(max_size=5), max_size=12).map("".join))
-def test_no_text_of_a_model_becomes_live_html_a_link_or_an_image(text: str) -> None:
+def test_no_text_of_a_model_becomes_live_html_a_link_or_an_image(text):
     assert Page(safe_markdown(text)).elements <= HARMLESS
 
 
-def test_html_of_a_model_is_shown_as_its_text() -> None:
+def test_html_of_a_model_is_shown_as_its_text():
     text = "Use <b>bold</b> & `a < b`:\n\n```html\n<script>x</script>\n\n  <i>\n```\nand **so** on"
     page = Page(safe_markdown(text))
     lines = [line for line in page.text.splitlines() if line]
@@ -234,7 +233,7 @@ def test_html_of_a_model_is_shown_as_its_text() -> None:
     assert {"strong", "pre", "code"} <= page.elements
 
 
-def test_a_block_that_was_cut_off_is_still_code() -> None:
+def test_a_block_that_was_cut_off_is_still_code():
     assert Page(safe_markdown("```python\nif a < b:\n    x")).text == "if a < b:\n    x\n"
 
 
@@ -263,14 +262,14 @@ class ScriptedStream:
 
 
 @pytest.fixture
-def portal() -> Iterator[LoopPortal]:
+def portal():
     thread = LoopThread()
     thread.start()
     yield LoopPortal(thread, check=lambda: None)
     thread.stop()
 
 
-def test_iterating_a_stream_gives_text_and_its_reply_has_everything(portal: LoopPortal) -> None:
+def test_iterating_a_stream_gives_text_and_its_reply_has_everything(portal):
     deltas = [
         Delta(text="", tokens=2, reasoning="hm"),
         Delta(text="Let me ", tokens=1),

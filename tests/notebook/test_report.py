@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, Snapshot, report_html, take_snapshot, write_report
+from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, take_snapshot, write_report
 from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.wire.admin import Compute, ModelRecord, ModelRecords, RequestEvent, Sample
 
@@ -22,22 +20,22 @@ HOSTILE = "<script>alert(1)</script><img src='http://evil.example/x' onerror=\"x
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
 
-def sample(at: float, **values: float) -> Sample:
+def sample(at, **values):
     zero = dict.fromkeys(set(Sample.model_fields) - {"type", "at"}, 0)
     return Sample(at=at, **{**zero, **values})
 
 
-def record(name: str) -> ModelRecord:
+def record(name):
     places = {"path": "/m", "loaded": True, "vram_gb": 0.27, "format": "mlx", "kind": "chat", "size_gb": 0.26}
     return ModelRecord.model_validate({"id": name, **places, "quantization": None, "context_length": 8192})
 
 
-def snapshot(*models: str, state: ServerState = STATE, now: Sample | None = None) -> Snapshot:
+def snapshot(*models, state=STATE, now=None):
     compute = Compute(blas="openblas", detail="2 threads", threads=2, gflops=80.0)
     return take_snapshot(state, ModelRecords(models=[record(name) for name in models], compute=compute), now)
 
 
-def test_a_snapshot_has_server_model_measurements_machine_and_versions() -> None:
+def test_a_snapshot_has_server_model_measurements_machine_and_versions():
     taken = snapshot("tiny", now=sample(1, memory_active_gb=1.5, queued_requests=3))
     for text in (repr(taken), taken._repr_html_().replace("&#x27;", "'")):
         for words in ("running, on the kernel's loop", "127.0.0.1:8400", "tiny", "3 waiting", "1.50 GB", "cores"):
@@ -76,13 +74,13 @@ class Page(HTMLParser):
         return [tag for tag, _ in self.elements]
 
 
-def ended(at: float, **fields: object) -> EndedRequest:
+def ended(at, **fields):
     usual = {"model": "tiny", "finish_reason": "stop", "prompt_tokens": 5, "completion_tokens": 7}
     speeds = {"tokens_per_second": 20.0, "ttft_ms": 100.0}
     return EndedRequest(at=at, event=RequestEvent.model_validate({"request_id": "r", **usual, **speeds, **fields}))
 
 
-def rows(text: str, section: str) -> list[list[str]]:
+def rows(text, section):
     """Return the cells of the bodies of a section's tables."""
     (content,) = re.findall(rf"<h2>{section}</h2>(.*?)</section>", text, re.DOTALL)
     bodies = re.findall(r"<tbody>(.*?)</tbody>", content, re.DOTALL)
@@ -90,12 +88,12 @@ def rows(text: str, section: str) -> list[list[str]]:
     return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[dh].*?</t[dh]>", row, re.DOTALL)] for row in parts]
 
 
-def full_report(requests: Sequence[EndedRequest] = ()) -> str:
+def full_report(requests=()):
     samples = [sample(1000 + i, decode_tokens_per_second=i, active_requests=1, memory_active_gb=2) for i in range(60)]
     return report_html(snapshot("tiny", now=samples[-1]), samples, requests, [("Chat", "<p>words</p>"), ("Empty", "")])
 
 
-def test_the_page_is_complete_and_loads_nothing() -> None:
+def test_the_page_is_complete_and_loads_nothing():
     page = Page(full_report([ended(1000)]))
     assert not {"script", "link", "iframe", "img", "object", "form"} & set(page.tags)
     outside = [value for _, attrs in page.elements for name, value in attrs.items() if name in ("src", "href", "style")]
@@ -109,7 +107,7 @@ def test_the_page_is_complete_and_loads_nothing() -> None:
     assert len(ids) == len(set(ids)) == 8
 
 
-def test_names_and_messages_are_shown_as_text() -> None:
+def test_names_and_messages_are_shown_as_text():
     state = replace(STATE, model=HOSTILE, note=HOSTILE, pinned=(HOSTILE,), url=HOSTILE, place=HOSTILE)
     requests = [ended(1000, model=HOSTILE, code=HOSTILE, finish_reason="error")]
     text = report_html(snapshot(HOSTILE, state=state), [sample(1)], requests, [(HOSTILE, "<p>mine</p>")])
@@ -122,7 +120,7 @@ def test_names_and_messages_are_shown_as_text() -> None:
     assert "<script" not in snapshot(HOSTILE, state=state)._repr_html_()
 
 
-def test_an_empty_report_says_so_in_each_section() -> None:
+def test_an_empty_report_says_so_in_each_section():
     stopped = ServerState(state="stopped", place="", url="http://127.0.0.1:8400", note="run the launch cell again")
     text = report_html(take_snapshot(stopped, ModelRecords(models=[]), None), [], [], [("Chat", "")])
     Page(text)
@@ -131,7 +129,7 @@ def test_an_empty_report_says_so_in_each_section() -> None:
     assert "<svg" not in text
 
 
-def test_requests_are_listed_newest_first_with_their_outcome() -> None:
+def test_requests_are_listed_newest_first_with_their_outcome():
     refused = ended(3000, finish_reason="error", code="queue-full", tokens_per_second=0, ttft_ms=0)
     listed = rows(full_report([ended(1000), refused, ended(2000, kind="embedding")]), "Requests")[2:]
     assert [(row[1], row[7]) for row in listed] == [
@@ -143,7 +141,7 @@ def test_requests_are_listed_newest_first_with_their_outcome() -> None:
     assert listed[2][3:7] == ["5", "7", "20", "100"]
 
 
-def test_each_kind_is_counted_and_medians_include_only_successful_requests() -> None:
+def test_each_kind_is_counted_and_medians_include_only_successful_requests():
     requests = [ended(index, tokens_per_second=speed) for index, speed in enumerate((10.0, 20.0, 90.0))]
     requests += [ended(9, finish_reason="error", tokens_per_second=0), ended(9, finish_reason="cancelled")]
     requests += [ended(9, kind="rerank", finish_reason="error")]
@@ -152,7 +150,7 @@ def test_each_kind_is_counted_and_medians_include_only_successful_requests() -> 
     assert rerank == ["rerank", "1", "1", "0", "5", "7", "", ""]
 
 
-def test_requests_beyond_the_maximum_are_counted_and_omitted() -> None:
+def test_requests_beyond_the_maximum_are_counted_and_omitted():
     text = full_report([ended(index, prompt_tokens=index) for index in range(MAX_REQUEST_ROWS + 50)])
     listed = rows(text, "Requests")
     assert listed[0][1] == "250"
@@ -162,14 +160,14 @@ def test_requests_beyond_the_maximum_are_counted_and_omitted() -> None:
     assert "omitted" not in full_report([ended(index) for index in range(MAX_REQUEST_ROWS)])
 
 
-def test_samples_in_any_order_make_the_same_charts() -> None:
+def test_samples_in_any_order_make_the_same_charts():
     samples = [sample(1000 + index, prompt_tokens_per_second=index) for index in range(20)]
     now = snapshot("tiny")
     assert report_html(now, samples, []) == report_html(now, samples[::-1], [])
     assert "Gaps" not in report_html(now, samples, [])
 
 
-def test_text_and_lines_have_enough_contrast_in_both_themes() -> None:
+def test_text_and_lines_have_enough_contrast_in_both_themes():
     light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in CSS.split("@media screen", 1))
     assert set(light) == set(dark)
     for theme in (light, dark):
@@ -177,13 +175,13 @@ def test_text_and_lines_have_enough_contrast_in_both_themes() -> None:
         assert min(contrast(theme[f"line-{index}"], theme["paper"]) for index in range(3)) >= 4.5
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     """By WCAG 2.2."""
     high, low = sorted((luminance(one), luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -192,7 +190,7 @@ def luminance(colour: str) -> float:
 # --- the file
 
 
-def test_a_report_is_written_and_overwritten(tmp_path: Path) -> None:
+def test_a_report_is_written_and_overwritten(tmp_path):
     target = tmp_path / "run.html"
     assert write_report(target, full_report()) == target
     assert write_report(str(target), full_report([ended(1)])) == target
@@ -200,19 +198,19 @@ def test_a_report_is_written_and_overwritten(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_report_has_the_permissions_of_the_users_files(tmp_path: Path) -> None:
+def test_a_report_has_the_permissions_of_the_users_files(tmp_path):
     (tmp_path / "other").write_text("")
     saved = write_report(tmp_path / "run.html", full_report())
     assert saved.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_a_link_to_a_report_stays_a_link(tmp_path: Path) -> None:
+def test_a_link_to_a_report_stays_a_link(tmp_path):
     (tmp_path / "link.html").symlink_to(tmp_path / "run.html")
     assert write_report(tmp_path / "link.html", full_report()) == tmp_path / "run.html"
     assert (tmp_path / "link.html").is_symlink()
 
 
-def test_a_file_that_is_not_a_report_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_report_is_not_overwritten(tmp_path):
     (tmp_path / "work.ipynb").write_text("{}")
     with pytest.raises(InvalidRequestError, match=r"work\.ipynb.*not a report"):
         write_report(tmp_path / "work.ipynb", full_report())
@@ -224,7 +222,7 @@ def test_a_file_that_is_not_a_report_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["", ".", "no-such-folder/run.html", "file/run.html", "x" * 300, "a\x00b", "pipe", None]
 )
-def test_an_unwritable_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_an_unwritable_path_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text(GENERATOR)
     os.mkfifo(tmp_path / "pipe")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -22,13 +20,13 @@ STATE = r"unloading, 1 answer left \((\d+ s|stopping now|no time limit)\)"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[lmx_lab.Lab]:
+def server(tmp_path):
     with serving(tmp_path, "echo", echo_tokens_per_s=PACE, drain_s=600) as lab:
         yield lab
 
 
 @pytest.fixture(params=["here", "elsewhere"])
-def lab(server: lmx_lab.Lab, request: pytest.FixtureRequest) -> Iterator[lmx_lab.Lab]:
+def lab(server, request):
     if request.param == "here":
         yield server
     else:
@@ -37,7 +35,7 @@ def lab(server: lmx_lab.Lab, request: pytest.FixtureRequest) -> Iterator[lmx_lab
 
 
 @contextmanager
-def running_answer(lab: lmx_lab.Lab) -> Iterator[Iterator[str]]:
+def running_answer(lab):
     with closing(lab.chat("hello", stream=True, **ENDLESS)) as stream:
         # Iterated once, because the end of an iteration ends the answer.
         pieces = iter(stream)
@@ -46,9 +44,7 @@ def running_answer(lab: lmx_lab.Lab) -> Iterator[Iterator[str]]:
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_wait_but_not_the_unload(
-    lab: lmx_lab.Lab, server: lmx_lab.Lab, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_ends_the_wait_but_not_the_unload(lab, server, capfd):
     def interrupt() -> None:
         until(lambda: "unloading, 1 answer left (" in capfd.readouterr().err)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -77,7 +73,7 @@ def test_an_interrupt_ends_the_wait_but_not_the_unload(
         lab.unload("echo", wait=True)
 
 
-async def test_a_cancelled_unload_continues_and_can_wait_without_a_limit(lab: lmx_lab.Lab, server: lmx_lab.Lab) -> None:
+async def test_a_cancelled_unload_continues_and_can_wait_without_a_limit(lab, server):
     stream = await lab.astream("hello", **ENDLESS)
     pieces = aiter(stream)
     await anext(pieces)
@@ -92,7 +88,7 @@ async def test_a_cancelled_unload_continues_and_can_wait_without_a_limit(lab: lm
     assert await waiting > 0
 
 
-def test_a_load_can_stop_the_answers_of_the_loaded_model(lab: lmx_lab.Lab, tiny_home: Path) -> None:
+def test_a_load_can_stop_the_answers_of_the_loaded_model(lab, tiny_home):
     with running_answer(lab) as pieces:
         # The tiny model is a path for this server.
         load = threading.Thread(target=lambda: lab.load(tiny_home / "models" / "tiny", wait=False))
@@ -104,7 +100,7 @@ def test_a_load_can_stop_the_answers_of_the_loaded_model(lab: lmx_lab.Lab, tiny_
 
 
 @pytest.mark.parametrize("state", ["stopped", "gone"])
-def test_a_lab_that_does_not_run_says_so(tmp_path: Path, state: str) -> None:
+def test_a_lab_that_does_not_run_says_so(tmp_path, state):
     with serving(tmp_path, "echo") as server, lmx_lab.attach(server.url) as attached:
         server.stop()
         lab, error = (server, HostingError) if state == "stopped" else (attached, LabError)

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -105,14 +103,14 @@ class Counter:
 
 
 @pytest.fixture
-def counter() -> Iterator[Counter]:
+def counter():
     thread = LoopThread("counter")
     thread.start()
     yield Counter(thread)
     thread.stop()
 
 
-def interrupt_after(started: threading.Event) -> None:
+def interrupt_after(started):
     def interrupt() -> None:
         started.wait(WAIT_S)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -123,26 +121,26 @@ def interrupt_after(started: threading.Event) -> None:
 # --- forms
 
 
-def test_the_blocking_form_runs_its_own_code_in_the_callers_thread(counter: Counter) -> None:
+def test_the_blocking_form_runs_its_own_code_in_the_callers_thread(counter):
     assert counter.compute(2, second=3) == 10
     assert counter.threads == ["MainThread", "counter", "MainThread", "MainThread"]
 
 
-def test_the_awaited_form_runs_its_own_code_on_the_callers_loop(counter: Counter) -> None:
+def test_the_awaited_form_runs_its_own_code_on_the_callers_loop(counter):
     assert asyncio.run(counter.acompute(2)) == 6
     here, there, again, pool = counter.threads
     assert (here, there, again) == ("MainThread", "counter", "MainThread")
     assert pool.startswith("asyncio")
 
 
-def test_an_error_is_raised_in_both_forms(counter: Counter) -> None:
+def test_an_error_is_raised_in_both_forms(counter):
     with pytest.raises(ValueError, match="failed"):
         counter.compute(1, fail=True)
     with pytest.raises(ValueError, match="failed"):
         asyncio.run(counter.acompute(1, fail=True))
 
 
-def test_an_owner_that_is_not_in_use_runs_no_step(counter: Counter) -> None:
+def test_an_owner_that_is_not_in_use_runs_no_step(counter):
     counter.in_use = False
     with pytest.raises(HostingError, match="not in use"):
         counter.compute(1)
@@ -151,7 +149,7 @@ def test_an_owner_that_is_not_in_use_runs_no_step(counter: Counter) -> None:
     assert counter.threads == ["MainThread"] * 2
 
 
-def test_both_forms_have_the_name_the_signature_and_the_docstring_of_the_verb() -> None:
+def test_both_forms_have_the_name_the_signature_and_the_docstring_of_the_verb():
     for function, name in ((Counter.compute, "compute"), (Counter.acompute, "acompute")):
         assert (function.__name__, function.__qualname__) == (name, f"Counter.{name}")
         assert function.__doc__ == "Add two numbers, and double the sum."
@@ -160,7 +158,7 @@ def test_both_forms_have_the_name_the_signature_and_the_docstring_of_the_verb() 
     assert not inspect.iscoroutinefunction(Counter.compute)
 
 
-def test_the_signature_of_load_names_each_option_for_completion() -> None:
+def test_the_signature_of_load_names_each_option_for_completion():
     assert list(inspect.signature(lmx_lab.Lab.load).parameters) == ["self", "model", *LoadOptions.__annotations__]
 
 
@@ -168,7 +166,7 @@ PAIRS = ["aload", "aunload", "amodels", "aembed", "arerank", "abench", "apin_enc
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_each_verb_of_a_lab_has_two_documented_forms_with_the_same_parameters(name: str) -> None:
+def test_each_verb_of_a_lab_has_two_documented_forms_with_the_same_parameters(name):
     awaitable, plain = getattr(lmx_lab.Lab, name), getattr(lmx_lab.Lab, name[1:])
     assert (awaitable.__name__, plain.__name__) == (name, name[1:])
     assert inspect.signature(awaitable) == inspect.signature(plain)
@@ -179,25 +177,25 @@ def test_each_verb_of_a_lab_has_two_documented_forms_with_the_same_parameters(na
 # --- interrupts and cancellation
 
 
-def test_an_interrupt_cancels_the_step_and_is_raised_in_the_verb(counter: Counter) -> None:
+def test_an_interrupt_cancels_the_step_and_is_raised_in_the_verb(counter):
     interrupt_after(counter.started)
     assert counter.wait() == "KeyboardInterrupt"
     assert counter.cancelled.wait(WAIT_S)
 
 
-def test_an_interrupt_between_two_steps_is_raised_instead_of_the_next_step(counter: Counter) -> None:
+def test_an_interrupt_between_two_steps_is_raised_instead_of_the_next_step(counter):
     with pytest.raises(KeyboardInterrupt):
         counter.interrupt_between()
     assert counter.threads == []
 
 
-def test_a_result_that_no_caller_receives_is_closed(counter: Counter) -> None:
+def test_a_result_that_no_caller_receives_is_closed(counter):
     with pytest.raises(KeyboardInterrupt):
         counter.open()
     assert [result.closed for result in counter.results] == [True]
 
 
-def test_cancelling_the_awaited_form_cancels_its_step(counter: Counter) -> None:
+def test_cancelling_the_awaited_form_cancels_its_step(counter):
     async def cancel() -> str:
         task = asyncio.create_task(counter.await_())
         await asyncio.to_thread(counter.started.wait, WAIT_S)
@@ -211,23 +209,23 @@ def test_cancelling_the_awaited_form_cancels_its_step(counter: Counter) -> None:
 # --- imports
 
 
-def modules_after(code: str) -> set[str]:
+def modules_after(code):
     """Run code in a new interpreter, and return the names of the modules that it has imported."""
     script = f"{code}\nimport sys; print(' '.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
     return set(done.stdout.split())
 
 
-def imported(modules: set[str], *packages: str) -> set[str]:
+def imported(modules, *packages):
     return {name for name in modules for package in packages if name == package or name.startswith(f"{package}.")}
 
 
-def test_importing_the_package_imports_only_the_package() -> None:
+def test_importing_the_package_imports_only_the_package():
     assert imported(modules_after("import lmx_lab"), "lmx_lab") == {"lmx_lab"}
 
 
 @pytest.mark.slow
-def test_an_attached_lab_imports_neither_the_engine_nor_the_server(tmp_path: Path) -> None:
+def test_an_attached_lab_imports_neither_the_engine_nor_the_server(tmp_path):
     with lmx_lab.launch("echo", port=0, home=tmp_path) as lab:
         code = f"""
 import lmx_lab

@@ -1,13 +1,9 @@
 """Test that every notebook runs from top to bottom in a real kernel, and is committed without outputs."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -48,13 +44,13 @@ HIDE_LLAMA = "import sys\nsys.modules['xllamacpp'] = None"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
+def test_a_notebook_is_committed_without_outputs(path):
     cells = nbformat.read(path, as_version=4).cells
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
 
 
-def test_the_demo_ends_with_a_sensible_answer_its_speed_and_the_addresses(starter_home: Path) -> None:
-    command: list[str | Path] = [sys.executable, NOTEBOOK_FOLDER / "demo.py", NOTEBOOK_FOLDER / "00_quickstart.ipynb"]
+def test_the_demo_ends_with_a_sensible_answer_its_speed_and_the_addresses(starter_home):
+    command = [sys.executable, NOTEBOOK_FOLDER / "demo.py", NOTEBOOK_FOLDER / "00_quickstart.ipynb"]
     done = subprocess.run(
         command, env={**os.environ, "LMX_LAB_HOME": str(starter_home)}, capture_output=True, text=True, check=False
     )
@@ -69,7 +65,7 @@ def test_the_demo_ends_with_a_sensible_answer_its_speed_and_the_addresses(starte
 @pytest.mark.parametrize(
     "path", [path for path in NOTEBOOKS if path.stem[:2] != "00" and path.stem not in SMALL], ids=lambda path: path.stem
 )
-def test_a_notebook_runs_from_top_to_bottom(path: Path, starter_home: Path, smollm2_gguf: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs_from_top_to_bottom(path, starter_home, smollm2_gguf, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     if path.stem == "22_compare":
         replace_parameters(notebook, {"model": "smollm2-135m", "gguf": str(smollm2_gguf), "max_tokens": 12})
@@ -79,9 +75,7 @@ def test_a_notebook_runs_from_top_to_bottom(path: Path, starter_home: Path, smol
 
 
 @pytest.mark.parametrize("stem", SMALL)
-def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(
-    stem: str, tiny_home: Path, tmp_path: Path
-) -> None:
+def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(stem, tiny_home, tmp_path):
     notebook = nbformat.read(NOTEBOOK_FOLDER / f"{stem}.ipynb", as_version=4)
     replace_parameters(notebook, {"model": "tiny", **SMALL[stem]})
     # Simulate that the extra is not installed.
@@ -95,9 +89,7 @@ def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(
     assert len(notes) == (stem == "12_compare_servers")
 
 
-def test_both_engines_and_both_other_servers_are_compared_in_one_table(
-    tiny_home: Path, tiny_gguf: Path, tmp_path: Path
-) -> None:
+def test_both_engines_and_both_other_servers_are_compared_in_one_table(tiny_home, tiny_gguf, tmp_path):
     notebook = nbformat.read(NOTEBOOK_FOLDER / "12_compare_servers.ipynb", as_version=4)
     replace_parameters(notebook, {"model": "tiny", **SMALL["12_compare_servers"], "gguf": str(tiny_gguf)})
     check = nbformat.v4.new_code_cell(
@@ -116,12 +108,12 @@ def test_both_engines_and_both_other_servers_are_compared_in_one_table(
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_cell_of_a_notebook_has_ten_lines_at_most(path: Path) -> None:
+def test_a_cell_of_a_notebook_has_ten_lines_at_most(path):
     cells = nbformat.read(path, as_version=4).cells
     assert max(len(cell.source.splitlines()) for cell in cells) <= 10
 
 
-def replace_parameters(notebook: Any, values: dict[str, Any]) -> None:
+def replace_parameters(notebook, values):
     """Set all parameters of a notebook."""
     (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     named = {line.partition(" = ")[0] for line in cell.source.splitlines()}
@@ -129,7 +121,7 @@ def replace_parameters(notebook: Any, values: dict[str, Any]) -> None:
     cell.source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
 
 
-def outputs_of(notebook: Any, home: Path, folder: Path) -> list[Any]:
+def outputs_of(notebook, home, folder):
     """Run a notebook that must not fail or write to standard error, and return its outputs.
 
     Only the packages that ``make lab`` installs can be imported, although the tests need others.
@@ -145,21 +137,21 @@ def outputs_of(notebook: Any, home: Path, folder: Path) -> list[Any]:
     return shown
 
 
-def test_the_demo_fails_when_a_cell_fails(tmp_path: Path) -> None:
+def test_the_demo_fails_when_a_cell_fails(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("raise ValueError('broken cell')")])
     nbformat.write(notebook, tmp_path / "broken.ipynb")
-    command: list[str | Path] = [sys.executable, NOTEBOOK_FOLDER / "demo.py", tmp_path / "broken.ipynb"]
+    command = [sys.executable, NOTEBOOK_FOLDER / "demo.py", tmp_path / "broken.ipynb"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ValueError: broken cell" in done.stdout
 
 
-def test_the_demo_prints_an_output_while_its_cell_still_runs(tmp_path: Path) -> None:
+def test_the_demo_prints_an_output_while_its_cell_still_runs(tmp_path):
     os.mkfifo(tmp_path / "go")
     source = f"print('begun')\nopen({str(tmp_path / 'go')!r}).read()"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     nbformat.write(notebook, tmp_path / "waiting.ipynb")
-    command: list[str | Path] = [sys.executable, NOTEBOOK_FOLDER / "demo.py", tmp_path / "waiting.ipynb"]
+    command = [sys.executable, NOTEBOOK_FOLDER / "demo.py", tmp_path / "waiting.ipynb"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         assert "begun\n" in demo.stdout

@@ -15,18 +15,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page
 
-from lmx_lab.values.models import ModelEntry
 from tests.other_clients.clients_page import PAGE, run_section, serve_arguments
 from tests.other_clients.try_agents import AGENTS
 from tests.support.browser import WAIT_MS, chromium
-from tests.support.commands import Serving, serving
+from tests.support.commands import serving
 from tests.support.docs import ROOT, table_rows
 
 pytestmark = pytest.mark.long
@@ -38,26 +35,24 @@ NETWORK = "10.211.84"
 
 
 @pytest.fixture(scope="module")
-def server(starter_home: Path, minilm: ModelEntry) -> Iterator[Serving]:
+def server(starter_home, minilm):
     with serving(starter_home, *serve_arguments(None), "--port", "0") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def address(server: Serving) -> dict[str, str]:
+def address(server):
     return {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}
 
 
-def test_curl_lists_models_and_chats(address: dict[str, str], tmp_path: Path) -> None:
+def test_curl_lists_models_and_chats(address, tmp_path):
     printed = run_section("curl", address, tmp_path)
     assert '"id":"smollm2-135m"' in printed
     assert "Paris" in printed
     assert '"object":"chat.completion"' in printed
 
 
-def test_openai_python_chats_streams_parses_embeds_and_creates_a_response(
-    address: dict[str, str], tmp_path: Path
-) -> None:
+def test_openai_python_chats_streams_parses_embeds_and_creates_a_response(address, tmp_path):
     printed = run_section("openai-python", address, tmp_path, programs=PROGRAMS)
     whole, streamed, city, vectors, response = printed.splitlines()
     assert whole == streamed == response
@@ -66,7 +61,7 @@ def test_openai_python_chats_streams_parses_embeds_and_creates_a_response(
     assert vectors == "2 vectors of 384 numbers"
 
 
-def tiny_model(arguments: list[str]) -> list[str]:
+def tiny_model(arguments):
     """Return the arguments with the tiny model, which loads faster; the tests do not look at the text."""
     assert "smollm2-135m" in arguments
     return ["tiny" if each == "smollm2-135m" else each for each in arguments]
@@ -76,7 +71,7 @@ def tiny_model(arguments: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def tab() -> Iterator[Page]:
+def tab():
     with chromium() as browser:
         page = browser.new_page()
         page.set_default_timeout(WAIT_MS)
@@ -89,7 +84,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def web_pages(folder: Path) -> Iterator[str]:
+def web_pages(folder):
     """Serve the folder as a web site; yield its origin."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(folder))) as site:
         thread = threading.Thread(target=site.serve_forever)
@@ -101,10 +96,8 @@ def web_pages(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-def test_a_page_of_an_allowed_origin_streams_an_answer_and_another_page_is_refused(
-    tiny_home: Path, tmp_path: Path, tab: Page
-) -> None:
-    refused: list[str] = []
+def test_a_page_of_an_allowed_origin_streams_an_answer_and_another_page_is_refused(tiny_home, tmp_path, tab):
+    refused = []
     with web_pages(tmp_path) as named, web_pages(tmp_path) as other:
         page_server = tiny_model(serve_arguments("A web page"))
         arguments = [named if each == "http://127.0.0.1:3000" else each for each in page_server]
@@ -126,7 +119,7 @@ def test_a_page_of_an_allowed_origin_streams_an_answer_and_another_page_is_refus
 
 
 @pytest.fixture
-def machines() -> Iterator[tuple[str, str]]:
+def machines():
     """The names of two network namespaces connected by a virtual cable, which stand for two machines on a LAN."""
     if not CAN_CREATE_NAMESPACES:
         pytest.skip("network namespaces need root, and ip from iproute2")
@@ -152,11 +145,11 @@ def machines() -> Iterator[tuple[str, str]]:
         yield names
 
 
-def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+def ip(*arguments):
     return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
 
 
-def test_a_second_machine_chats_and_may_not_unload(tiny_home: Path, tmp_path: Path, machines: tuple[str, str]) -> None:
+def test_a_second_machine_chats_and_may_not_unload(tiny_home, tmp_path, machines):
     first, second = (("ip", "netns", "exec", name) for name in machines)
     with serving(tiny_home, *tiny_model(serve_arguments("A second machine")), "--port", "0", before=first) as server:
         announced = re.search(r"on the LAN at http://(\S+)", server.wait_for("on the LAN at"))
@@ -181,7 +174,7 @@ def test_a_second_machine_chats_and_may_not_unload(tiny_home: Path, tmp_path: Pa
 # Statements of the page
 
 
-def test_the_table_has_the_tested_versions_of_agents() -> None:
+def test_the_table_has_the_tested_versions_of_agents():
     documented = {row["client"]: row["tried with"] for row in table_rows(PAGE, "client")}
     tested = json.loads((Path(__file__).parent / "agents.json").read_text())["dependencies"]
     assert {
@@ -189,7 +182,7 @@ def test_the_table_has_the_tested_versions_of_agents() -> None:
     } == tested
 
 
-def test_the_table_has_the_versions_that_are_tested() -> None:
+def test_the_table_has_the_versions_that_are_tested():
     tested = dict(
         re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints-clients.txt").read_text(), flags=re.MULTILINE)
         + re.findall(r"^(openai)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)

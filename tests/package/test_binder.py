@@ -1,7 +1,5 @@
 """Test the files that Binder reads. ``make binder`` runs the complete build and its notebooks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.starters import STARTERS
 from tests.package.try_binder import NOTEBOOKS
@@ -24,13 +21,13 @@ BINDER = ROOT / "binder"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def requirements() -> list[str]:
+def requirements():
     lines = (BINDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 @pytest.fixture
-def home(tmp_path: Path, starter_home: Path, smollm2: ModelEntry, minilm: ModelEntry, smollm2_gguf: Path) -> Path:
+def home(tmp_path, starter_home, smollm2, minilm, smollm2_gguf):
     """A home folder that already has the starters, to save their download."""
     models = tmp_path / ".lmx-lab" / "models"
     (models / "smollm2-135m-gguf").mkdir(parents=True)
@@ -40,7 +37,7 @@ def home(tmp_path: Path, starter_home: Path, smollm2: ModelEntry, minilm: ModelE
     return tmp_path
 
 
-def test_the_requirements_have_the_extras_for_notebooks_in_tested_versions() -> None:
+def test_the_requirements_have_the_extras_for_notebooks_in_tested_versions():
     constraints, package = requirements()
     option, path = constraints.split()
     # pip resolves the constraints relative to the file, and the package relative to the repository's root.
@@ -51,13 +48,13 @@ def test_the_requirements_have_the_extras_for_notebooks_in_tested_versions() -> 
     assert {"jupyter-server-proxy", "jupyterlab", "anywidget", "xllamacpp"} <= installed
 
 
-def test_the_package_supports_the_python_version() -> None:
+def test_the_package_supports_the_python_version():
     name, _, version = (BINDER / "runtime.txt").read_text().strip().partition("-")
     assert name == "python"
     assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
 
 
-def test_post_build_downloads_every_starter_into_the_default_home(home: Path) -> None:
+def test_post_build_downloads_every_starter_into_the_default_home(home):
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     built = subprocess.run(
         [BINDER / "postBuild"],
@@ -73,7 +70,7 @@ def test_post_build_downloads_every_starter_into_the_default_home(home: Path) ->
     assert all(name in built.stdout for name in STARTERS)
 
 
-def test_post_build_fails_if_a_model_cannot_be_downloaded(tmp_path: Path) -> None:
+def test_post_build_fails_if_a_model_cannot_be_downloaded(tmp_path):
     # An image without models would make every user wait for the download.
     program = tmp_path / "lmx-lab"
     program.write_text('#!/bin/sh\n[ "$2" != minilm-l6 ]\n')
@@ -82,7 +79,7 @@ def test_post_build_fails_if_a_model_cannot_be_downloaded(tmp_path: Path) -> Non
     assert subprocess.run([BINDER / "postBuild"], env={"PATH": path}, check=False).returncode == 1
 
 
-def test_start_enables_idle_unload_and_replaces_itself_with_the_server() -> None:
+def test_start_enables_idle_unload_and_replaces_itself_with_the_server():
     # JupyterHub stops the process that it has started, so this must become the server itself.
     read = "import os, sys; from lmx_lab.settings import Settings; lab = Settings.read(); "
     write = "print(os.getpid(), lab.idle_unload_s, lab.swap, *sys.argv[1:])"
@@ -93,5 +90,5 @@ def test_start_enables_idle_unload_and_replaces_itself_with_the_server() -> None
     assert output == f"{started.pid} 120.0 True a b\n"
 
 
-def test_make_binder_runs_the_notebooks_of_the_introduction() -> None:
+def test_make_binder_runs_the_notebooks_of_the_introduction():
     assert [ROOT / name for name in NOTEBOOKS] == sorted((ROOT / "notebooks").glob("0[0-4]*.ipynb"))

@@ -55,12 +55,12 @@ class Distributions:
         return message_from_bytes(self.files[f"{self.metadata_folder}/METADATA"])
 
 
-def contents(wheel: Path) -> dict[str, bytes]:
+def contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def hatchling(root: Path, kind: str, target: Path) -> Path:
+def hatchling(root, kind, target):
     """Build a distribution, as ``python -m build --no-isolation`` does."""
     before = set(target.glob("*"))
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(target)]
@@ -70,12 +70,12 @@ def hatchling(root: Path, kind: str, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+def built(tmp_path_factory):
     target = tmp_path_factory.mktemp("dist")
     return Distributions(wheel=hatchling(ROOT, "wheel", target), sdist=hatchling(ROOT, "sdist", target))
 
 
-def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: Distributions) -> None:
+def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built):
     here = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "lmx_lab").rglob("*")
@@ -88,14 +88,14 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: Distrib
     assert {name.split("/")[0] for name in built.files} == {"lmx_lab", built.metadata_folder}
 
 
-def test_the_licence_of_vendored_code_is_included(built: Distributions) -> None:
+def test_the_licence_of_vendored_code_is_included(built):
     assert b"Leon Sorokin" in built.files["lmx_lab/panels/uplot/LICENSE"]
     licences = built.metadata.get_all("License-File") or []
     assert {"LICENSE", "lmx_lab/panels/uplot/LICENSE"} <= set(licences)
     assert all(f"{built.metadata_folder}/licenses/{name}" in built.files for name in licences)
 
 
-def test_the_source_distribution_builds_the_same_wheel(built: Distributions, tmp_path: Path) -> None:
+def test_the_source_distribution_builds_the_same_wheel(built, tmp_path):
     with tarfile.open(built.sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
@@ -103,7 +103,7 @@ def test_the_source_distribution_builds_the_same_wheel(built: Distributions, tmp
     assert contents(again) == built.files
 
 
-def test_a_package_index_accepts_the_metadata(built: Distributions) -> None:
+def test_a_package_index_accepts_the_metadata(built):
     metadata = built.metadata
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
@@ -116,9 +116,7 @@ def test_a_package_index_accepts_the_metadata(built: Distributions) -> None:
         assert "extra" not in marker or any(f'extra == "{extra}"' in marker for extra in extras), line
 
 
-def test_the_wheel_serves_and_chats_outside_of_the_repository(
-    built: Distributions, tiny_home: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_serves_and_chats_outside_of_the_repository(built, tiny_home, tmp_path):
     bin_folder = install(built.wheel, tmp_path / "env")
     environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     version = subprocess.run(
@@ -133,7 +131,7 @@ def test_the_wheel_serves_and_chats_outside_of_the_repository(
     assert used.stdout.endswith("3 tokens\n")
 
 
-def install(wheel: Path, environment: Path) -> Path:
+def install(wheel, environment):
     """Install the wheel in a new environment that uses this environment's dependencies; return its scripts folder."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     python = environment / "bin" / "python"

@@ -1,7 +1,5 @@
 """Test which modules an import loads. Names are tested, because times would depend on the machine."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -26,7 +24,7 @@ HEAVY = {
 }
 
 
-def modules_loaded_by(statement: str) -> set[str]:
+def modules_loaded_by(statement):
     """Run a statement in a new process, and return the modules that it loads."""
     output = "print(json.dumps(sorted(set(sys.modules) - before)))"
     code = f"import json, sys; before = set(sys.modules); {statement}; {output}"
@@ -35,39 +33,39 @@ def modules_loaded_by(statement: str) -> set[str]:
     return set(json.loads(completed.stdout))
 
 
-def test_importing_the_package_loads_only_itself_and_the_standard_library() -> None:
+def test_importing_the_package_loads_only_itself_and_the_standard_library():
     loaded = modules_loaded_by("import lmx_lab")
     assert {name for name in loaded if name.split(".")[0] == "lmx_lab"} == {"lmx_lab"}
     assert {name.split(".")[0] for name in loaded} - sys.stdlib_module_names == {"lmx_lab"}
 
 
-def test_the_public_names_exist_before_their_modules_are_imported() -> None:
+def test_the_public_names_exist_before_their_modules_are_imported():
     loaded = modules_loaded_by("import lmx_lab; assert {'launch', 'attach', 'Lab'} <= set(dir(lmx_lab))")
     assert "lmx_lab.notebook" not in loaded
 
 
 @pytest.mark.parametrize("module", ["lmx_lab.settings", "lmx_lab.errors", "lmx_lab.urls", "lmx_lab.cli"])
-def test_basic_modules_load_no_heavy_packages(module: str) -> None:
+def test_basic_modules_load_no_heavy_packages(module):
     assert not {name.split(".")[0] for name in modules_loaded_by(f"import {module}")} & HEAVY
 
 
-def test_attaching_loads_no_server() -> None:
+def test_attaching_loads_no_server():
     loaded = {name.split(".")[0] for name in modules_loaded_by("from lmx_lab import attach")}
     assert not loaded & {"fastapi", "starlette", "uvicorn", "mlx", "pandas", "ipywidgets"}
 
 
-def test_a_server_starts_without_an_http_client_and_the_engines() -> None:
+def test_a_server_starts_without_an_http_client_and_the_engines():
     loaded = modules_loaded_by("import lmx_lab.cli.server, lmx_lab.notebook.lab, lmx_lab.notebook.local")
     unneeded = {"httpx2", "wsproto", "mlx", "mlx_lm", "transformers", "huggingface_hub", "xllamacpp", "pandas", "mcp"}
     assert not {name.split(".")[0] for name in loaded} & unneeded
 
 
-def test_a_server_can_load_a_model_before_it_imports_its_routes() -> None:
+def test_a_server_can_load_a_model_before_it_imports_its_routes():
     loaded = modules_loaded_by("import lmx_lab.cli.server, lmx_lab.engine.llama_cpp.engine")
     assert not {name.split(".")[0] for name in loaded} & {"fastapi", "starlette", "pydantic", "uvicorn", "numpy"}
 
 
-def test_usual_options_are_parsed_without_pydantic() -> None:
+def test_usual_options_are_parsed_without_pydantic():
     loaded = modules_loaded_by(
         "from lmx_lab.cli import app, serve; serve._run = lambda settings, spec, **options: print(spec.model, "
         "settings.port, file=sys.stderr); app.run(['serve', '--model', 'tiny', '--port', '8123'])"
@@ -76,5 +74,5 @@ def test_usual_options_are_parsed_without_pydantic() -> None:
     assert "pydantic" not in loaded
 
 
-def test_errors_and_settings_load_no_heavy_packages() -> None:
+def test_errors_and_settings_load_no_heavy_packages():
     assert not {name.split(".")[0] for name in modules_loaded_by("from lmx_lab import LabError, Settings")} & HEAVY

@@ -1,7 +1,5 @@
 """Test ``install.py`` on a small project without a package index, and its translation of pip's settings for uv."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -32,7 +29,7 @@ exit 2
 
 
 @pytest.fixture(scope="module")
-def install() -> ModuleType:
+def install():
     spec = importlib.util.spec_from_file_location("install", ROOT / "install.py")
     assert spec is not None
     assert spec.loader is not None
@@ -42,7 +39,7 @@ def install() -> ModuleType:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     """A small project with an environment that uses pip and the build tools of this environment."""
     shutil.copy(ROOT / "install.py", tmp_path)
     (tmp_path / "pyproject.toml").write_text(PROJECT)
@@ -56,7 +53,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_install(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_install(checkout, *arguments):
     environ = {name: text for name, text in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
     unreachable = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
     return subprocess.run(
@@ -75,16 +72,14 @@ def run_install(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[
         ("check", ["lab,gguf", "lab,gguf,dev"]),
     ],
 )
-def test_running_needs_no_development_tools_and_testing_adds_them(
-    target: str, extras: list[str], tmp_path: Path
-) -> None:
+def test_running_needs_no_development_tools_and_testing_adds_them(target, extras, tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     planned = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert re.findall(r"python install\.py (\S+)", planned.stdout) == extras
 
 
-def test_pip_installs_the_checkout_if_uv_cannot_be_installed(checkout: Path) -> None:
+def test_pip_installs_the_checkout_if_uv_cannot_be_installed(checkout):
     (checkout / "constraints.txt").write_text("uv==0.0.0\n")
     completed = run_install(checkout, "lab")
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -92,7 +87,7 @@ def test_pip_installs_the_checkout_if_uv_cannot_be_installed(checkout: Path) -> 
     subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
 
 
-def test_pip_installs_the_checkout_if_uv_fails(checkout: Path) -> None:
+def test_pip_installs_the_checkout_if_uv_fails(checkout):
     (checkout / "uv-1.dist-info").mkdir()
     (checkout / "uv-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: uv\nVersion: 1\n")
     purelib = next((checkout / ".venv" / "lib").glob("python*/site-packages"))
@@ -107,13 +102,13 @@ def test_pip_installs_the_checkout_if_uv_fails(checkout: Path) -> None:
     subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
 
 
-def test_the_exit_status_is_1_if_neither_can_install(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_status_is_1_if_neither_can_install(install, monkeypatch):
     for command in ("PIP_INSTALL", "UV_INSTALL"):
         monkeypatch.setattr(install, command, ("false",))
     assert install.main(["lab"]) == 1
 
 
-def test_the_library_of_mlx_for_gpus_is_installed_again_after_that_of_mlx_cpu(install: ModuleType) -> None:
+def test_the_library_of_mlx_for_gpus_is_installed_again_after_that_of_mlx_cpu(install):
     assert len(install.steps("lab,gguf")) == 2
     *_, package = install.steps("lab,cuda")[2]
     name, _, version = package.partition("==")
@@ -121,9 +116,7 @@ def test_the_library_of_mlx_for_gpus_is_installed_again_after_that_of_mlx_cpu(in
     assert f"\nmlx=={version}\n" in (ROOT / "constraints.txt").read_text()
 
 
-def test_settings_of_pip_are_read_in_pips_order_of_precedence(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_pip_are_read_in_pips_order_of_precedence(install, tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -138,7 +131,7 @@ def test_settings_of_pip_are_read_in_pips_order_of_precedence(
     assert settings["cert"] == "/global.pem"
 
 
-def test_uv_uses_the_indexes_and_certificates_of_pip(install: ModuleType, tmp_path: Path) -> None:
+def test_uv_uses_the_indexes_and_certificates_of_pip(install, tmp_path):
     pip = {
         "index-url": "https://index.example/simple",
         "extra-index-url": "\nhttps://one.example/simple\nfile:///nowhere/simple",
@@ -155,7 +148,7 @@ def test_uv_uses_the_indexes_and_certificates_of_pip(install: ModuleType, tmp_pa
     }
 
 
-def test_uv_keeps_its_defaults_without_settings_of_pip(install: ModuleType) -> None:
+def test_uv_keeps_its_defaults_without_settings_of_pip(install):
     assert install.uv_settings({}) == {}
 
 
@@ -173,5 +166,5 @@ def test_uv_keeps_its_defaults_without_settings_of_pip(install: ModuleType) -> N
         ("WARNING: Retrying after connection broken", False),
     ],
 )
-def test_progress_and_errors_are_printed_and_the_rest_is_not(install: ModuleType, line: str, hidden: bool) -> None:
+def test_progress_and_errors_are_printed_and_the_rest_is_not(install, line, hidden):
     assert bool(install.NOISE.match(line)) == hidden

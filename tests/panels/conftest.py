@@ -1,42 +1,36 @@
 """Workbenches over a scripted backend and over a real lab in this process."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 import lmx_lab
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.support.models import ENDLESS_CONTEXT, write_endless_llama
 from tests.support.panels import ScriptedBackend
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """Panels read their lab 20 times a second, and update 50 times a second."""
     monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.05)
     monkeypatch.setattr("lmx_lab.panels.panel.FRAME_S", 0.02)
 
 
 @pytest.fixture
-def backend() -> ScriptedBackend:
+def backend():
     return ScriptedBackend()
 
 
 @pytest.fixture
-def workbench(backend: ScriptedBackend) -> Iterator[Workbench]:
+def workbench(backend):
     workbench = Workbench(backend)
     yield workbench
     workbench.suspend()
 
 
 @pytest.fixture(scope="session")
-def endless_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def endless_home(tmp_path_factory, smollm2):
     """A lab's home with ``tiny`` and ``tiny-two``, whose answers last until a test stops them."""
     home = tmp_path_factory.mktemp("endless-home")
     for seed, name in enumerate(("tiny", "tiny-two")):
@@ -45,13 +39,13 @@ def endless_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) 
 
 
 @pytest.fixture(scope="module")
-def lab(endless_home: Path) -> Iterator[lmx_lab.Lab]:
+def lab(endless_home):
     with lmx_lab.Lab(Settings(home=endless_home, port=0), loop="thread") as lab:
         yield lab
 
 
 @pytest.fixture
-def real_workbench(lab: lmx_lab.Lab) -> Iterator[Workbench]:
+def real_workbench(lab):
     workbench = Workbench(LocalBackend(lab.server))
     yield workbench
     workbench.suspend()

@@ -25,11 +25,11 @@ UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
 OWN = sorted(path.name for path in assets.FOLDER.glob("*.js"))
 
 
-def modules() -> dict[str, str]:
+def modules():
     return {name: assets.script(*panel.SCRIPTS) for name, panel in PANELS.items()}
 
 
-def test_all_panels_together_are_small() -> None:
+def test_all_panels_together_are_small():
     sizes = {name: len(module.encode()) for name, module in modules().items()}
     with_daemon = {name: sizes.pop(name) for name, panel in PANELS.items() if panel.NEEDS_DAEMON}
     assert sum(with_daemon.values()) <= MAX_BYTES_WITH_DAEMON, with_daemon
@@ -37,19 +37,19 @@ def test_all_panels_together_are_small() -> None:
 
 
 @pytest.mark.parametrize("panel", CLASSES)
-def test_a_widget_has_its_module_and_its_styles(panel: type[Panel]) -> None:
+def test_a_widget_has_its_module_and_its_styles(panel):
     assert str(panel._esm) == assets.script(*panel.SCRIPTS)
     assert str(panel._css) == assets.styles(*panel.STYLES)
 
 
-def test_a_new_panel_can_be_imported_before_its_code_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_panel_can_be_imported_before_its_code_is_built(tmp_path, monkeypatch):
     monkeypatch.setattr(assets, "FOLDER", tmp_path)
     for name in ("panel.js", "new.js"):
         (tmp_path / name).write_text(f"// {name}", encoding="utf-8")
     assert assets.script.__wrapped__("panel.js", "new.js") == "// panel.js\n// new.js"
 
 
-def test_vendored_files_are_unchanged() -> None:
+def test_vendored_files_are_unchanged():
     readme = assets.source("uplot/README.md")
     for name in ("uPlot.iife.min.js", "uPlot.min.css"):
         digest = hashlib.sha256((assets.FOLDER / "uplot" / name).read_bytes()).hexdigest()
@@ -59,7 +59,7 @@ def test_vendored_files_are_unchanged() -> None:
     assert "MIT" in assets.source("uplot/LICENSE")
 
 
-def test_the_code_does_not_refer_to_other_hosts() -> None:
+def test_the_code_does_not_refer_to_other_hosts():
     for module in modules().values():
         assert set(re.findall(r"https?://[\w./-]+", module)) <= {"https://github.com/leeoniya/uPlot"}
     for panel in CLASSES:
@@ -67,7 +67,7 @@ def test_the_code_does_not_refer_to_other_hosts() -> None:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_text_never_becomes_markup(name: str) -> None:
+def test_text_never_becomes_markup(name):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", assets.source(name))
 
 
@@ -80,7 +80,7 @@ def test_each_panels_module_has_valid_syntax(panel: type[Panel], tmp_path: Path)
 
 
 @pytest.mark.parametrize("panel", CLASSES)
-def test_the_minified_code_is_up_to_date(panel: type[Panel]) -> None:
+def test_the_minified_code_is_up_to_date(panel):
     """If this fails, run ``make panels``."""
     pytest.importorskip("minify", reason="tdewolff-minify is not installed: there are no wheels for macOS")
     from lmx_lab.panels.build import minify_module
@@ -88,7 +88,7 @@ def test_the_minified_code_is_up_to_date(panel: type[Panel]) -> None:
     assert assets.source(f"built/{panel.SCRIPTS[-1]}") == minify_module(*panel.SCRIPTS)
 
 
-def test_the_pages_are_up_to_date_small_and_complete_in_one_file() -> None:
+def test_the_pages_are_up_to_date_small_and_complete_in_one_file():
     """If this fails, run ``make panels``."""
     pytest.importorskip("minify", reason="tdewolff-minify is not installed: there are no wheels for macOS")
     from lmx_lab.panels.build import page_files

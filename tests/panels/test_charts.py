@@ -1,7 +1,5 @@
 """Test line charts: their description, gaps and ticks. ``contract/test_figures`` has what all figures share."""
 
-from __future__ import annotations
-
 import math
 import re
 from xml.etree import ElementTree
@@ -23,22 +21,22 @@ from lmx_lab.panels.charts import (
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def parse_svg(chart: LineChart) -> ElementTree.Element:
+def parse_svg(chart):
     return ElementTree.fromstring(chart.svg().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
 
 
-def lines(chart: LineChart) -> list[str]:
+def lines(chart):
     """Return the paths of the lines, without those of the legend, which come first."""
     found = [path.get("d", "") for path in parse_svg(chart).iter(f"{SVG}path") if "line " in path.get("class", "")]
     return found[len(chart.series) :]
 
 
-def chart(at: list[float], *values: list[float], **other: bool) -> LineChart:
+def chart(at, *values, **other):
     named = [Series(name=f"line <{index}>", values=series) for index, series in enumerate(values)]
     return LineChart(key="k", title="Speed & more", unit="tok/s", at=at, series=named, **other)
 
 
-def test_a_chart_has_a_title_and_a_text_description() -> None:
+def test_a_chart_has_a_title_and_a_text_description():
     svg = parse_svg(chart([0, 1, 2], [0, 4, 2]))
     ids = {node.get("id"): node.text for node in svg.iter() if node.get("id")}
     assert svg.get("role") == "img"
@@ -47,7 +45,7 @@ def test_a_chart_has_a_title_and_a_text_description() -> None:
     assert "line <0>: latest 2, median above 0 3, highest 4." in text
 
 
-def test_gaps_in_time_and_values_are_not_drawn() -> None:
+def test_gaps_in_time_and_values_are_not_drawn():
     """Half a second and two seconds are not a gap. More is one, as is a value that is not a number."""
     assert len(segments([0, 0.5, 2.5, 4.6], [1, 1, 1, 1])) == 2
     assert segments([0, 1, 2], [1, math.nan, 3]) == [[(0, 1)], [(2, 3)]]
@@ -56,7 +54,7 @@ def test_gaps_in_time_and_values_are_not_drawn() -> None:
     assert "Gaps without measurements: 1." in chart([0, 1, 10, 11], [1, 2, 3, 4]).description()
 
 
-def test_a_peak_survives_ten_thousand_values() -> None:
+def test_a_peak_survives_ten_thousand_values():
     at = [index * 0.09 for index in range(10_000)]
     values = [1.0] * 10_000
     values[5_003] = 7.0
@@ -67,7 +65,7 @@ def test_a_peak_survives_ten_thousand_values() -> None:
 
 
 @given(st.floats(1e-9, 1e15), st.booleans())
-def test_the_value_axis_reaches_the_highest_value_in_few_round_steps(highest: float, whole: bool) -> None:
+def test_the_value_axis_reaches_the_highest_value_in_few_round_steps(highest, whole):
     ticks = value_ticks(highest, whole=whole)
     assert ticks[0] == 0
     assert ticks[-1] >= highest * 0.999
@@ -76,25 +74,25 @@ def test_the_value_axis_reaches_the_highest_value_in_few_round_steps(highest: fl
     assert not whole or all(tick == int(tick) for tick in ticks)
 
 
-def test_an_axis_without_values_has_ticks() -> None:
+def test_an_axis_without_values_has_ticks():
     assert value_ticks(0) == [0, 0.5, 1.0]
     assert value_ticks(0, whole=True) == [0, 1.0]
     assert value_ticks(5e-324)[-1] == 1.0
 
 
 @given(st.floats(1, 4e9), st.floats(10, 1e8))
-def test_the_time_axis_has_few_round_times(first: float, span: float) -> None:
+def test_the_time_axis_has_few_round_times(first, span):
     ticks = time_ticks(first, first + span)
     assert 1 <= len(ticks) <= 8
     assert all(first <= at <= first + span for at, _ in ticks)
 
 
-def test_a_column_of_points_keeps_its_lowest_and_highest() -> None:
+def test_a_column_of_points_keeps_its_lowest_and_highest():
     assert downsample([(1.1, 5), (1.2, 9), (1.3, 1), (2.0, 4)]) == [(1.2, 9), (1.3, 1), (2.0, 4)]
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (3, "3"), (0.256, "0.26"), (12.34, "12.3"), (1234.5, "1,234"), (-0.5, "-0.50")]
 )
-def test_numbers_are_short(value: float, text: str) -> None:
+def test_numbers_are_short(value, text):
     assert format_number(value) == text

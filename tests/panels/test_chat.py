@@ -1,14 +1,10 @@
 """Test the chat panel without a browser: answers, their endings, the transcript."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-import lmx_lab
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.panels.chat import (
     MAX_CHARACTERS,
@@ -22,7 +18,6 @@ from lmx_lab.panels.chat import (
     to_markdown,
     trim_transcript,
 )
-from lmx_lab.panels.workbench import Workbench
 from tests.support.models import ENDLESS_CONTEXT
 from tests.support.panels import Reader, Refused, ScriptedBackend, cost, delta
 
@@ -35,21 +30,21 @@ TRANSCRIPT = (
 
 
 @pytest.fixture
-def reader(quick: None, workbench: Workbench) -> Reader:
+def reader(quick, workbench):
     return Reader(ChatPanel(workbench), workbench)
 
 
-def transcript(panel: Any) -> list[tuple[str, str]]:
+def transcript(panel):
     return [(message["role"], message["text"]) for message in panel.messages]
 
 
-def answer(reader: Reader, backend: ScriptedBackend, text: str, reply: str) -> None:
+def answer(reader, backend, text, reply):
     reader.ask("send", text=text)
     reader.give(backend.steps, delta(reply, tokens=2), cost())
     reader.until(lambda panel: not panel.live and transcript(panel)[-1:] == [("assistant", reply)])
 
 
-def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader: Reader, backend: ScriptedBackend) -> None:
+def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader, backend):
     reader.ask("send", text="Hi?")
     reader.until(lambda panel: transcript(panel) == [("user", "Hi?")] and panel.live["status"] == "sent")
     reader.give(backend.steps, "queued")
@@ -64,7 +59,7 @@ def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader: Read
     assert turn["stats"] == "tiny · 3 tokens · 31.5 tok/s · first token in 0.12 s"
 
 
-def test_pieces_are_coalesced_into_frames(workbench: Workbench, backend: ScriptedBackend) -> None:
+def test_pieces_are_coalesced_into_frames(workbench, backend):
     reader = Reader(ChatPanel(workbench), workbench)
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, *(delta("x") for _ in range(300)), cost())
@@ -72,7 +67,7 @@ def test_pieces_are_coalesced_into_frames(workbench: Workbench, backend: Scripte
     assert len([name for name, _ in reader.frames if name == "live"]) < 30
 
 
-def test_the_conversation_is_sent_with_the_next_question(reader: Reader, backend: ScriptedBackend) -> None:
+def test_the_conversation_is_sent_with_the_next_question(reader, backend):
     answer(reader, backend, "One?", "1")
     reader.ask("send", text="Two?", system="Be short.", temperature=0, top_p=0.5, max_tokens=7.0, seed=3)
     reader.give(backend.steps, "queued")
@@ -87,7 +82,7 @@ def test_the_conversation_is_sent_with_the_next_question(reader: Reader, backend
     reader.until(lambda panel: panel.sampling["system"] == "Be short." and panel.sampling["max_tokens"] == 7)
 
 
-def test_an_edited_question_replaces_it_and_what_follows(reader: Reader, backend: ScriptedBackend) -> None:
+def test_an_edited_question_replaces_it_and_what_follows(reader, backend):
     answer(reader, backend, "One?", "1")
     answer(reader, backend, "Two?", "2")
     answer(reader, backend, "Three?", "3")
@@ -103,7 +98,7 @@ def test_an_edited_question_replaces_it_and_what_follows(reader: Reader, backend
     assert len(reader.panel.messages) == 4
 
 
-def test_a_saved_conversation_is_loaded_with_its_settings(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_saved_conversation_is_loaded_with_its_settings(reader, backend):
     with pytest.raises(Refused, match="no messages yet"):
         reader.ask("export", format="json")
     reader.ask("send", text="Hi?", system="Be short.", temperature=0.2)
@@ -127,7 +122,7 @@ def test_a_saved_conversation_is_loaded_with_its_settings(reader: Reader, backen
         reader.ask("load", text=saved)
 
 
-def test_a_second_question_is_refused_during_an_answer(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_second_question_is_refused_during_an_answer(reader, backend):
     reader.ask("send", text="One?")
     with pytest.raises(Refused, match="is generating an answer") as refusal:
         reader.ask("send", text="Two?")
@@ -135,7 +130,7 @@ def test_a_second_question_is_refused_during_an_answer(reader: Reader, backend: 
     assert len(backend.requests) == 1
 
 
-def test_stop_ends_the_generation_and_keeps_its_text(reader: Reader, backend: ScriptedBackend) -> None:
+def test_stop_ends_the_generation_and_keeps_its_text(reader, backend):
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("Once upon", tokens=2))
     reader.until(lambda panel: panel.live["text"])
@@ -148,7 +143,7 @@ def test_stop_ends_the_generation_and_keeps_its_text(reader: Reader, backend: Sc
     reader.ask("stop")
 
 
-def test_stop_right_after_send_ends_the_answer(reader: Reader, backend: ScriptedBackend) -> None:
+def test_stop_right_after_send_ends_the_answer(reader, backend):
     reader.send("send", text="Hi?")
     reader.send("stop")
     reader.until(lambda panel: len(panel.messages) == 2 and not panel.live)
@@ -156,7 +151,7 @@ def test_stop_right_after_send_ends_the_answer(reader: Reader, backend: Scripted
     answer(reader, backend, "Again?", "Yes")
 
 
-def test_a_prompt_that_is_too_long_is_reported_below_the_question(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_prompt_that_is_too_long_is_reported_below_the_question(reader, backend):
     reader.ask("send", text="Long?")
     reader.give(backend.steps, ContextLengthError("the prompt has 900 tokens, the model takes 512; shorten it"))
     reader.until(lambda panel: not panel.live)
@@ -167,7 +162,7 @@ def test_a_prompt_that_is_too_long_is_reported_below_the_question(reader: Reader
     assert [message.content for message in backend.requests[-1][1].messages] == ["Short?"]
 
 
-def test_an_unloaded_model_ends_the_answer_with_its_message(reader: Reader, backend: ScriptedBackend) -> None:
+def test_an_unloaded_model_ends_the_answer_with_its_message(reader, backend):
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("Once"), NotLoadedError("tiny was unloaded"))
     reader.until(lambda panel: not panel.live)
@@ -175,9 +170,7 @@ def test_an_unloaded_model_ends_the_answer_with_its_message(reader: Reader, back
     assert (turn["text"], turn["error"]) == ("Once", "tiny was unloaded")
 
 
-def test_showing_another_lab_stops_the_answer_and_keeps_the_transcript(
-    reader: Reader, backend: ScriptedBackend, workbench: Workbench
-) -> None:
+def test_showing_another_lab_stops_the_answer_and_keeps_the_transcript(reader, backend, workbench):
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("Once"))
     reader.until(lambda panel: panel.live.get("text"))
@@ -189,9 +182,7 @@ def test_showing_another_lab_stops_the_answer_and_keeps_the_transcript(
     answer(reader, following, "Still there?", "Yes")
 
 
-def test_suspending_the_workbench_stops_the_answer(
-    reader: Reader, backend: ScriptedBackend, workbench: Workbench
-) -> None:
+def test_suspending_the_workbench_stops_the_answer(reader, backend, workbench):
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("Once"))
     reader.until(lambda panel: panel.live.get("text"))
@@ -206,7 +197,7 @@ def test_suspending_the_workbench_stops_the_answer(
     answer(reader, following, "Still there?", "Yes")
 
 
-def test_a_closed_panel_ends_its_answer(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_closed_panel_ends_its_answer(reader, backend):
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("Once"))
     reader.until(lambda panel: panel.live.get("text"))
@@ -215,7 +206,7 @@ def test_a_closed_panel_ends_its_answer(reader: Reader, backend: ScriptedBackend
     assert backend.stopped == 1
 
 
-def test_clear_removes_everything_including_a_running_answer(reader: Reader, backend: ScriptedBackend) -> None:
+def test_clear_removes_everything_including_a_running_answer(reader, backend):
     answer(reader, backend, "One?", "1")
     reader.ask("send", text="Two?")
     reader.give(backend.steps, delta("2"))
@@ -227,7 +218,7 @@ def test_clear_removes_everything_including_a_running_answer(reader: Reader, bac
     assert reader.panel.history == [{"role": "user", "content": "Three?"}, {"role": "assistant", "content": "3"}]
 
 
-def test_a_stopped_server_refuses_with_the_next_step(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_stopped_server_refuses_with_the_next_step(reader, backend):
     backend.set_state(state="stopped")
     reader.until(lambda panel: panel.server["state"] == "stopped")
     with pytest.raises(Refused, match="run the launch cell again"):
@@ -252,21 +243,21 @@ def test_a_stopped_server_refuses_with_the_next_step(reader: Reader, backend: Sc
         ("temperature", float("nan")),
     ],
 )
-def test_invalid_fields_of_a_question_are_refused_by_name(reader: Reader, name: str, value: object) -> None:
+def test_invalid_fields_of_a_question_are_refused_by_name(reader, name, value):
     with pytest.raises(Refused, match=name) as refusal:
         reader.ask("send", **{"text": "Hi?", name: value})
     assert refusal.value.code == "invalid-request"
     assert not reader.panel.messages
 
 
-def test_the_number_of_removed_messages_is_shown(reader: Reader, backend: ScriptedBackend) -> None:
+def test_the_number_of_removed_messages_is_shown(reader, backend):
     for number in range(3):
         answer(reader, backend, "x" * 90_000, str(number))
     assert len(reader.panel.messages) == 4
     assert reader.panel.removed.startswith("2 older messages were removed")
 
 
-def test_an_answer_that_is_too_long_is_cut(reader: Reader, backend: ScriptedBackend) -> None:
+def test_an_answer_that_is_too_long_is_cut(reader, backend):
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("x" * (MAX_CHARACTERS + 1)))
     reader.until(lambda panel: not panel.live)
@@ -284,11 +275,11 @@ def test_an_answer_that_is_too_long_is_cut(reader: Reader, backend: ScriptedBack
         ("tool_calls", 5, "requests a tool"),
     ],
 )
-def test_the_ending_is_described(reason: str, tokens: int, words: str) -> None:
+def test_the_ending_is_described(reason, tokens, words):
     assert describe_ending(cost(reason, tokens), max_tokens=8) == words
 
 
-def test_the_snapshot_has_the_transcript_as_text(reader: Reader, backend: ScriptedBackend) -> None:
+def test_the_snapshot_has_the_transcript_as_text(reader, backend):
     assert "chat without messages" in reader.panel.snapshot_html()
     answer(reader, backend, "<script>alert(1)</script>", "<b>&amp;</b>")
     html = reader.panel.snapshot_html()
@@ -302,12 +293,12 @@ def test_the_snapshot_has_the_transcript_as_text(reader: Reader, backend: Script
 
 
 @pytest.fixture
-def real_reader(lab: lmx_lab.Lab, quick: None, real_workbench: Workbench) -> Reader:
+def real_reader(lab, quick, real_workbench):
     lab.load("tiny")
     return Reader(ChatPanel(real_workbench), real_workbench)
 
 
-def test_a_real_answer_and_its_history(lab: lmx_lab.Lab, real_reader: Reader) -> None:
+def test_a_real_answer_and_its_history(lab, real_reader):
     real_reader.ask("send", text="Hello", max_tokens=5, temperature=0)
     real_reader.until(lambda panel: len(panel.messages) == 2)
     reply = lab.chat([{"role": "user", "content": "Hello"}], max_tokens=5, temperature=0)
@@ -316,7 +307,7 @@ def test_a_real_answer_and_its_history(lab: lmx_lab.Lab, real_reader: Reader) ->
     assert lab.chat(real_reader.panel.history, max_tokens=2).text
 
 
-def test_a_real_answer_is_stopped(lab: lmx_lab.Lab, real_reader: Reader) -> None:
+def test_a_real_answer_is_stopped(lab, real_reader):
     real_reader.ask("send", text="Hello", max_tokens=7500)
     real_reader.until(lambda panel: panel.live.get("text"))
     real_reader.ask("stop")
@@ -327,15 +318,13 @@ def test_a_real_answer_is_stopped(lab: lmx_lab.Lab, real_reader: Reader) -> None
     real_reader.until(lambda panel: len(panel.messages) == 4)
 
 
-def test_a_real_prompt_that_is_too_long_is_refused_with_both_numbers(real_reader: Reader) -> None:
+def test_a_real_prompt_that_is_too_long_is_refused_with_both_numbers(real_reader):
     real_reader.ask("send", text="long " * 2 * ENDLESS_CONTEXT)
     real_reader.until(lambda panel: len(panel.messages) == 2)
     assert str(ENDLESS_CONTEXT) in real_reader.panel.messages[-1]["error"]
 
 
-def test_unloading_ends_a_running_answer(
-    lab: lmx_lab.Lab, real_reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unloading_ends_a_running_answer(lab, real_reader, monkeypatch):
     control = lab.engine._control
     monkeypatch.setattr(control, "settings", replace(lab.settings, drain_s=0.0))
     real_reader.ask("send", text="Hello", max_tokens=7500)
@@ -348,7 +337,7 @@ def test_unloading_ends_a_running_answer(
     assert "load" in real_reader.panel.messages[-1]["error"]
 
 
-def test_the_transcript_is_bounded_and_begins_with_a_question() -> None:
+def test_the_transcript_is_bounded_and_begins_with_a_question():
     turns = tuple(TranscriptMessage(id=i, role=("user", "assistant")[i % 2], text="x") for i in range(MAX_MESSAGES + 3))
     kept = trim_transcript(turns)
     assert len(kept) == MAX_MESSAGES - 1
@@ -360,7 +349,7 @@ def test_the_transcript_is_bounded_and_begins_with_a_question() -> None:
     assert trim_transcript(large) == large[4:]
 
 
-def test_questions_without_an_answer_are_not_in_the_prompt() -> None:
+def test_questions_without_an_answer_are_not_in_the_prompt():
     turns = (
         TranscriptMessage(id=1, role="user", text="a"),
         TranscriptMessage(id=2, role="assistant", text="", error="no"),
@@ -371,7 +360,7 @@ def test_questions_without_an_answer_are_not_in_the_prompt() -> None:
     assert [it["content"] for it in to_chat_messages(turns, " ", unanswered=turns[-1])] == ["b", "c", "d"]
 
 
-def test_a_file_has_the_messages_of_the_chat_format_and_all_that_is_shown() -> None:
+def test_a_file_has_the_messages_of_the_chat_format_and_all_that_is_shown():
     saved = to_json(TRANSCRIPT, {"temperature": 0.5, "system": "Be short."})
     messages = json.loads(saved)["messages"]
     assert messages[0] == {"role": "system", "content": "Be short."}
@@ -381,7 +370,7 @@ def test_a_file_has_the_messages_of_the_chat_format_and_all_that_is_shown() -> N
     assert settings == {"temperature": 0.5, "system": "Be short."}
 
 
-def test_a_list_of_messages_is_a_conversation_too() -> None:
+def test_a_list_of_messages_is_a_conversation_too():
     loaded, settings = from_json('[{"role": "user", "content": "a \\ud800"}]')
     assert (loaded[0]["role"], loaded[0]["text"], settings) == ("user", "a ?", {})
 
@@ -401,13 +390,13 @@ def test_a_list_of_messages_is_a_conversation_too() -> None:
         ('[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]', "message 1 .*role is"),
     ],
 )
-def test_a_file_without_a_conversation_is_refused_with_the_next_step(text: str, words: str) -> None:
+def test_a_file_without_a_conversation_is_refused_with_the_next_step(text, words):
     with pytest.raises(InvalidRequestError, match=words) as refusal:
         from_json(text)
     assert "sampling" in words or "choose a file" in refusal.value.message
 
 
-def test_a_conversation_as_markdown_has_a_heading_for_each_message() -> None:
+def test_a_conversation_as_markdown_has_a_heading_for_each_message():
     assert to_markdown(TRANSCRIPT, " ") == (
         "## You\n\na\nb \u00fc\n\n## Model\n\n> d\n> e\n\nc\n\n*3 tokens*\n\n"
         "## You\n\nf\n\n## Model\n\n**no model is loaded**\n"

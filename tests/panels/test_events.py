@@ -1,12 +1,9 @@
 """Test the events panel without a browser: rows, frames, decisions, outages, many events."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from typing import Any
 
 import pytest
 
@@ -16,14 +13,12 @@ from lmx_lab.panels import event_log
 from lmx_lab.panels.event_log import COLUMNS, MAX_ROWS, EventRows, RowFilter
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.layout import compose_panels
-from lmx_lab.panels.workbench import Workbench
 from tests.support.panels import (
     LIVE,
     WAIT_S,
     Flood,
     Reader,
     Refused,
-    ScriptedBackend,
     ScriptedDaemon,
     ScriptedLog,
     permission_record,
@@ -33,14 +28,14 @@ LOST = ConnectionState(state="waiting", attempts=1, retry_in_s=0.4, error=Unreac
 
 
 @pytest.fixture
-def daemon(workbench: Workbench) -> ScriptedDaemon:
+def daemon(workbench):
     daemon = ScriptedDaemon()
     workbench.follow_events(daemon)
     return daemon
 
 
 @pytest.fixture
-def reader(quick: None, workbench: Workbench, daemon: ScriptedDaemon) -> Reader:
+def reader(quick, workbench, daemon):
     reader = Reader(EventsPanel(workbench), workbench)
     reader.give(daemon.given, LIVE)
     reader.until(lambda panel: panel.connection["state"] == "live")
@@ -48,19 +43,19 @@ def reader(quick: None, workbench: Workbench, daemon: ScriptedDaemon) -> Reader:
 
 
 @pytest.fixture
-def log() -> ScriptedLog:
+def log():
     return ScriptedLog()
 
 
-def kinds(panel: Any) -> list[str]:
+def kinds(panel):
     return [row["kind"] for row in panel.frame["rows"]]
 
 
-def texts(panel: Any) -> list[str]:
+def texts(panel):
     return [row["text"] for row in panel.frame["rows"]]
 
 
-def test_events_are_rows_in_their_order(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+def test_events_are_rows_in_their_order(reader, daemon, log):
     queued = {"message": {"role": "user", "content": "Is it sunny?"}, "ahead": 0}
     reader.give(
         daemon.given,
@@ -82,9 +77,7 @@ def test_events_are_rows_in_their_order(reader: Reader, daemon: ScriptedDaemon, 
     assert reader.panel.frame["summary"] == "5 rows"
 
 
-def test_the_batches_of_a_message_are_one_row_that_grows(
-    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_the_batches_of_a_message_are_one_row_that_grows(reader, daemon, log):
     reader.give(daemon.given, log.token("hm", kind="turn.thinking"), *(log.token(f"{n} ") for n in range(300)))
     reader.give(daemon.given, log.message("0 1 2"), log.token("next", message="msg-2"))
     reader.until(lambda panel: len(panel.frame["rows"]) == 4)
@@ -96,7 +89,7 @@ def test_the_batches_of_a_message_are_one_row_that_grows(
     assert (record["seq"], record["batches"]) == (301, 300)
 
 
-def test_an_event_is_copied_unchanged(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+def test_an_event_is_copied_unchanged(reader, daemon, log):
     reader.give(daemon.given, log.event("x.odd", {"list": [1, {"\u202eevil": "ü"}]}, turn=None))
     reader.until(lambda panel: panel.frame["rows"])
     text = reader.ask("event", row=0)
@@ -108,7 +101,7 @@ def test_an_event_is_copied_unchanged(reader: Reader, daemon: ScriptedDaemon, lo
             reader.ask("event", row=row)
 
 
-def test_rows_are_filtered_by_group_session_and_text(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+def test_rows_are_filtered_by_group_session_and_text(reader, daemon, log):
     reader.give(daemon.given, log.created(), log.token("It is SUNNY"), log.token("rain", message="m", session="ses-2"))
     reader.give(daemon.given, LOST, LIVE)
     marks = ["connection.lost", "connection.again"]
@@ -124,14 +117,12 @@ def test_rows_are_filtered_by_group_session_and_text(reader: Reader, daemon: Scr
 
 
 @pytest.mark.parametrize("fields", [{"groups": ["no"]}, {"groups": "text"}, {"session": 1}, {"text": "x" * 201}])
-def test_an_invalid_filter_is_refused(reader: Reader, fields: dict[str, Any]) -> None:
+def test_an_invalid_filter_is_refused(reader, fields):
     with pytest.raises(Refused, match="invalid-request"):
         reader.ask("filter", **fields)
 
 
-def test_a_frame_has_the_newest_rows_and_a_view_can_request_others(
-    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_a_frame_has_the_newest_rows_and_a_view_can_request_others(reader, daemon, log):
     reader.give(daemon.given, *(log.event("x.n", n) for n in range(250)))
     reader.until(lambda panel: panel.frame["total"] == 250)
     frame = reader.panel.frame
@@ -145,9 +136,7 @@ def test_a_frame_has_the_newest_rows_and_a_view_can_request_others(
 
 
 @pytest.mark.slow
-def test_the_oldest_rows_are_removed_and_the_others_keep_their_numbers(
-    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_the_oldest_rows_are_removed_and_the_others_keep_their_numbers(reader, daemon, log):
     reader.give(daemon.given, *(log.event("x.n", n) for n in range(MAX_ROWS + 30)))
     reader.until(lambda panel: panel.frame["base"] == 30 and panel.frame["total"] == MAX_ROWS)
     assert reader.panel.frame["summary"] == "5,000 rows; 30 older ones were removed"
@@ -158,7 +147,7 @@ def test_the_oldest_rows_are_removed_and_the_others_keep_their_numbers(
         reader.ask("event", row=29)
 
 
-def test_passing_rows_keep_their_numbers_when_older_ones_are_removed(log: ScriptedLog) -> None:
+def test_passing_rows_keep_their_numbers_when_older_ones_are_removed(log):
     rows = EventRows()
     rows.filter = RowFilter(text="keep")
     for number in range(MAX_ROWS + 100):
@@ -168,7 +157,7 @@ def test_passing_rows_keep_their_numbers_when_older_ones_are_removed(log: Script
 
 
 @pytest.mark.parametrize("grows", [False, True])
-def test_rows_are_bounded_in_bytes(log: ScriptedLog, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_bounded_in_bytes(log, grows, monkeypatch):
     monkeypatch.setattr(event_log, "MAX_BYTES", 3_000_000)
     rows = EventRows()
     for number in range(300):
@@ -180,7 +169,7 @@ def test_rows_are_bounded_in_bytes(log: ScriptedLog, grows: bool, monkeypatch: p
     assert len(rows) == (10 if grows else pytest.approx(58, abs=3))
 
 
-def test_a_huge_event_is_cut_and_marked(log: ScriptedLog) -> None:
+def test_a_huge_event_is_cut_and_marked(log):
     rows = EventRows()
     rows.add(log.event("x.huge", "y" * 3_000_000, turn=None))
     record = rows.passing[0].record()
@@ -188,9 +177,7 @@ def test_a_huge_event_is_cut_and_marked(log: ScriptedLog) -> None:
     assert rows.bytes < 1_100_000
 
 
-def test_an_outage_is_two_rows_whatever_the_number_of_attempts(
-    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_an_outage_is_two_rows_whatever_the_number_of_attempts(reader, daemon, log):
     further = [ConnectionState(state="waiting", attempts=n, retry_in_s=9.6, error=LOST.error) for n in range(2, 30)]
     reader.give(
         daemon.given, LOST, *(state for each in further for state in (ConnectionState(state="connecting"), each))
@@ -205,9 +192,7 @@ def test_an_outage_is_two_rows_whatever_the_number_of_attempts(
     assert reader.panel.connection["error"] == ""
 
 
-def test_missing_events_are_a_row_and_the_sessions_come_from_their_snapshots(
-    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_missing_events_are_a_row_and_the_sessions_come_from_their_snapshots(reader, daemon, log):
     reader.give(daemon.given, log.token("old"), log.permission_request("per-old"))
     reader.until(lambda panel: [call["id"] for call in panel.permissions] == ["per-old"])
     reader.ask("filter", session="ses-1")
@@ -231,9 +216,7 @@ def test_missing_events_are_a_row_and_the_sessions_come_from_their_snapshots(
     reader.until(lambda panel: texts(panel)[0] == "old" and texts(panel)[-1] == "old?")
 
 
-def test_the_running_text_of_a_session_is_replaced_by_the_whole_message(
-    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_the_running_text_of_a_session_is_replaced_by_the_whole_message(reader, daemon, log):
     reader.ask("filter", session="ses-1")
     reader.give(daemon.given, log.created(), log.event("turn.started", {"model": "tiny"}))
     reader.give(daemon.given, log.token("hm", kind="turn.thinking"), log.token("It "), log.token("is"))
@@ -255,14 +238,12 @@ def test_the_running_text_of_a_session_is_replaced_by_the_whole_message(
     assert reader.panel.live["activity"] == "end · 3 tokens · 20.0 tok/s"
 
 
-def test_stop_cancels_the_sessions_turn(reader: Reader, daemon: ScriptedDaemon) -> None:
+def test_stop_cancels_the_sessions_turn(reader, daemon):
     reader.ask("cancel", session="ses-1")
     assert daemon.calls == [("cancel", "ses-1")]
 
 
-def test_a_decision_is_sent_to_the_daemon_and_removes_the_call(
-    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_a_decision_is_sent_to_the_daemon_and_removes_the_call(reader, daemon, log):
     reader.give(
         daemon.given,
         log.created(),
@@ -280,16 +261,14 @@ def test_a_decision_is_sent_to_the_daemon_and_removes_the_call(
     reader.until(lambda panel: not panel.permissions)
 
 
-def test_a_turn_that_ends_removes_its_waiting_calls(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+def test_a_turn_that_ends_removes_its_waiting_calls(reader, daemon, log):
     reader.give(daemon.given, log.permission_request())
     reader.until(lambda panel: panel.permissions)
     reader.give(daemon.given, log.done(""))
     reader.until(lambda panel: not panel.permissions)
 
 
-def test_a_refused_decision_is_reported_and_the_call_stays(
-    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_a_refused_decision_is_reported_and_the_call_stays(reader, daemon, log):
     reader.give(daemon.given, log.permission_request())
     reader.until(lambda panel: panel.permissions)
     daemon.refusal = PermissionNotFoundError("per-1 was decided by another client")
@@ -302,7 +281,7 @@ def test_a_refused_decision_is_reported_and_the_call_stays(
     assert not daemon.calls
 
 
-def test_long_arguments_are_cut_and_the_rest_is_counted(log: ScriptedLog) -> None:
+def test_long_arguments_are_cut_and_the_rest_is_counted(log):
     sessions = event_log.SessionTracker()
     sessions.add(log.permission_request(arguments={"text": "x" * 30_000}))
     (call,) = sessions.permissions()
@@ -310,7 +289,7 @@ def test_long_arguments_are_cut_and_the_rest_is_counted(log: ScriptedLog) -> Non
     assert call["omitted"] > 10_000
 
 
-def test_a_view_has_the_oldest_waiting_calls(log: ScriptedLog) -> None:
+def test_a_view_has_the_oldest_waiting_calls(log):
     sessions = event_log.SessionTracker()
     for number in range(event_log.MAX_PERMISSIONS + 5):
         sessions.add(log.permission_request(f"per-{number}"))
@@ -320,7 +299,7 @@ def test_a_view_has_the_oldest_waiting_calls(log: ScriptedLog) -> None:
         sessions.remove_permission(ids[0])
 
 
-def test_sessions_and_their_texts_are_bounded(log: ScriptedLog) -> None:
+def test_sessions_and_their_texts_are_bounded(log):
     sessions = event_log.SessionTracker()
     for number in range(300):
         sessions.add(log.created(f"ses-{number}", f"Title {number}"))
@@ -335,7 +314,7 @@ def test_sessions_and_their_texts_are_bounded(log: ScriptedLog) -> None:
     assert len(sessions.live("ses-1")["text"]) == event_log.MAX_TURN_CHARACTERS
 
 
-def test_a_failed_connection_is_shown_and_can_be_retried(reader: Reader, daemon: ScriptedDaemon) -> None:
+def test_a_failed_connection_is_shown_and_can_be_retried(reader, daemon):
     reader.give(daemon.given, UnauthorizedError("the token has changed; launch again"))
     reader.until(lambda panel: panel.connection["state"] == "closed")
     assert reader.panel.connection["error"] == "the token has changed; launch again"
@@ -348,7 +327,7 @@ def test_a_failed_connection_is_shown_and_can_be_retried(reader: Reader, daemon:
 
 
 @pytest.mark.slow
-def test_without_a_daemon_the_panel_says_how_to_start_one(workbench: Workbench) -> None:
+def test_without_a_daemon_the_panel_says_how_to_start_one(workbench):
     reader = Reader(EventsPanel(workbench), workbench)
     reader.until(lambda panel: panel.connection["state"] == "none")
     assert "launch(daemon=True)" in reader.panel.connection["text"]
@@ -363,9 +342,7 @@ def test_without_a_daemon_the_panel_says_how_to_start_one(workbench: Workbench) 
     reader.until(lambda panel: panel.connection["state"] == "none")
 
 
-def test_events_of_another_daemon_follow_a_mark(
-    reader: Reader, workbench: Workbench, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_events_of_another_daemon_follow_a_mark(reader, workbench, daemon, log):
     reader.give(daemon.given, log.created(), log.permission_request())
     reader.until(lambda panel: panel.permissions)
     following = ScriptedDaemon()
@@ -375,9 +352,7 @@ def test_events_of_another_daemon_follow_a_mark(
     assert reader.panel.permissions == []
 
 
-def test_a_resumed_workbench_shows_no_event_twice(
-    reader: Reader, workbench: Workbench, backend: ScriptedBackend, daemon: ScriptedDaemon, log: ScriptedLog
-) -> None:
+def test_a_resumed_workbench_shows_no_event_twice(reader, workbench, backend, daemon, log):
     first, second = log.created(), log.done("")
     reader.give(daemon.given, first)
     reader.until(lambda panel: kinds(panel) == ["session.created"])
@@ -391,7 +366,7 @@ def test_a_resumed_workbench_shows_no_event_twice(
     assert daemon.readers == 2
 
 
-def test_a_closed_panel_stops_reading(reader: Reader, workbench: Workbench, daemon: ScriptedDaemon) -> None:
+def test_a_closed_panel_stops_reading(reader, workbench, daemon):
     task = reader.panel._reader
     reader.panel.close()
     reader.until(lambda _panel: task.cancelled())
@@ -399,7 +374,7 @@ def test_a_closed_panel_stops_reading(reader: Reader, workbench: Workbench, daem
     assert daemon.readers == 1
 
 
-def test_clear_removes_rows_and_keeps_waiting_calls(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+def test_clear_removes_rows_and_keeps_waiting_calls(reader, daemon, log):
     reader.give(daemon.given, log.created(), log.permission_request())
     reader.until(lambda panel: panel.frame["total"] == 2)
     reader.ask("clear")
@@ -410,7 +385,7 @@ def test_clear_removes_rows_and_keeps_waiting_calls(reader: Reader, daemon: Scri
 
 
 @pytest.mark.slow
-def test_many_events_make_few_frames_and_bounded_rows(workbench: Workbench) -> None:
+def test_many_events_make_few_frames_and_bounded_rows(workbench):
     begun, daemon = time.monotonic(), Flood(10_000)
     workbench.follow_events(daemon)
     reader = Reader(EventsPanel(workbench), workbench)
@@ -426,7 +401,7 @@ def test_many_events_make_few_frames_and_bounded_rows(workbench: Workbench) -> N
     assert len(rows._growing) <= MAX_ROWS
 
 
-def test_the_data_frame_has_all_rows_and_their_times(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+def test_the_data_frame_has_all_rows_and_their_times(reader, daemon, log):
     empty = reader.panel.df
     assert list(empty.columns) == list(COLUMNS)
     assert len(empty) == 0
@@ -444,12 +419,12 @@ def test_the_data_frame_has_all_rows_and_their_times(reader: Reader, daemon: Scr
 
 
 @pytest.mark.slow
-def test_the_panel_does_not_import_pandas() -> None:
+def test_the_panel_does_not_import_pandas():
     program = "import sys, lmx_lab.panels.events; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
 
 
-def test_the_snapshot_has_the_newest_rows_as_text(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+def test_the_snapshot_has_the_newest_rows_as_text(reader, daemon, log):
     reader.give(daemon.given, *(log.event("x.n", n) for n in range(60)), log.message("<script>alert(1)</script>"))
     reader.until(lambda panel: panel.frame["total"] == 61)
     text = reader.panel.snapshot_html()
@@ -459,7 +434,7 @@ def test_the_snapshot_has_the_newest_rows_as_text(reader: Reader, daemon: Script
     assert text.count("<tr>") == 41
 
 
-def test_without_names_the_panel_is_shown_only_with_a_daemon(workbench: Workbench) -> None:
+def test_without_names_the_panel_is_shown_only_with_a_daemon(workbench):
     alone = compose_panels(workbench, ())
     assert not any(isinstance(panel, EventsPanel) for panel in alone.children)
     workbench.follow_events(ScriptedDaemon())

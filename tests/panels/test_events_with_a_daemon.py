@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import httpx2
 import pytest
 
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook.daemon import LabEvents
 from lmx_lab.panels.events import EventsPanel
-from lmx_lab.panels.workbench import Workbench
 from tests.support.daemons import client, serving
-from tests.support.model_server import STALL, Script, Scripted, calls, says, token
+from tests.support.model_server import STALL, Scripted, calls, says, token
 from tests.support.panels import Reader
 
 pytestmark = pytest.mark.slow
 
 
-def answer(body: dict[str, Any]) -> Script:
+def answer(body):
     """Return the answer to the last message."""
     last = body["messages"][-1]
     if last["role"] == "tool":
@@ -30,31 +24,31 @@ def answer(body: dict[str, Any]) -> Script:
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def daemon(tmp_path_factory):
     with Scripted(answer) as upstream, serving(tmp_path_factory.mktemp("daemon"), upstream=upstream.url) as daemon:
         yield daemon
 
 
 @pytest.fixture
-def http(daemon: Daemon) -> Iterator[httpx2.Client]:
+def http(daemon):
     with client(daemon) as http:
         yield http
 
 
 @pytest.fixture
-def reader(workbench: Workbench, daemon: Any) -> Reader:
+def reader(workbench, daemon):
     workbench.follow_events(LabEvents(daemon))
     reader = Reader(EventsPanel(workbench), workbench)
     reader.until(lambda panel: panel.connection["state"] == "live")
     return reader
 
 
-def kinds(panel: Any) -> list[str]:
+def kinds(panel):
     return [row["kind"] for row in panel.frame["rows"]]
 
 
-def test_a_tool_waits_until_the_panel_allows_it(reader: Reader, daemon: Daemon, http: httpx2.Client) -> None:
-    deleted: list[str] = []
+def test_a_tool_waits_until_the_panel_allows_it(reader, daemon, http):
+    deleted = []
 
     @daemon.tool
     def delete(path: str) -> str:
@@ -84,7 +78,7 @@ def test_a_tool_waits_until_the_panel_allows_it(reader: Reader, daemon: Daemon, 
     assert reader.panel.df["seq"].dropna().is_monotonic_increasing
 
 
-def test_stop_cancels_an_endless_turn(reader: Reader, http: httpx2.Client) -> None:
+def test_stop_cancels_an_endless_turn(reader, http):
     session = http.post("/v3/sessions", json={}).json()["session_id"]
     reader.ask("filter", session=session)
     http.post(f"/v3/sessions/{session}/turns", json={"content": "Tell a story."}).raise_for_status()

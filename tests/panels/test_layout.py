@@ -1,7 +1,5 @@
 """Test the arrangement of panels in a grid."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.panels.layout import full_width
@@ -18,5 +16,5 @@ WIDE, NARROW = True, False
         ([NARROW, WIDE, NARROW, NARROW], [True, True, False, False]),
     ],
 )
-def test_no_cell_beside_a_panel_is_empty(panels: list[bool], spans: list[bool]) -> None:
+def test_no_cell_beside_a_panel_is_empty(panels, spans):
     assert full_width(panels) == spans

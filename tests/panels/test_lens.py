@@ -1,9 +1,5 @@
 """Test the lens panel without a browser: following answers, scoring, branches."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 import lmx_lab
@@ -18,24 +14,24 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")
-def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def echo(tmp_path_factory):
     with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
         lab.load("echo")
         yield lab
 
 
 @pytest.fixture
-def reader(echo: lmx_lab.Lab) -> Iterator[Reader]:
+def reader(echo):
     workbench = Workbench(LocalBackend(echo.server))
     yield Reader(LensPanel(workbench), workbench)
     workbench.suspend()
 
 
-def texts(panel: LensPanel) -> str:
+def texts(panel):
     return "".join(token[0] for token in panel.answer.get("tokens", ()))
 
 
-def test_the_panel_follows_the_newest_answer_and_scores_it(reader: Reader, echo: lmx_lab.Lab) -> None:
+def test_the_panel_follows_the_newest_answer_and_scores_it(reader, echo):
     echo.chat("<think>mm</think>wide sea", temperature=0, logprobs=3)
     reader.until(lambda panel: "wide·sea" in texts(panel))
     tokens = reader.panel.answer["tokens"]
@@ -53,7 +49,7 @@ def test_the_panel_follows_the_newest_answer_and_scores_it(reader: Reader, echo:
     reader.until(lambda panel: "ignored" in texts(panel))
 
 
-def test_a_long_answer_is_scored_on_request(reader: Reader, echo: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_answer_is_scored_on_request(reader, echo, monkeypatch):
     monkeypatch.setattr(lens, "AUTOMATIC_TOKENS", 10)
     echo.chat("a longer answer of some words", temperature=0)
     reader.until(lambda panel: panel.answer.get("text") == "a longer answer of some words")
@@ -63,7 +59,7 @@ def test_a_long_answer_is_scored_on_request(reader: Reader, echo: lmx_lab.Lab, m
     assert "longer" in texts(reader.panel).replace("·", " ")
 
 
-def test_an_alternative_becomes_a_branch_that_can_be_shown_and_removed(reader: Reader, echo: lmx_lab.Lab) -> None:
+def test_an_alternative_becomes_a_branch_that_can_be_shown_and_removed(reader, echo):
     echo.chat("hello wide sea", temperature=0, logprobs=3)
     reader.until(lambda panel: "hello·wide" in texts(panel))
     _, _, token = reader.panel.answer["tokens"][1][6][1]
@@ -90,7 +86,7 @@ def test_an_alternative_becomes_a_branch_that_can_be_shown_and_removed(reader: R
     reader.until(lambda panel: "echo knows" in panel.error)
 
 
-def test_the_panel_of_an_attached_lab_shows_what_it_needs(echo: lmx_lab.Lab) -> None:
+def test_the_panel_of_an_attached_lab_shows_what_it_needs(echo):
     with lmx_lab.attach(echo.url) as far:
         workbench = Workbench(far._backend)
         reader = Reader(LensPanel(workbench), workbench)

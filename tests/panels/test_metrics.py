@@ -10,12 +10,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import pandas as pd
 import pytest
 
-import lmx_lab
 from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_columns, window
 from lmx_lab.panels.workbench import Workbench
@@ -28,12 +26,12 @@ BACKGROUNDS = ("#ffffff", "#f5f5f5", "#111111", "#212121")
 """JupyterLab's backgrounds of outputs and of headers, light and dark."""
 
 
-def sample(at: float, **fields: float) -> Sample:
+def sample(at, **fields):
     plain = dict.fromkeys(FIELDS, 0)
     return Sample(at=at, **{**plain, **fields})
 
 
-def seconds(count: int, start: float = NOON, **fields: float) -> list[Sample]:
+def seconds(count, start=NOON, **fields):
     """Two samples per second."""
     return [sample(start + 0.5 * number, **fields) for number in range(count)]
 
@@ -65,11 +63,11 @@ class Watched:
 
 
 @pytest.fixture
-def watched(workbench: Workbench, backend: ScriptedBackend) -> Watched:
+def watched(workbench, backend):
     return Watched(workbench, backend)
 
 
-def unpacked(frame: bytes) -> list[tuple[float, ...]]:
+def unpacked(frame):
     numbers = struct.unpack(f"<{len(frame) // 4}f", frame)
     size = len(numbers) // (len(FIELDS) + 1)
     return [numbers[at : at + size] for at in range(0, len(numbers), size)]
@@ -79,7 +77,7 @@ def unpacked(frame: bytes) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("minutes", [1, 5, 15])
-def test_a_window_has_few_points_and_keeps_every_peak(minutes: int) -> None:
+def test_a_window_has_few_points_and_keeps_every_peak(minutes):
     samples = seconds(1800)
     peaks = {(number, float(number)) for number in range(1800 - 100 * minutes, 1800, 97)}
     for number, value in peaks:
@@ -91,7 +89,7 @@ def test_a_window_has_few_points_and_keeps_every_peak(minutes: int) -> None:
     assert {value for _, value in peaks} <= {row[1 + DECODE] for row in rows}
 
 
-def test_points_keep_their_position_as_the_window_moves() -> None:
+def test_points_keep_their_position_as_the_window_moves():
     samples = [sample(NOON + 0.5 * number, decode_tokens_per_second=number % 7) for number in range(1900)]
     before = {row[0]: row for row in window(samples[:1800], window_s=900)}
     after = {row[0]: row for row in window(samples[:1807], window_s=900)}
@@ -99,29 +97,29 @@ def test_points_keep_their_position_as_the_window_moves() -> None:
     assert len(before.items() & after.items()) >= len(before) - 5
 
 
-def test_a_time_without_samples_is_a_gap() -> None:
+def test_a_time_without_samples_is_a_gap():
     rows = window([*seconds(10, NOON), *seconds(10, NOON + 60)], window_s=300)
     gaps = [row for row in rows if math.isnan(row[1])]
     assert [math.isnan(value) for gap in gaps for value in gap[1:]] == [True] * len(FIELDS)
     assert [gap[0] for gap in gaps] == [pytest.approx(NOON + 32.25)]
 
 
-def test_two_samples_of_one_moment_are_one() -> None:
+def test_two_samples_of_one_moment_are_one():
     rows = window([sample(NOON), sample(NOON), sample(NOON + 1), sample(NOON + 1)], window_s=60)
     assert [row[0] for row in rows] == [NOON, NOON + 1]
 
 
-def test_after_the_clock_was_set_back_only_the_new_time_is_drawn() -> None:
+def test_after_the_clock_was_set_back_only_the_new_time_is_drawn():
     rows = window([*seconds(10, NOON + 3600), *seconds(4, NOON)], window_s=60)
     assert [row[0] for row in rows] == [NOON, NOON + 0.5, NOON + 1, NOON + 1.5]
 
 
-def test_a_window_without_samples_is_empty() -> None:
+def test_a_window_without_samples_is_empty():
     assert window([], window_s=60) == []
     assert pack_columns([], NOON) == b""
 
 
-def test_times_keep_their_precision() -> None:
+def test_times_keep_their_precision():
     samples = [sample(NOON + 0.001 * number, memory_total_gb=25.28) for number in range(0, 3000, 600)]
     columns = unpacked(pack_columns(window(samples, window_s=60), samples[-1].at))
     assert columns[0] == pytest.approx([-2.4, -1.8, -1.2, -0.6, 0], abs=1e-5)
@@ -131,7 +129,7 @@ def test_times_keep_their_precision() -> None:
 # The panel
 
 
-def test_a_frame_has_the_window_and_the_current_values(watched: Watched) -> None:
+def test_a_frame_has_the_window_and_the_current_values(watched):
     watched.take([sample(NOON + number, decode_tokens_per_second=number) for number in range(10)])
     watched.ends_at(NOON + 9)
     assert watched.columns[0] == tuple(range(-9, 1))
@@ -140,7 +138,7 @@ def test_a_frame_has_the_window_and_the_current_values(watched: Watched) -> None
     assert len(watched.panel.now) == sum(len(chart["names"]) for chart in watched.panel.charts)
 
 
-def test_a_panel_that_is_made_late_shows_earlier_samples(workbench: Workbench, backend: ScriptedBackend) -> None:
+def test_a_panel_that_is_made_late_shows_earlier_samples(workbench, backend):
     for sample in seconds(20, active_requests=3):
         workbench.history.add_sample(sample)
     panel = MetricsPanel(workbench)
@@ -149,12 +147,12 @@ def test_a_panel_that_is_made_late_shows_earlier_samples(workbench: Workbench, b
 
 
 @pytest.mark.slow
-def test_a_thousand_updates_leave_a_small_widget(watched: Watched) -> None:
+def test_a_thousand_updates_leave_a_small_widget(watched):
     samples = [sample(NOON + 0.9 * number, **dict.fromkeys(FIELDS, number % 11)) for number in range(1000)]
     watched.reader.ask("change", minutes=15)
     watched.take(samples)
     watched.ends_at(samples[-1].at)
-    state: dict[str, Any] = watched.panel.get_state(drop_defaults=False)
+    state = watched.panel.get_state(drop_defaults=False)
     assert len(bytes(state.pop("frame"))) <= 4 * MAX_POINTS * (len(FIELDS) + 1)
     del state["_esm"], state["_css"]
     assert len(json.dumps(state, default=str)) < 4000
@@ -163,7 +161,7 @@ def test_a_thousand_updates_leave_a_small_widget(watched: Watched) -> None:
 
 
 @pytest.mark.slow
-def test_a_paused_view_does_not_change_while_samples_are_recorded(watched: Watched) -> None:
+def test_a_paused_view_does_not_change_while_samples_are_recorded(watched):
     watched.take(seconds(10))
     watched.ends_at(NOON + 4.5)
     watched.reader.ask("change", paused=True)
@@ -178,7 +176,7 @@ def test_a_paused_view_does_not_change_while_samples_are_recorded(watched: Watch
 
 
 @pytest.mark.slow
-def test_a_stopped_server_has_no_values_and_a_gap_precedes_new_ones(watched: Watched, backend: ScriptedBackend) -> None:
+def test_a_stopped_server_has_no_values_and_a_gap_precedes_new_ones(watched, backend):
     watched.take(seconds(4))
     watched.ends_at(NOON + 1.5)
     backend.set_state(state="stopped", note="run the launch cell again")
@@ -194,13 +192,13 @@ def test_a_stopped_server_has_no_values_and_a_gap_precedes_new_ones(watched: Wat
 @pytest.mark.parametrize(
     "fields", [{"minutes": 0}, {"minutes": 2}, {"minutes": "5"}, {"minutes": True}, {"minutes": []}, {"paused": 1}]
 )
-def test_invalid_settings_of_a_view_are_refused(watched: Watched, fields: dict[str, Any]) -> None:
+def test_invalid_settings_of_a_view_are_refused(watched, fields):
     with pytest.raises(Refused, match="invalid-request"):
         watched.reader.ask("change", **fields)
     assert (watched.panel.minutes, watched.panel.paused) == (1, False)
 
 
-def test_the_data_frame_has_times_and_units(watched: Watched) -> None:
+def test_the_data_frame_has_times_and_units(watched):
     watched.take(seconds(3, memory_active_gb=1.5))
     frame = watched.panel.df
     assert list(frame.columns) == ["time", *FIELDS]
@@ -209,7 +207,7 @@ def test_the_data_frame_has_times_and_units(watched: Watched) -> None:
     assert set(FIELDS) == set(Sample.model_fields) - {"type", "at"}
 
 
-def test_without_samples_the_data_frame_has_the_same_columns_and_types(watched: Watched) -> None:
+def test_without_samples_the_data_frame_has_the_same_columns_and_types(watched):
     empty = watched.panel.df
     watched.take(seconds(3, memory_active_gb=1.5))
     frame = watched.panel.df
@@ -218,19 +216,19 @@ def test_without_samples_the_data_frame_has_the_same_columns_and_types(watched: 
     assert [str(frame[name].dtype) for name in ("time", "active_requests")] == ["datetime64[us, UTC]", "int64"]
 
 
-def test_without_pandas_the_error_says_what_to_install(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_error_says_what_to_install(watched, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install"):
         _ = watched.panel.df
 
 
 @pytest.mark.slow
-def test_the_panel_does_not_import_pandas() -> None:
+def test_the_panel_does_not_import_pandas():
     program = "import sys, lmx_lab.panels.metrics; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
 
 
-def test_the_snapshot_has_the_values_and_no_script(watched: Watched) -> None:
+def test_the_snapshot_has_the_values_and_no_script(watched):
     assert "none yet" in watched.panel.snapshot_html()
     watched.take([*seconds(3, decode_tokens_per_second=71.25), sample(NOON + 2, memory_total_gb=25.28)])
     text = watched.panel.snapshot_html()
@@ -240,12 +238,12 @@ def test_the_snapshot_has_the_values_and_no_script(watched: Watched) -> None:
     assert " id=" not in text
 
 
-def test_a_chart_has_a_field_for_each_name() -> None:
+def test_a_chart_has_a_field_for_each_name():
     assert all(len(chart.names) == len(chart.fields) >= chart.lines for chart in CHARTS)
 
 
 @pytest.mark.parametrize("background", BACKGROUNDS)
-def test_lines_have_enough_contrast_on_every_background(background: str) -> None:
+def test_lines_have_enough_contrast_on_every_background(background):
     marks = dict(re.findall(r"\.mark(\d) \{[^}]*\bcolor: (#\w{6})", assets.source("metrics.css")))
     assert len(marks) == max(chart.lines for chart in CHARTS)
     for color in marks.values():
@@ -253,14 +251,14 @@ def test_lines_have_enough_contrast_on_every_background(background: str) -> None
         assert (light + 0.05) / (dark + 0.05) >= 3
 
 
-def luminance(color: str) -> float:
+def luminance(color):
     """WCAG 2.2, relative luminance."""
     channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_the_panel_shows_the_progress_of_a_measurement(lab: lmx_lab.Lab) -> None:
+def test_the_panel_shows_the_progress_of_a_measurement(lab):
     lab.load("tiny")
     reader = Reader(MetricsPanel(lab.workbench), lab.workbench)
     lab.bench(prompt_tokens=32, output_tokens=60, requests=4, record=False)
@@ -270,7 +268,7 @@ def test_the_panel_shows_the_progress_of_a_measurement(lab: lmx_lab.Lab) -> None
     assert jobs
 
 
-def test_the_panel_shows_the_work_of_a_real_lab(lab: lmx_lab.Lab, real_workbench: Workbench) -> None:
+def test_the_panel_shows_the_work_of_a_real_lab(lab, real_workbench):
     lab.load("tiny")
     panel = MetricsPanel(real_workbench)
     reader = Reader(panel, real_workbench)
@@ -282,7 +280,7 @@ def test_the_panel_shows_the_work_of_a_real_lab(lab: lmx_lab.Lab, real_workbench
     assert panel.now[FIELDS.index("memory_total_gb")] > 0
 
 
-def test_the_last_failed_requests_of_any_client_are_listed(watched: Watched, workbench: Workbench) -> None:
+def test_the_last_failed_requests_of_any_client_are_listed(watched, workbench):
     def ended(number: int, *, failed: bool) -> RequestEvent:
         return RequestEvent(
             request_id=str(number),
@@ -306,7 +304,7 @@ def test_the_last_failed_requests_of_any_client_are_listed(watched: Watched, wor
     assert "&lt;b&gt;tiny&lt;/b&gt;: code-22" in watched.panel.snapshot_html()
 
 
-def test_a_failed_request_without_a_model_is_listed(watched: Watched, workbench: Workbench) -> None:
+def test_a_failed_request_without_a_model_is_listed(watched, workbench):
     ended = RequestEvent(
         request_id="1",
         model="",

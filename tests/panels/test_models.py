@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-import lmx_lab
 from lmx_lab.errors import NotLoadedError, OutOfMemoryError
 from lmx_lab.panels.models import MAX_ROWS, ModelsPanel
-from lmx_lab.panels.workbench import Workbench
 from lmx_lab.values.models import Unloading
 from lmx_lab.wire.admin import ModelEvent, Preference
 from tests.support.gguf import EXACT, LOSSY
@@ -19,15 +17,15 @@ from tests.support.panels import Reader, Refused, ScriptedBackend, record
 
 
 @pytest.fixture
-def reader(quick: None, workbench: Workbench) -> Reader:
+def reader(quick, workbench):
     return Reader(ModelsPanel(workbench), workbench)
 
 
-def cells(panel: ModelsPanel) -> dict[str, Any]:
+def cells(panel):
     return {row["id"]: (row["cells"][-1], row["action"]) for row in panel.rows}
 
 
-def test_refresh_shows_the_list(reader: Reader, backend: ScriptedBackend) -> None:
+def test_refresh_shows_the_list(reader, backend):
     backend.records = [
         record("tiny", loaded=True, vram_gb=0.01, quantization="4-bit"),
         record("mini", kind="embedding", loaded=True, pinned=True, vram_gb=1.5, context_length=None),
@@ -44,7 +42,7 @@ def test_refresh_shows_the_list(reader: Reader, backend: ScriptedBackend) -> Non
     }
 
 
-def test_the_faster_engine_is_named_in_one_line(reader: Reader, backend: ScriptedBackend) -> None:
+def test_the_faster_engine_is_named_in_one_line(reader, backend):
     reader.ask("refresh")
     assert reader.panel.engines == ""
     detail = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer <GGUF> files"
@@ -56,7 +54,7 @@ def test_the_faster_engine_is_named_in_one_line(reader: Reader, backend: Scripte
     )
 
 
-def test_quantized_copies_are_shown_with_their_loss(reader: Reader, backend: ScriptedBackend) -> None:
+def test_quantized_copies_are_shown_with_their_loss(reader, backend):
     backend.records = [
         record("small", format="gguf", quantization="Q8_0", quantized_copy=EXACT, quantized_copies=[EXACT, LOSSY])
     ]
@@ -67,9 +65,7 @@ def test_quantized_copies_are_shown_with_their_loss(reader: Reader, backend: Scr
     assert "mean KL 0.27 per token, perplexity 20.5 instead of 17.7; loaded only as small:Q4_0" in reader.panel.engines
 
 
-def test_a_model_without_its_engine_has_no_load_button_and_the_remedy_is_shown(
-    reader: Reader, backend: ScriptedBackend
-) -> None:
+def test_a_model_without_its_engine_has_no_load_button_and_the_remedy_is_shown(reader, backend):
     remedy = "llama.cpp is not installed: pip install it"
     missing = {"format": "gguf", "engine": "llama.cpp", "problem": remedy}
     backend.records = [record("tiny"), record("a.gguf", **missing), record("b.gguf", **missing)]
@@ -83,7 +79,7 @@ def test_a_model_without_its_engine_has_no_load_button_and_the_remedy_is_shown(
     assert [row["cells"][1:3] for row in reader.panel.rows] == [["mlx", "mlx"], *[["gguf", "llama.cpp"]] * 2]
 
 
-def test_a_load_is_answered_at_once_and_its_end_is_shown_in_the_list(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_load_is_answered_at_once_and_its_end_is_shown_in_the_list(reader, backend):
     assert reader.ask("load", model=" tiny ") == {"model": "tiny"}
     reader.until(lambda panel: [job["id"] for job in panel.jobs] == ["tiny"])
     backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
@@ -91,7 +87,7 @@ def test_a_load_is_answered_at_once_and_its_end_is_shown_in_the_list(reader: Rea
     reader.until(lambda panel: not panel.jobs and cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
 
 
-def test_a_download_shows_its_progress(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_download_shows_its_progress(reader, backend):
     reader.ask("load", model="org/big")
     event = ModelEvent(model="org/big", stage="download", done_bytes=500_000_000, total_bytes=2_000_000_000)
     reader.give(backend.published, event)
@@ -99,18 +95,18 @@ def test_a_download_shows_its_progress(reader: Reader, backend: ScriptedBackend)
     reader.until(lambda panel: panel.jobs == [{"id": "org/big", **shown}])
 
 
-def test_a_load_under_another_name_stays_one_job(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_load_under_another_name_stays_one_job(reader, backend):
     reader.ask("load", model="./folder")
     reader.give(backend.published, ModelEvent(model="/abs/folder", stage="load", total_bytes=1_000))
     expected = {"id": "./folder", "text": "loading", "detail": "", "fraction": None, "actions": ["Cancel"]}
     reader.until(lambda panel: panel.jobs == [expected])
 
 
-def jobs(panel: ModelsPanel) -> list[tuple[str, str, list[str]]]:
+def jobs(panel):
     return [(job["id"], job["text"], job["actions"]) for job in panel.jobs]
 
 
-def test_a_load_shows_that_it_waits_for_running_answers(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_load_shows_that_it_waits_for_running_answers(reader, backend):
     state = Unloading(answers_left=2, seconds_left=28, replaced_by="tiny-two")
     backend.set_state(model="tiny", unloading=state)
     reader.ask("load", model="tiny-two")
@@ -128,7 +124,7 @@ def test_a_load_shows_that_it_waits_for_running_answers(reader: Reader, backend:
     reader.until(lambda panel: jobs(panel) == [("tiny-two", "loading", ["Cancel"])])
 
 
-def test_an_unload_of_any_client_shows_its_state_and_can_wait_or_stop(reader: Reader, backend: ScriptedBackend) -> None:
+def test_an_unload_of_any_client_shows_its_state_and_can_wait_or_stop(reader, backend):
     backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
     backend.set_state(model="tiny", unloading=Unloading(answers_left=1, seconds_left=28))
     reader.ask("refresh")
@@ -155,7 +151,7 @@ def test_an_unload_of_any_client_shows_its_state_and_can_wait_or_stop(reader: Re
         reader.ask("unload", model="tiny", wait="yes")
 
 
-def test_a_second_load_is_refused(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_second_load_is_refused(reader, backend):
     reader.ask("load", model="tiny")
     with pytest.raises(Refused, match="tiny is being loaded") as refusal:
         reader.ask("load", model="tiny-two")
@@ -164,7 +160,7 @@ def test_a_second_load_is_refused(reader: Reader, backend: ScriptedBackend) -> N
     assert not reader.panel.error
 
 
-def test_a_failed_load_shows_the_reason_until_it_is_dismissed(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_failed_load_shows_the_reason_until_it_is_dismissed(reader, backend):
     reader.ask("load", model="huge")
     reader.give(backend.loads, OutOfMemoryError("huge needs 80 GB, and 16 GB are free"))
     reader.until(lambda panel: panel.error == "huge was not loaded: huge needs 80 GB, and 16 GB are free")
@@ -173,7 +169,7 @@ def test_a_failed_load_shows_the_reason_until_it_is_dismissed(reader: Reader, ba
     reader.until(lambda panel: not panel.error)
 
 
-def test_a_cancelled_load_is_not_shown_as_a_failure(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_cancelled_load_is_not_shown_as_a_failure(reader, backend):
     reader.ask("load", model="org/big")
     reader.ask("cancel", model="org/big")
     assert backend.requests == [("load", "org/big"), ("cancel", "org/big")]
@@ -183,7 +179,7 @@ def test_a_cancelled_load_is_not_shown_as_a_failure(reader: Reader, backend: Scr
     assert not reader.panel.error
 
 
-def test_a_load_of_another_client_is_shown(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_load_of_another_client_is_shown(reader, backend):
     event = ModelEvent(model="org/other", stage="download", done_bytes=1_000_000)
     reader.give(backend.published, event)
     reader.until(lambda panel: [(job["id"], job["detail"]) for job in panel.jobs] == [("org/other", "1 MB")])
@@ -191,7 +187,7 @@ def test_a_load_of_another_client_is_shown(reader: Reader, backend: ScriptedBack
     reader.until(lambda panel: not panel.jobs)
 
 
-def test_unload_unloads_the_model(reader: Reader, backend: ScriptedBackend) -> None:
+def test_unload_unloads_the_model(reader, backend):
     backend.set_state(model="tiny")
     reader.until(lambda panel: panel.server["model"] == "tiny")
     reader.ask("unload", model="tiny")
@@ -202,13 +198,13 @@ def test_unload_unloads_the_model(reader: Reader, backend: ScriptedBackend) -> N
     assert backend.requests == [("unload", "tiny")]
 
 
-def test_a_late_unload_does_not_unload_the_next_model(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_late_unload_does_not_unload_the_next_model(reader, backend):
     backend.set_state(model="tiny-two")
     assert reader.ask("unload", model="tiny") == {"model": "tiny"}
     assert backend.requests == []
 
 
-def test_an_unload_without_an_event_is_detected(reader: Reader, backend: ScriptedBackend) -> None:
+def test_an_unload_without_an_event_is_detected(reader, backend):
     backend.set_state(model="tiny")
     backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
     reader.ask("refresh")
@@ -219,7 +215,7 @@ def test_an_unload_without_an_event_is_detected(reader: Reader, backend: Scripte
     reader.until(lambda panel: cells(panel).get("tiny") == ("on disk", "Load"))
 
 
-def test_the_list_is_not_read_with_every_tick(reader: Reader, backend: ScriptedBackend) -> None:
+def test_the_list_is_not_read_with_every_tick(reader, backend):
     reader.ask("refresh")
     for url in ("http://a", "http://b", "http://c"):
         backend.set_state(url=url)
@@ -227,9 +223,7 @@ def test_the_list_is_not_read_with_every_tick(reader: Reader, backend: ScriptedB
     assert backend.scans == 1
 
 
-def test_a_stopped_server_refuses_and_the_next_one_is_shown(
-    reader: Reader, backend: ScriptedBackend, workbench: Workbench
-) -> None:
+def test_a_stopped_server_refuses_and_the_next_one_is_shown(reader, backend, workbench):
     backend.set_state(model="tiny")
     backend.records = [record("tiny", loaded=True, vram_gb=0.01, loaded_context_length=512, slots=8)]
     reader.ask("refresh")
@@ -248,7 +242,7 @@ def test_a_stopped_server_refuses_and_the_next_one_is_shown(
     assert following.requests == [("load", "fresh")]
 
 
-def test_a_load_of_the_previous_lab_is_removed(reader: Reader, backend: ScriptedBackend, workbench: Workbench) -> None:
+def test_a_load_of_the_previous_lab_is_removed(reader, backend, workbench):
     reader.ask("load", model="tiny")
     reader.until(lambda panel: panel.jobs)
     workbench.follow(ScriptedBackend())
@@ -256,12 +250,10 @@ def test_a_load_of_the_previous_lab_is_removed(reader: Reader, backend: Scripted
     reader.ask("load", model="tiny-two")
 
 
-def test_a_view_that_missed_a_message_receives_all_state(
-    reader: Reader, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_view_that_missed_a_message_receives_all_state(reader, backend, monkeypatch):
     reader.ask("refresh")
     reader.until(lambda panel: len(panel.rows) == 2)
-    sent: list[set[str]] = []
+    sent = []
     monkeypatch.setattr(reader.panel, "send_state", lambda names: sent.append(set(names)))
     revision = reader.ask("compare", revision=-1)
     assert revision == reader.panel.revision > 0
@@ -273,7 +265,7 @@ def test_a_view_that_missed_a_message_receives_all_state(
     assert sent == []
 
 
-def test_a_thousand_models_are_a_bounded_list(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_thousand_models_are_a_bounded_list(reader, backend):
     backend.records = [record(f"model-{number}") for number in range(1000)]
     backend.set_state(disk="the disk of example.org:8400")
     reader.ask("refresh")
@@ -282,15 +274,13 @@ def test_a_thousand_models_are_a_bounded_list(reader: Reader, backend: ScriptedB
 
 
 @pytest.mark.parametrize("name", [None, "", "  ", 7, "x" * 5000])
-def test_an_invalid_model_name_is_refused(reader: Reader, name: object) -> None:
+def test_an_invalid_model_name_is_refused(reader, name):
     with pytest.raises(Refused, match="model"):
         reader.ask("load", model=name)
 
 
 @pytest.mark.parametrize("compact", [True, False])
-def test_the_snapshot_has_the_list_without_a_view(
-    workbench: Workbench, backend: ScriptedBackend, compact: bool
-) -> None:
+def test_the_snapshot_has_the_list_without_a_view(workbench, backend, compact):
     backend.set_state(model="tiny", pinned=("mini",), lan_url="http://10.0.0.2:8400")
     backend.records = [record("<script>alert(1)</script>", loaded=True, vram_gb=0.01)]
     html = ModelsPanel(workbench, compact=compact).snapshot_html()
@@ -302,13 +292,13 @@ def test_the_snapshot_has_the_list_without_a_view(
     assert ("<details>" in html) == compact
 
 
-def test_requests_from_any_thread_are_answered(reader: Reader, in_thread: Callable[..., Any]) -> None:
+def test_requests_from_any_thread_are_answered(reader, in_thread):
     in_thread(lambda: reader.ask("refresh"))
     reader.until(lambda panel: len(panel.rows) == 2)
 
 
 @pytest.fixture
-def in_thread() -> Callable[..., Any]:
+def in_thread():
     def run(work: Callable[[], Any]) -> None:
         thread = threading.Thread(target=work)
         thread.start()
@@ -320,9 +310,7 @@ def in_thread() -> Callable[..., Any]:
 # --- over a real lab
 
 
-def test_a_real_lab_loads_changes_and_unloads_its_model(
-    lab: lmx_lab.Lab, quick: None, real_workbench: Workbench
-) -> None:
+def test_a_real_lab_loads_changes_and_unloads_its_model(lab, quick, real_workbench):
     reader = Reader(ModelsPanel(real_workbench), real_workbench)
     reader.ask("refresh")
     for name, other in (("tiny", "tiny-two"), ("tiny-two", "tiny")):
@@ -336,7 +324,7 @@ def test_a_real_lab_loads_changes_and_unloads_its_model(
     assert lab.engine.snapshot.model is None
 
 
-def test_a_real_load_waits_for_a_running_answer(lab: lmx_lab.Lab, quick: None, real_workbench: Workbench) -> None:
+def test_a_real_load_waits_for_a_running_answer(lab, quick, real_workbench):
     reader = Reader(ModelsPanel(real_workbench), real_workbench)
     lab.load("tiny")
     pieces = iter(lab.chat("Hello", stream=True, max_tokens=300, ignore_eos=True))
@@ -347,7 +335,7 @@ def test_a_real_load_waits_for_a_running_answer(lab: lmx_lab.Lab, quick: None, r
     assert not reader.panel.error
 
 
-def test_loading_a_folder_without_a_model_shows_the_labs_message(real_workbench: Workbench, tmp_path: Any) -> None:
+def test_loading_a_folder_without_a_model_shows_the_labs_message(real_workbench, tmp_path):
     reader = Reader(ModelsPanel(real_workbench), real_workbench)
     reader.ask("load", model=str(tmp_path))
     reader.until(lambda panel: panel.error.startswith(f"{tmp_path} was not loaded: "))

@@ -1,10 +1,6 @@
 """Test the conversion of the chat page's conversations to prompts and from files, in node."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 from lmx_lab.panels import assets
 from tests.support.programs import needs_node, node
@@ -16,25 +12,25 @@ const newChat = () => ({ system: "", sampling: {}, messages: [] });
 """
 
 
-def text(value: str) -> dict[str, str]:
+def text(value):
     return {"type": "text", "text": value}
 
 
-def message(role: str, content: Any) -> dict[str, Any]:
+def message(role, content):
     return {"role": role, "content": content}
 
 
-def prompts(folder: Path, *files: Any) -> list[list[dict[str, Any]]]:
+def prompts(folder, *files):
     """Return the messages that the page sends for the conversation of each file."""
     script = "const files = %s; console.log(JSON.stringify(files.map((file) => toChatMessages(fromFile(file)[0]))))"
     source = STUBS + assets.source("page_file.js") + script % json.dumps([json.dumps(file) for file in files])
     path = folder / "script.js"
     path.write_text(source, encoding="utf-8")
-    found: list[list[dict[str, Any]]] = json.loads(node(str(path)))
+    found = json.loads(node(str(path)))
     return found
 
 
-def test_system_messages_are_read_and_kept_in_their_place(tmp_path: Path) -> None:
+def test_system_messages_are_read_and_kept_in_their_place(tmp_path):
     question, answer = message("user", "Hi."), message("assistant", "Hello.")
     parts = message("system", [text("One. "), text("Two.")])
     prompt, later, last = message("system", "One. Two."), message("system", "Three."), message("user", "And?")
@@ -50,7 +46,7 @@ def test_system_messages_are_read_and_kept_in_their_place(tmp_path: Path) -> Non
     ]
 
 
-def test_a_long_conversation_is_sent_with_its_system_prompt(tmp_path: Path) -> None:
+def test_a_long_conversation_is_sent_with_its_system_prompt(tmp_path):
     pairs = [message(role, f"{role} {at}") for at in range(2050) for role in ("user", "assistant")]
     prompt = message("system", "Be brief.")
     assert prompts(tmp_path, [prompt, *pairs], pairs) == [[prompt, *pairs[-3999:]], pairs[-4000:]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +31,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from tests.support.models import write_tiny_bert
-from tests.support.panels import WAIT_S, Reader, Refused, ScriptedBackend
+from tests.support.panels import WAIT_S, Reader, Refused
 
 pytestmark = pytest.mark.usefixtures("quick")
 PAIR = "Bread is baked.\nSea water is salty."
@@ -40,11 +39,11 @@ RANKED = DocumentRanking(order=((1, 0.75), (0, -0.25)), model="minilm", method="
 
 
 @pytest.fixture
-def reader(workbench: Workbench) -> Reader:
+def reader(workbench):
     return Reader(RerankPanel(workbench), workbench)
 
 
-def rows(*documents: str, scores: list[float] | None = None, order: list[int] | None = None) -> RankingTable:
+def rows(*documents, scores=None, order=None):
     """Return a ranking of documents in the given order; by default, scores decrease."""
     indices = order or list(range(len(documents)))
     values = scores or [1 - number / 10 for number in range(len(documents))]
@@ -53,18 +52,18 @@ def rows(*documents: str, scores: list[float] | None = None, order: list[int] | 
     )
 
 
-def table_of(result: RankingTable, workbench: Workbench) -> Reader:
+def table_of(result, workbench):
     return Reader(RerankPanel(workbench, result=result), workbench)
 
 
-def column(reader: Reader, at: int) -> list[Any]:
+def column(reader, at):
     return [row["cells"][at] for row in reader.panel.table["rows"]]
 
 
 # Ranking
 
 
-def test_documents_are_ranked_and_shown_the_best_first(reader: Reader, backend: ScriptedBackend) -> None:
+def test_documents_are_ranked_and_shown_the_best_first(reader, backend):
     assert reader.ask("rank", query="How salty?", documents=PAIR, top_n=2) is None
     reader.until(lambda panel: panel.busy)
     reader.give(backend.rankings, RANKED)
@@ -80,7 +79,7 @@ def test_documents_are_ranked_and_shown_the_best_first(reader: Reader, backend: 
     assert reader.panel.request == {"query": "How salty?", "documents": PAIR}
 
 
-def test_a_failed_ranking_is_reported_and_the_table_stays(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_failed_ranking_is_reported_and_the_table_stays(reader, backend):
     reader.ask("rank", query="q", documents=PAIR)
     reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: not panel.busy and panel.table)
@@ -93,9 +92,7 @@ def test_a_failed_ranking_is_reported_and_the_table_stays(reader: Reader, backen
     reader.until(lambda panel: panel.busy and not panel.error)
 
 
-def test_loads_of_other_models_are_not_shown_during_a_ranking(
-    reader: Reader, backend: ScriptedBackend, workbench: Workbench
-) -> None:
+def test_loads_of_other_models_are_not_shown_during_a_ranking(reader, backend, workbench):
     async def send(event: ModelEvent) -> str:
         reader.panel.model_event(event)
         reader.panel.flush()
@@ -114,7 +111,7 @@ def test_loads_of_other_models_are_not_shown_during_a_ranking(
     reader.until(lambda panel: not panel.busy)
 
 
-def test_a_ranking_can_be_cancelled(reader: Reader, backend: ScriptedBackend) -> None:
+def test_a_ranking_can_be_cancelled(reader, backend):
     reader.ask("rank", query="q", documents=PAIR)
     reader.until(lambda panel: panel.busy)
     reader.ask("cancel")
@@ -125,9 +122,7 @@ def test_a_ranking_can_be_cancelled(reader: Reader, backend: ScriptedBackend) ->
     reader.until(lambda panel: panel.table and not panel.error)
 
 
-def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(
-    reader: Reader, backend: ScriptedBackend, workbench: Workbench
-) -> None:
+def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(reader, backend, workbench):
     panel = reader.panel
 
     async def at_once() -> None:
@@ -141,9 +136,7 @@ def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(
     reader.until(lambda panel: not panel.busy and panel.table)
 
 
-def test_a_new_ranking_is_in_the_snapshot_before_its_frame(
-    reader: Reader, workbench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_ranking_is_in_the_snapshot_before_its_frame(reader, workbench, monkeypatch):
     monkeypatch.setattr("lmx_lab.panels.panel.FRAME_S", WAIT_S)
     panel = reader.panel
 
@@ -155,7 +148,7 @@ def test_a_new_ranking_is_in_the_snapshot_before_its_frame(
     assert "Sea water" in workbench.submit(ranked()).result(WAIT_S)
 
 
-def test_a_second_ranking_is_refused(reader: Reader) -> None:
+def test_a_second_ranking_is_refused(reader):
     reader.ask("rank", query="q", documents=PAIR)
     with pytest.raises(Refused, match="model-busy"):
         reader.ask("rank", query="q", documents=PAIR)
@@ -187,9 +180,7 @@ def test_a_second_ranking_is_refused(reader: Reader) -> None:
         ({"top_n": INPUT_LIMIT + 1}, "top_n"),
     ],
 )
-def test_invalid_rankings_are_refused_with_a_reason(
-    reader: Reader, backend: ScriptedBackend, fields: dict[str, Any], words: str
-) -> None:
+def test_invalid_rankings_are_refused_with_a_reason(reader, backend, fields, words):
     with pytest.raises(Refused) as refused:
         reader.ask("rank", **{"query": "q", "documents": PAIR, **fields})
     assert refused.value.code == "invalid-request"
@@ -210,11 +201,11 @@ def test_invalid_rankings_are_refused_with_a_reason(
         ("a\n" * INPUT_LIMIT, ["a"] * INPUT_LIMIT),
     ],
 )
-def test_documents_are_lines_or_a_list(text: str, documents: list[str]) -> None:
+def test_documents_are_lines_or_a_list(text, documents):
     assert documents_in(text) == documents
 
 
-def test_half_surrogate_pairs_are_replaced(reader: Reader, backend: ScriptedBackend) -> None:
+def test_half_surrogate_pairs_are_replaced(reader, backend):
     reader.ask("rank", query="\ud800", documents="a\udc00\nb")
     reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: panel.table)
@@ -225,7 +216,7 @@ def test_half_surrogate_pairs_are_replaced(reader: Reader, backend: ScriptedBack
 # The table
 
 
-def test_the_table_of_a_result_does_not_depend_on_the_server(workbench: Workbench, backend: ScriptedBackend) -> None:
+def test_the_table_of_a_result_does_not_depend_on_the_server(workbench, backend):
     reader = table_of(rows("a", "b", "c", order=[2, 1, 0]), workbench)
     backend.set_state(state="stopped", note="run the launch cell again")
     reader.ask("sort", column="index")
@@ -244,7 +235,7 @@ def test_the_table_of_a_result_does_not_depend_on_the_server(workbench: Workbenc
         ("change", [1, 3, 2, 4], [4, 2, 3, 1]),
     ],
 )
-def test_every_column_sorts_both_ways(workbench: Workbench, by: str, first: list[int], again: list[int]) -> None:
+def test_every_column_sorts_both_ways(workbench, by, first, again):
     reader = table_of(rows("b", "C", "a", "d", order=[3, 0, 2, 1]), workbench)
     for ranks in (first, again, first):
         reader.ask("sort", column=by)
@@ -256,7 +247,7 @@ def test_every_column_sorts_both_ways(workbench: Workbench, by: str, first: list
     reader.until(lambda panel: column(reader, 0) == [4, 3, 2, 1])
 
 
-def test_ten_thousand_long_documents_are_a_page_in_the_widget(workbench: Workbench) -> None:
+def test_ten_thousand_long_documents_are_a_page_in_the_widget(workbench):
     random.seed(6)
     count = 10_000
     order = random.sample(range(count), count)
@@ -277,19 +268,19 @@ def test_ten_thousand_long_documents_are_a_page_in_the_widget(workbench: Workben
     "request_fields",
     [{"do": "page", "page": "2"}, {"do": "page", "page": -2}, {"do": "sort", "column": "x"}, {"do": "sort"}],
 )
-def test_invalid_requests_of_a_table_are_refused(workbench: Workbench, request_fields: dict[str, Any]) -> None:
+def test_invalid_requests_of_a_table_are_refused(workbench, request_fields):
     reader = table_of(rows("a"), workbench)
     with pytest.raises(Refused, match="invalid-request"):
         reader.ask(request_fields.pop("do"), **request_fields)
 
 
 @pytest.mark.parametrize("what", ["sort", "page", "document", "tsv"])
-def test_without_a_result_requests_of_the_table_are_refused(reader: Reader, what: str) -> None:
+def test_without_a_result_requests_of_the_table_are_refused(reader, what):
     with pytest.raises(Refused, match="no result yet"):
         reader.ask(what, column="rank")
 
 
-def test_a_long_document_is_clipped_until_it_is_expanded(workbench: Workbench) -> None:
+def test_a_long_document_is_clipped_until_it_is_expanded(workbench):
     long, huge = "a" * 1000, "b" * (2 * MAX_DOCUMENT_CHARACTERS)
     reader = table_of(rows(long, huge, "short"), workbench)
     assert [len(text) for text in column(reader, 2)] == [CELL_CHARACTERS, CELL_CHARACTERS, 5]
@@ -315,7 +306,7 @@ def test_a_long_document_is_clipped_until_it_is_expanded(workbench: Workbench) -
         ),
     ],
 )
-def test_characters_that_a_page_interprets_are_escaped(document: str, text: str) -> None:
+def test_characters_that_a_page_interprets_are_escaped(document, text):
     assert clip(document, 100) == text
 
 
@@ -331,11 +322,11 @@ def test_characters_that_a_page_interprets_are_escaped(document: str, text: str)
         ([float("nan"), 2.0, float("inf")], [0.0, 1.0, 0.0]),
     ],
 )
-def test_a_longer_bar_is_a_better_score(scores: list[float], lengths: list[float]) -> None:
+def test_a_longer_bar_is_a_better_score(scores, lengths):
     assert list(map(bar_lengths(scores), scores)) == lengths
 
 
-def test_non_finite_scores_can_be_sorted_and_sent(workbench: Workbench) -> None:
+def test_non_finite_scores_can_be_sorted_and_sent(workbench):
     reader = table_of(rows("a", "b", "c", scores=[float("inf"), float("nan"), 1.0]), workbench)
     reader.ask("sort", column="score")
     reader.until(lambda panel: panel.table["sort"] == "score")
@@ -343,7 +334,7 @@ def test_non_finite_scores_can_be_sorted_and_sent(workbench: Workbench) -> None:
     json.dumps(reader.panel.table, allow_nan=False)
 
 
-def test_a_table_is_copied_in_its_sort_order(workbench: Workbench) -> None:
+def test_a_table_is_copied_in_its_sort_order(workbench):
     reader = table_of(rows("b\tc\nd\\n", "a\r\x00", order=[1, 0], scores=[0.5, -1e-7]), workbench)
     assert reader.ask("tsv").split("\n") == [
         "rank\tscore\tdocument\tindex\tchange",
@@ -355,17 +346,17 @@ def test_a_table_is_copied_in_its_sort_order(workbench: Workbench) -> None:
 
 
 @pytest.mark.parametrize("document", ['=WEBSERVICE("x")', "+1", "-1", "@x", ' =HYPERLINK("x")', "\uff1d1"])
-def test_no_spreadsheet_computes_a_document(workbench: Workbench, document: str) -> None:
+def test_no_spreadsheet_computes_a_document(workbench, document):
     assert table_of(rows(document), workbench).ask("tsv").split("\t")[6] == "'" + document
 
 
-def test_copying_too_much_text_is_refused(workbench: Workbench) -> None:
+def test_copying_too_much_text_is_refused(workbench):
     reader = table_of(rows("x" * (MAX_TSV_CHARACTERS + 1)), workbench)
     with pytest.raises(Refused, match="df has all of them"):
         reader.ask("tsv")
 
 
-def test_the_snapshot_shows_documents_as_text(workbench: Workbench) -> None:
+def test_the_snapshot_shows_documents_as_text(workbench):
     result = replace(rows("<script>x</script>", "&amp;"), query="<img src=x>")
     text = RerankPanel(workbench, result=result).snapshot_html()
     assert "&lt;script&gt;x" in text
@@ -379,7 +370,7 @@ def test_the_snapshot_shows_documents_as_text(workbench: Workbench) -> None:
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+def bert(tmp_path_factory):
     home = tmp_path_factory.mktemp("bert-home")
     write_tiny_bert(home / "models" / "tiny-bert")
     with lmx_lab.Lab(Settings(home=home, port=0), loop="thread") as lab:
@@ -388,7 +379,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
 
 
 @pytest.mark.slow
-def test_a_real_lab_ranks_as_its_own_verb_does(bert: lmx_lab.Lab) -> None:
+def test_a_real_lab_ranks_as_its_own_verb_does(bert):
     workbench = Workbench(LocalBackend(bert.server))
     try:
         reader = Reader(RerankPanel(workbench), workbench)

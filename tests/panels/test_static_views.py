@@ -1,10 +1,7 @@
 """Test in a real kernel that the saved snapshots are updated with their panels."""
 
-from __future__ import annotations
-
 import base64
 import re
-from typing import Any
 
 import nbformat
 import pytest
@@ -26,16 +23,16 @@ CELLS = (
 
 
 @pytest.fixture(scope="module")
-def notebook() -> Any:
+def notebook():
     """A notebook that was run from top to bottom, as in JupyterLab or nbconvert."""
-    written: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     NotebookClient(written, timeout=120, config=without_ports()).execute()
     return written
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_cell_that_displayed_panels_has_what_they_showed_last(notebook: Any) -> None:
+def test_the_cell_that_displayed_panels_has_what_they_showed_last(notebook):
     chat, metrics, models = (
         output["data"]["text/html"]
         for output in notebook.cells[1].outputs
@@ -51,8 +48,8 @@ def test_the_cell_that_displayed_panels_has_what_they_showed_last(notebook: Any)
     assert "Requests" in metrics
 
 
-def test_a_snapshot_is_sent_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[dict[str, str], dict[str, Any]]] = []
+def test_a_snapshot_is_sent_again_only_after_a_change(monkeypatch):
+    sent = []
     monkeypatch.setattr("IPython.display.display", lambda data, **options: sent.append((data, options)))
     views, content = StaticViews(), ["one"]
     bundle = {static_views.WIDGET_VIEW: {}, "text/html": "one"}
@@ -73,20 +70,20 @@ def test_a_snapshot_is_sent_again_only_after_a_change(monkeypatch: pytest.Monkey
     assert options == {"raw": True, "display_id": sent[1][1]["display_id"], "update": True}
 
 
-def test_an_error_in_a_snapshot_does_not_prevent_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[str] = []
+def test_an_error_in_a_snapshot_does_not_prevent_the_others(monkeypatch):
+    sent = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
     views = StaticViews()
     bundle = {static_views.WIDGET_VIEW: {}, "text/html": "before"}
-    views.show((bundle, {}), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    views.show((bundle, {}), lambda: 1 / 0)
     views.show((bundle, {}), lambda: "after")
     views.mark_changed()
     views.refresh()
     assert "after" in sent[-1]
 
 
-def test_only_the_newest_views_are_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[str] = []
+def test_only_the_newest_views_are_updated(monkeypatch):
+    sent = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
     views = StaticViews()
     for _ in range(static_views.MAX_VIEWS + 5):

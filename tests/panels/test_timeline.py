@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.panels.timeline import MAX_PARTS, TimelinePanel
-from lmx_lab.panels.workbench import Workbench
 from lmx_lab.values.timeline import EngineStep, ModelTimeline, RequestTimeline, ServerTimeline
-from tests.support.panels import Reader, Refused, ScriptedBackend
+from tests.support.panels import Reader, Refused
 
 pytestmark = pytest.mark.usefixtures("quick")
 ONE = RequestTimeline(
@@ -33,17 +31,17 @@ ONE = RequestTimeline(
 LOADING = ModelTimeline(kind="load", model="m", at=99.0, outcome="loaded", total_s=0.5)
 
 
-def test_a_lane_is_shown_for_each_request_and_explained(backend: ScriptedBackend, workbench: Workbench) -> None:
-    requests: list[Any] = [[]]
+def test_a_lane_is_shown_for_each_request_and_explained(backend, workbench):
+    requests = [[]]
 
     async def timeline(last_s: float, *, most: int | None = None) -> ServerTimeline:
         if isinstance(requests[0], Exception):
             raise requests[0]
         return ServerTimeline(requests=tuple(requests[0]), models=(LOADING,))
 
-    backend.timeline = timeline  # type: ignore[attr-defined]
+    backend.timeline = timeline
     reader = Reader(TimelinePanel(workbench), workbench)
-    panel: Any = reader.panel
+    panel = reader.panel
     requests[0] = [ONE, replace(ONE, at=102.0, outcome="running")]
     reader.until(lambda panel: len(panel.lanes) == 3)
     newest, oldest, load = panel.lanes
@@ -70,7 +68,7 @@ def test_a_lane_is_shown_for_each_request_and_explained(backend: ScriptedBackend
     reader.until(lambda panel: panel.problem == "the server runs elsewhere" and not panel.lanes)
 
 
-def test_a_bar_has_a_limited_number_of_parts(backend: ScriptedBackend, workbench: Workbench) -> None:
+def test_a_bar_has_a_limited_number_of_parts(backend, workbench):
     steps, at = list(ONE.steps), 2.0
     for number in range(400):
         duration = 0.2 + number / 1000 if number % 4 == 0 else 0.01
@@ -81,9 +79,9 @@ def test_a_bar_has_a_limited_number_of_parts(backend: ScriptedBackend, workbench
     async def timeline(last_s: float, *, most: int | None = None) -> ServerTimeline:
         return ServerTimeline(requests=(long,))
 
-    backend.timeline = timeline  # type: ignore[attr-defined]
+    backend.timeline = timeline
     reader = Reader(TimelinePanel(workbench), workbench)
-    panel: Any = reader.panel
+    panel = reader.panel
     reader.until(lambda panel: panel.lanes)
     parts = panel.lanes[0]["parts"]
     assert 20 < len(parts) <= MAX_PARTS

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from tests.support.waiting import until
 WAIT_S = 60.0
 
 
-def test_the_history_has_samples_and_requests(tiny_home: Path) -> None:
+def test_the_history_has_samples_and_requests(tiny_home):
     with lmx_lab.launch("tiny", port=0, home=tiny_home) as lab:
         # The panels of an earlier lab of this process, with its history, show this lab now.
         history = lab.workbench.history
@@ -27,7 +25,7 @@ def test_the_history_has_samples_and_requests(tiny_home: Path) -> None:
         assert history.requests[-1].event.completion_tokens == 5
 
 
-def test_the_panels_loop_of_a_stopped_lab_ends_after_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panels_loop_of_a_stopped_lab_ends_after_a_request(tmp_path, monkeypatch):
     monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
     with lmx_lab.launch(port=0, home=tmp_path) as lab:
         pass
@@ -36,10 +34,10 @@ def test_the_panels_loop_of_a_stopped_lab_ends_after_a_request(tmp_path: Path, m
     until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"])
 
 
-def test_a_backend_that_fails_once_does_not_stop_the_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_fails_once_does_not_stop_the_timer(tmp_path, monkeypatch):
     monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
     with lmx_lab.launch(port=0, home=tmp_path) as lab:
-        backend: Any = lab.workbench.backend
+        backend = lab.workbench.backend
         sample, failed = backend.sample, threading.Event()
 
         def fail_once() -> Sample | None:

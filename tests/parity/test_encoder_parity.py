@@ -1,10 +1,5 @@
 """Compare BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ModernBERT with transformers, on small random models."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -34,19 +29,19 @@ FAMILIES = {
 BATCHES = {"alone": (7,), "equal": (9, 9), "padded": (3, 17, 11, 1), "long": (600, 130)}
 
 
-def config(family: str, **changes: Any) -> Any:
+def config(family, **changes):
     own = {"pad_token_id": 1} if family != "bert" else {}
     return FAMILIES[family][0](**SIZES | own | changes)
 
 
-def modern(**changes: Any) -> Any:
+def modern(**changes):
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
     return transformers.ModernBertConfig(**SIZES | tokens | {"local_attention": 8} | changes)
 
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_equal_those_of_transformers(tmp_path: Path, family: str, lengths: tuple[int, ...]) -> None:
+def test_hidden_states_equal_those_of_transformers(tmp_path, family, lengths):
     model = build(FAMILIES[family][1], config(family))
     loaded, batch = save(tmp_path / "m", model, MEAN), texts(*lengths)
     inputs = padded(batch, pad=model.config.pad_token_id)
@@ -56,7 +51,7 @@ def test_hidden_states_equal_those_of_transformers(tmp_path: Path, family: str, 
 
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"])
-def test_activations_and_sizes_of_the_configuration_are_used(tmp_path: Path, act: str) -> None:
+def test_activations_and_sizes_of_the_configuration_are_used(tmp_path, act):
     model = build(transformers.BertModel, config("bert", hidden_act=act, layer_norm_eps=1e-3, type_vocab_size=1))
     loaded, batch = save(tmp_path / "m", model, MEAN), texts(12, 5)
     inputs = padded(batch)
@@ -66,7 +61,7 @@ def test_activations_and_sizes_of_the_configuration_are_used(tmp_path: Path, act
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_logit_of_a_classifier_equals_that_of_transformers(tmp_path: Path, family: str) -> None:
+def test_the_logit_of_a_classifier_equals_that_of_transformers(tmp_path, family):
     model = build(FAMILIES[family][2], config(family, num_labels=1))
     loaded, batch = save(tmp_path / "m", model, {}), texts(20, 9, 33)
     with torch.no_grad():
@@ -74,7 +69,7 @@ def test_the_logit_of_a_classifier_equals_that_of_transformers(tmp_path: Path, f
     check(loaded, batch, expected)
 
 
-def test_the_segments_of_a_pair_are_used(tmp_path: Path) -> None:
+def test_the_segments_of_a_pair_are_used(tmp_path):
     model = build(transformers.BertForSequenceClassification, config("bert", num_labels=1))
     loaded = save(tmp_path / "m", model, {})
     batch = [TextTokens(text.tokens, second_start=4) for text in texts(11, 6)]
@@ -85,7 +80,7 @@ def test_the_segments_of_a_pair_are_used(tmp_path: Path) -> None:
     check(loaded, batch, expected)
 
 
-def test_a_roberta_text_may_contain_the_padding_token(tmp_path: Path) -> None:
+def test_a_roberta_text_may_contain_the_padding_token(tmp_path):
     model = build(transformers.RobertaModel, config("roberta"))
     loaded = save(tmp_path / "m", model, MEAN)
     batch = [TextTokens((5, 6, 1, 7, 1, 8)), TextTokens((1, 9))]
@@ -107,9 +102,7 @@ def test_a_roberta_text_may_contain_the_padding_token(tmp_path: Path) -> None:
     ],
     ids=["plain", "biases", "silu", "types"],
 )
-def test_hidden_states_of_modernbert_equal_those_of_transformers(
-    tmp_path: Path, changes: dict[str, Any], lengths: tuple[int, ...]
-) -> None:
+def test_hidden_states_of_modernbert_equal_those_of_transformers(tmp_path, changes, lengths):
     model = build(transformers.ModernBertModel, modern(**changes))
     loaded, batch = save(tmp_path / "m", model, MEAN), texts(*lengths)
     inputs = padded(batch)
@@ -120,9 +113,7 @@ def test_hidden_states_of_modernbert_equal_those_of_transformers(
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("changes", [{}, {"classifier_bias": True, "classifier_activation": "relu"}], ids=["", "bias"])
-def test_the_logit_of_a_modernbert_classifier_equals_that_of_transformers(
-    tmp_path: Path, pooling: str, changes: dict[str, Any]
-) -> None:
+def test_the_logit_of_a_modernbert_classifier_equals_that_of_transformers(tmp_path, pooling, changes):
     settings = modern(num_labels=1, classifier_pooling=pooling, **changes)
     model = build(transformers.ModernBertForSequenceClassification, settings)
     loaded, batch = save(tmp_path / "m", model, {}), texts(40, 9, 33)
@@ -131,7 +122,7 @@ def test_the_logit_of_a_modernbert_classifier_equals_that_of_transformers(
     check(loaded, batch, expected)
 
 
-def test_the_window_of_modernbert_changes_the_result(tmp_path: Path) -> None:
+def test_the_window_of_modernbert_changes_the_result(tmp_path):
     batch = texts(100)
     narrow, wide = (
         run(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +20,6 @@ from lmx_lab.engine.mlx.capture.activations import TraceContext, compute_activat
 from lmx_lab.engine.mlx.capture.parts import find_parts  # noqa: E402
 from lmx_lab.engine.mlx.capture.points import find_points  # noqa: E402
 from lmx_lab.engine.mlx.weights_dtype import fit_weights  # noqa: E402
-from lmx_lab.values.models import ModelEntry  # noqa: E402
 from lmx_lab.values.tracing import Activations  # noqa: E402
 from tests.parity.reference import build  # noqa: E402
 
@@ -56,7 +53,7 @@ TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 400, 40)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_trace_equals_transformers(family: str, tmp_path: Path) -> None:
+def test_a_trace_equals_transformers(family, tmp_path):
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family]})
     kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     reference = build(kind, config)
@@ -66,7 +63,7 @@ def test_a_trace_equals_transformers(family: str, tmp_path: Path) -> None:
     check(model, reference, family, TOKENS)
 
 
-def test_a_trace_of_the_starter_model_equals_transformers(smollm2: ModelEntry) -> None:
+def test_a_trace_of_the_starter_model_equals_transformers(smollm2):
     model, _ = load_model(smollm2.path, lazy=True)
     fit_weights(model, "float32", limit_bytes=2**34)
     settings = json.loads((smollm2.path / "config.json").read_text())
@@ -89,7 +86,7 @@ def test_a_trace_of_the_starter_model_equals_transformers(smollm2: ModelEntry) -
     check(model, reference, "smollm2-135m", [int(token) for token in np.random.default_rng(1).integers(3, 40_000, 60)])
 
 
-def check(model: Any, reference: Any, name: str, tokens: list[int]) -> None:
+def check(model, reference, name, tokens):
     """Assert that hidden states, attention patterns and logits are equal."""
     with torch.no_grad():
         expected = reference(torch.tensor([tokens]), output_hidden_states=True, output_attentions=True, use_cache=False)
@@ -106,18 +103,18 @@ def check(model: Any, reference: Any, name: str, tokens: list[int]) -> None:
     close(arrays["logits"], expected.logits[0])
 
 
-def finish(steps: Generator[int, int, Any]) -> dict[str, Any]:
+def finish(steps):
     """Perform all steps, with chunks that are shorter than the text."""
     next(steps)
     try:
         while True:
             steps.send(7)
     except StopIteration as end:
-        arrays: dict[str, Any] = end.value[0]
+        arrays = end.value[0]
         return arrays
 
 
-def close(values: Any, expected: Any) -> None:
+def close(values, expected):
     reference = expected.numpy()
     assert values.shape == reference.shape
     np.testing.assert_allclose(values, reference, atol=TOLERANCE * np.abs(reference).max())

@@ -1,14 +1,10 @@
 """Tests of all combinations of Host, Origin and key, over HTTP and WebSocket, on both servers."""
 
-from __future__ import annotations
-
 import socket
 from itertools import product
 
 import pytest
 
-from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.notebook import Lab
 from lmx_lab.notebook.addresses import lan_addresses
 from tests.support.labs import FRIEND, KEY
 from tests.support.sockets import HANDSHAKE, RAW_WAIT_S, post, send
@@ -40,12 +36,12 @@ ORIGINS = {
 KEYS = {"right": True, "wrong": False, "missing": False, "in the query": False}
 
 
-def expected(host: str, origin: str, key: bool) -> int:
+def expected(host, origin, key):
     """Return the status of the first check that fails."""
     return 421 if not HOSTS[host][1] else 403 if not ORIGINS[origin][1] else 200 if key else 401
 
 
-def headers(origin: str, port: int, key: str | None) -> list[tuple[str, str]]:
+def headers(origin, port, key):
     value = ORIGINS[origin][0]
     sent = [("Origin", value.format(port=port))] if value is not None else []
     return sent + ([("Authorization", f"Bearer {key}")] if key is not None else [])
@@ -54,7 +50,7 @@ def headers(origin: str, port: int, key: str | None) -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_every_combination_on_the_inference_server(keyed_lab: Lab, kind: str, key: str) -> None:
+def test_every_combination_on_the_inference_server(keyed_lab, kind, key):
     given = {"right": KEY, "wrong": "x" + KEY}.get(key)
     path = "/v1/chat/stream" if kind == "websocket" else "/v1/models"
     path += f"?token={KEY}" if key == "in the query" else ""
@@ -64,7 +60,7 @@ def test_every_combination_on_the_inference_server(keyed_lab: Lab, kind: str, ke
 @pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_every_combination_on_the_daemon(daemon: Daemon, kind: str, key: str) -> None:
+def test_every_combination_on_the_daemon(daemon, kind, key):
     given = {"right": daemon.token, "wrong": daemon.token[::-1]}.get(key)
     path = "/v3/events" if kind == "websocket" else "/v3/sessions"
     path += f"?token={daemon.token}" if key == "in the query" else ""
@@ -72,7 +68,7 @@ def test_every_combination_on_the_daemon(daemon: Daemon, kind: str, key: str) ->
     check_all(daemon.port, path, kind, given, fits=KEYS[key] or (kind, key) == ("websocket", "in the query"))
 
 
-def check_all(port: int, path: str, kind: str, key: str | None, *, fits: bool) -> None:
+def check_all(port, path, kind, key, *, fits):
     wrong = []
     for host, origin in product(HOSTS, ORIGINS):
         more = [*HANDSHAKE, *headers(origin, port, key)] if kind == "websocket" else headers(origin, port, key)
@@ -86,7 +82,7 @@ def check_all(port: int, path: str, kind: str, key: str | None, *, fits: bool) -
 
 
 @pytest.mark.slow
-def test_preflight_requests_are_subject_to_the_same_checks(keyed_lab: Lab, daemon: Daemon) -> None:
+def test_preflight_requests_are_subject_to_the_same_checks(keyed_lab, daemon):
     """A preflight needs no key, since browsers send none. An allowed page can also read the error response."""
     asked = [("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")]
     wrong = []
@@ -104,7 +100,7 @@ def test_preflight_requests_are_subject_to_the_same_checks(keyed_lab: Lab, daemo
 
 
 @pytest.mark.parametrize("host", [None, "", "two"])
-def test_a_request_must_have_exactly_one_host(open_lab: Lab, daemon: Daemon, host: str | None) -> None:
+def test_a_request_must_have_exactly_one_host(open_lab, daemon, host):
     for port in (open_lab.port, daemon.port):
         doubled = [("Host", f"127.0.0.1:{port}")] if host == "two" else []
         named = {None: None, "": " ", "two": "evil.example"}[host]
@@ -122,7 +118,7 @@ SIMPLE = (
 
 @pytest.mark.parametrize("kind", [*SIMPLE, None, "", "text/json", "application/json, text/plain"])
 @pytest.mark.parametrize("path", ["/admin/models/unload", "/admin/models/load", "/v1/chat/completions"])
-def test_posts_that_need_no_preflight_change_nothing(open_lab: Lab, path: str, kind: str | None) -> None:
+def test_posts_that_need_no_preflight_change_nothing(open_lab, path, kind):
     named = [] if kind is None else [("Content-Type", kind)]
     body = b'{"model": "echo", "messages": [{"role": "user", "content": "x"}]}'
     # A page whose browser sends no Origin is treated like a program, which must send the JSON content type.
@@ -134,13 +130,13 @@ def test_posts_that_need_no_preflight_change_nothing(open_lab: Lab, path: str, k
     assert open_lab.engine.snapshot.model == "echo"
 
 
-def test_a_post_without_a_body_is_rejected_if_a_page_sends_it(open_lab: Lab) -> None:
+def test_a_post_without_a_body_is_rejected_if_a_page_sends_it(open_lab):
     for origin in ("http://evil.example", "null"):
         assert send(open_lab.port, "POST /admin/models/unload", [("Origin", origin)]).status == 403
     assert open_lab.engine.snapshot.model == "echo"
 
 
-def test_a_preflight_of_another_page_is_rejected(open_lab: Lab, daemon: Daemon) -> None:
+def test_a_preflight_of_another_page_is_rejected(open_lab, daemon):
     asked = [("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "content-type")]
     for port, path in ((open_lab.port, "/admin/models/unload"), (daemon.port, "/v3/sessions")):
         for origin in ("http://evil.example", "null", f"http://rebound.evil.example:{port}"):
@@ -151,27 +147,27 @@ def test_a_preflight_of_another_page_is_rejected(open_lab: Lab, daemon: Daemon) 
 @pytest.mark.parametrize(
     "target", ["http://127.0.0.1:{port}/v1/models", "http://evil.example/v1/models", "//evil.example/"]
 )
-def test_a_url_in_the_request_line_does_not_bypass_the_checks(open_lab: Lab, target: str) -> None:
+def test_a_url_in_the_request_line_does_not_bypass_the_checks(open_lab, target):
     target = target.format(port=open_lab.port)
     assert send(open_lab.port, f"GET {target}", host="evil.example").status in (400, 421)
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-Host", "X-Forwarded-For", "Forwarded", "X-Real-IP", "X-Original-URL"])
-def test_headers_that_proxies_add_are_not_trusted(keyed_lab: Lab, name: str) -> None:
+def test_headers_that_proxies_add_are_not_trusted(keyed_lab, name):
     values = {"X-Forwarded-Host": f"127.0.0.1:{keyed_lab.port}", "Forwarded": "for=127.0.0.1;host=localhost"}
     added = [(name, values.get(name, "/healthz" if name == "X-Original-URL" else "127.0.0.1"))]
     assert send(keyed_lab.port, "GET /v1/models", added, host="evil.example").status == 421
     assert send(keyed_lab.port, "GET /v1/models", added).status == 401
 
 
-def test_other_machines_cannot_connect_by_default(open_lab: Lab, daemon: Daemon) -> None:
+def test_other_machines_cannot_connect_by_default(open_lab, daemon):
     # The last is an address that every Linux machine has, but only servers on all interfaces listen on it.
     for address, port in product([*lan_addresses(), "127.0.0.2"], (open_lab.port, daemon.port)):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((address, port), RAW_WAIT_S)
 
 
-def test_a_valid_request_is_answered_after_all_of_these(open_lab: Lab) -> None:
+def test_a_valid_request_is_answered_after_all_of_these(open_lab):
     answer = post(
         open_lab.port,
         "/v1/chat/completions",

@@ -6,9 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -24,8 +22,6 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.tokenizing import templates
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, TemplateRefusalError, TemplateSandbox, render_chat
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.notebook import Lab
-from lmx_lab.values.models import ModelEntry
 from tests.support.families import FAMILIES
 from tests.support.gguf import with_template
 from tests.support.labs import serving
@@ -66,16 +62,14 @@ FORBIDDEN = {
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[TemplateSandbox]:
+def process():
     process = TemplateSandbox(LIMIT_S)
     yield process
     process.stop()
 
 
 @pytest.mark.parametrize("what", MALICIOUS)
-def test_a_malicious_template_is_stopped_at_a_limit_and_the_next_one_is_rendered(
-    process: TemplateSandbox, what: str
-) -> None:
+def test_a_malicious_template_is_stopped_at_a_limit_and_the_next_one_is_rendered(process, what):
     before = psutil.Process().memory_info().rss
     with pytest.raises((TemplateLimitError, TemplateRefusalError)) as caught:
         process.render(MALICIOUS[what], {})
@@ -85,7 +79,7 @@ def test_a_malicious_template_is_stopped_at_a_limit_and_the_next_one_is_rendered
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_forbidden_operations_are_rejected(process: TemplateSandbox, what: str) -> None:
+def test_forbidden_operations_are_rejected(process, what):
     try:
         shown = process.render(FORBIDDEN[what], {"messages": []})
     except TemplateRefusalError:
@@ -93,7 +87,7 @@ def test_forbidden_operations_are_rejected(process: TemplateSandbox, what: str) 
     assert shown in ("", "None")
 
 
-def test_the_error_names_the_limit(process: TemplateSandbox) -> None:
+def test_the_error_names_the_limit(process):
     for template, words in (
         (ENDLESS, "0.5 s"),
         (MALICIOUS["a long text"], "1024 MB"),
@@ -103,9 +97,7 @@ def test_the_error_names_the_limit(process: TemplateSandbox) -> None:
             process.render(template, {})
 
 
-def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(
-    process: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(process, monkeypatch):
     monkeypatch.setenv("LMX_LAB_API_KEY", "secret-of-the-environment")
     process.stop()
     others = psutil.Process().children()
@@ -116,7 +108,7 @@ def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(
     assert not child.is_running()
 
 
-def test_a_killed_process_is_started_again(process: TemplateSandbox) -> None:
+def test_a_killed_process_is_started_again(process):
     process.render("", {})
     for child in psutil.Process().children():
         if "tokenizing/template_worker.py" in " ".join(child.cmdline()):
@@ -155,7 +147,7 @@ FEATURES = """\
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Any:
+def tokenizer(tmp_path_factory, smollm2):
     folder = tmp_path_factory.mktemp("m") / "m"
     write_tiny_llama(folder, smollm2.path, seed=0)
     teach_thinking(folder)
@@ -167,9 +159,9 @@ TEMPLATES = {"all": FEATURES, "thinker": THINKER_TEMPLATE, **{name: each.templat
 
 @pytest.mark.parametrize("turns", [2, 5])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_are_rendered_as_by_transformers(tokenizer: Any, name: str, turns: int) -> None:
+def test_templates_are_rendered_as_by_transformers(tokenizer, name, turns):
     tokenizer.chat_template = TEMPLATES[name]
-    options: dict[str, Any] = {"tools": [WEATHER] if turns > 2 else None, "add_generation_prompt": True, "own": "x"}
+    options = {"tools": [WEATHER] if turns > 2 else None, "add_generation_prompt": True, "own": "x"}
     shown = [
         outcome(partial(tokenizer.apply_chat_template, CONVERSATION[:turns], tokenize=False, **options)),
         outcome(partial(render_chat, tokenizer, CONVERSATION[:turns], **options)),
@@ -177,7 +169,7 @@ def test_templates_are_rendered_as_by_transformers(tokenizer: Any, name: str, tu
     assert shown[0] == shown[1]
 
 
-def outcome(render: Callable[[], Any]) -> str:
+def outcome(render):
     """Return the text, or the error message of the template."""
     try:
         return str(render())
@@ -198,7 +190,7 @@ SOMETIMES = (
 
 
 @pytest.fixture(scope="module")
-def malicious_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+def malicious_home(tmp_path_factory, smollm2):
     """Write models: the template of ``always`` never ends, the one of ``sometimes`` only for some requests."""
     home = tmp_path_factory.mktemp("hostile-home")
     for name, template in (("always", ENDLESS), ("sometimes", SOMETIMES)):
@@ -209,7 +201,7 @@ def malicious_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry
 
 
 @pytest.fixture(scope="module")
-def malicious_lab(malicious_home: Path) -> Iterator[Lab]:
+def malicious_lab(malicious_home):
     with pytest.MonkeyPatch.context() as patched:
         process = TemplateSandbox(LIMIT_S)
         patched.setattr(templates, "default_sandbox", lambda: process)
@@ -220,15 +212,15 @@ def malicious_lab(malicious_home: Path) -> Iterator[Lab]:
 
 
 @pytest.mark.long
-def test_a_template_that_never_ends_is_rejected_when_the_model_is_loaded(malicious_lab: Lab) -> None:
+def test_a_template_that_never_ends_is_rejected_when_the_model_is_loaded(malicious_lab):
     with pytest.raises(UnusableModelError, match=r"its chat template runs longer than the limit of 0\.5 s"):
         malicious_lab.load("always")
     assert malicious_lab.engine.snapshot.model == "sometimes"
 
 
-def test_other_requests_are_answered_while_a_template_loops(malicious_lab: Lab) -> None:
+def test_other_requests_are_answered_while_a_template_loops(malicious_lab):
     with httpx2.Client(base_url=malicious_lab.url, timeout=60) as http:
-        ended: list[tuple[int, dict[str, Any]]] = []
+        ended = []
 
         def loop() -> None:
             body = {"model": "sometimes", "messages": [{"role": "user", "content": TRIGGER}], "max_tokens": 1}
@@ -253,7 +245,7 @@ def test_other_requests_are_answered_while_a_template_loops(malicious_lab: Lab) 
         assert http.post("/v1/chat/completions", json=chat).status_code == 200
 
 
-def test_rendering_does_not_start_a_process_each_time(process: TemplateSandbox) -> None:
+def test_rendering_does_not_start_a_process_each_time(process):
     """The time limit is generous: it only detects that a process is started for each rendering."""
     variables = {"messages": CONVERSATION, "tools": None, "add_generation_prompt": True}
     process.render(THINKER_TEMPLATE, variables)
@@ -269,7 +261,7 @@ def test_rendering_does_not_start_a_process_each_time(process: TemplateSandbox) 
 
 
 @pytest.fixture(scope="module")
-def gguf_lab(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Iterator[tuple[Lab, Path]]:
+def gguf_lab(tmp_path_factory, tiny_gguf):
     with pytest.MonkeyPatch.context() as patched:
         process = TemplateSandbox(LIMIT_S)
         patched.setattr(prepare, "default_sandbox", lambda: process)
@@ -280,43 +272,35 @@ def gguf_lab(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Itera
         process.stop()
 
 
-def test_a_gguf_template_that_never_ends_is_rejected_before_llama_cpp_renders_it(
-    gguf_lab: tuple[Lab, Path], tiny_gguf: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_template_that_never_ends_is_rejected_before_llama_cpp_renders_it(gguf_lab, tiny_gguf, tmp_path):
     for template, words in ((ENDLESS, "runs longer than"), (MALICIOUS["a long text"], "MB of memory")):
         with pytest.raises(UnusableModelError, match=f"its chat template .*{words}"):
             gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
 
 
 @pytest.mark.parametrize("given", ["bos_token", "tools", "messages[1]", "messages | length == 2"])
-def test_a_gguf_template_that_ends_only_for_a_short_chat_is_rejected(
-    gguf_lab: tuple[Lab, Path], tiny_gguf: Path, tmp_path: Path, given: str
-) -> None:
+def test_a_gguf_template_that_ends_only_for_a_short_chat_is_rejected(gguf_lab, tiny_gguf, tmp_path, given):
     template = f"{{% if {given} %}}{ENDLESS}{{% endif %}}"
     with pytest.raises(UnusableModelError, match="its chat template runs longer than"):
         gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
 
 
-def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(
-    gguf_lab: tuple[Lab, Path], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(gguf_lab, tiny_gguf, monkeypatch):
     limit = memory.limit_bytes(None)
     monkeypatch.setattr(model, "EXTRA_BYTES", 2**20 - limit - limit // 10)
     with pytest.raises(UnusableModelError, match=r"used more than .* GB of memory"):
         gguf_lab[0].load(str(tiny_gguf))
 
 
-def chat(text: str) -> dict[str, Any]:
+def chat(text):
     return {"model": "default", "messages": [{"role": "user", "content": text}], "max_tokens": 1}
 
 
-def llama_processes() -> list[psutil.Process]:
+def llama_processes():
     return [it for it in psutil.Process().children() if it.cmdline()[2:3] == [str(SCRIPT)]]
 
 
-def test_a_request_whose_template_loops_is_refused_before_llama_cpp_renders_it(
-    gguf_lab: tuple[Lab, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_whose_template_loops_is_refused_before_llama_cpp_renders_it(gguf_lab, caplog):
     lab, path = gguf_lab
     lab.load(str(path))
     before = llama_processes()
@@ -331,8 +315,8 @@ def test_a_request_whose_template_loops_is_refused_before_llama_cpp_renders_it(
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_template_that_loops_in_llama_cpp_stops_its_process_and_the_model_is_loaded_again(
-    gguf_lab: tuple[Lab, Path], monkeypatch: pytest.MonkeyPatch, *, leaves: bool
-) -> None:
+    gguf_lab, monkeypatch, *, leaves
+):
     class Blind:
         def render(self, *_: object) -> str:
             raise TemplateRefusalError("jinja2 does not support this template")

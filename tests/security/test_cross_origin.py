@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page
 
-from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.notebook import Lab
 from tests.support.browser import CHROMIUM_ARGUMENTS, chromium
 from tests.support.labs import serving
 
@@ -93,7 +88,7 @@ class AttackerPage(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def evil() -> Iterator[int]:
+def evil():
     with ThreadingHTTPServer(("127.0.0.1", 0), AttackerPage) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -103,21 +98,21 @@ def evil() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def tiny_lab(tiny_home: Path) -> Iterator[Lab]:
+def tiny_lab(tiny_home):
     """Run a lab with two models, so that a load would be detected."""
     with serving(tiny_home, "tiny", slots=2) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     arguments = [each for each in CHROMIUM_ARGUMENTS if "host-resolver" not in each]
     with chromium([*arguments, REBOUND]) as browser:
         yield browser
 
 
 @pytest.fixture
-def page(browser: Browser, evil: int) -> Iterator[Page]:
+def page(browser, evil):
     page = browser.new_page()
     # Another site that the browser considers trustworthy, because browsers restrict requests of others to this machine.
     page.goto(f"http://localhost:{evil}/")
@@ -126,7 +121,7 @@ def page(browser: Browser, evil: int) -> Iterator[Page]:
 
 
 @pytest.mark.long
-def test_a_page_of_another_origin_reads_and_changes_nothing(page: Page, tiny_lab: Lab) -> None:
+def test_a_page_of_another_origin_reads_and_changes_nothing(page, tiny_lab):
     socket = f"ws://127.0.0.1:{tiny_lab.port}/v1/chat/stream"
     seen = page.evaluate(TRIES, [tiny_lab.url, socket])
     assert {name: what for name, what in seen.items() if what != "refused"} == {"beacon": "true"}
@@ -135,7 +130,7 @@ def test_a_page_of_another_origin_reads_and_changes_nothing(page: Page, tiny_lab
     assert tiny_lab.engine.snapshot.model == "tiny"
 
 
-def test_a_page_of_another_origin_cannot_use_the_daemon_even_with_its_token(page: Page, daemon: Daemon) -> None:
+def test_a_page_of_another_origin_cannot_use_the_daemon_even_with_its_token(page, daemon):
     socket = f"ws://127.0.0.1:{daemon.port}/v3/events?token={daemon.token}"
     seen = page.evaluate(TRIES, [daemon.url, socket])
     assert seen["socket"] == "refused"
@@ -143,20 +138,20 @@ def test_a_page_of_another_origin_cannot_use_the_daemon_even_with_its_token(page
 
 
 @pytest.mark.parametrize("path", ["", "docs", "v1/models"])
-def test_a_page_of_another_origin_cannot_embed_pages(page: Page, tiny_lab: Lab, path: str) -> None:
+def test_a_page_of_another_origin_cannot_embed_pages(page, tiny_lab, path):
     """This prevents clickjacking with invisible frames."""
     page.evaluate(FRAMING, f"{tiny_lab.url}/{path}")
     *_, framed = page.frames
     framed.wait_for_url("chrome-error://chromewebdata/")
 
 
-def test_a_page_of_an_allowed_origin_can_fetch(page: Page, evil: int, tiny_home: Path) -> None:
+def test_a_page_of_an_allowed_origin_can_fetch(page, evil, tiny_home):
     with serving(tiny_home, None, cors_origins=(f"http://localhost:{evil}",)) as lab:
         assert page.evaluate(FETCHING, f"{lab.url}/admin/models/unload") == 200
 
 
 @pytest.mark.parametrize("name", ["rebound.evil.example", "127.0.0.1.evil.example"])
-def test_dns_rebinding_is_rejected(browser: Browser, tiny_lab: Lab, name: str) -> None:
+def test_dns_rebinding_is_rejected(browser, tiny_lab, name):
     """The attacker's name resolves to the server, so the requests of the page are same-origin."""
     page = browser.new_page()
     base = f"http://{name}:{tiny_lab.port}"

@@ -6,14 +6,11 @@ import html.parser
 import json
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser
 
-from lmx_lab.notebook import Lab
 from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
 from tests.support.browser import chromium
@@ -43,13 +40,13 @@ RENDER = """async ([code, css, state, bytes]) => {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with chromium() as browser:
         yield browser
 
 
 @pytest.fixture(scope="module")
-def evil_lab(tmp_path_factory: pytest.TempPathFactory, smollm2: Any) -> Iterator[Lab]:
+def evil_lab(tmp_path_factory, smollm2):
     """Run a lab with a model that has HTML in its name and in its quantization."""
     home = tmp_path_factory.mktemp("home")
     folder = home / "models" / NAME
@@ -64,7 +61,7 @@ NAME = "<img src=x onerror='hit=1'>"
 """The part of the HTML that the name of a folder can contain."""
 
 
-def with_html(value: Any) -> Any:
+def with_html(value):
     """Append HTML to all strings of a value, except those that the code of the panel uses as keys."""
     if isinstance(value, str):
         return value + EVIL
@@ -96,7 +93,7 @@ FULL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PANELS)
-def test_no_panel_creates_elements_from_text(browser: Browser, evil_lab: Lab, name: str) -> None:
+def test_no_panel_creates_elements_from_text(browser, evil_lab, name):
     panel = evil_lab.panel(name)
     state = {key: value for key, value in panel.get_state().items() if not key.startswith("_") and key != "layout"}
     state |= FULL[name]
@@ -129,14 +126,14 @@ class Elements(html.parser.HTMLParser):
 CHART = re.compile(r'<img width="\d+" height="\d+" alt="[^"<>]*" src="data:image/svg\+xml;base64,([\w+/=]+)">')
 
 
-def elements(text: str) -> list[str]:
+def elements(text):
     """Return the elements of a page that could load or run something. Charts are images, which are searched too."""
     parser = Elements()
     parser.feed(CHART.sub("", text))
     return [*parser.found, *(found for image in CHART.findall(text) for found in elements(b64decode(image).decode()))]
 
 
-def test_reports_and_snapshots_contain_no_elements_from_text(evil_lab: Lab, tmp_path: Path) -> None:
+def test_reports_and_snapshots_contain_no_elements_from_text(evil_lab, tmp_path):
     pages = [Path(evil_lab.report(tmp_path / "report.html")).read_text()]
     for name in PANELS:
         bundle = evil_lab.panel(name)._repr_mimebundle_()

@@ -1,13 +1,9 @@
 """Tests that all responses have the security headers, including errors before the application is reached."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest
 
-from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.notebook import Lab
 from tests.support.labs import FRIEND, KEY
 from tests.support.sockets import HANDSHAKE, RAW_WAIT_S, Answer, send
 
@@ -22,7 +18,7 @@ WRONG_KEY = [(name, "x" if name == "Sec-WebSocket-Key" else value) for name, val
 WRONG_VERSION = [(name, "12" if name == "Sec-WebSocket-Version" else value) for name, value in HANDSHAKE]
 
 
-def check(answer: Answer, status: int) -> None:
+def check(answer, status):
     lines = [line.lower() for line in answer.head.split("\r\n")]
     assert answer.status == status
     for name, value in EXPECTED.items():
@@ -67,19 +63,17 @@ RIGHT = ("Authorization", f"Bearer {KEY}")
         ("GET /healthz", [("Not a header", "x")], 400),
     ],
 )
-def test_headers_of_the_inference_server(
-    keyed_lab: Lab, request_line: str, headers: list[tuple[str, str]], status: int
-) -> None:
+def test_headers_of_the_inference_server(keyed_lab, request_line, headers, status):
     check(send(keyed_lab.port, request_line, headers), status)
 
 
-def test_headers_of_the_error_for_a_foreign_host(keyed_lab: Lab, daemon: Daemon) -> None:
+def test_headers_of_the_error_for_a_foreign_host(keyed_lab, daemon):
     for port in (keyed_lab.port, daemon.port):
         check(send(port, "GET /healthz", host="evil.example"), 421)
         check(send(port, "GET /v1/chat/stream", HANDSHAKE, host="evil.example"), 421)
 
 
-def test_headers_of_a_stream(open_lab: Lab) -> None:
+def test_headers_of_a_stream(open_lab):
     with socket.create_connection(("127.0.0.1", open_lab.port), RAW_WAIT_S) as sock:
         sock.sendall(f"GET /admin/events HTTP/1.1\r\nHost: 127.0.0.1:{open_lab.port}\r\n\r\n".encode())
         data = b""
@@ -101,6 +95,6 @@ def test_headers_of_a_stream(open_lab: Lab) -> None:
         ("GET /v3/events", HANDSHAKE, 401),
     ],
 )
-def test_headers_of_the_daemon(daemon: Daemon, request_line: str, headers: list[tuple[str, str]], status: int) -> None:
+def test_headers_of_the_daemon(daemon, request_line, headers, status):
     sent = [(name, value.format(token=daemon.token)) for name, value in headers]
     check(send(daemon.port, request_line.format(token=daemon.token), sent), status)

@@ -1,13 +1,9 @@
 """Tests that ids in URLs and bodies are never used as paths, in any spelling."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.notebook import Lab
 from tests.support.sockets import send
 
 # Sent unchanged in the request line, because client libraries normalize some of them.
@@ -42,7 +38,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_model_id_in_a_url_is_not_a_path(open_lab: Lab, spelling: str) -> None:
+def test_a_model_id_in_a_url_is_not_a_path(open_lab, spelling):
     answer = send(open_lab.port, f"GET /v1/models/{spelling}")
     assert answer.status in (400, 404), answer.body
     assert b"root:" not in answer.body
@@ -50,7 +46,7 @@ def test_a_model_id_in_a_url_is_not_a_path(open_lab: Lab, spelling: str) -> None
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_session_id_in_a_url_is_not_a_path(daemon: Daemon, spelling: str) -> None:
+def test_a_session_id_in_a_url_is_not_a_path(daemon, spelling):
     right = ("Authorization", f"Bearer {daemon.token}")
     before = sorted(daemon.folder.parent.rglob("*"))
     for request in (
@@ -67,7 +63,7 @@ def test_a_session_id_in_a_url_is_not_a_path(daemon: Daemon, spelling: str) -> N
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_an_id_in_a_body_is_not_a_path(daemon: Daemon, open_lab: Lab, name: str) -> None:
+def test_an_id_in_a_body_is_not_a_path(daemon, open_lab, name):
     right = [("Authorization", f"Bearer {daemon.token}"), ("Content-Type", "application/json")]
     before = sorted(daemon.folder.parent.rglob("*"))
     made = send(daemon.port, "POST /v3/sessions", right, json.dumps({"session_id": name}).encode())

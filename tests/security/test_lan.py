@@ -12,14 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.wire.daemon import StateFile
 
 pytestmark = pytest.mark.long
@@ -70,7 +68,7 @@ class Machine:
 
 
 @contextlib.contextmanager
-def machine() -> Iterator[Machine]:
+def machine():
     holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdin is not None
     assert holder.stdout is not None
@@ -90,7 +88,7 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="module")
-def lan() -> Iterator[tuple[Machine, Machine]]:
+def lan():
     """Return the server's machine and another one, which are connected."""
     missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if missing:
@@ -140,7 +138,7 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def served(lan: tuple[Machine, Machine], tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def served(lan, tiny_home, tmp_path_factory):
     """Start all servers and return their URLs. They start in parallel, which takes as long as one."""
     here, _ = lan
     common = ("serve", "--host", "0.0.0.0", "--port", "0")
@@ -164,9 +162,7 @@ def served(lan: tuple[Machine, Machine], tiny_home: Path, tmp_path_factory: pyte
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
 
-def test_another_machine_can_chat_and_list_models_but_change_nothing(
-    lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry
-) -> None:
+def test_another_machine_can_chat_and_list_models_but_change_nothing(lan, served, tiny):
     url = served[0]["usual"]
     answers = lan[1].ask(
         ("POST", f"{url}/v1/chat/completions", CHAT, {}),
@@ -183,12 +179,12 @@ def test_another_machine_can_chat_and_list_models_but_change_nothing(
     assert {body["error"]["code"] for status, body in answers if status == 403} == {"admin-forbidden"}
 
 
-def on_loopback(url: str) -> str:
+def on_loopback(url):
     """Return the URL of the same server for programs on its own machine."""
     return url.replace(SERVER, "127.0.0.1")
 
 
-def test_callers_on_the_same_machine_are_local_only_through_loopback(lan: tuple[Machine, Machine], served: Any) -> None:
+def test_callers_on_the_same_machine_are_local_only_through_loopback(lan, served):
     url, load = served[0]["usual"], {"model": "tiny"}
     port = url.rpartition(":")[2]
     name = socket.gethostname()
@@ -207,9 +203,7 @@ def test_callers_on_the_same_machine_are_local_only_through_loopback(lan: tuple[
     assert [status for status, _ in answers] == expected
 
 
-def test_callers_on_loopback_with_the_key_are_local_for_any_host(
-    lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry
-) -> None:
+def test_callers_on_loopback_with_the_key_are_local_for_any_host(lan, served, tiny):
     """Over IPv4 on an IPv6 socket, where the address is ``::ffff:127.0.0.1``, and over IPv6."""
     url, by_path = served[0]["admin"], {"model": str(tiny.path)}
     port = url.rpartition(":")[2]
@@ -224,9 +218,7 @@ def test_callers_on_loopback_with_the_key_are_local_for_any_host(
     assert [status for status, _ in answers] == [200, 200, 401, 404, 200]
 
 
-def test_another_machine_receives_no_paths(
-    lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry, tmp_path: Path
-) -> None:
+def test_another_machine_receives_no_paths(lan, served, tiny, tmp_path):
     """Also if the operator loaded a model by its path, which is then its id."""
     url = served[0]["usual"]
     model = tmp_path / "in a folder" / "my-tiny"
@@ -268,9 +260,7 @@ def test_another_machine_receives_no_paths(
 
 
 @pytest.mark.parametrize(("name", "path"), [("usual", "/healthz"), ("daemon", "/v3/health")])
-def test_added_and_removed_addresses_are_detected(
-    lan: tuple[Machine, Machine], served: Any, name: str, path: str
-) -> None:
+def test_added_and_removed_addresses_are_detected(lan, served, name, path):
     here, there = lan
     url = served[0][name]
     later = "10.77.8.1"
@@ -292,9 +282,7 @@ def test_added_and_removed_addresses_are_detected(
     assert status_becomes(421)
 
 
-def test_with_lan_admin_another_machine_loads_and_unloads_but_not_by_path(
-    lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry
-) -> None:
+def test_with_lan_admin_another_machine_loads_and_unloads_but_not_by_path(lan, served, tiny):
     url, key = served[0]["admin"], {"Authorization": "Bearer lan-key"}
     answers = lan[1].ask(
         ("POST", f"{url}/admin/models/load", {"model": "tiny-two"}, {}),
@@ -306,9 +294,7 @@ def test_with_lan_admin_another_machine_loads_and_unloads_but_not_by_path(
     assert [status for status, _ in answers] == [401, 200, 404, 404, 200]
 
 
-def test_a_dns_name_of_the_lan_address_is_rejected_for_other_machines(
-    lan: tuple[Machine, Machine], served: Any
-) -> None:
+def test_a_dns_name_of_the_lan_address_is_rejected_for_other_machines(lan, served):
     url = served[0]["usual"]
     port = url.rpartition(":")[2]
     strange = [{"Host": f"{name}:{port}"} for name in ("evil.example", "127.0.0.1.evil.example", "10.77.0.11")]
@@ -318,7 +304,7 @@ def test_a_dns_name_of_the_lan_address_is_rejected_for_other_machines(
     assert another[0] == 403
 
 
-def test_the_daemon_needs_its_token_from_other_machines(lan: tuple[Machine, Machine], served: Any) -> None:
+def test_the_daemon_needs_its_token_from_other_machines(lan, served):
     urls, token = served
     url, right = urls["daemon"], {"Authorization": f"Bearer {token}"}
     answers = lan[1].ask(
@@ -331,13 +317,13 @@ def test_the_daemon_needs_its_token_from_other_machines(lan: tuple[Machine, Mach
     assert [status for status, _ in answers] == [200, 401, 401, 401, 200]
 
 
-def discover(on: Machine, home: Path) -> subprocess.CompletedProcess[str]:
+def discover(on, home):
     environment = {**os.environ, "LMX_LAB_HOME": str(home), "COLUMNS": "200"}
     command = on.command(sys.executable, "-m", "lmx_lab", "discover", "--seconds", "2")
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, env=environment)
 
 
-def test_announced_labs_are_found_by_another_machine(lan: tuple[Machine, Machine], served: Any, tmp_path: Path) -> None:
+def test_announced_labs_are_found_by_another_machine(lan, served, tmp_path):
     """Two labs of one name are told apart, and labs that are not announced are not found."""
     here, there = lan
     options = ("serve", "--host", "0.0.0.0", "--port", "0", "--announce", "--announce-name", "kitchen")
@@ -347,7 +333,7 @@ def test_announced_labs_are_found_by_another_machine(lan: tuple[Machine, Machine
             running = Running(on, tmp_path, *options, *more)
             stack.callback(running.end)
             names.append(running.announced_name())
-        found: list[list[str]] = []
+        found = []
         deadline = time.monotonic() + WAIT_S
         while len(found) < 2 and time.monotonic() < deadline:
             found = [line.split() for line in discover(there, tmp_path).stdout.splitlines()[1:]]
@@ -359,7 +345,7 @@ def test_announced_labs_are_found_by_another_machine(lan: tuple[Machine, Machine
     assert found[1][2:] == ["yes"]
 
 
-def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:
+def test_without_a_network_the_error_says_so(tmp_path):
     with machine() as alone:
         done = discover(alone, tmp_path)
     assert (done.returncode, done.stdout) == (1, "")

@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,11 @@ import psutil
 import pytest
 
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, OutOfMemoryError, UnusableModelError
-from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub_download import download
 from lmx_lab.weights.starters import Starter, _extract_members
-from lmx_lab.weights.store import Progress, ignore_progress
+from lmx_lab.weights.store import ignore_progress
 from tests.support.hub import Hub
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
@@ -47,29 +45,29 @@ class Touching:
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> Path:
+def models(tmp_path):
     return tmp_path / "home" / "models"
 
 
 @pytest.fixture
-def catalog(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+def catalog(models, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return Catalog(Settings(home=models.parent))
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("home"), None) as lab:
         yield lab
 
 
-def changed(folder: Path, name: str, **values: Any) -> None:
+def changed(folder, name, **values):
     path = folder / name
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**known, **values}))
 
 
-def write_code(folder: Path, marker: Path) -> None:
+def write_code(folder, marker):
     """Write code, and all settings with which a model folder can request that it is run."""
     code = (
         f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\nModel = ModelArgs = EvilTokenizer = EvilModel = Evil\n"
@@ -98,9 +96,7 @@ CODE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("way", CODE)
-def test_code_in_a_model_folder_never_runs(
-    lab: Lab, smollm2: ModelEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_code_in_a_model_folder_never_runs(lab, smollm2, tmp_path, monkeypatch, way):
     folder, marker = tmp_path / "m", tmp_path / "it-ran"
     write_tiny_llama(folder, smollm2.path, seed=0)
     write_code(folder, marker)
@@ -116,7 +112,7 @@ def test_code_in_a_model_folder_never_runs(
     assert not [name for name in set(sys.modules) - before if "evil" in name]
 
 
-def test_pickles_are_never_read(lab: Lab, smollm2: ModelEntry, tmp_path: Path) -> None:
+def test_pickles_are_never_read(lab, smollm2, tmp_path):
     folder, marker = tmp_path / "m", tmp_path / "it-ran"
     write_tiny_llama(folder, smollm2.path, seed=0)
     evil = pickle.dumps(Touching(marker))
@@ -135,13 +131,13 @@ def test_pickles_are_never_read(lab: Lab, smollm2: ModelEntry, tmp_path: Path) -
     assert not marker.exists()
 
 
-def tensors(**claims: Any) -> bytes:
+def tensors(**claims):
     """Return a safetensors file with 64 bytes of data and the given header."""
     header = json.dumps(claims).encode()
     return struct.pack("<Q", len(header)) + header + bytes(64)
 
 
-def tensor(shape: list[int], start: int, stop: int, dtype: str = "F32") -> dict[str, Any]:
+def tensor(shape, start, stop, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
@@ -160,16 +156,14 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("what", WEIGHTS)
-def test_weights_with_a_false_header_are_rejected_before_memory_is_allocated(
-    catalog: Catalog, models: Path, smollm2: ModelEntry, what: str
-) -> None:
+def test_weights_with_a_false_header_are_rejected_before_memory_is_allocated(catalog, models, smollm2, what):
     write_tiny_llama(models / "m", smollm2.path, seed=0)
     (models / "m" / "model.safetensors").write_bytes(WEIGHTS[what])
     check_refused(lambda: catalog.resolve("m"))
     assert catalog.scan() == []
 
 
-def check_refused(look: Callable[[], object]) -> None:
+def check_refused(look):
     before = psutil.Process().memory_info().rss
     with pytest.raises((UnusableModelError, OutOfMemoryError)):
         look()
@@ -189,19 +183,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", CONFIGS)
-def test_a_configuration_with_absurd_sizes_is_rejected(
-    lab: Lab, smollm2: ModelEntry, tmp_path: Path, what: str
-) -> None:
+def test_a_configuration_with_absurd_sizes_is_rejected(lab, smollm2, tmp_path, what):
     write_tiny_llama(tmp_path / "m", smollm2.path, seed=0)
     changed(tmp_path / "m", "config.json", **CONFIGS[what])
     check_refused(lambda: lab.load(str(tmp_path / "m")))
 
 
-def gguf(tensors: int, entries: int, rest: bytes = b"") -> bytes:
+def gguf(tensors, entries, rest=b""):
     return b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + rest
 
 
-def key(name: str) -> bytes:
+def key(name):
     return struct.pack("<Q", len(name)) + name.encode()
 
 
@@ -219,7 +211,7 @@ GGUFS = {
 
 
 @pytest.mark.parametrize("what", GGUFS)
-def test_a_gguf_file_with_absurd_counts_is_rejected(catalog: Catalog, models: Path, what: str) -> None:
+def test_a_gguf_file_with_absurd_counts_is_rejected(catalog, models, what):
     models.mkdir(parents=True)
     (models / "m.gguf").write_bytes(GGUFS[what] + bytes(64))
     check_refused(lambda: catalog.resolve("m.gguf"))
@@ -229,7 +221,7 @@ def test_a_gguf_file_with_absurd_counts_is_rejected(catalog: Catalog, models: Pa
 # Starter models in wheels, which are zip files
 
 
-def starter(wheel: Path, unpacked_bytes: int, **members: str) -> Starter:
+def starter(wheel, unpacked_bytes, **members):
     return Starter(
         id="m", package="p", version="1", sha256="", wheel_bytes=wheel.stat().st_size, kind="chat", licence="",
         unpacked_bytes=unpacked_bytes, members=members,
@@ -237,7 +229,7 @@ def starter(wheel: Path, unpacked_bytes: int, **members: str) -> Starter:
 
 
 @pytest.mark.slow
-def test_a_zip_bomb_is_not_extracted(tmp_path: Path) -> None:
+def test_a_zip_bomb_is_not_extracted(tmp_path):
     wheel, folder = tmp_path / "w.whl", tmp_path / "model"
     folder.mkdir()
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -249,7 +241,7 @@ def test_a_zip_bomb_is_not_extracted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_zip_bomb_with_a_false_size_is_extracted_only_to_that_size(tmp_path: Path) -> None:
+def test_a_zip_bomb_with_a_false_size_is_extracted_only_to_that_size(tmp_path):
     wheel, folder = tmp_path / "w.whl", tmp_path / "model"
     folder.mkdir()
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -261,7 +253,7 @@ def test_a_zip_bomb_with_a_false_size_is_extracted_only_to_that_size(tmp_path: P
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 1000
 
 
-def test_a_link_in_a_wheel_does_not_become_a_link(tmp_path: Path) -> None:
+def test_a_link_in_a_wheel_does_not_become_a_link(tmp_path):
     wheel, folder = tmp_path / "w.whl", tmp_path / "model"
     folder.mkdir()
     link = zipfile.ZipInfo("config.json")
@@ -274,7 +266,7 @@ def test_a_link_in_a_wheel_does_not_become_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../out", "/tmp/lmx-lab-out", "a/../../out", "a\\..\\..\\out", "..", ""])
-def test_names_in_a_wheel_cannot_refer_to_other_folders(tmp_path: Path, name: str) -> None:
+def test_names_in_a_wheel_cannot_refer_to_other_folders(tmp_path, name):
     wheel, folder = tmp_path / "w.whl", tmp_path / "inner" / "model"
     folder.mkdir(parents=True)
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -296,18 +288,14 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_from_a_remote_caller_finds_nothing_outside_the_model_folders(
-    catalog: Catalog, models: Path, tmp_path: Path, smollm2: ModelEntry, name: str
-) -> None:
+def test_a_name_from_a_remote_caller_finds_nothing_outside_the_model_folders(catalog, models, tmp_path, smollm2, name):
     write_tiny_llama(tmp_path / "outside", smollm2.path, seed=0)
     write_tiny_llama(models / "tiny", smollm2.path, seed=0)
     with pytest.raises(ModelNotFoundError):
         catalog.resolve(name.format(outside=tmp_path / "outside"), local=False)
 
 
-def test_a_link_in_the_store_is_listed_only_under_its_own_name(
-    catalog: Catalog, models: Path, tmp_path: Path, smollm2: ModelEntry
-) -> None:
+def test_a_link_in_the_store_is_listed_only_under_its_own_name(catalog, models, tmp_path, smollm2):
     """Only this user can have created it, and remote callers cannot use the name of its target."""
     write_tiny_llama(tmp_path / "outside", smollm2.path, seed=0)
     models.mkdir(parents=True)
@@ -319,7 +307,7 @@ def test_a_link_in_the_store_is_listed_only_under_its_own_name(
         catalog.resolve(str(tmp_path / "outside"), local=False)
 
 
-def test_weights_are_searched_only_in_the_model_folder(catalog: Catalog, models: Path, smollm2: ModelEntry) -> None:
+def test_weights_are_searched_only_in_the_model_folder(catalog, models, smollm2):
     folder = models / "m"
     write_tiny_llama(folder, smollm2.path, seed=0)
     for name in ("../../secret.safetensors", "/etc/passwd", "a/../../b.safetensors", "..", "model.safetensors\0"):
@@ -328,7 +316,7 @@ def test_weights_are_searched_only_in_the_model_folder(catalog: Catalog, models:
             catalog.resolve("m")
 
 
-def test_names_of_parts_cannot_be_paths(catalog: Catalog, models: Path) -> None:
+def test_names_of_parts_cannot_be_paths(catalog, models):
     models.mkdir(parents=True)
     for name in ("..-00001-of-00002.gguf", "-00001-of-99999.gguf", "m-00000-of-00000.gguf", "m-00009-of-00002.gguf"):
         (models / name).write_bytes(gguf(0, 0) + bytes(64))
@@ -336,7 +324,7 @@ def test_names_of_parts_cannot_be_paths(catalog: Catalog, models: Path) -> None:
             catalog.resolve(name)
 
 
-def test_malicious_file_names_of_a_hub_are_rejected(tmp_path: Path) -> None:
+def test_malicious_file_names_of_a_hub_are_rejected(tmp_path):
     names = (
         "../evil.gguf",
         "a/../../evil.gguf",
@@ -362,11 +350,9 @@ def test_malicious_file_names_of_a_hub_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["org/..", "../name", "org/name:../../x", "org/name:/etc/passwd", "org/name/more", "org/na me", "./."]
 )
-def test_a_model_name_of_the_hub_cannot_refer_to_a_local_folder(
-    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_model_name_of_the_hub_cannot_refer_to_a_local_folder(catalog, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    seen: list[Progress] = []
+    seen = []
     before = sorted(path for path in tmp_path.rglob("*") if "home" not in path.parts)
     with pytest.raises((ModelNotFoundError, DownloadError, UnusableModelError)):
         catalog.fetch(name, seen.append)

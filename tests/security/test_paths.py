@@ -9,14 +9,12 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from websockets.sync.client import connect
 
-from lmx_lab.notebook import Lab
 from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
@@ -25,7 +23,7 @@ CHAT = {"model": "default", "messages": [{"role": "user", "content": "hi"}], "ma
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_home, tmp_path_factory):
     """Return a folder with a model, and one with damaged weights."""
     folder = tmp_path_factory.mktemp("private") / "of the operator"
     for name in ("mine", "listed/damaged"):
@@ -36,16 +34,16 @@ def folder(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_home: Path, folder: Path) -> Iterator[Lab]:
+def lab(tiny_home, folder):
     """Run a lab with a model that was loaded by its path."""
-    settings: dict[str, Any] = {"model_folders": (folder / "listed",), "allowed_hosts": ("elsewhere.example",)}
+    settings = {"model_folders": (folder / "listed",), "allowed_hosts": ("elsewhere.example",)}
     with serving(tiny_home, None, lan_admin=True, **settings) as lab:
         lab.load(folder / "mine")
         yield lab
 
 
 @contextlib.contextmanager
-def watched(lab: Lab, headers: dict[str, str]) -> Iterator[Iterator[Any]]:
+def watched(lab, headers):
     """Read the events of loads and requests, after the first event of any kind."""
     with httpx2.stream("GET", f"{lab.url}/admin/events?include=models,requests", headers=headers) as answer:
         lines = (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line)
@@ -53,7 +51,7 @@ def watched(lab: Lab, headers: dict[str, str]) -> Iterator[Iterator[Any]]:
         yield (line for line in lines if line["type"] in ("model", "request"))
 
 
-def test_the_error_of_a_failed_load_contains_the_reason_but_no_path(lab: Lab, folder: Path) -> None:
+def test_the_error_of_a_failed_load_contains_the_reason_but_no_path(lab, folder):
     def load(**headers: str) -> str:
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": "damaged"}, headers=headers)
         assert answer.status_code == 400
@@ -66,13 +64,13 @@ def test_the_error_of_a_failed_load_contains_the_reason_but_no_path(lab: Lab, fo
     assert "of the operator" not in message
 
 
-def test_remote_callers_cannot_use_paths_or_download_even_with_lan_admin(lab: Lab, folder: Path) -> None:
+def test_remote_callers_cannot_use_paths_or_download_even_with_lan_admin(lab, folder):
     for name in (str(folder / "mine"), str(folder / "listed" / "damaged"), "org/name", "smollm2-135m"):
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": name}, headers=ELSEWHERE)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model-not-found")
 
 
-def test_events_contain_no_paths(lab: Lab, folder: Path) -> None:
+def test_events_contain_no_paths(lab, folder):
     def failed(events: Iterator[Any]) -> Any:
         return next(event for event in events if event["type"] == "model" and event["stage"] == "failed")
 
@@ -100,14 +98,14 @@ def test_events_contain_no_paths(lab: Lab, folder: Path) -> None:
         ("/admin/models/unload", {"model": "tiny"}),
     ],
 )
-def test_responses_and_errors_contain_no_paths(lab: Lab, folder: Path, path: str, body: dict[str, Any]) -> None:
+def test_responses_and_errors_contain_no_paths(lab, folder, path, body):
     own = httpx2.post(f"{lab.url}{path}", json=body)
     others = httpx2.post(f"{lab.url}{path}", json=body, headers=ELSEWHERE)
     assert own.status_code == others.status_code
     assert str(folder) not in others.text
 
 
-def test_websocket_messages_contain_no_paths(lab: Lab, folder: Path) -> None:
+def test_websocket_messages_contain_no_paths(lab, folder):
     way = socket.create_connection(("127.0.0.1", lab.port))
     with connect(f"ws://elsewhere.example:{lab.port}/v1/chat/stream", sock=way, proxy=None) as client:
         client.send(json.dumps({**CHAT, "model": "tiny"}))

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -22,14 +21,12 @@ import pytest
 from lmx_lab.cli.models import models as list_models
 from lmx_lab.cli.terminal import print_error, print_line, print_note
 from lmx_lab.client import DaemonClient, LabClient
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import LabError
 from lmx_lab.http.uvicorn_server import recent_logs
-from lmx_lab.notebook import Lab
 from lmx_lab.settings import SECRETS as VARIABLES
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.commands import Serving, serving
+from tests.support.commands import serving
 from tests.support.labs import KEY
 from tests.support.sockets import HANDSHAKE, post, send
 from tests.support.waiting import until
@@ -40,7 +37,7 @@ CONTROLS = set("\x1b\x07\x9b\u202e\u2066\u200f\r\b")
 QUOTED = "%1b%5b31mred%1b%5d0%3btitle%07%c2%9b1m%e2%80%aeright%0a2026-01-01%20INFO%20forged%0d"
 
 
-def found(secret: str, *texts: object) -> list[str]:
+def found(secret, *texts):
     return [str(text)[:200] for text in texts if secret in str(text)]
 
 
@@ -54,7 +51,7 @@ class RecordingHandler(logging.Handler):
 
 
 @contextlib.contextmanager
-def listening(*names: str) -> Iterator[list[str]]:
+def listening(*names):
     """Yield all log records, with the loggers at level DEBUG."""
     handler = RecordingHandler()
     levels = {name: logging.getLogger(name).level for name in names}
@@ -70,7 +67,7 @@ def listening(*names: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-def test_the_key_is_in_no_log_or_response_of_the_server(keyed_lab: Lab) -> None:
+def test_the_key_is_in_no_log_or_response_of_the_server(keyed_lab):
     port, right = keyed_lab.port, ("Authorization", f"Bearer {KEY}")
     with listening("uvicorn.error", "uvicorn.access", "lmx_lab", "asyncio") as logged:
         answers = [
@@ -84,8 +81,8 @@ def test_the_key_is_in_no_log_or_response_of_the_server(keyed_lab: Lab) -> None:
     assert found(KEY, *logged, *recent_logs(), *answers) == []
 
 
-def test_the_key_is_in_no_repr_panel_or_report(keyed_lab: Lab, tmp_path: Path) -> None:
-    shown_ones: list[object] = [
+def test_the_key_is_in_no_repr_panel_or_report(keyed_lab, tmp_path):
+    shown_ones = [
         keyed_lab,
         keyed_lab.settings,
         vars(keyed_lab),
@@ -102,8 +99,8 @@ def test_the_key_is_in_no_repr_panel_or_report(keyed_lab: Lab, tmp_path: Path) -
     assert found(KEY, *texts) == []
 
 
-def test_the_key_is_in_no_repr_or_error_of_a_client(keyed_lab: Lab, daemon: Daemon) -> None:
-    texts: list[str] = []
+def test_the_key_is_in_no_repr_or_error_of_a_client(keyed_lab, daemon):
+    texts = []
     wrong = KEY[::-1]
     with LabClient(keyed_lab.url, api_key=KEY) as client, LabClient(keyed_lab.url, api_key=wrong) as refused:
         texts += [repr(client), repr(vars(client)), repr(refused)]
@@ -131,7 +128,7 @@ SECRETS = {
 
 
 @contextlib.contextmanager
-def served(home: Path, model: str) -> Iterator[Serving]:
+def served(home, model):
     """Run the server in a program that has all keys in its environment."""
     with pytest.MonkeyPatch.context() as patched:
         for name, value in SECRETS.items():
@@ -141,19 +138,19 @@ def served(home: Path, model: str) -> Iterator[Serving]:
 
 
 @pytest.fixture
-def on_llama_cpp(tiny_home: Path, tiny_gguf: Path) -> Iterator[Serving]:
+def on_llama_cpp(tiny_home, tiny_gguf):
     with served(tiny_home, str(tiny_gguf)) as server:
         yield server
 
 
 @pytest.fixture
-def on_echo(tmp_path: Path) -> Iterator[Serving]:
+def on_echo(tmp_path):
     with served(tmp_path, "echo") as server:
         yield server
 
 
 @pytest.mark.long
-def test_child_processes_have_no_keys_in_arguments_or_environment(on_llama_cpp: Serving) -> None:
+def test_child_processes_have_no_keys_in_arguments_or_environment(on_llama_cpp):
     url, headers = f"http://127.0.0.1:{on_llama_cpp.port}", {"authorization": "Bearer key-of-the-server"}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     body = {"model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -171,7 +168,7 @@ def test_child_processes_have_no_keys_in_arguments_or_environment(on_llama_cpp: 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_requested_paths_do_not_control_the_terminal_of_the_server(on_echo: Serving) -> None:
+def test_requested_paths_do_not_control_the_terminal_of_the_server(on_echo):
     port, right = on_echo.port, ("Authorization", "Bearer key-of-the-server")
     for path in (f"/{QUOTED}", f"/v1/models/{QUOTED}", f"/v1/chat/completions/{QUOTED}", f"/docs?{QUOTED}"):
         assert send(port, f"GET {path}", [right]).status < 500
@@ -199,7 +196,7 @@ lab.stop()
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_requested_paths_do_not_control_the_terminal_of_a_script(tmp_path: Path) -> None:
+def test_requested_paths_do_not_control_the_terminal_of_a_script(tmp_path):
     text = f"{ESCAPES}\n2026-01-01 INFO forged"
     script = LAUNCHED.format(home=str(tmp_path), text=text)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
@@ -208,14 +205,14 @@ def test_requested_paths_do_not_control_the_terminal_of_a_script(tmp_path: Path)
     assert not set(done.stderr.replace("\n", "")) & CONTROLS
 
 
-def test_all_documented_keys_are_treated_as_secrets() -> None:
+def test_all_documented_keys_are_treated_as_secrets():
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
     named = set(re.findall(r"`([A-Z_]+(?:KEY|TOKEN))`", page.read_text(encoding="utf-8")))
     assert {"LMX_LAB_COMPARE_API_KEY", "HF_TOKEN"} <= named <= VARIABLES
 
 
 @pytest.mark.slow
-def test_an_mcp_server_receives_its_configured_environment_but_no_token(daemon: Daemon, tmp_path: Path) -> None:
+def test_an_mcp_server_receives_its_configured_environment_but_no_token(daemon, tmp_path):
     seen = tmp_path / "seen"
     # It writes its arguments and environment to a file and exits.
     code = f"import json, os, sys; open({str(seen)!r}, 'w').write(json.dumps([sys.argv, dict(os.environ)]))"
@@ -233,9 +230,7 @@ def test_an_mcp_server_receives_its_configured_environment_but_no_token(daemon: 
 # Terminals
 
 
-def test_text_of_model_files_and_servers_does_not_control_the_terminal(
-    tmp_path: Path, echo_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_of_model_files_and_servers_does_not_control_the_terminal(tmp_path, echo_home, monkeypatch, capsys):
     source = echo_home / "models" / "other"
     folder = tmp_path / "models" / "odd"
     folder.mkdir(parents=True)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx2
@@ -15,9 +15,7 @@ import pytest
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import MIB, check_files, open_regular, read_regular
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
@@ -48,7 +46,7 @@ READ = (
 """Files that the lab, mlx-lm or transformers read."""
 
 
-def _socket(path: Path) -> None:
+def _socket(path):
     with socket.socket(socket.AF_UNIX) as bound:
         folder = os.getcwd()
         os.chdir(path.parent)  # paths of sockets are limited to about 100 characters
@@ -58,7 +56,7 @@ def _socket(path: Path) -> None:
             os.chdir(folder)
 
 
-def _large(path: Path) -> None:
+def _large(path):
     with path.open("wb") as file:
         file.truncate(200 * MIB)
 
@@ -73,7 +71,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 """Functions that create special files, by their description in error messages."""
 
 
-def put(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
+def put(folder, name, make):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -82,7 +80,7 @@ def put(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 
 @pytest.fixture
-def models(tmp_path: Path, smollm2: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> Path:
+def models(tmp_path, smollm2, monkeypatch):
     """Create models ``good`` and ``bad``, which is still valid."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("good", "bad"):
@@ -91,18 +89,18 @@ def models(tmp_path: Path, smollm2: ModelEntry, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def catalog(models: Path) -> Catalog:
+def catalog(models):
     return Catalog(Settings(home=models.parent))
 
 
 @pytest.fixture
-def lab(models: Path) -> Iterator[Lab]:
+def lab(models):
     with serving(models.parent, "good", threads=1) as lab:
         yield lab
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_fifo_in_place_of_any_file_is_rejected_by_name(catalog: Catalog, models: Path, name: str) -> None:
+def test_a_fifo_in_place_of_any_file_is_rejected_by_name(catalog, models, name):
     put(models / "bad", name, os.mkfifo)
     with pytest.raises(UnusableModelError, match=f"{name} is a FIFO .*must be regular files"):
         catalog.resolve("bad")
@@ -111,9 +109,7 @@ def test_a_fifo_in_place_of_any_file_is_rejected_by_name(catalog: Catalog, model
 
 @pytest.mark.parametrize("description", SPECIAL)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
-def test_special_and_oversized_files_are_rejected_without_reading_them(
-    catalog: Catalog, models: Path, *, name: str, description: str
-) -> None:
+def test_special_and_oversized_files_are_rejected_without_reading_them(catalog, models, *, name, description):
     put(models / "bad", name, SPECIAL[description])
     before = psutil.Process().memory_info().rss
     with pytest.raises(UnusableModelError, match=f"{name} .*{description}"):
@@ -125,9 +121,7 @@ def test_special_and_oversized_files_are_rejected_without_reading_them(
 @pytest.mark.parametrize(
     "description", [description for description in SPECIAL if description != "the limit for files"]
 )
-def test_special_files_as_gguf_files_and_hub_references_are_rejected(
-    catalog: Catalog, models: Path, *, tmp_path: Path, description: str
-) -> None:
+def test_special_files_as_gguf_files_and_hub_references_are_rejected(catalog, models, *, tmp_path, description):
     path = put(models, "bad.gguf", SPECIAL[description])
     with pytest.raises(UnusableModelError):
         catalog.resolve(str(path))
@@ -137,7 +131,7 @@ def test_special_files_as_gguf_files_and_hub_references_are_rejected(
     assert [entry.id for entry in catalog.scan()] == ["bad", "good", "org/name"]
 
 
-def test_links_to_regular_files_are_read_as_in_the_hub_cache(catalog: Catalog, models: Path) -> None:
+def test_links_to_regular_files_are_read_as_in_the_hub_cache(catalog, models):
     for path in sorted((models / "good").iterdir()):
         (models / "bad" / path.name).unlink()
         (models / "bad" / path.name).symlink_to(path)
@@ -145,9 +139,7 @@ def test_links_to_regular_files_are_read_as_in_the_hub_cache(catalog: Catalog, m
     assert [entry.id for entry in catalog.scan()] == ["bad", "good"]
 
 
-def test_a_file_that_is_replaced_by_a_fifo_after_the_check_does_not_block(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_replaced_by_a_fifo_after_the_check_does_not_block(models, monkeypatch):
     known = os.stat(models / "good" / "config.json")
     path = put(models / "bad", "config.json", os.mkfifo)
     with monkeypatch.context() as early:
@@ -160,16 +152,14 @@ def test_a_file_that_is_replaced_by_a_fifo_after_the_check_does_not_block(
     assert "is a FIFO" in str(failure)
 
 
-def test_a_file_that_grows_while_it_is_read_is_read_only_to_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_grows_while_it_is_read_is_read_only_to_its_limit(tmp_path, monkeypatch):
     path = put(tmp_path, "modules.json", lambda path: path.write_bytes(bytes(2 * MIB)) and None)
     monkeypatch.setattr("lmx_lab.weights.files._check", lambda path, known: None)
     with pytest.raises(UnusableModelError, match=f"the limit for files of this name is {MIB}"):
         read_regular(path)
 
 
-def test_files_that_are_not_read_can_be_large_but_not_special(models: Path) -> None:
+def test_files_that_are_not_read_can_be_large_but_not_special(models):
     put(models / "bad", "pytorch_model.bin", _large)
     check_files(models / "bad")
     put(models / "bad", "notes", os.mkfifo)
@@ -179,9 +169,7 @@ def test_files_that_are_not_read_can_be_large_but_not_special(models: Path) -> N
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("loaded", ["mlx", "gguf"])
-async def test_the_engine_rejects_a_special_file_before_it_unloads_a_model(
-    catalog: Catalog, models: Path, tiny_gguf: Path, *, loaded: str
-) -> None:
+async def test_the_engine_rejects_a_special_file_before_it_unloads_a_model(catalog, models, tiny_gguf, *, loaded):
     """Also if the file was replaced after the catalog checked it."""
     good, bad = catalog.resolve("good" if loaded == "mlx" else str(tiny_gguf)), catalog.resolve("bad")
     put(models / "bad", "tokenizer.json", os.mkfifo)
@@ -194,7 +182,7 @@ async def test_the_engine_rejects_a_special_file_before_it_unloads_a_model(
         assert (await run(manager))[1].output_tokens == 8
 
 
-def test_a_server_with_special_files_lists_rejects_and_serves_without_delay(lab: Lab, models: Path) -> None:
+def test_a_server_with_special_files_lists_rejects_and_serves_without_delay(lab, models):
     for name in ("config.json", "model.safetensors"):
         shutil.copytree(models / "good", models / f"bad-{name}")
         put(models / f"bad-{name}", name, os.mkfifo)

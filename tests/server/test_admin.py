@@ -7,11 +7,10 @@ with two machines.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
@@ -19,13 +18,13 @@ from lmx_lab.http.guard import local_policy
 from lmx_lab.server import create_server
 from lmx_lab.server.admin import check_admin
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights import Catalog
 
 pytestmark = pytest.mark.anyio
 
 
-def scope(client: str | None, server: str, path: str = "/", method: str = "POST") -> Scope:
+def scope(client, server, path="/", method="POST"):
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -41,7 +40,7 @@ def scope(client: str | None, server: str, path: str = "/", method: str = "POST"
     }
 
 
-def test_other_hosts_load_models_only_with_lan_admin() -> None:
+def test_other_hosts_load_models_only_with_lan_admin():
     check_admin(local=True, lan_admin=False)
     check_admin(local=False, lan_admin=True)
     with pytest.raises(AdminForbiddenError, match="--lan-admin"):
@@ -57,7 +56,7 @@ def test_other_hosts_load_models_only_with_lan_admin() -> None:
         ("GET", "/healthz", 200),
     ],
 )
-async def test_routes_check_where_the_caller_is(tmp_path: Path, method: str, path: str, status: int) -> None:
+async def test_routes_check_where_the_caller_is(tmp_path, method, path, status):
     settings = Settings.read({}, home=tmp_path)
     policy = local_policy(8400)
     server = create_server(
@@ -67,7 +66,7 @@ async def test_routes_check_where_the_caller_is(tmp_path: Path, method: str, pat
     assert await answer(server.asgi, scope("192.168.1.6", "192.168.1.5", path, method)) == status
 
 
-async def test_only_callers_on_this_machine_may_steer_requests(tmp_path: Path) -> None:
+async def test_only_callers_on_this_machine_may_steer_requests(tmp_path):
     settings = Settings.read({}, home=tmp_path)
     policy = local_policy(8400)
     server = create_server(
@@ -86,9 +85,9 @@ BODIES = {
 }
 
 
-async def answer(app: object, request: Scope) -> int:
-    sent: list[Message] = []
-    received: list[bool] = []
+async def answer(app, request):
+    sent = []
+    received = []
 
     async def receive() -> Message:
         if received:
@@ -100,11 +99,11 @@ async def answer(app: object, request: Scope) -> int:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await app(request, receive, send)  # type: ignore[operator]
+    await app(request, receive, send)
     return int(sent[0]["status"])
 
 
-async def test_other_hosts_neither_download_models_nor_name_paths(tiny: ModelEntry, tmp_path: Path) -> None:
+async def test_other_hosts_neither_download_models_nor_name_paths(tiny, tmp_path):
     async with ModelManager(Settings.read({}, home=tmp_path)) as manager:
         for name in ("smollm2-135m", "org/name", str(tiny.path)):
             with pytest.raises(ModelNotFoundError):

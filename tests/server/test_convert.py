@@ -1,12 +1,9 @@
 """Test that errors name the fields of a request as the client has sent them."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError
 from lmx_lab.server import messages, ollama
-from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.responses import convert
 
 
@@ -49,16 +46,14 @@ from lmx_lab.server.responses import convert
         (ollama.NAMES, None, "max_tokens: 0", (None, "options.num_predict: 0")),
     ],
 )
-def test_fields_have_the_names_of_the_format(
-    names: FieldNames, param: str | None, message: str, expected: tuple[str | None, str]
-) -> None:
+def test_fields_have_the_names_of_the_format(names, param, message, expected):
     with pytest.raises(ContextLengthError) as raised, names.in_errors():
         raise ContextLengthError(message, param=param)
     assert (raised.value.param, raised.value.message) == expected
     assert str(raised.value) == expected[1]
 
 
-def test_other_errors_are_not_changed() -> None:
+def test_other_errors_are_not_changed():
     with pytest.raises(EngineError, match="max_tokens"), convert.NAMES.in_errors():
         raise EngineError("max_tokens")
     with convert.NAMES.in_errors():

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.anyio
 PATH = "/v1/embeddings"
 
 
-def body(**changes: Any) -> dict[str, Any]:
+def body(**changes):
     return {"model": "minilm", "input": ["a", "bcd"], **changes}
 
 
-async def test_the_answer_has_the_shape_of_the_format() -> None:
+async def test_the_answer_has_the_shape_of_the_format():
     response = await post(FakeEncoder(), PATH, body())
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"
@@ -45,7 +45,7 @@ async def test_the_answer_has_the_shape_of_the_format() -> None:
     EmbeddingList.model_validate(response.json())
 
 
-async def test_base64_is_of_little_endian_float32() -> None:
+async def test_base64_is_of_little_endian_float32():
     response = await post(FakeEncoder(), PATH, body(encoding_format="base64"))
     (first, _) = response.json()["data"]
     assert base64.b64decode(first["embedding"]) == np.array([1.0, 0.5], dtype="<f4").tobytes()
@@ -62,13 +62,13 @@ async def test_base64_is_of_little_endian_float32() -> None:
         (["ü🙂\u0000\n"], ("ü🙂\u0000\n",)),
     ],
 )
-async def test_all_shapes_of_input_are_accepted(given: Any, inputs: tuple[Any, ...]) -> None:
+async def test_all_shapes_of_input_are_accepted(given, inputs):
     manager = FakeEncoder()
     assert (await post(manager, PATH, body(input=given))).status_code == 200
     assert manager.requests == [EmbeddingRequest(inputs=inputs, model="minilm")]
 
 
-async def test_all_fields_reach_the_manager() -> None:
+async def test_all_fields_reach_the_manager():
     manager = FakeEncoder()
     fields = {"model": "default", "dimensions": 64.0, "truncate": True, "input_type": "search_query", "user": "me"}
     await post(manager, PATH, body(**fields))
@@ -77,7 +77,7 @@ async def test_all_fields_reach_the_manager() -> None:
     assert manager.requests == [expected, EmbeddingRequest(inputs=("a", "bcd"), model="minilm", input_type="document")]
 
 
-async def test_null_means_the_default() -> None:
+async def test_null_means_the_default():
     manager = FakeEncoder()
     names = ("encoding_format", "dimensions", "truncate", "input_type", "user")
     assert (await post(manager, PATH, body(**dict.fromkeys(names)))).status_code == 200
@@ -109,7 +109,7 @@ async def test_null_means_the_default() -> None:
         ({"normalize": True}, "normalize"),
     ],
 )
-async def test_an_invalid_field_is_named_before_the_request_is_submitted(changes: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_is_named_before_the_request_is_submitted(changes, param):
     manager = FakeEncoder()
     error = await refused(manager, PATH, body(**changes))
     assert (error["code"], error["param"]) == ("invalid-request", param)
@@ -117,13 +117,13 @@ async def test_an_invalid_field_is_named_before_the_request_is_submitted(changes
 
 
 @pytest.mark.parametrize("wrong", [5, None, {"text": "a"}])
-async def test_an_input_of_another_type_is_refused_with_the_accepted_forms(wrong: Any) -> None:
+async def test_an_input_of_another_type_is_refused_with_the_accepted_forms(wrong):
     message = (await refused(FakeEncoder(), PATH, body(input=wrong)))["message"]
     assert message.startswith("input: must be a text, a list of texts, the token ids")
     assert message.endswith("(given: 5)") == (wrong == 5)
 
 
-async def test_too_many_inputs_are_refused_with_the_limit() -> None:
+async def test_too_many_inputs_are_refused_with_the_limit():
     assert (await post(FakeEncoder(), PATH, body(input=["a"] * INPUT_LIMIT))).status_code == 200
     error = await refused(FakeEncoder(), PATH, body(input=["a"] * (INPUT_LIMIT + 1)))
     assert f"{INPUT_LIMIT + 1} items" in error["message"]
@@ -131,7 +131,7 @@ async def test_too_many_inputs_are_refused_with_the_limit() -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-async def test_values_that_are_not_finite_are_an_error(wrong: float) -> None:
+async def test_values_that_are_not_finite_are_an_error(wrong):
     error = await refused(FakeEncoder(vectors=[[1.0, wrong]]), PATH, body(), 500)
     assert "minilm" in error["message"]
 
@@ -140,12 +140,12 @@ async def test_values_that_are_not_finite_are_an_error(wrong: float) -> None:
     ("failure", "status"),
     [(InvalidRequestError("too large", param="dimensions"), 400), (EngineError("broken"), 500), (KeyError("bug"), 500)],
 )
-async def test_the_error_of_the_manager_is_returned(failure: Exception, status: int) -> None:
+async def test_the_error_of_the_manager_is_returned(failure, status):
     error = await refused(FakeEncoder(failure=failure), PATH, body(), status)
     assert ("bug" in error["message"]) is False
 
 
-async def test_the_manager_learns_whether_the_caller_is_on_this_machine() -> None:
+async def test_the_manager_learns_whether_the_caller_is_on_this_machine():
     manager = FakeEncoder()
     await post(manager, PATH, body())
     assert manager.local == [True]
@@ -158,7 +158,7 @@ async def test_the_manager_learns_whether_the_caller_is_on_this_machine() -> Non
     ("failure", "outcome", "code"),
     [(None, "stop", None), (NotLoadedError("no"), "error", "no-model-loaded"), (KeyError(), "error", "internal-error")],
 )
-async def test_each_end_is_reported_once(failure: Exception | None, outcome: str, code: str | None) -> None:
+async def test_each_end_is_reported_once(failure, outcome, code):
     manager = FakeEncoder(failure=failure)
     server = server_of(manager)
     with server.feed.subscribe() as events:
@@ -183,7 +183,7 @@ async def test_each_end_is_reported_once(failure: Exception | None, outcome: str
     ]
 
 
-async def test_ends_are_counted_by_kind() -> None:
+async def test_ends_are_counted_by_kind():
     async with client_of(FakeEncoder()) as client:
         await client.post(PATH, json=body())
         await client.post("/rerank", json={"query": "q", "texts": ["a"]})
@@ -194,7 +194,7 @@ async def test_ends_are_counted_by_kind() -> None:
         assert f'lmx_lab_encode_seconds_sum{{kind="{kind}"}} 0.75' in figures
 
 
-async def test_a_client_that_disconnects_cancels_the_computation() -> None:
+async def test_a_client_that_disconnects_cancels_the_computation():
     manager = FakeEncoder(endless=True)
     server = server_of(manager)
     content = json.dumps(body()).encode()
@@ -226,7 +226,7 @@ async def test_a_client_that_disconnects_cancels_the_computation() -> None:
 # Numbers as text
 
 
-def parsed(vectors: Any) -> Any:
+def parsed(vectors):
     answer = json.loads(embedding_list(Embeddings(vectors=vectors, report=REPORT)))
     return np.array([item["embedding"] for item in answer["data"]], dtype=np.float32).reshape(vectors.shape)
 
@@ -239,24 +239,24 @@ def parsed(vectors: Any) -> Any:
         elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
     )
 )
-def test_every_float32_is_unchanged_by_its_decimal_form(vectors: Any) -> None:
+def test_every_float32_is_unchanged_by_its_decimal_form(vectors):
     assert np.array_equal(parsed(vectors), vectors)
 
 
-def test_numbers_are_written_with_as_few_digits_as_a_float32_needs() -> None:
+def test_numbers_are_written_with_as_few_digits_as_a_float32_needs():
     vectors = np.random.default_rng(0).standard_normal((700, 64)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     assert np.array_equal(parsed(vectors), vectors)
     assert len(embedding_list(Embeddings(vectors=vectors, report=REPORT))) < 14 * vectors.size
 
 
-def test_the_name_of_the_model_is_escaped() -> None:
+def test_the_name_of_the_model_is_escaped():
     odd = Embeddings(vectors=np.zeros((1, 1), dtype=np.float32), report=replace(REPORT, model='odd "name"\n'))
     assert json.loads(embedding_list(odd))["model"] == 'odd "name"\n'
 
 
-async def test_many_numbers_are_written_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[Any] = []
+async def test_many_numbers_are_written_in_another_thread(monkeypatch):
+    moved = []
     to_thread = asyncio.to_thread
 
     async def noted(work: Any, *args: Any, **kwargs: Any) -> Any:

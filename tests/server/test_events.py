@@ -1,7 +1,5 @@
 """Tests of the events of /admin/events."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,7 @@ from lmx_lab.values.models import LoadProgress
 from lmx_lab.wire.admin import Memory, ModelEvent, Sample, Throughput
 
 
-def test_throughput_is_measured_since_the_previous_snapshot() -> None:
+def test_throughput_is_measured_since_the_previous_snapshot():
     before = EngineSnapshot(output_tokens=100)
     now = EngineSnapshot(
         output_tokens=130, active_requests=2, queued_requests=3, memory_used_bytes=10**9, memory_total_bytes=4 * 10**9
@@ -23,7 +21,7 @@ def test_throughput_is_measured_since_the_previous_snapshot() -> None:
     ]
 
 
-def test_a_sample_has_all_metrics_since_the_previous_snapshot() -> None:
+def test_a_sample_has_all_metrics_since_the_previous_snapshot():
     before = EngineSnapshot(output_tokens=100, prompt_tokens=10, cached_tokens=5, encoded_tokens=50)
     now = EngineSnapshot(
         output_tokens=130,
@@ -48,19 +46,19 @@ def test_a_sample_has_all_metrics_since_the_previous_snapshot() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in COUNTERS if f"{name}_per_second" in Sample.model_fields])
-def test_a_sample_has_the_rate_of_a_counter(name: str) -> None:
+def test_a_sample_has_the_rate_of_a_counter(name):
     before, now = (replace(EngineSnapshot(), **{name: value}) for value in (100, 130))
     assert getattr(sample(before, now, 2), f"{name}_per_second") == 15
 
 
-def test_rates_are_never_negative_after_the_engine_was_started_again() -> None:
+def test_rates_are_never_negative_after_the_engine_was_started_again():
     throughput, memory = events_between(EngineSnapshot(output_tokens=100), EngineSnapshot(output_tokens=3), 1)
     assert isinstance(throughput, Throughput)
     assert isinstance(memory, Memory)
     assert (throughput.tokens_per_second, memory.pct) == (0, 0)
 
 
-def test_the_progress_of_a_load_becomes_an_event() -> None:
+def test_the_progress_of_a_load_becomes_an_event():
     progress = LoadProgress(model="tiny", stage="download", done_bytes=5, total_bytes=7, message="from a mirror")
     assert model_event(progress) == ModelEvent(
         model="tiny", stage="download", done_bytes=5, total_bytes=7, message="from a mirror"

@@ -1,9 +1,6 @@
 """Tests of ``response_format``: valid formats are converted for the engine, and invalid ones are refused."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -14,23 +11,23 @@ from lmx_lab.server.translate import generation_request
 from tests.support.asking import chat
 
 
-def answer_format(**changes: Any) -> AnswerFormat | None:
+def answer_format(**changes):
     return generation_request(chat(**changes)).answer_format
 
 
-def schema(value: Any, **changes: Any) -> dict[str, Any]:
+def schema(value, **changes):
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value, **changes}}
 
 
-def deep(levels: int) -> Any:
-    value: Any = {}
+def deep(levels):
+    value = {}
     for _ in range(levels):
         value = {"not": value}
     return value
 
 
 @pytest.mark.parametrize("given", [None, {"type": "text"}])
-def test_text_sets_no_format(given: Any) -> None:
+def test_text_sets_no_format(given):
     assert answer_format(response_format=given) is None
 
 
@@ -49,7 +46,7 @@ def test_text_sets_no_format(given: Any) -> None:
         ({"type": "grammar", "grammar": 'start: "a"', "syntax": "lark"}, "lark", 'start: "a"'),
     ],
 )
-def test_each_format_is_translated_for_the_engine(given: Any, kind: Any, text: str) -> None:
+def test_each_format_is_translated_for_the_engine(given, kind, text):
     assert answer_format(response_format=given) == AnswerFormat(kind=kind, text=text)
 
 
@@ -82,7 +79,7 @@ def test_each_format_is_translated_for_the_engine(given: Any, kind: Any, text: s
         ({"type": "grammar", "grammar": "a", "syntax": "gbnf"}, "response_format.syntax", ["'lark'", "'gbnf'"]),
     ],
 )
-def test_the_error_of_an_invalid_format_names_the_field(given: Any, param: str, expected: list[str]) -> None:
+def test_the_error_of_an_invalid_format_names_the_field(given, param, expected):
     with pytest.raises(ValidationError) as wrong:
         chat(response_format=given)
     error = validation_error(wrong.value)
@@ -92,13 +89,13 @@ def test_the_error_of_an_invalid_format_names_the_field(given: Any, param: str, 
     assert len(error.message) < 500
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+def test_a_schema_that_is_nested_too_deeply_is_refused():
     with pytest.raises(ValidationError) as wrong:
         chat(response_format=schema(deep(100_000)))
     assert "recursion" in validation_error(wrong.value).message
 
 
-def test_the_largest_allowed_values_are_accepted() -> None:
+def test_the_largest_allowed_values_are_accepted():
     largest = {"x": "y" * 262_136}
     found = answer_format(response_format=schema(largest))
     assert found is not None
@@ -107,7 +104,7 @@ def test_the_largest_allowed_values_are_accepted() -> None:
     assert answer_format(response_format={"type": "regex", "regex": "a" * 65_536}) is not None
 
 
-def test_a_format_with_ignore_eos_is_refused() -> None:
+def test_a_format_with_ignore_eos_is_refused():
     with pytest.raises(ValidationError) as wrong:
         chat(response_format={"type": "json_object"}, ignore_eos=True)
     error = validation_error(wrong.value)

@@ -38,7 +38,7 @@ class Watched:
         return [(end.outcome, end.code) for end in self.ends]
 
 
-async def test_a_complete_answer_is_reported_with_its_cost() -> None:
+async def test_a_complete_answer_is_reported_with_its_cost():
     watched = Watched()
     watched.mailbox.deliver(Delta(text="a", tokens=1))
     watched.mailbox.deliver(report())
@@ -57,7 +57,7 @@ async def test_a_complete_answer_is_reported_with_its_cost() -> None:
     assert watched.ends[0].event().completion_tokens == 5
 
 
-async def test_tool_calls_are_a_separate_outcome() -> None:
+async def test_tool_calls_are_a_separate_outcome():
     watched = Watched()
     watched.mailbox.deliver(report(finish="tool_calls"))
     await watched.generation.read_all()
@@ -65,7 +65,7 @@ async def test_tool_calls_are_a_separate_outcome() -> None:
     assert watched.ends[0].event().finish_reason == "tool_calls"
 
 
-async def test_all_deltas_are_merged() -> None:
+async def test_all_deltas_are_merged():
     async def pieces() -> AsyncIterator[Delta]:
         yield Delta(text="", tokens=1, reasoning="h")
         yield Delta(text="a", tokens=2, reasoning="m")
@@ -76,7 +76,7 @@ async def test_all_deltas_are_merged() -> None:
     assert await collect(pieces()) == Delta(text="ab", tokens=5, reasoning="hm", tool_calls=calls)
 
 
-async def test_an_error_is_reported_with_its_code() -> None:
+async def test_an_error_is_reported_with_its_code():
     watched = Watched()
     watched.mailbox.deliver(EngineError("broken"))
     with pytest.raises(EngineError):
@@ -84,7 +84,7 @@ async def test_an_error_is_reported_with_its_code() -> None:
     assert watched.outcomes == [("error", "internal-error")]
 
 
-async def test_a_closed_generation_is_reported_with_the_tokens_that_were_delivered() -> None:
+async def test_a_closed_generation_is_reported_with_the_tokens_that_were_delivered():
     watched = Watched()
     watched.mailbox.deliver(Delta(text="a", tokens=2))
     async with closing_all([watched.generation]):
@@ -95,7 +95,7 @@ async def test_a_closed_generation_is_reported_with_the_tokens_that_were_deliver
     assert watched.cancelled == 1
 
 
-async def test_a_deleted_generation_is_reported_as_cancelled() -> None:
+async def test_a_deleted_generation_is_reported_as_cancelled():
     watched = Watched()
     del watched.generation
     gc.collect()
@@ -103,14 +103,14 @@ async def test_a_deleted_generation_is_reported_as_cancelled() -> None:
     assert watched.outcomes == [("cancelled", None)]
 
 
-async def test_a_generation_that_was_complete_when_it_was_closed_is_reported_as_complete() -> None:
+async def test_a_generation_that_was_complete_when_it_was_closed_is_reported_as_complete():
     watched = Watched()
     watched.mailbox.deliver(report())
     await watched.generation.aclose()
     assert watched.outcomes == [("stop", None)]
 
 
-async def test_a_cancelled_wait_for_a_delta_does_not_end_the_generation() -> None:
+async def test_a_cancelled_wait_for_a_delta_does_not_end_the_generation():
     watched = Watched()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(watched.generation), 0)
@@ -120,7 +120,7 @@ async def test_a_cancelled_wait_for_a_delta_does_not_end_the_generation() -> Non
     assert watched.outcomes == [("stop", None)]
 
 
-async def test_the_status_describes_the_request_before_the_first_token() -> None:
+async def test_the_status_describes_the_request_before_the_first_token():
     watched = Watched()
     assert watched.generation.status == "queued"
     watched.mailbox.deliver(PromptProgress(done=512, total=1400))

@@ -1,7 +1,5 @@
 """Tests of readiness in states that are hard to produce with a real engine."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -33,14 +31,14 @@ SETTINGS = Settings(idle_unload_s=300, stall_limit_s=60)
         (EngineSnapshot(state="ready", active_requests=1, progress_at=-math.inf), "internal-error", "has made no step"),
     ],
 )
-def test_each_reason_has_its_code_and_names_the_next_step(now: EngineSnapshot, code: str, part: str) -> None:
+def test_each_reason_has_its_code_and_names_the_next_step(now, code, part):
     error = problem(now, settings=SETTINGS)
     assert error is not None
     assert (status_of(error), error.code) == (503, code)
     assert part in error.message
 
 
-def test_a_loaded_model_is_ready_only_while_its_engine_runs() -> None:
+def test_a_loaded_model_is_ready_only_while_its_engine_runs():
     now = EngineSnapshot(state="ready", entry=TINY_ENTRY)
     assert problem(now, settings=SETTINGS) is None
     assert problem(now, settings=SETTINGS, alive=False) is not None

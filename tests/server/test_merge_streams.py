@@ -14,7 +14,7 @@ from lmx_lab.server.merge_streams import gather, merge
 pytestmark = pytest.mark.anyio
 
 
-async def counting(name: str, count: int, closed: list[str]) -> AsyncGenerator[str, None]:
+async def counting(name, count, closed):
     try:
         for number in range(count):
             yield f"{name}{number}"
@@ -23,12 +23,12 @@ async def counting(name: str, count: int, closed: list[str]) -> AsyncGenerator[s
         closed.append(name)
 
 
-async def failing() -> AsyncGenerator[str, None]:
+async def failing():
     yield "f0"
     raise EngineError("broken")
 
 
-async def endless(closed: list[str]) -> None:
+async def endless(closed):
     try:
         await asyncio.Event().wait()
     finally:
@@ -36,8 +36,8 @@ async def endless(closed: list[str]) -> None:
 
 
 @pytest.mark.parametrize("counts", [[3], [3, 3], [0, 5, 1], [0, 0]])
-async def test_all_items_of_each_source_are_yielded_in_order(counts: list[int]) -> None:
-    closed: list[str] = []
+async def test_all_items_of_each_source_are_yielded_in_order(counts):
+    closed = []
     names = "abc"[: len(counts)]
     sources = [counting(name, count, closed) for name, count in zip(names, counts, strict=True)]
     items = [item async for item in merge(sources)]
@@ -46,29 +46,29 @@ async def test_all_items_of_each_source_are_yielded_in_order(counts: list[int]) 
     assert sorted(closed) == sorted(names)
 
 
-async def test_two_sources_take_turns() -> None:
+async def test_two_sources_take_turns():
     items = [item async for item in merge([counting("a", 50, []), counting("b", 50, [])])]
     assert {item[0] for item in items[:10]} == {"a", "b"}
 
 
-async def test_an_error_closes_the_other_sources_and_is_raised() -> None:
-    closed: list[str] = []
+async def test_an_error_closes_the_other_sources_and_is_raised():
+    closed = []
     with pytest.raises(EngineError, match="broken"):
         async for _ in merge([counting("a", 1000, closed), failing()]):
             pass
     assert closed == ["a"]
 
 
-async def test_closing_the_merged_stream_closes_all_sources() -> None:
-    closed: list[str] = []
+async def test_closing_the_merged_stream_closes_all_sources():
+    closed = []
     async with aclosing(merge([counting("a", 1000, closed), counting("b", 1000, closed)])) as items:
         async for _ in items:
             break
     assert sorted(closed) == ["a", "b"]
 
 
-async def test_a_source_is_not_read_ahead_of_a_slow_reader() -> None:
-    produced: list[int] = []
+async def test_a_source_is_not_read_ahead_of_a_slow_reader():
+    produced = []
 
     async def source() -> AsyncGenerator[int, None]:
         for number in range(100):
@@ -82,7 +82,7 @@ async def test_a_source_is_not_read_ahead_of_a_slow_reader() -> None:
         assert len(produced) < 10
 
 
-async def test_results_come_in_order() -> None:
+async def test_results_come_in_order():
     async def work(number: int) -> int:
         for _ in range(5 - number):
             await asyncio.sleep(0)
@@ -91,8 +91,8 @@ async def test_results_come_in_order() -> None:
     assert await gather(work(number) for number in range(5)) == [0, 1, 2, 3, 4]
 
 
-async def test_the_first_error_cancels_the_other_coroutines() -> None:
-    closed: list[str] = []
+async def test_the_first_error_cancels_the_other_coroutines():
+    closed = []
 
     async def fail() -> None:
         raise EngineError("broken")
@@ -102,8 +102,8 @@ async def test_the_first_error_cancels_the_other_coroutines() -> None:
     assert closed == ["endless"]
 
 
-async def test_cancelling_cancels_all_coroutines() -> None:
-    closed: list[str] = []
+async def test_cancelling_cancels_all_coroutines():
+    closed = []
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(gather([endless(closed), endless(closed)]), 0.01)
     assert closed == ["endless", "endless"]

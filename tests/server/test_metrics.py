@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from prometheus_client import REGISTRY, openmetrics
@@ -43,11 +43,11 @@ class FakeManager:
     settings: Settings = field(default_factory=Settings)
 
 
-def metrics_of(manager: FakeManager) -> Metrics:
+def metrics_of(manager):
     return Metrics(cast(ModelManager, manager))
 
 
-def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def samples(metrics):
     body, _ = metrics.render()
     return {
         (sample.name.removeprefix("lmx_lab_"), tuple(sorted(sample.labels.items()))): sample.value
@@ -56,15 +56,15 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     }
 
 
-def value(metrics: Metrics, name: str, **labels: str) -> float:
+def value(metrics, name, **labels):
     return samples(metrics)[name, tuple(sorted(labels.items()))]
 
 
-def end(outcome: Any = "stop", code: str | None = None, report: GenerationReport | None = REPORT) -> RequestEnd:
+def end(outcome="stop", code=None, report=REPORT):
     return RequestEnd(request_id="req_1", model="tiny", outcome=outcome, code=code, report=report)
 
 
-def test_metrics_of_the_engine_come_from_the_current_snapshot() -> None:
+def test_metrics_of_the_engine_come_from_the_current_snapshot():
     manager = FakeManager()
     metrics = metrics_of(manager)
     assert value(metrics, "output_tokens_total") == 0
@@ -109,7 +109,7 @@ def test_metrics_of_the_engine_come_from_the_current_snapshot() -> None:
     assert {name: value(metrics, name) for name in expected} == expected
 
 
-def test_only_the_loaded_model_is_a_label() -> None:
+def test_only_the_loaded_model_is_a_label():
     manager = FakeManager(EngineSnapshot(state="ready", entry=ODD))
     metrics = metrics_of(manager)
     assert value(metrics, "model_loaded", model=ODD.id) == 1
@@ -126,12 +126,12 @@ def test_only_the_loaded_model_is_a_label() -> None:
         (FakeManager(EngineSnapshot(active_requests=1, progress_at=float("-inf"))), 1, 1),
     ],
 )
-def test_dead_and_stalled_engines_are_distinguished(manager: FakeManager, up: int, stalled: int) -> None:
+def test_dead_and_stalled_engines_are_distinguished(manager, up, stalled):
     metrics = metrics_of(manager)
     assert (value(metrics, "engine_up"), value(metrics, "engine_stalled")) == (up, stalled)
 
 
-def test_ends_are_counted_by_outcome_and_code() -> None:
+def test_ends_are_counted_by_outcome_and_code():
     metrics = metrics_of(FakeManager())
     for outcome, code in (("stop", None), ("stop", None), ("error", "queue-full"), ("error", "lmx-timeout")):
         metrics.observe(end(outcome, code, None))
@@ -147,7 +147,7 @@ def test_ends_are_counted_by_outcome_and_code() -> None:
     }
 
 
-def test_histograms_contain_the_times_of_complete_answers() -> None:
+def test_histograms_contain_the_times_of_complete_answers():
     metrics = metrics_of(FakeManager())
     metrics.observe(end())
     metrics.observe(end("error", "internal-error", None))
@@ -166,7 +166,7 @@ def test_histograms_contain_the_times_of_complete_answers() -> None:
     assert value(metrics, "queue_seconds_bucket", le="0.001") == 0
 
 
-def test_an_answer_without_tokens_has_no_time_per_token() -> None:
+def test_an_answer_without_tokens_has_no_time_per_token():
     metrics = metrics_of(FakeManager())
     scored = GenerationReport(**{**vars(REPORT), "output_tokens": 0, "finish_reason": "length"})
     metrics.observe(end("length", report=scored))
@@ -174,7 +174,7 @@ def test_an_answer_without_tokens_has_no_time_per_token() -> None:
     assert value(metrics, "request_seconds_count") == 1
 
 
-def test_two_servers_in_one_process_have_separate_metrics() -> None:
+def test_two_servers_in_one_process_have_separate_metrics():
     one, two = metrics_of(FakeManager()), metrics_of(FakeManager())
     one.observe(end())
     assert value(one, "request_seconds_count") == 1
@@ -182,7 +182,7 @@ def test_two_servers_in_one_process_have_separate_metrics() -> None:
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith("lmx_lab")]
 
 
-def test_the_format_is_negotiated() -> None:
+def test_the_format_is_negotiated():
     metrics = metrics_of(FakeManager(EngineSnapshot(state="ready", entry=ODD)))
     metrics.observe(end())
     body, content_type = metrics.render("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5")
@@ -194,13 +194,13 @@ def test_the_format_is_negotiated() -> None:
 @pytest.mark.parametrize(
     "accept", ["", "*/*", "text/html", ";;,", "application/openmetrics-text;version=abc", "text/plain;version=é"]
 )
-def test_other_formats_get_plain_text(accept: str) -> None:
+def test_other_formats_get_plain_text(accept):
     body, content_type = metrics_of(FakeManager()).render(accept)
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert list(parse_text(body.decode()))
 
 
-def test_each_metric_has_a_description() -> None:
+def test_each_metric_has_a_description():
     body, _ = metrics_of(FakeManager()).render(openmetrics.exposition.CONTENT_TYPE_LATEST)
     families = list(parse_openmetrics(body.decode()))
     assert families
@@ -208,6 +208,6 @@ def test_each_metric_has_a_description() -> None:
 
 
 @pytest.mark.parametrize("name", COUNTERS)
-def test_every_counter_of_the_engine_is_shown(name: str) -> None:
+def test_every_counter_of_the_engine_is_shown(name):
     metrics = metrics_of(FakeManager(snapshot=replace(EngineSnapshot(), **{name: 7})))
     assert value(metrics, f"{name}_total") == 7

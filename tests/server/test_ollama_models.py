@@ -39,7 +39,7 @@ class WaitingCatalog(Catalog):
         return ECHO
 
 
-async def test_clients_share_a_download_and_see_its_progress() -> None:
+async def test_clients_share_a_download_and_see_its_progress():
     catalog = WaitingCatalog()
     downloads = Downloads(catalog, may_download=True)
     download = await downloads.join("org/model", local=True)
@@ -60,7 +60,7 @@ async def test_clients_share_a_download_and_see_its_progress() -> None:
     assert catalog.fetched == ["org/model"] * 2
 
 
-async def test_a_failed_download_fails_for_each_client() -> None:
+async def test_a_failed_download_fails_for_each_client():
     catalog = WaitingCatalog()
     catalog.go.set()
     downloads = Downloads(catalog, may_download=True)
@@ -70,7 +70,7 @@ async def test_a_failed_download_fails_for_each_client() -> None:
             await download.wait()
 
 
-async def test_only_local_callers_download_and_only_a_few_models_at_once() -> None:
+async def test_only_local_callers_download_and_only_a_few_models_at_once():
     catalog = WaitingCatalog()
     downloads = Downloads(catalog, may_download=True)
     running = [await downloads.join(f"org/model-{number}", local=True) for number in range(PULL_LIMIT)]

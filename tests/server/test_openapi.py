@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
@@ -23,7 +21,7 @@ from lmx_lab.wire.rerank import RerankBody, TextsRerankBody
 
 
 @pytest.fixture(scope="module")
-def api() -> FastAPI:
+def api():
     settings = Settings()
     policy = GuardPolicy(hosts=frozenset())
     manager, catalog = ModelManager(settings), Catalog(settings)
@@ -31,11 +29,11 @@ def api() -> FastAPI:
 
 
 @pytest.fixture(scope="module")
-def document(api: FastAPI) -> dict[str, Any]:
+def document(api):
     return api.openapi()
 
 
-def values(node: Any, name: str) -> Iterator[Any]:
+def values(node, name):
     """Return all values with this name, at any depth."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if key == name:
@@ -44,22 +42,22 @@ def values(node: Any, name: str) -> Iterator[Any]:
             yield from values(value, name)
 
 
-def operations(document: dict[str, Any]) -> list[dict[str, Any]]:
+def operations(document):
     return [operation for path in document["paths"].values() for operation in path.values()]
 
 
-def fields(document: dict[str, Any], model: str) -> dict[str, Any]:
+def fields(document, model):
     """Return the schema of each field; for a nullable field, the alternative that is not null."""
-    found: dict[str, Any] = document["components"]["schemas"][model]["properties"]
+    found = document["components"]["schemas"][model]["properties"]
     return {name: field.get("anyOf", [field])[0] for name, field in found.items()}
 
 
 @pytest.mark.slow
-def test_all_references_can_be_resolved(document: dict[str, Any]) -> None:
+def test_all_references_can_be_resolved(document):
     references = set(values(document, "$ref"))
     assert len(references) > 20
     for reference in references:
-        node: Any = document
+        node = document
         root, *path = reference.split("/")
         assert root == "#"
         for part in path:
@@ -68,7 +66,7 @@ def test_all_references_can_be_resolved(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_streams_are_described_by_their_events(document: dict[str, Any]) -> None:
+def test_streams_are_described_by_their_events(document):
     def stream(path: str, method: str) -> Any:
         return document["paths"][path][method]["responses"]["200"]["content"]["text/event-stream"]["schema"]
 
@@ -83,12 +81,12 @@ def test_streams_are_described_by_their_events(document: dict[str, Any]) -> None
     assert len(shapes(stream("/admin/events", "get")["properties"]["data"])) == 6
 
 
-def test_all_operations_have_descriptions(document: dict[str, Any]) -> None:
+def test_all_operations_have_descriptions(document):
     assert [operation for operation in operations(document) if not operation.get("summary")] == []
     assert [operation["summary"] for operation in operations(document) if not operation.get("description")] == []
 
 
-def test_failures_mention_their_headers(document: dict[str, Any]) -> None:
+def test_failures_mention_their_headers(document):
     expected = {"Retry-After", "x-lmx-lab", "x-request-id", "x-should-retry"}
     for operation in operations(document):
         failures = {status: answer for status, answer in operation["responses"].items() if status >= "400"}
@@ -100,7 +98,7 @@ def test_failures_mention_their_headers(document: dict[str, Any]) -> None:
         )
 
 
-def test_failures_have_one_body_and_name_their_codes(document: dict[str, Any]) -> None:
+def test_failures_have_one_body_and_name_their_codes(document):
     post = document["paths"]["/v1/chat/completions"]["post"]["responses"]
 
     def codes(status: str) -> list[str]:
@@ -116,13 +114,13 @@ def test_failures_have_one_body_and_name_their_codes(document: dict[str, Any]) -
     assert codes("504") == ["lmx-timeout"]
 
 
-def test_the_websocket_is_described_by_its_messages(document: dict[str, Any]) -> None:
+def test_the_websocket_is_described_by_its_messages(document):
     socket = document["paths"]["/v1/chat/stream"]["get"]
     assert "101" in socket["responses"]
     assert all(shape in socket["description"] for shape in ("ChatRequest", "SocketToken", "SocketDone", "SocketError"))
 
 
-def test_numbers_have_their_limits(document: dict[str, Any]) -> None:
+def test_numbers_have_their_limits(document):
     chat, plain = fields(document, "ChatRequest"), fields(document, "CompletionRequest")
     assert (chat["n"]["minimum"], chat["n"]["maximum"]) == (1, 8)
     assert (chat["top_logprobs"]["minimum"], chat["top_logprobs"]["maximum"]) == (0, 20)
@@ -132,11 +130,11 @@ def test_numbers_have_their_limits(document: dict[str, Any]) -> None:
     assert list(values(document, "ge")) == list(values(document, "le")) == []
 
 
-def test_fields_that_are_not_supported_list_the_allowed_values(document: dict[str, Any]) -> None:
+def test_fields_that_are_not_supported_list_the_allowed_values(document):
     assert document["components"]["schemas"]["ChatRequest"]["properties"]["functions"]["enum"] == [None, []]
 
 
-def test_formats_tools_and_choices_are_described(document: dict[str, Any]) -> None:
+def test_formats_tools_and_choices_are_described(document):
     chat, schemas = fields(document, "ChatRequest"), document["components"]["schemas"]
     formats = [place["$ref"].rsplit("/", 1)[1] for place in chat["response_format"]["oneOf"]]
     assert formats == ["TextFormat", "JsonObjectFormat", "JsonSchemaFormat", "RegexFormat", "GrammarFormat"]
@@ -149,7 +147,7 @@ def test_formats_tools_and_choices_are_described(document: dict[str, Any]) -> No
     assert "tool_calls" in fields(document, "ChoiceDelta")
 
 
-def test_all_rerank_routes_have_both_bodies(document: dict[str, Any]) -> None:
+def test_all_rerank_routes_have_both_bodies(document):
     for path in PATHS:
         post = document["paths"][path]["post"]
         alternatives = post["requestBody"]["content"]["application/json"]["schema"]["oneOf"]
@@ -159,17 +157,17 @@ def test_all_rerank_routes_have_both_bodies(document: dict[str, Any]) -> None:
         assert "TextRank" in answers
 
 
-def test_the_examples_are_valid(document: dict[str, Any]) -> None:
+def test_the_examples_are_valid(document):
     for shape in (ChatRequest, CompletionRequest, EmbeddingsBody, RerankBody, TextsRerankBody):
         for example in document["components"]["schemas"][shape.__name__]["examples"]:
             shape.model_validate(example)
 
 
-def test_include_is_described_with_its_values(document: dict[str, Any]) -> None:
+def test_include_is_described_with_its_values(document):
     (include,) = document["paths"]["/admin/events"]["get"]["parameters"]
     assert all(f"`{name}`" in include["description"] for name in EXTRAS)
 
 
-def test_the_document_does_not_change_between_calls(api: FastAPI, document: dict[str, Any]) -> None:
+def test_the_document_does_not_change_between_calls(api, document):
     before = json.dumps(document)
     assert json.dumps(api.openapi()) == before

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal
 from urllib.parse import urljoin
 
 import httpx2
 import pytest
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Route, expect
 
-from lmx_lab.notebook import Lab
 from tests.support.browser import WAIT_MS, chromium, serious_violations
 from tests.support.labs import serving
 
@@ -22,19 +18,19 @@ ELSEWHERE = re.compile("^https://")
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with chromium() as browser:
         yield browser
 
 
 @pytest.fixture
-def tab(browser: Browser) -> Iterator[Page]:
+def tab(browser):
     # A separate context has a separate cache.
     page = browser.new_page()
     page.set_default_timeout(WAIT_MS)
@@ -42,14 +38,14 @@ def tab(browser: Browser) -> Iterator[Page]:
     page.close()
 
 
-def links(page: httpx2.Response) -> list[str]:
+def links(page):
     """Return the links of a page to this server, as they are in the page."""
     return [link for link in re.findall(r'(?:href|src)="([^"]*)"', page.text) if not link.startswith("https://")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/about", "/docs"])
-def test_all_links_are_relative_and_valid(lab: Lab, path: str) -> None:
+def test_all_links_are_relative_and_valid(lab, path):
     shown = httpx2.get(f"{lab.url}{path}")
     assert (shown.status_code, shown.headers["content-type"]) == (200, "text/html; charset=utf-8")
     found = links(shown)
@@ -60,7 +56,7 @@ def test_all_links_are_relative_and_valid(lab: Lab, path: str) -> None:
     assert httpx2.post(f"{lab.url}{path}").status_code == 405
 
 
-def test_the_overview_needs_the_same_permission_as_the_server(tmp_path: Path) -> None:
+def test_the_overview_needs_the_same_permission_as_the_server(tmp_path):
     with serving(tmp_path, None, api_key="s3cret") as keyed:
         refused = httpx2.get(f"{keyed.url}/about")
         shown = httpx2.get(f"{keyed.url}/about", headers={"authorization": "Bearer s3cret"})
@@ -76,7 +72,7 @@ def test_the_overview_needs_the_same_permission_as_the_server(tmp_path: Path) ->
         ("/docs", {"favicon.ico": 200, "openapi.json": 401}),
     ],
 )
-def test_pages_with_scripts_need_no_key_and_are_cached(tmp_path: Path, path: str, files: dict[str, int]) -> None:
+def test_pages_with_scripts_need_no_key_and_are_cached(tmp_path, path, files):
     """They are the same for all clients. Their requests send the key."""
     with serving(tmp_path, None, api_key="s3cret") as keyed:
         page = httpx2.get(f"{keyed.url}{path}")
@@ -92,7 +88,7 @@ def test_pages_with_scripts_need_no_key_and_are_cached(tmp_path: Path, path: str
     assert {image.content[:8] for image in images} <= {b"\x89PNG\r\n\x1a\n"}
 
 
-def test_without_the_chat_page_the_overview_is_at_the_root(tmp_path: Path) -> None:
+def test_without_the_chat_page_the_overview_is_at_the_root(tmp_path):
     with serving(tmp_path, "echo", page=False) as lab:
         assert "echo is loaded" in httpx2.get(f"{lab.url}/").text
         assert httpx2.get(f"{lab.url}/manifest.webmanifest").status_code == 404
@@ -101,17 +97,17 @@ def test_without_the_chat_page_the_overview_is_at_the_root(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_openapi_document_has_no_pages(lab: Lab) -> None:
+def test_the_openapi_document_has_no_pages(lab):
     paths = httpx2.get(f"{lab.url}/openapi.json").json()["paths"]
     assert not {"/", "/about", "/docs"} & set(paths)
 
 
 @pytest.mark.long
-def test_routes_can_be_tried_without_internet_access_below_any_path(lab: Lab, tab: Page) -> None:
+def test_routes_can_be_tried_without_internet_access_below_any_path(lab, tab):
     """The page is below a path such as ``/user/me/proxy/8400/``, which the document does not contain."""
     prefix = "http://hub.example/user/me/proxy/8400/"
-    asked: list[str] = []
-    problems: list[str] = []
+    asked = []
+    problems = []
 
     def proxied(route: Route) -> None:
         asked.append(path := route.request.url.removeprefix(prefix))
@@ -129,8 +125,8 @@ def test_routes_can_be_tried_without_internet_access_below_any_path(lab: Lab, ta
     assert not problems
 
 
-def test_the_overview_names_the_loaded_model_and_a_request(lab: Lab, tab: Page) -> None:
-    problems: list[str] = []
+def test_the_overview_names_the_loaded_model_and_a_request(lab, tab):
+    problems = []
     tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     tab.emulate_media(color_scheme="dark")
     tab.goto(f"{lab.url}/about")
@@ -144,19 +140,19 @@ def test_the_overview_names_the_loaded_model_and_a_request(lab: Lab, tab: Page) 
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_overview_is_accessible(lab: Lab, tab: Page, theme: Literal["light", "dark"]) -> None:
+def test_the_overview_is_accessible(lab, tab, theme):
     tab.emulate_media(color_scheme=theme)
     tab.goto(f"{lab.url}/about")
     assert serious_violations(tab) == []
 
 
-def open_route(tab: Page, operation: str) -> Locator:
+def open_route(tab, operation):
     route = tab.locator(f"#{operation}")
     route.locator("> summary").press("Enter")
     return route
 
 
-def send(route: Locator, status: str) -> Locator:
+def send(route, status):
     """Send the request of a route, and return the response."""
     route.get_by_role("button", name="Send").press("Enter")
     expect(route.get_by_role("status")).to_contain_text(status)
@@ -165,9 +161,7 @@ def send(route: Locator, status: str) -> Locator:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
-def test_routes_are_described_and_tried_with_the_keyboard(
-    lab: Lab, tab: Page, theme: Literal["light", "dark"], width: int
-) -> None:
+def test_routes_are_described_and_tried_with_the_keyboard(lab, tab, theme, width):
     tab.emulate_media(color_scheme=theme)
     tab.set_viewport_size({"width": width, "height": 800})
     tab.goto(f"{lab.url}/docs")
@@ -218,7 +212,7 @@ LOST_CONNECTION = """window.fetch = async () => new Response(new ReadableStream(
 
 
 @pytest.mark.long
-def test_responses_that_cannot_be_shown_are_described(lab: Lab, tab: Page) -> None:
+def test_responses_that_cannot_be_shown_are_described(lab, tab):
     tab.route("**/props", lambda route: route.fulfill(body=b"\x00\xff" * 40, content_type="application/x-safetensors"))
     tab.route("**/v1/models", lambda route: route.abort())
     tab.goto(f"{lab.url}/docs")
@@ -230,7 +224,7 @@ def test_responses_that_cannot_be_shown_are_described(lab: Lab, tab: Page) -> No
 
 
 @pytest.mark.long
-def test_the_page_of_routes_asks_for_the_key(tmp_path: Path, tab: Page) -> None:
+def test_the_page_of_routes_asks_for_the_key(tmp_path, tab):
     with serving(tmp_path, "echo", api_key="s3cret") as keyed:
         tab.goto(f"{keyed.url}/docs")
         for key, problem in (("wrong", "This server requires an API key."), ("s3cret", "The key is wrong.")):
@@ -258,7 +252,7 @@ FRAMING = """async (address) => {
 
 
 @pytest.mark.parametrize("path", ["", "about", "docs"])
-def test_pages_of_the_same_origin_may_frame_them(lab: Lab, tab: Page, path: str) -> None:
+def test_pages_of_the_same_origin_may_frame_them(lab, tab, path):
     """Behind jupyter-server-proxy, JupyterLab has the same origin as the server."""
     tab.route(ELSEWHERE, lambda route: route.abort())
     outside = "<!doctype html><title>outside</title><body>"
@@ -267,7 +261,7 @@ def test_pages_of_the_same_origin_may_frame_them(lab: Lab, tab: Page, path: str)
     assert tab.evaluate(FRAMING, f"{lab.url}/{path}") == "LMX Lab"
 
 
-def test_text_in_the_page_is_escaped(lab: Lab, tab: Page) -> None:
+def test_text_in_the_page_is_escaped(lab, tab):
     def written(route: Route) -> None:
         answer = httpx2.get(f"{lab.url}/docs")
         injected = "<img src=x onerror='window.ran = 1'><script>window.ran = 1</script>"
@@ -276,7 +270,7 @@ def test_text_in_the_page_is_escaped(lab: Lab, tab: Page) -> None:
 
     tab.route(ELSEWHERE, lambda route: route.abort())
     tab.route(f"{lab.url}/docs", written)
-    refused: list[str] = []
+    refused = []
     tab.on(
         "console", lambda message: refused.append(message.text) if "Content Security Policy" in message.text else None
     )

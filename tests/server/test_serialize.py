@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmx_lab.server.serialize import ChatAnswer, CompletionAnswer, LogprobsWriter, socket_token
 from lmx_lab.server.translate import chat_logprobs, timings, usage
-from lmx_lab.values.generation import Delta, FinishReason, TokenLogprob, ToolCallDelta
+from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.wire.chat import ChatChunk, SocketToken
 from lmx_lab.wire.completions import Completion, CompletionLogprobs
 from tests.support.asking import report
@@ -38,9 +37,7 @@ def calls(draw: st.DrawFn) -> tuple[ToolCallDelta, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("logprobs", [False, True])
 @given(text=TEXTS, name=TEXTS, thoughts=TEXTS, tool_calls=calls())
-def test_a_chat_chunk_equals_the_dump_of_its_model(
-    logprobs: bool, text: str, name: str, thoughts: str, tool_calls: tuple[ToolCallDelta, ...]
-) -> None:
+def test_a_chat_chunk_equals_the_dump_of_its_model(logprobs, text, name, thoughts, tool_calls):
     answer = ChatAnswer(model=name, fingerprint="mlx", logprobs=logprobs)
     shown = (LOGPROB,) if logprobs else ()
     delta = Delta(text=text, tokens=1, logprobs=shown, reasoning=thoughts, tool_calls=tool_calls)
@@ -50,7 +47,7 @@ def test_a_chat_chunk_equals_the_dump_of_its_model(
         assert ChatChunk.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
 
 
-def test_a_chat_chunk_contains_the_delta() -> None:
+def test_a_chat_chunk_contains_the_delta():
     answer = ChatAnswer(model="tiny", fingerprint="mlx", logprobs=True)
     (piece,) = answer.delta_chunks(Delta(text="hé", tokens=1, logprobs=(LOGPROB,)), 2)
     (choice,) = ChatChunk.model_validate_json(piece).choices
@@ -62,12 +59,12 @@ def test_a_chat_chunk_contains_the_delta() -> None:
     assert last.choices[0].logprobs is None
 
 
-def deltas(answer: ChatAnswer, delta: Delta) -> list[dict[str, Any]]:
+def deltas(answer, delta):
     """Return the choice of each chunk."""
     return [json.loads(chunk)["choices"][0] for chunk in answer.delta_chunks(delta)]
 
 
-def test_reasoning_text_and_calls_have_separate_chunks() -> None:
+def test_reasoning_text_and_calls_have_separate_chunks():
     delta = Delta(text="hi", tokens=5, reasoning="hm", tool_calls=(BEGIN, END, OTHER))
     named = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}
     other = {"id": "call_2", "type": "function", "function": {"name": "see", "arguments": ""}}
@@ -80,7 +77,7 @@ def test_reasoning_text_and_calls_have_separate_chunks() -> None:
     ]
 
 
-def test_a_later_piece_of_a_call_has_neither_id_nor_name() -> None:
+def test_a_later_piece_of_a_call_has_neither_id_nor_name():
     (choice,) = deltas(ChatAnswer(model="tiny", fingerprint="mlx"), Delta(text="", tokens=1, tool_calls=(END,)))
     assert choice["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": ' "sea"}'}}]}
 
@@ -94,30 +91,30 @@ def test_a_later_piece_of_a_call_has_neither_id_nor_name() -> None:
         (Delta(text="a", tokens=1, logprobs=(LOGPROB,), reasoning="b", tool_calls=(BEGIN,)), 4),
     ],
 )
-def test_the_logprobs_of_a_delta_are_sent_once_and_first(delta: Delta, chunks: int) -> None:
+def test_the_logprobs_of_a_delta_are_sent_once_and_first(delta, chunks):
     found = [choice["logprobs"] for choice in deltas(ChatAnswer(model="tiny", fingerprint="mlx", logprobs=True), delta)]
     assert [logprobs is not None for logprobs in found] == [number == 0 for number in range(chunks)]
 
 
-def message(delta: Delta, reason: FinishReason = "stop") -> dict[str, Any]:
+def message(delta, reason="stop"):
     body = ChatAnswer(model="tiny", fingerprint="mlx").body([(delta, report(finish=reason))], usage([report()]))
     (choice,) = json.loads(body)["choices"]
     assert choice["finish_reason"] == reason
-    found: dict[str, Any] = choice["message"]
+    found = choice["message"]
     return found
 
 
-def test_a_plain_answer_has_only_content() -> None:
+def test_a_plain_answer_has_only_content():
     assert message(Delta(text="hi", tokens=1)) == {"role": "assistant", "content": "hi"}
     assert message(Delta(text="", tokens=1)) == {"role": "assistant", "content": ""}
 
 
-def test_reasoning_is_separate_from_the_content() -> None:
+def test_reasoning_is_separate_from_the_content():
     thinking = message(Delta(text="", tokens=1, reasoning="hm"))
     assert thinking == {"role": "assistant", "content": "", "reasoning_content": "hm"}
 
 
-def test_an_answer_of_calls_only_has_no_content() -> None:
+def test_an_answer_of_calls_only_has_no_content():
     tool_calls = message(Delta(text="", tokens=1, tool_calls=(BEGIN, OTHER, END)), "tool_calls")
     assert tool_calls == {
         "role": "assistant",
@@ -131,7 +128,7 @@ def test_an_answer_of_calls_only_has_no_content() -> None:
 
 
 @given(text=TEXTS, name=TEXTS)
-def test_a_completion_chunk_equals_the_dump_of_its_model(text: str, name: str) -> None:
+def test_a_completion_chunk_equals_the_dump_of_its_model(text, name):
     answer = CompletionAnswer(model=name, fingerprint="mlx")
     logprobs = LogprobsWriter().write([PROMPT, LOGPROB])
     spent = usage([report()])
@@ -147,9 +144,7 @@ def test_a_completion_chunk_equals_the_dump_of_its_model(text: str, name: str) -
 
 @pytest.mark.slow
 @given(text=TEXTS, thoughts=TEXTS, tool_calls=calls())
-def test_a_socket_token_equals_the_dump_of_its_model(
-    text: str, thoughts: str, tool_calls: tuple[ToolCallDelta, ...]
-) -> None:
+def test_a_socket_token_equals_the_dump_of_its_model(text, thoughts, tool_calls):
     delta = Delta(text=text, tokens=1, logprobs=(LOGPROB,), reasoning=thoughts, tool_calls=tool_calls)
     for logprobs in (False, True):
         sent = socket_token(delta, logprobs=logprobs)
@@ -157,7 +152,7 @@ def test_a_socket_token_equals_the_dump_of_its_model(
         assert SocketToken.model_validate_json(sent).model_dump_json(exclude_unset=True) == sent
 
 
-def test_a_socket_token_has_only_fields_with_values() -> None:
+def test_a_socket_token_has_only_fields_with_values():
     assert socket_token(Delta(text="", tokens=1), logprobs=False) is None
     assert socket_token(Delta(text="a", tokens=1), logprobs=False) == '{"token":"a"}'
     everything = Delta(text="", tokens=1, logprobs=(LOGPROB,), reasoning="hm", tool_calls=(BEGIN, END))
@@ -170,7 +165,7 @@ def test_a_socket_token_has_only_fields_with_values() -> None:
     ]
 
 
-def test_timings_of_several_choices_are_combined() -> None:
+def test_timings_of_several_choices_are_combined():
     answer, part = ChatAnswer(model="tiny", fingerprint="mlx"), (Delta(text="a", tokens=1), report())
     assert json.loads(answer.body([part], usage([report()])))["timings"]["predicted_n"] == 5
     both = json.loads(answer.body([part, part], usage([report(), report()])))
@@ -178,7 +173,7 @@ def test_timings_of_several_choices_are_combined() -> None:
     assert [choice["index"] for choice in both["choices"]] == [0, 1]
 
 
-def test_legacy_logprobs_list_the_token_itself_among_the_most_likely() -> None:
+def test_legacy_logprobs_list_the_token_itself_among_the_most_likely():
     written = LogprobsWriter().write([PROMPT, LOGPROB])
     assert written == CompletionLogprobs(
         tokens=["p", 'x"\n'],
@@ -188,12 +183,12 @@ def test_legacy_logprobs_list_the_token_itself_among_the_most_likely() -> None:
     )
 
 
-def test_of_tokens_with_the_same_text_the_most_likely_one_is_listed() -> None:
+def test_of_tokens_with_the_same_text_the_most_likely_one_is_listed():
     alike = TokenLogprob(token=7, text="y", bytes=b"y", logprob=-3.0, top=(TOP,))
     assert LogprobsWriter().write([alike]).top_logprobs == [{"y": -0.5}]
 
 
-def test_offsets_count_the_characters_of_all_pieces() -> None:
+def test_offsets_count_the_characters_of_all_pieces():
     tokens = [TokenLogprob(token=0, text="", bytes=part, logprob=-1.0) for part in (b"a", b"\xe2", b"\x82\xac", b"b")]
     whole = LogprobsWriter().write(tokens).text_offset
     piecewise = LogprobsWriter()

@@ -8,11 +8,9 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -21,7 +19,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 import lmx_lab
@@ -74,7 +71,7 @@ class Collector:
 
 
 @contextlib.contextmanager
-def collector(port: int = 0, *, status: int = 200) -> Iterator[Collector]:
+def collector(port=0, *, status=200):
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
@@ -102,7 +99,7 @@ def collector(port: int = 0, *, status: int = 200) -> Iterator[Collector]:
 
 
 @contextlib.contextmanager
-def echo_lab(home: Path, target: Collector, otel: str, **settings: Any) -> Iterator[lmx_lab.Lab]:
+def echo_lab(home, target, otel, **settings):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
         with lmx_lab.Lab(Settings(home=home, port=0, otel=otel, **settings), loop="thread") as lab:
@@ -110,17 +107,17 @@ def echo_lab(home: Path, target: Collector, otel: str, **settings: Any) -> Itera
             yield lab
 
 
-def post(lab: lmx_lab.Lab, path: str, headers: dict[str, str] | None = None, **fields: Any) -> str:
+def post(lab, path, headers=None, **fields):
     """Send a request, and return its id."""
     answer = httpx2.post(f"{lab.url}{path}", json={"model": "echo", **fields}, headers=headers)
     return str(answer.headers["x-request-id"])
 
 
-def chat(lab: lmx_lab.Lab, headers: dict[str, str] | None = None, **fields: Any) -> str:
+def chat(lab, headers=None, **fields):
     return post(lab, "/v1/chat/completions", headers, messages=[{"role": "user", "content": TEXT}], **fields)
 
 
-def leave(lab: lmx_lab.Lab) -> str:
+def leave(lab):
     """Send a request, disconnect after the first words of its answer, and return its id when it has ended."""
     body = {"messages": [{"role": "user", "content": TEXT}], "stream": True, "max_tokens": 10_000, "ignore_eos": True}
     with httpx2.stream("POST", f"{lab.url}/v1/chat/completions", json=body) as answer:
@@ -146,17 +143,17 @@ class Sent:
         return [it for it in self.collector.spans if it.parent_span_id == span.span_id]
 
 
-def attributes(span: Any) -> dict[str, Any]:
+def attributes(span):
     return {each.key: value(each.value) for each in span.attributes}
 
 
-def value(given: AnyValue) -> Any:
+def value(given):
     kind = given.WhichOneof("value")
     return [value(each) for each in given.array_value.values] if kind == "array_value" else getattr(given, kind)
 
 
 @pytest.fixture(scope="module")
-def sent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sent]:
+def sent(tmp_path_factory):
     """Send requests to a server that exports spans without texts, and stop the server."""
     parent = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
     with collector() as target:
@@ -181,7 +178,7 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sent]:
         yield Sent(target, ids, port)
 
 
-def test_a_span_has_the_attributes_of_the_conventions_and_is_a_child_of_the_caller(sent: Sent) -> None:
+def test_a_span_has_the_attributes_of_the_conventions_and_is_a_child_of_the_caller(sent):
     span = sent.span("chat")
     assert span.name == "chat echo"
     assert (span.kind, span.trace_id.hex(), span.parent_span_id.hex()) == (Span.SPAN_KIND_SERVER, TRACE, CALLER)
@@ -214,7 +211,7 @@ def test_a_span_has_the_attributes_of_the_conventions_and_is_a_child_of_the_call
     }
 
 
-def test_the_phases_of_each_answer_are_consecutive_children(sent: Sent) -> None:
+def test_the_phases_of_each_answer_are_consecutive_children(sent):
     span = sent.span("chat")
     children = sent.children(span)
     assert {attributes(child)["lmx.choice.index"] for child in children} == {0, 1}
@@ -230,14 +227,14 @@ def test_the_phases_of_each_answer_are_consecutive_children(sent: Sent) -> None:
 
 
 @pytest.mark.parametrize("name", ["stream", "messages", "responses", "ollama"])
-def test_chats_in_every_api_format_are_exported(sent: Sent, name: str) -> None:
+def test_chats_in_every_api_format_are_exported(sent, name):
     span = sent.span(name)
     assert (span.name, span.parent_span_id) == ("chat echo", b"")
     assert attributes(span)["gen_ai.response.finish_reasons"] == ["stop"]
     assert attributes(span)["gen_ai.usage.output_tokens"] > 0
 
 
-def test_prompts_of_a_completion_are_one_span(sent: Sent) -> None:
+def test_prompts_of_a_completion_are_one_span(sent):
     span = sent.span("texts")
     assert span.name == "text_completion echo"
     found = attributes(span)
@@ -247,14 +244,14 @@ def test_prompts_of_a_completion_are_one_span(sent: Sent) -> None:
 
 
 @pytest.mark.parametrize(("name", "operation"), [("embeddings", "embeddings"), ("rerank", "rerank")])
-def test_vectors_and_scores_are_exported_with_their_tokens(sent: Sent, name: str, operation: str) -> None:
+def test_vectors_and_scores_are_exported_with_their_tokens(sent, name, operation):
     span = sent.span(name)
     assert span.name == f"{operation} echo"
     assert attributes(span)["gen_ai.usage.input_tokens"] > 0
     assert {child.name for child in sent.children(span)} <= {"queued", "compute"}
 
 
-def test_a_refused_request_has_its_error_and_no_phases(sent: Sent) -> None:
+def test_a_refused_request_has_its_error_and_no_phases(sent):
     span = sent.span("unknown")
     assert (span.name, span.status.code) == ("chat gpt-4o", 2)
     found = attributes(span)
@@ -262,12 +259,12 @@ def test_a_refused_request_has_its_error_and_no_phases(sent: Sent) -> None:
     assert sent.children(span) == []
 
 
-def test_requests_without_a_generation_or_with_an_unsampled_caller_are_not_exported(sent: Sent) -> None:
+def test_requests_without_a_generation_or_with_an_unsampled_caller_are_not_exported(sent):
     exported = {attributes(span).get("gen_ai.response.id") for span in sent.collector.spans}
     assert not exported & {sent.ids[name] for name in ("malformed", "tokens", "not sampled")}
 
 
-def test_a_request_of_the_notebook_is_a_span_of_its_own(sent: Sent) -> None:
+def test_a_request_of_the_notebook_is_a_span_of_its_own(sent):
     (span,) = [
         span for span in sent.collector.spans if span.kind == Span.SPAN_KIND_INTERNAL and not span.parent_span_id
     ]
@@ -276,17 +273,17 @@ def test_a_request_of_the_notebook_is_a_span_of_its_own(sent: Sent) -> None:
     assert {child.name for child in sent.children(span)} >= {"decode"}
 
 
-def test_spans_name_the_service_and_its_version(sent: Sent) -> None:
+def test_spans_name_the_service_and_its_version(sent):
     resource = attributes(sent.collector.received[0].resource_spans[0].resource)
     assert resource["service.name"] == "lmx-lab"
     assert resource["service.version"]
 
 
-def test_texts_are_exported_only_on_request(sent: Sent) -> None:
+def test_texts_are_exported_only_on_request(sent):
     assert not any(b"sea" in body or b"three" in body for body in sent.collector.bodies)
 
 
-def test_texts_are_exported_in_the_form_of_the_conventions(tmp_path: Path) -> None:
+def test_texts_are_exported_in_the_form_of_the_conventions(tmp_path):
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     history = [
         {"role": "system", "content": "Be brief."},
@@ -317,7 +314,7 @@ def test_texts_are_exported_in_the_form_of_the_conventions(tmp_path: Path) -> No
     assert [(part["type"], part["name"]) for part in message["parts"]] == [("tool_call", "clock")]
 
 
-def test_the_last_messages_of_a_long_chat_are_exported() -> None:
+def test_the_last_messages_of_a_long_chat_are_exported():
     messages = [{"role": "user", "content": str(number) * 1000} for number in range(10)] * 4
     end = RequestEnd(
         request_id="",
@@ -336,7 +333,7 @@ def test_the_last_messages_of_a_long_chat_are_exported() -> None:
     assert len(answer["parts"][0]["content"]) == CONTENT_CHARACTERS + 1
 
 
-def test_an_answer_whose_client_disconnects_is_exported_as_cancelled(sent: Sent) -> None:
+def test_an_answer_whose_client_disconnects_is_exported_as_cancelled(sent):
     span = sent.span("cancelled")
     found = attributes(span)
     assert found["gen_ai.response.finish_reasons"] == ["cancelled"]
@@ -347,7 +344,7 @@ def test_an_answer_whose_client_disconnects_is_exported_as_cancelled(sent: Sent)
     assert decode.start_time_unix_nano < decode.end_time_unix_nano <= span.end_time_unix_nano
 
 
-def test_a_cancelled_answer_has_the_tokens_that_were_delivered_and_no_time_to_first_token() -> None:
+def test_a_cancelled_answer_has_the_tokens_that_were_delivered_and_no_time_to_first_token():
     end = RequestEnd(request_id="req_1", model="/models/tiny", outcome="cancelled", prompt_tokens=3, output_tokens=2)
     assert answer_attributes([end]) == {
         "gen_ai.response.id": "req_1",
@@ -358,9 +355,7 @@ def test_a_cancelled_answer_has_the_tokens_that_were_delivered_and_no_time_to_fi
     }
 
 
-def test_a_collector_that_is_down_causes_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_collector_that_is_down_causes_one_warning(monkeypatch, caplog):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://user:s3cret@127.0.0.1:{port}")
@@ -389,9 +384,7 @@ def test_a_collector_that_is_down_causes_one_warning(
 @pytest.mark.parametrize(
     ("status", "remedy"), [(401, "OTEL_EXPORTER_OTLP_HEADERS"), (404, "OTEL_EXPORTER_OTLP_ENDPOINT")]
 )
-def test_the_warning_has_the_status_with_which_a_collector_refuses_spans(
-    status: int, remedy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_warning_has_the_status_with_which_a_collector_refuses_spans(status, remedy, monkeypatch, caplog):
     with collector(status=status) as target:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
         spans = RequestSpans(content=False)
@@ -416,9 +409,7 @@ def test_the_warning_has_the_status_with_which_a_collector_refuses_spans(
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "4318"),
     ],
 )
-def test_variables_with_unsupported_values_are_named(
-    name: str, given: str, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_with_unsupported_values_are_named(name, given, shown, monkeypatch):
     monkeypatch.setenv(name, given)
     with pytest.raises(InvalidRequestError, match=shown) as caught:
         RequestSpans(content=False)
@@ -427,16 +418,14 @@ def test_variables_with_unsupported_values_are_named(
 
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"])
-def test_a_header_that_cannot_be_read_is_refused_but_not_shown(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_header_that_cannot_be_read_is_refused_but_not_shown(name, monkeypatch, caplog):
     monkeypatch.setenv(name, "a=b, Bearer s3cret")
     with pytest.raises(InvalidRequestError, match=name) as caught:
         RequestSpans(content=False)
     assert "s3cret" not in caught.value.message + caplog.text
 
 
-def test_headers_are_sent_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_sent_to_the_collector(monkeypatch):
     with collector() as target:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f" {target.url} ")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=a%20b,authorization=Bearer s3cret,")
@@ -446,9 +435,7 @@ def test_headers_are_sent_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(each["x-key"], each["authorization"]) for each in target.headers] == [("a b", "Bearer s3cret")]
 
 
-def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_causes_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_causes_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(telemetry, "CLOSE_S", 0.01)
     monkeypatch.setattr(telemetry, "LAST_ATTEMPT_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -463,16 +450,14 @@ def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_causes_one
     assert not EXPORTER_LOG.filters
 
 
-def test_a_launch_whose_port_is_taken_stops_the_exporter(tmp_path: Path) -> None:
+def test_a_launch_whose_port_is_taken_stops_the_exporter(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTakenError):
         lmx_lab.launch(home=tmp_path, port=taken.getsockname()[1], otel="spans")
     assert not EXPORTER_LOG.filters
     assert not [each for each in threading.enumerate() if each.name == "OtelBatchSpanRecordProcessor"]
 
 
-def test_a_start_whose_port_is_taken_ends_the_exporter_and_another_start_exports_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_whose_port_is_taken_ends_the_exporter_and_another_start_exports_again(tmp_path, monkeypatch):
     with collector() as target:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -489,14 +474,14 @@ def test_a_start_whose_port_is_taken_ends_the_exporter_and_another_start_exports
         assert "chat echo" in [span.name for span in target.spans]
 
 
-def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "lmx_lab.server.telemetry")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'lmx-lab\[otel\]'"):
         lmx_lab.Lab(Settings(home=tmp_path, port=0, otel="spans"), loop="thread")
 
 
-def test_nothing_is_exported_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_exported_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     lab = lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread")
     assert not lab.server.services.spans

@@ -21,17 +21,17 @@ from tests.support.asking import chat
 USER = {"role": "user", "content": "hello"}
 
 
-def prompt(**changes: Any) -> ChatPrompt:
+def prompt(**changes):
     found = generation_request(chat(**changes)).prompt
     assert isinstance(found, ChatPrompt)
     return found
 
 
-def use(**changes: Any) -> ToolUse | None:
+def use(**changes):
     return prompt(**changes).tools
 
 
-def refusal(**changes: Any) -> InvalidRequestError:
+def refusal(**changes):
     """Return the error of a request, from the validation of its body or from its conversion for the engine."""
     try:
         generation_request(chat(**changes))
@@ -42,28 +42,28 @@ def refusal(**changes: Any) -> InvalidRequestError:
     pytest.fail("nothing was refused")
 
 
-def check(error: InvalidRequestError, param: str, expected: list[str]) -> None:
+def check(error, param, expected):
     assert error.param == param
     assert error.message.startswith(f"{param}: ")
     assert [part for part in expected if part not in error.message] == []
     assert len(error.message) < 1000
 
 
-def function(name: str = "look", **fields: Any) -> dict[str, Any]:
+def function(name="look", **fields):
     return {"type": "function", "function": {"name": name, **fields}}
 
 
 # --- tools and the choice
 
 
-def test_all_fields_of_a_tool_are_translated() -> None:
+def test_all_fields_of_a_tool_are_translated():
     parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
     found = use(tools=[function(description="Looks.", parameters=parameters, strict=True)])
     assert found == ToolUse(tools=(Tool(name="look", description="Looks.", parameters=parameters),))
 
 
 @pytest.mark.parametrize("fields", [{}, {"parameters": None, "description": None, "strict": None}])
-def test_a_tool_without_parameters_takes_no_arguments(fields: dict[str, Any]) -> None:
+def test_a_tool_without_parameters_takes_no_arguments(fields):
     found = use(tools=[function(**fields)])
     assert found is not None
     assert found.tools[0].parameters == {"type": "object", "properties": {}}
@@ -73,7 +73,7 @@ def test_a_tool_without_parameters_takes_no_arguments(fields: dict[str, Any]) ->
     ("choice", "forced", "only"),
     [(None, False, None), ("auto", False, None), ("required", True, None), (function("see"), True, "see")],
 )
-def test_tool_choice_selects_optional_forced_and_single_tools(choice: Any, forced: bool, only: str | None) -> None:
+def test_tool_choice_selects_optional_forced_and_single_tools(choice, forced, only):
     found = use(tools=[function(), function("see")], tool_choice=choice)
     assert found is not None
     assert [tool.name for tool in found.tools] == ["look", "see"]
@@ -83,23 +83,23 @@ def test_tool_choice_selects_optional_forced_and_single_tools(choice: Any, force
 @pytest.mark.parametrize(
     "changes", [{}, {"tools": None}, {"tools": []}, {"tools": [function()], "tool_choice": "none"}]
 )
-def test_an_empty_list_of_tools_means_no_tools(changes: dict[str, Any]) -> None:
+def test_an_empty_list_of_tools_means_no_tools(changes):
     assert use(**changes) is None
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_tool_choice_needs_tools(choice: Any) -> None:
+def test_tool_choice_needs_tools(choice):
     assert use(tool_choice=choice) is None
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, True), (True, True), (False, False)])
-def test_parallel_tool_calls_can_be_disabled(given: Any, expected: bool) -> None:
+def test_parallel_tool_calls_can_be_disabled(given, expected):
     found = use(tools=[function()], parallel_tool_calls=given)
     assert found is not None
     assert found.parallel is expected
 
 
-def test_a_forced_call_ignores_the_format() -> None:
+def test_a_forced_call_ignores_the_format():
     fields = {"tools": [function()], "response_format": {"type": "json_object"}}
     assert generation_request(chat(**fields)).answer_format is not None
     assert generation_request(chat(tool_choice="required", **fields)).answer_format is None
@@ -153,28 +153,26 @@ LARGE = {"description": "x" * 140_000}
         ({"function_call": {"name": "f"}}, "function_call", ["tool_choice"]),
     ],
 )
-def test_the_error_of_an_invalid_tool_or_choice_names_the_field(
-    changes: dict[str, Any], param: str, expected: list[str]
-) -> None:
+def test_the_error_of_an_invalid_tool_or_choice_names_the_field(changes, param, expected):
     check(refusal(**changes), param, expected)
 
 
-def test_tool_choice_is_not_checked_if_a_tool_is_invalid() -> None:
+def test_tool_choice_is_not_checked_if_a_tool_is_invalid():
     assert refusal(tools=[function("a b")], tool_choice=function("see")).param == "tools.0.function.name"
 
 
 # --- calls in a history
 
 
-def call(arguments: Any = "{}", id: str = "c1", **fields: Any) -> dict[str, Any]:
+def call(arguments="{}", id="c1", **fields):
     return {"id": id, "type": "function", "function": {"name": "look", "arguments": arguments}, **fields}
 
 
-def with_calls(*calls: Any, **fields: Any) -> dict[str, Any]:
+def with_calls(*calls, **fields):
     return {"role": "assistant", "content": None, "tool_calls": list(calls), **fields}
 
 
-def result_of(id: str | None = "c1", **fields: Any) -> dict[str, Any]:
+def result_of(id="c1", **fields):
     return {"role": "tool", "content": "seen", "tool_call_id": id, **fields}
 
 
@@ -182,7 +180,7 @@ def result_of(id: str | None = "c1", **fields: Any) -> dict[str, Any]:
     ("arguments", "expected"),
     [("", {}), (" ", {}), ("{}", {}), ('{"a": [1, null]}', {"a": [1, None]}), ({"a": 1}, {"a": 1}), ({}, {})],
 )
-def test_the_template_gets_arguments_as_an_object(arguments: Any, expected: Any) -> None:
+def test_the_template_gets_arguments_as_an_object(arguments, expected):
     call_message, result_message = prompt(messages=[with_calls(call(arguments)), result_of(name="look")]).messages
     function = {"name": "look", "arguments": expected}
     assert call_message == {
@@ -193,7 +191,7 @@ def test_the_template_gets_arguments_as_an_object(arguments: Any, expected: Any)
     assert result_message == {"role": "tool", "content": "seen", "tool_call_id": "c1", "name": "look"}
 
 
-def test_answers_are_valid_as_history() -> None:
+def test_answers_are_valid_as_history():
     sent = with_calls(
         {**call(index=0), "function": {"name": "look", "arguments": '{"a":1}', "parsed_arguments": {"a": 1}}},
         {"id": "c2", "type": None, "function": {"name": "look", "arguments": ""}},
@@ -218,7 +216,7 @@ def test_answers_are_valid_as_history() -> None:
         ({"reasoning": "hm", "reasoning_content": None}, "hm"),
     ],
 )
-def test_reasoning_has_one_name_in_the_template(sent: dict[str, Any], expected: str) -> None:
+def test_reasoning_has_one_name_in_the_template(sent, expected):
     (message,) = prompt(messages=[{"role": "assistant", "content": "a", **sent}]).messages
     assert message == {"role": "assistant", "content": "a", "reasoning_content": expected}
 
@@ -233,7 +231,7 @@ def test_reasoning_has_one_name_in_the_template(sent: dict[str, Any], expected: 
         [with_calls(call()), result_of(), with_calls(call()), result_of()],
     ],
 )
-def test_each_call_has_at_most_one_result_in_any_order(messages: list[Any]) -> None:
+def test_each_call_has_at_most_one_result_in_any_order(messages):
     assert len(prompt(messages=messages).messages) == len(messages)
 
 
@@ -277,9 +275,7 @@ ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
         ),
     ],
 )
-def test_the_error_of_an_invalid_history_names_the_message(
-    messages: list[Any], param: str, expected: list[str]
-) -> None:
+def test_the_error_of_an_invalid_history_names_the_message(messages, param, expected):
     check(refusal(messages=messages), param, expected)
 
 
@@ -300,12 +296,12 @@ def test_the_error_of_an_invalid_history_names_the_message(
         ({"chat_template_kwargs": {"reasoning_effort": "5"}, "reasoning_effort": "low"}, {"reasoning_effort": "5"}),
     ],
 )
-def test_the_reasoning_effort_is_passed_to_the_template(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_the_reasoning_effort_is_passed_to_the_template(changes, expected):
     assert prompt(**changes).template_options == expected
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, None), (0, 0), (64, 64), (5.0, 5)])
-def test_the_reasoning_budget_is_translated(given: Any, expected: int | None) -> None:
+def test_the_reasoning_budget_is_translated(given, expected):
     assert generation_request(chat(thinking_token_budget=given)).thinking_budget == expected
 
 
@@ -324,9 +320,7 @@ def test_the_reasoning_budget_is_translated(given: Any, expected: int | None) ->
         ({"thinking_token_budget": 1.5}, "thinking_token_budget", ["integer"]),
     ],
 )
-def test_the_error_of_an_invalid_reasoning_field_names_it(
-    changes: dict[str, Any], param: str, expected: list[str]
-) -> None:
+def test_the_error_of_an_invalid_reasoning_field_names_it(changes, param, expected):
     check(refusal(**changes), param, expected)
 
 
@@ -338,7 +332,7 @@ PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3)), max_size=20
 
 @pytest.mark.slow
 @given(PIECES, st.integers(0, 20))
-def test_merging_pieces_of_calls_is_associative(pieces: list[tuple[int, str]], cut: int) -> None:
+def test_merging_pieces_of_calls_is_associative(pieces, cut):
     deltas = [
         ToolCallDelta(index=index, arguments=text, id=f"c{index}" if first else None, name="f" if first else None)
         for at, (index, text) in enumerate(pieces)
@@ -351,8 +345,8 @@ def test_merging_pieces_of_calls_is_associative(pieces: list[tuple[int, str]], c
         assert (merged.id, merged.name) == (f"c{merged.index}", "f")
 
 
-def test_the_arguments_of_a_long_history_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[str] = []
+def test_the_arguments_of_a_long_history_are_read_once(monkeypatch):
+    parsed = []
     read = tools._parsed
 
     def noted(text: str) -> Any:

@@ -1,10 +1,7 @@
 """Tests of the conversion of every request parameter for the engine, and of reports for the wire."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -26,11 +23,11 @@ from lmx_lab.wire.completions import CompletionRequest
 from tests.support.asking import chat, report
 
 
-def completion(**changes: Any) -> CompletionRequest:
+def completion(**changes):
     return CompletionRequest.model_validate({"model": "tiny", "prompt": "hello", **changes})
 
 
-def refusal(make: Any, **changes: Any) -> str | None:
+def refusal(make, **changes):
     with pytest.raises(ValidationError) as wrong:
         make(**changes)
     return validation_error(wrong.value).param
@@ -54,14 +51,14 @@ def refusal(make: Any, **changes: Any) -> str | None:
     ],
 )
 @pytest.mark.parametrize("make", [chat, completion])
-def test_each_parameter_is_translated_for_the_engine(make: Any, field: str, value: Any, expected: Any) -> None:
+def test_each_parameter_is_translated_for_the_engine(make, field, value, expected):
     request = make(**{field: value})
     converted = generation_request(request) if make is chat else completion_requests(request)[0]
     assert getattr(converted.sampling, field) == expected
 
 
 @pytest.mark.parametrize("make", [chat, completion])
-def test_null_is_the_default(make: Any) -> None:
+def test_null_is_the_default(make):
     names = "stream stream_options temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
     names += " logit_bias seed n stop ignore_eos logprobs max_tokens user"
     if make is chat:
@@ -106,20 +103,20 @@ def test_null_is_the_default(make: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("make", [chat, completion])
-def test_the_error_of_a_value_out_of_range_names_the_field(make: Any, field: str, value: Any, param: str) -> None:
+def test_the_error_of_a_value_out_of_range_names_the_field(make, field, value, param):
     assert refusal(make, **{field: value}) == param
 
 
-def test_greedy_sampling_keeps_penalties_and_bias_and_ignores_filters() -> None:
+def test_greedy_sampling_keeps_penalties_and_bias_and_ignores_filters():
     sampling = generation_request(chat(temperature=1e-9, top_k=3, min_p=0.1, top_p=0.5, presence_penalty=1)).sampling
     assert sampling == Sampling(temperature=0, presence_penalty=1.0)
 
 
-def test_top_p_0_is_greedy() -> None:
+def test_top_p_0_is_greedy():
     assert generation_request(chat(top_p=0)).sampling == Sampling(temperature=0)
 
 
-def test_top_logprobs_need_logprobs() -> None:
+def test_top_logprobs_need_logprobs():
     assert generation_request(chat(logprobs=True)).top_logprobs == 0
     assert generation_request(chat(logprobs=True, top_logprobs=20)).top_logprobs == 20
     assert generation_request(chat(logprobs=False, top_logprobs=0)).top_logprobs is None
@@ -136,7 +133,7 @@ def test_top_logprobs_need_logprobs() -> None:
         ([[1, 2], [3]], [TokenPrompt(tokens=(1, 2)), TokenPrompt(tokens=(3,))]),
     ],
 )
-def test_a_prompt_is_text_or_tokens_one_or_several(prompt: Any, expected: Any) -> None:
+def test_a_prompt_is_text_or_tokens_one_or_several(prompt, expected):
     assert [request.prompt for request in completion_requests(completion(prompt=prompt))] == expected
 
 
@@ -157,27 +154,27 @@ def test_a_prompt_is_text_or_tokens_one_or_several(prompt: Any, expected: Any) -
         ([1.5] * 1_000_000, "prompt.0"),
     ],
 )
-def test_the_error_of_an_invalid_prompt_names_it(prompt: Any, param: str) -> None:
+def test_the_error_of_an_invalid_prompt_names_it(prompt, param):
     assert refusal(completion, prompt=prompt) == param
 
 
-def test_max_tokens_0_needs_echo() -> None:
+def test_max_tokens_0_needs_echo():
     (scored,) = completion_requests(completion(max_tokens=0, echo=True, logprobs=1))
     assert (scored.max_tokens, scored.score_prompt, scored.top_logprobs) == (0, True, 1)
     assert refusal(completion, max_tokens=0) == "max_tokens"
 
 
-def test_only_an_echo_with_logprobs_is_scored() -> None:
+def test_only_an_echo_with_logprobs_is_scored():
     assert not completion_requests(completion(logprobs=1))[0].score_prompt
     assert not completion_requests(completion(echo=True))[0].score_prompt
 
 
-def test_best_of_must_equal_n() -> None:
+def test_best_of_must_equal_n():
     assert completion(best_of=3, n=3).choices == 3
     assert refusal(completion, best_of=2) == "best_of"
 
 
-def test_a_suffix_makes_a_prompt_with_a_gap_and_needs_texts() -> None:
+def test_a_suffix_makes_a_prompt_with_a_gap_and_needs_texts():
     given = completion_requests(completion(prompt=["a", "b"], suffix="end"))
     assert [request.prompt for request in given] == [InfillPrompt(prefix=text, suffix="end") for text in "ab"]
     assert completion_requests(completion(prompt="a", suffix=""))[0].prompt == TextPrompt(text="a")
@@ -185,7 +182,7 @@ def test_a_suffix_makes_a_prompt_with_a_gap_and_needs_texts() -> None:
     assert refusal(completion, echo=True, suffix="end") == "suffix"
 
 
-def test_choices_share_the_prompt_in_usage() -> None:
+def test_choices_share_the_prompt_in_usage():
     spent = usage([report(cached=4, from_disk=3), report(cached=9, output=7)])
     assert (spent.prompt_tokens, spent.completion_tokens, spent.total_tokens) == (10, 12, 22)
     assert spent.prompt_tokens_details.cached_tokens == 4
@@ -193,19 +190,19 @@ def test_choices_share_the_prompt_in_usage() -> None:
     assert total_usage([spent, spent]).total_tokens == 44
 
 
-def test_reasoning_tokens_of_all_choices_are_counted() -> None:
+def test_reasoning_tokens_of_all_choices_are_counted():
     spent = usage([report(reasoning=3), report(output=7, reasoning=4)])
     assert (spent.completion_tokens, spent.completion_tokens_details.reasoning_tokens) == (12, 7)
     assert total_usage([spent, spent]).completion_tokens_details.reasoning_tokens == 14
     assert usage([report()]).model_dump()["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_statistics_of_the_websocket_have_reasoning_tokens_and_the_finish_reason() -> None:
+def test_statistics_of_the_websocket_have_reasoning_tokens_and_the_finish_reason():
     stats = socket_stats(report(reasoning=3, finish="tool_calls"))
     assert (stats.completion_tokens, stats.reasoning_tokens, stats.finish_reason) == (5, 3, "tool_calls")
 
 
-def test_timings_of_several_choices_sum_tokens_and_take_the_longest_time() -> None:
+def test_timings_of_several_choices_sum_tokens_and_take_the_longest_time():
     both = [report(cached=4), report(cached=9, output=7, decode_s=3.0)]
     total = total_timings([both, [report(prompt=20)]])
     assert (total.cache_n, total.prompt_n, total.predicted_n) == (4, 26, 17)
@@ -214,19 +211,19 @@ def test_timings_of_several_choices_sum_tokens_and_take_the_longest_time() -> No
     assert total_timings([[both[0]]]) == timings(both[0])
 
 
-def test_timings_have_the_longest_wait_the_latest_first_token_and_the_highest_memory() -> None:
+def test_timings_have_the_longest_wait_the_latest_first_token_and_the_highest_memory():
     early = replace(report(), queue_s=0.25, ttft_s=0.5, peak_memory_bytes=3_000_000_000)
     late = replace(report(), queue_s=0.125, ttft_s=2.0, peak_memory_bytes=1_000_000_000)
     total = total_timings([[early], [late]])
     assert (total.queue_ms, total.ttft_ms, total.peak_memory_gb) == (250, 2000, 3)
 
 
-def test_timings_without_tokens_do_not_divide_by_zero() -> None:
+def test_timings_without_tokens_do_not_divide_by_zero():
     nothing = timings(report(prompt=4, cached=4, output=0, decode_s=0.0))
     assert (nothing.prompt_per_token_ms, nothing.predicted_per_token_ms, nothing.predicted_per_second) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("impossible", [-math.inf, math.nan, -1e30])
-def test_an_impossible_token_has_the_lowest_logprob(impossible: float) -> None:
+def test_an_impossible_token_has_the_lowest_logprob(impossible):
     token = TokenLogprob(token=5, text="é", bytes="é".encode(), logprob=impossible)
     assert chat_logprobs([token]) == [{"token": "é", "logprob": -9999.0, "bytes": [195, 169], "top_logprobs": []}]

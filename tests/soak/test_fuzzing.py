@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from soak.fuzzing import corpus
 from soak.fuzzing.checks import answer_problems, socket_problems
 from soak.fuzzing.drawing import draw_cases
 from soak.fuzzing.exchange import Endpoint, HttpClient, Outcome
-from soak.fuzzing.families import Family, families
+from soak.fuzzing.families import families
 from soak.fuzzing.frames import BINARY, TEXT, SocketCase, frame
 from soak.fuzzing.requests import Case
 from soak.fuzzing.values import Raw, changed_bodies, json_paths, replace_at, to_json
@@ -34,7 +33,7 @@ CHAT_SOCKET = "/v1/chat/stream"
 NOT_LOADED = frozenset({(503, "no-model-loaded")})
 
 
-def test_requests_to_all_routes_of_the_inference_server_are_generated() -> None:
+def test_requests_to_all_routes_of_the_inference_server_are_generated():
     settings = Settings()
     manager, catalog = ModelManager(settings), Catalog(settings)
     policy = GuardPolicy(hosts=frozenset())
@@ -56,16 +55,16 @@ def test_requests_to_all_routes_of_the_inference_server_are_generated() -> None:
     assert missing == []
 
 
-def envelope(code: str = "invalid-request", **changes: Any) -> bytes:
+def envelope(code="invalid-request", **changes):
     error = {"code": code, "message": "no", "type": "t", "param": None, "retryable": False, "request_id": "req_1"}
     return json.dumps({"error": error | changes}).encode()
 
 
-def answered(status: int, body: bytes, kind: str = "application/json") -> bytes:
+def answered(status, body, kind="application/json"):
     return f"HTTP/1.1 {status} x\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
-def exchanged(answer: bytes, case: Case = WHOLE, limit_s: float = 5) -> tuple[Outcome, list[str]]:
+def exchanged(answer, case=WHOLE, limit_s=5):
     """Send a case to a server that answers so; return the outcome and its problems."""
 
     async def exchange(port: int) -> Outcome:
@@ -94,7 +93,7 @@ def exchanged(answer: bytes, case: Case = WHOLE, limit_s: float = 5) -> tuple[Ou
         b"HTTP/1.1 100 Continue\r\n\r\n" + answered(200, b"{}"),
     ],
 )
-def test_valid_answers_and_declared_refusals_have_no_problems(answer: bytes) -> None:
+def test_valid_answers_and_declared_refusals_have_no_problems(answer):
     outcome, wrong = exchanged(answer)
     assert outcome.ended == "answered"
     assert wrong == []
@@ -125,12 +124,12 @@ def test_valid_answers_and_declared_refusals_have_no_problems(answer: bytes) -> 
         (b"nonsense\r\n\r\n", "not HTTP"),
     ],
 )
-def test_each_problem_of_an_answer_is_named(answer: bytes, problem: str) -> None:
+def test_each_problem_of_an_answer_is_named(answer, problem):
     _, problems = exchanged(answer)
     assert any(problem in each for each in problems), problems
 
 
-def test_a_missing_answer_counts_as_hung() -> None:
+def test_a_missing_answer_counts_as_hung():
     async def exchange() -> Outcome:
         connected = asyncio.Event()
         silent = await asyncio.start_server(lambda reader, writer: connected.set(), "127.0.0.1", 0)
@@ -142,7 +141,7 @@ def test_a_missing_answer_counts_as_hung() -> None:
     assert list(answer_problems(WHOLE, outcome, NOT_LOADED)) != []
 
 
-def test_a_refused_connection_is_a_problem() -> None:
+def test_a_refused_connection_is_a_problem():
     outcome = asyncio.run(HttpClient(Endpoint("127.0.0.1", 1)).exchange(WHOLE))
     assert outcome.ended == "refused"
     assert list(answer_problems(WHOLE, outcome, NOT_LOADED)) != []
@@ -164,30 +163,30 @@ SOCKET = SocketCase(handshake=b"", frames=b"", valid=True, answered=True, end="c
         ({"ended": "broken", "detail": "a masked frame"}, "masked"),
     ],
 )
-def test_each_problem_of_a_socket_is_named(outcome: dict[str, Any], problem: str) -> None:
-    given: dict[str, Any] = {"ended": "answered", "status": 101, **outcome}
+def test_each_problem_of_a_socket_is_named(outcome, problem):
+    given = {"ended": "answered", "status": 101, **outcome}
     assert any(problem in each for each in socket_problems(SOCKET, Outcome(**given), NOT_LOADED))
 
 
 @pytest.mark.parametrize("messages", [[{"token": "a"}, {"done": True}], [json.loads(envelope())]])
-def test_a_valid_socket_has_no_problems(messages: list[Any]) -> None:
+def test_a_valid_socket_has_no_problems(messages):
     outcome = Outcome(ended="answered", status=101, messages=messages, close_code=1000)
     assert list(socket_problems(SOCKET, outcome, NOT_LOADED)) == []
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
-def test_the_same_seed_draws_the_same_requests_and_another_seed_draws_others(family: Family) -> None:
+def test_the_same_seed_draws_the_same_requests_and_another_seed_draws_others(family):
     first = draw_cases(family.cases, "0/0", 30)
     assert len(first) == 30
     assert draw_cases(family.cases, "0/0", 30) == first
     assert draw_cases(family.cases, "1/0", 30) != first
 
 
-def test_the_families_have_20000_requests() -> None:
+def test_the_families_have_20000_requests():
     assert sum(family.count for family in families()) == 20_000
 
 
-def test_most_bodies_are_changed_and_some_are_not_json() -> None:
+def test_most_bodies_are_changed_and_some_are_not_json():
     good = corpus.CHAT_BODIES[0]
     texts = [to_json(body) for body in draw_cases(changed_bodies(good, corpus.CHAT_BODIES), "bodies", 200)]
     assert sum(text != to_json(good) for text in texts) > 180
@@ -202,7 +201,7 @@ def test_most_bodies_are_changed_and_some_are_not_json() -> None:
     assert 0 < sum(map(is_json, texts)) < 200
 
 
-def test_a_change_does_not_modify_the_original() -> None:
+def test_a_change_does_not_modify_the_original():
     good = {"a": [1, {"b": 2}]}
     assert replace_at(good, ("a", 1, "b"), lambda _: Raw("1e400")) == {"a": [1, {"b": Raw("1e400")}]}
     assert good == {"a": [1, {"b": 2}]}
@@ -211,7 +210,7 @@ def test_a_change_does_not_modify_the_original() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 125, 126, 65_535, 65_536])
-def test_the_websockets_library_can_read_the_frames(size: int) -> None:
+def test_the_websockets_library_can_read_the_frames(size):
     from websockets.frames import Frame
     from websockets.streams import StreamReader
 
@@ -222,7 +221,7 @@ def test_the_websockets_library_can_read_the_frames(size: int) -> None:
     assert [(each.opcode, bytes(each.data), each.fin) for each in read] == [(2, payload, True), (1, b"{}", False)]
 
 
-def _parsed(steps: Any) -> Any:
+def _parsed(steps):
     while True:
         try:
             next(steps)

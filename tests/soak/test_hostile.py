@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from lmx_lab.values.models import ModelEntry
 from soak.hostile.attacked_server import AttackedServer
 from soak.hostile.attacks import ATTACKS, loads
 from soak.hostile.models import CONFIGS, TEMPLATES, VALID, write_hostile_models
@@ -22,24 +19,24 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def soak(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Soak:
+def soak(tmp_path_factory, smollm2):
     folder = tmp_path_factory.mktemp("soak") / "tiny-long"
     write_tiny_llama(folder, smollm2.path, seed=0, context=8192)
     return Soak(folder=folder, quick=True, seed=3)
 
 
 @pytest.fixture(scope="module")
-def models(soak: Soak, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(soak, tmp_path_factory):
     return write_hostile_models(tmp_path_factory.mktemp("models"), soak)
 
 
 @pytest.fixture(scope="module")
-def target(soak: Soak, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
+def target(soak, models, tmp_path_factory):
     with AttackedServer(soak, tmp_path_factory.mktemp("homes"), models, []) as target:
         yield target
 
 
-def test_attacks_are_answered_as_allowed_beside_another_client(target: AttackedServer) -> None:
+def test_attacks_are_answered_as_allowed_beside_another_client(target):
     attacks = [attack for attack in ATTACKS if attack.in_quick]
     assert len(attacks) >= 3
     row = target.run("some at once", attacks, VALID)
@@ -49,7 +46,7 @@ def test_attacks_are_answered_as_allowed_beside_another_client(target: AttackedS
     assert row.detail["figures"]["attack"] == "some at once"
 
 
-def test_wrong_and_late_answers_and_failing_chats_are_detected(target: AttackedServer, models: dict[str, Path]) -> None:
+def test_wrong_and_late_answers_and_failing_chats_are_detected(target, models):
     def unload(url: str) -> list[Answer]:
         target._http.post("/admin/models/unload").raise_for_status()
         return [Answer(text="500 internal-error", seconds=6.0)]
@@ -61,19 +58,19 @@ def test_wrong_and_late_answers_and_failing_chats_are_detected(target: AttackedS
     assert "chats of another client fail: 503 no-model-loaded" in problems
 
 
-def test_every_hostile_model_is_loaded_by_an_attack(models: dict[str, Path]) -> None:
+def test_every_hostile_model_is_loaded_by_an_attack(models):
     names = {attack.name.removeprefix("a load: ").removesuffix(", GGUF") for attack in loads(models)[:-1]}
     assert names == {*CONFIGS, *TEMPLATES}
 
 
-def test_changed_models_are_refused_or_loaded_and_the_server_stays_usable(soak: Soak, tmp_path: Path) -> None:
+def test_changed_models_are_refused_or_loaded_and_the_server_stays_usable(soak, tmp_path):
     rows = MutatedLoads(soak, tmp_path).run(range(len(PARTS)))
     assert [row for row in rows if not row.passed] == []
     assert rows[-1].faults == len(PARTS)
     assert len(rows) > len(PARTS) // 2
 
 
-def test_the_same_seed_and_number_write_the_same_model(soak: Soak, tmp_path: Path) -> None:
+def test_the_same_seed_and_number_write_the_same_model(soak, tmp_path):
     written = []
     for name in "ab":
         (tmp_path / name).mkdir()

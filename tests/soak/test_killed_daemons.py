@@ -1,13 +1,10 @@
 """The comparison of the daemon's log with what a client received allows for tokens that the log has deleted."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.values.models import ModelEntry
 from soak import killed_daemons
 from soak.programs import Daemon
 from soak.soak import Soak
@@ -22,7 +19,7 @@ retention.run_retention.__kwdefaults__["interval_s"] = 0.2
 """
 
 
-def test_tokens_that_the_log_has_deleted_are_not_missed(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_the_log_has_deleted_are_not_missed(tiny, monkeypatch):
     monkeypatch.setattr(killed_daemons, "Daemon", partial(Daemon, code=DELETE_EARLY))
     monkeypatch.setattr(killed_daemons, "Limits", partial(Limits, fold_after_s=KEPT_S))
     (row,) = killed_daemons.run(Soak(folder=tiny.path, quick=True, seed=3, kills=2))

@@ -1,19 +1,14 @@
 """Run small versions of the parts load, connections, cycles, kills and bodies, and test that they detect problems."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from lmx_lab.values.models import ModelEntry
 from soak import bodies, connections, cycles, killed_daemons, killed_pulls, killed_servers, load, unreachable_clients
 from soak.chat_requests import CUT, HUNG, ChatResult, ReferenceChat, record_reference, reference_body, send_chat
 from soak.hostile_bodies import REPORTED, HostileBody
@@ -33,19 +28,19 @@ NOTICE_SOON = (
 
 
 @pytest.fixture(scope="module")
-def soak(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Soak:
+def soak(tmp_path_factory, smollm2):
     folder = tmp_path_factory.mktemp("soak") / "tiny-long"
     write_tiny_llama(folder, smollm2.path, seed=0, context=8192)
     return Soak(folder=folder, quick=True, seed=3)
 
 
 @pytest.fixture(scope="module")
-def server(soak: Soak, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(soak, tmp_path_factory):
     with Server(Home(tmp_path_factory.mktemp("home")), soak.folder, *SMALL_CACHE) as server:
         yield server
 
 
-def check(*rows: Row) -> None:
+def check(*rows):
     for row in rows:
         assert row.passed, (row.wrong, row)
         assert row.requests > 0, row
@@ -54,7 +49,7 @@ def check(*rows: Row) -> None:
 # The parts
 
 
-def test_disconnecting_and_slow_clients(soak: Soak, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnecting_and_slow_clients(soak, server, monkeypatch):
     monkeypatch.setattr(load, "CLIENTS", 40)
     monkeypatch.setattr(load, "QUICK_SLOW_READING_S", 1.0)
     monkeypatch.setattr(load, "SLOW_TOKENS", 500)
@@ -64,9 +59,7 @@ def test_disconnecting_and_slow_clients(soak: Soak, server: Server, monkeypatch:
     assert all(row.faults > 0 for row in rows)
 
 
-def test_hostile_bodies_are_refused_and_an_accepted_one_is_detected(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_bodies_are_refused_and_an_accepted_one_is_detected(server, monkeypatch):
     monkeypatch.setattr(bodies, "ROUNDS_S", 0.1)
     valid = HostileBody(name="good", path="/v1/chat/completions", make=lambda: json.dumps(reference_body()).encode())
     with bodies.Probe(server.url, "/healthz") as probe:
@@ -80,7 +73,7 @@ def test_hostile_bodies_are_refused_and_an_accepted_one_is_detected(
             assert accepted.lost == accepted.requests > 0, accepted
 
 
-def test_unreachable_clients_are_noticed_and_their_slots_are_freed(soak: Soak) -> None:
+def test_unreachable_clients_are_noticed_and_their_slots_are_freed(soak):
     (row,) = unreachable_clients.run(soak, code=NOTICE_SOON)
     if row.notes.startswith("skipped"):
         pytest.skip(row.notes)
@@ -88,29 +81,29 @@ def test_unreachable_clients_are_noticed_and_their_slots_are_freed(soak: Soak) -
     assert row.faults == 5
 
 
-def test_idle_connections_beside_an_active_one(soak: Soak, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_beside_an_active_one(soak, server, monkeypatch):
     monkeypatch.setattr(connections, "QUICK_IDLE", 16)
     check(connections.beside_a_chat(soak, server), connections.beside_the_daemon(soak))
 
 
-def test_loads_and_unloads_leave_no_process_and_no_socket(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_and_unloads_leave_no_process_and_no_socket(tiny_gguf, monkeypatch):
     monkeypatch.setattr(cycles, "WARM_UP", 1)
     check(cycles.load_and_unload(tiny_gguf, 2, Row(part="llama.cpp")))
 
 
-def test_servers_that_are_terminated_and_killed(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_are_terminated_and_killed(soak, monkeypatch):
     monkeypatch.setattr(killed_servers, "QUICK_KILLS", 1)
     monkeypatch.setattr(killed_servers, "QUICK_TERMS", 1)
     monkeypatch.setattr(killed_servers, "AT_ONCE", 9)
     check(killed_servers.terminated_under_load(soak), killed_servers.killed_with_streams(soak))
 
 
-def test_a_daemon_that_is_killed_during_turns(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_is_killed_during_turns(soak, monkeypatch):
     monkeypatch.setattr(killed_daemons, "QUICK_KILLS", 2)
     check(*killed_daemons.run(soak))
 
 
-def test_a_download_that_is_killed(soak: Soak, tmp_path: Path) -> None:
+def test_a_download_that_is_killed(soak, tmp_path):
     starter, wheels = killed_pulls.build_wheel(soak.folder, tmp_path / "wheels")
     with SlowHub(soak.folder, wheels=wheels, whole_s=0.5) as hub:
         from_hub = next(killed_pulls.pulls(soak, hub, starter))
@@ -122,7 +115,7 @@ def test_a_download_that_is_killed(soak: Soak, tmp_path: Path) -> None:
 # Detection of problems
 
 
-def test_a_process_left_running_is_detected_and_killed(tmp_path: Path) -> None:
+def test_a_process_left_running_is_detected_and_killed(tmp_path):
     leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     home, row = Home(tmp_path / "home"), Row(part="left")
     with Command(home, "--help", code=leave) as command:
@@ -132,9 +125,7 @@ def test_a_process_left_running_is_detected_and_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_process_that_outlives_a_killed_daemon_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_outlives_a_killed_daemon_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(killed_daemons, "SERVERS_S", 0.1)
     home, row = Home(tmp_path), Row(part="left")
     program = killed_daemons._RestartedDaemon(home, "http://127.0.0.1:1")
@@ -149,7 +140,7 @@ async def test_a_process_that_outlives_a_killed_daemon_is_recorded(
     assert str(process.pid) in row.wrong[0]
 
 
-def test_a_wrong_exit_status_is_recorded(tmp_path: Path) -> None:
+def test_a_wrong_exit_status_is_recorded(tmp_path):
     row = Row(part="status")
     with Command(Home(tmp_path / "home"), "--help", code="import sys; sys.exit(3)") as command:
         command.wait()
@@ -157,7 +148,7 @@ def test_a_wrong_exit_status_is_recorded(tmp_path: Path) -> None:
     assert "exit status 3" in row.wrong[0]
 
 
-def test_answers_errors_closed_connections_and_silence_are_distinguished() -> None:
+def test_answers_errors_closed_connections_and_silence_are_distinguished():
     refusal = whole('{"error": {"code": "queue-full", "message": "m", "type": "t"}}', status="503 Busy")
     stream = streamed('data: {"choices": [{"delta": {"content": "a"}, "finish_reason": null}]}\n\n', end=False)
     with answering(refusal, stream) as raw:
@@ -177,7 +168,7 @@ def test_answers_errors_closed_connections_and_silence_are_distinguished() -> No
         (ChatResult(outcome=CUT, seconds=0.1), 1, 0),
     ],
 )
-def test_a_reference_request_is_counted_by_its_result(end: ChatResult, lost: int, hung: int) -> None:
+def test_a_reference_request_is_counted_by_its_result(end, lost, hung):
     row = Row(part="good")
     record_reference(row, end)
     assert (row.lost, row.hung, row.passed) == (lost, hung, lost + hung == 0)

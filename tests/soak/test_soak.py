@@ -6,15 +6,11 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from lmx_lab.values.models import ModelEntry
-from soak.__main__ import PARTS, Run, carry_out, main
+from soak.__main__ import PARTS, carry_out, main
 from soak.fuzz import fuzz
 from soak.fuzzing.families import families
 from soak.resources import FREE_MEMORY_ON_SIGNAL, NO_EXCESS, Allowance, ResourceMonitor
@@ -52,7 +48,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def soak(tiny: ModelEntry) -> Soak:
+def soak(tiny):
     return Soak(folder=tiny.path, quick=True, seed=3)
 
 
@@ -76,7 +72,7 @@ class Leaking:
 
 
 @pytest.fixture
-def leaking() -> Iterator[Leaking]:
+def leaking():
     child = Leaking()
     try:
         child.do("forget")
@@ -86,26 +82,24 @@ def leaking() -> Iterator[Leaking]:
         child.process.communicate()
 
 
-def run_parts(tmp_path: Path, soak: Soak, **parts: Run) -> tuple[int, list[dict[str, Any]]]:
+def run_parts(tmp_path, soak, **parts):
     """Run parts; return the exit status, and the rows of the stored file."""
     status = carry_out(parts, soak, {"machine": "this"}, folder=tmp_path)
     (kept,) = tmp_path.glob("*.json")
     content = json.loads(kept.read_text())
     assert content["machine"] == "this"
-    rows: list[dict[str, Any]] = content["rows"]
+    rows = content["rows"]
     return status, rows
 
 
-def part(*rows: Row) -> Run:
+def part(*rows):
     return lambda soak: list(rows)
 
 
 GOOD = Row(part="good", requests=5, faults=2, slowest_s=1.5, notes="RSS 1 to 2 MB")
 
 
-def test_the_exit_status_is_0_if_every_row_has_passed(
-    tmp_path: Path, soak: Soak, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_status_is_0_if_every_row_has_passed(tmp_path, soak, capsys):
     status, rows = run_parts(tmp_path, soak, first=part(GOOD), second=part(Row(part="other")))
     assert status == 0
     assert [(row["part"], row["passed"]) for row in rows] == [("good", True), ("other", True)]
@@ -121,16 +115,14 @@ def test_the_exit_status_is_0_if_every_row_has_passed(
         {"wrong": ["a status that is not declared"]},
     ],
 )
-def test_the_exit_status_is_1_if_a_row_has_failed(
-    tmp_path: Path, soak: Soak, capsys: pytest.CaptureFixture[str], bad: dict[str, Any]
-) -> None:
+def test_the_exit_status_is_1_if_a_row_has_failed(tmp_path, soak, capsys, bad):
     status, rows = run_parts(tmp_path, soak, first=part(GOOD), second=part(Row(part="bad", **bad), GOOD))
     assert status == 1
     assert [row["passed"] for row in rows] == [True, False, True]
     assert "WRONG bad: " in capsys.readouterr().out
 
 
-def test_an_exception_in_a_part_is_a_row_and_the_next_part_runs(tmp_path: Path, soak: Soak) -> None:
+def test_an_exception_in_a_part_is_a_row_and_the_next_part_runs(tmp_path, soak):
     def failing(soak: Soak) -> list[Row]:
         raise OSError("no space left")
 
@@ -141,18 +133,16 @@ def test_an_exception_in_a_part_is_a_row_and_the_next_part_runs(tmp_path: Path, 
 
 
 @pytest.fixture
-def left() -> Iterator[list[subprocess.Popen[bytes]]]:
+def left():
     """Processes that a part leaves running."""
-    processes: list[subprocess.Popen[bytes]] = []
+    processes = []
     yield processes
     for process in processes:
         process.kill()
         process.wait()
 
 
-def test_processes_that_a_part_leaves_running_are_counted_and_killed(
-    tmp_path: Path, soak: Soak, left: list[subprocess.Popen[bytes]]
-) -> None:
+def test_processes_that_a_part_leaves_running_are_counted_and_killed(tmp_path, soak, left):
     def leaving(soak: Soak) -> list[Row]:
         left.append(subprocess.Popen(SLEEPING))
         return [GOOD]
@@ -163,9 +153,7 @@ def test_processes_that_a_part_leaves_running_are_counted_and_killed(
     assert not psutil.pid_exists(left[0].pid)
 
 
-def test_ctrl_c_leaves_no_process_and_prints_the_results_so_far(
-    tmp_path: Path, soak: Soak, left: list[subprocess.Popen[bytes]]
-) -> None:
+def test_ctrl_c_leaves_no_process_and_prints_the_results_so_far(tmp_path, soak, left):
     def interrupted(soak: Soak) -> list[Row]:
         left.append(subprocess.Popen(SLEEPING))
         raise KeyboardInterrupt
@@ -177,14 +165,14 @@ def test_ctrl_c_leaves_no_process_and_prints_the_results_so_far(
 
 
 @pytest.mark.parametrize("kills", ["0", "-1", "many"])
-def test_an_invalid_number_of_kills_is_refused(kills: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_of_kills_is_refused(kills, capsys):
     with pytest.raises(SystemExit) as refused:
         main(["--only", "kills", f"--kills={kills}"])
     assert refused.value.code == 2
     assert f"{kills!r} is not a positive number" in capsys.readouterr().err
 
 
-def test_every_part_has_a_module_with_run() -> None:
+def test_every_part_has_a_module_with_run():
     assert [name for name in PARTS if not hasattr(importlib.import_module(f"soak.{name}"), "run")] == []
 
 
@@ -197,9 +185,7 @@ def test_every_part_has_a_module_with_run() -> None:
         ("processes", 2, lambda excess: excess.processes == 2),
     ],
 )
-def test_the_monitor_measures_what_a_process_keeps(
-    leaking: Leaking, what: str, count: int, reading: Callable[[Any], bool]
-) -> None:
+def test_the_monitor_measures_what_a_process_keeps(leaking, what, count, reading):
     monitor = ResourceMonitor(leaking.process.pid)
     monitor.begin()
     leaking.do(what, count)
@@ -209,7 +195,7 @@ def test_the_monitor_measures_what_a_process_keeps(
     assert not row.passed
 
 
-def test_the_monitor_accepts_allowed_and_temporary_growth(leaking: Leaking) -> None:
+def test_the_monitor_accepts_allowed_and_temporary_growth(leaking):
     monitor = ResourceMonitor(leaking.process.pid, allowance=Allowance(rss_mb=40, descriptors=2, threads=1))
     monitor.begin()
     for what, count in (("megabytes", 10), ("descriptors", 2), ("threads", 1)):
@@ -224,7 +210,7 @@ def test_the_monitor_accepts_allowed_and_temporary_growth(leaking: Leaking) -> N
     assert "RSS" in row.notes
 
 
-def test_a_process_that_has_ended_is_reported(leaking: Leaking) -> None:
+def test_a_process_that_has_ended_is_reported(leaking):
     other = Leaking()
     other.do("forget")
     monitor = ResourceMonitor(other.process.pid)
@@ -235,7 +221,7 @@ def test_a_process_that_has_ended_is_reported(leaking: Leaking) -> None:
     assert "has ended" in row.wrong[0]
 
 
-def test_a_small_fuzz_run_passes(soak: Soak) -> None:
+def test_a_small_fuzz_run_passes(soak):
     names = ("chat", "rerank", "chat socket", "admin events", "/v3 events socket")
     rows = fuzz(soak, [family for family in families() if family.name in names], share=0.006)
     rows += fuzz(soak, families("echo"), share=0.003, engine="echo")

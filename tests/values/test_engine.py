@@ -1,7 +1,5 @@
 """Tests that the states of several engines are merged into one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ BLAS = BlasReport(name="openblas", detail="")
 PINNED = PinnedModel(entry=replace(ECHO, id="minilm", path=Path("minilm"), kind="embedding"), memory_bytes=1)
 
 
-def test_the_main_model_is_that_of_the_first_engine() -> None:
+def test_the_main_model_is_that_of_the_first_engine():
     first = EngineSnapshot(state="ready", entry=ECHO, model_memory_bytes=5, context_length=7, slot_free_s=2.0)
     found = merged([first, EngineSnapshot(state="dead", slot_free_s=9.0)])
     assert (found.state, found.model, found.model_memory_bytes, found.context_length) == ("ready", "echo", 5, 7)
@@ -25,36 +23,36 @@ def test_the_main_model_is_that_of_the_first_engine() -> None:
     "name",
     ["active_requests", "queued_requests", "output_tokens", "cached_tokens", "encoded_tokens", "memory_used_bytes"],
 )
-def test_counts_are_added(name: str) -> None:
+def test_counts_are_added(name):
     snapshots = [replace(EngineSnapshot(), **{name: value}) for value in (3, 4)]
     assert getattr(merged(snapshots), name) == 7
 
 
-def test_the_memory_of_the_machine_is_not_added() -> None:
+def test_the_memory_of_the_machine_is_not_added():
     assert merged([EngineSnapshot(memory_total_bytes=value) for value in (3, 4)]).memory_total_bytes == 4
 
 
-def test_pinned_models_of_all_engines_are_listed() -> None:
+def test_pinned_models_of_all_engines_are_listed():
     other = replace(PINNED, memory_bytes=2)
     assert merged([EngineSnapshot(pinned=(PINNED,)), EngineSnapshot(pinned=(other,))]).pinned == (PINNED, other)
 
 
-def test_the_blas_is_that_of_the_engine_that_has_one() -> None:
+def test_the_blas_is_that_of_the_engine_that_has_one():
     assert merged([EngineSnapshot(), EngineSnapshot(blas=BLAS)]).blas is BLAS
 
 
-def test_progress_is_that_of_the_slowest_engine_with_requests() -> None:
+def test_progress_is_that_of_the_slowest_engine_with_requests():
     working = EngineSnapshot(active_requests=1, progress_at=10.0)
     assert merged([EngineSnapshot(progress_at=20.0), working]).progress_at == 10.0
     assert merged([EngineSnapshot(progress_at=20.0), EngineSnapshot(progress_at=10.0)]).progress_at == 20.0
 
 
-def test_a_merged_state_of_one_engine_is_unchanged() -> None:
+def test_a_merged_state_of_one_engine_is_unchanged():
     snapshot = EngineSnapshot(state="ready", entry=ECHO, pinned=(PINNED,), output_tokens=3, progress_at=4.0, blas=BLAS)
     assert merged([snapshot]) == snapshot
 
 
-def test_a_model_is_idle_only_if_it_was_unloaded_because_of_that() -> None:
+def test_a_model_is_idle_only_if_it_was_unloaded_because_of_that():
     idle = EngineSnapshot(unloaded_model="tiny", unload_cause="idle")
     assert idle.idle_model == "tiny"
     assert replace(idle, unload_cause="requested").idle_model is None

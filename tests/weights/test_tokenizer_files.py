@@ -1,10 +1,7 @@
 """Tests of the tokens with which a model fills a gap in a text."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +10,14 @@ from lmx_lab.weights.tokenizer_files import NAMES, InfillTokens, can_infill, fin
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_the_tokens_of_each_family_are_found(names: tuple[str, str, str]) -> None:
+def test_the_tokens_of_each_family_are_found(names):
     vocabulary = {"a": 0, names[2]: 5, names[0]: 6, names[1]: 7, "<|endoftext|>": 8, "<EOT>": 9}
     assert find_infill_tokens(vocabulary.get) == InfillTokens(6, 7, 5, frozenset({8, 9}))
     del vocabulary[names[1]]
     assert find_infill_tokens(vocabulary.get) is None
 
 
-def test_a_folder_is_searched_without_parsing_its_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_is_searched_without_parsing_its_tokenizer(tmp_path):
     entry = replace(ECHO, format="mlx", path=tmp_path)
     assert can_infill(ECHO)
     assert not can_infill(entry)

@@ -1,12 +1,10 @@
 """Tests that every event of the daemon is in the union, has a text for display and is documented."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -31,13 +29,13 @@ STATS = {
 }
 
 
-def classes() -> set[type[BaseEvent]]:
+def classes():
     """Return all event classes that the wire package defines, in the union or not."""
     found = {it for it in vars(events).values() if inspect.isclass(it)}
     return {it for it in found if issubclass(it, BaseEvent) and not inspect.isabstract(it) and it is not UnknownEvent}
 
 
-def sample(annotation: Any) -> Any:
+def sample(annotation):
     """Return a JSON value of the type."""
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return {
@@ -45,25 +43,25 @@ def sample(annotation: Any) -> Any:
         }
     if "Literal" in str(annotation) and not str(annotation).startswith("dict"):
         return get_args(annotation)[0] if isinstance(get_args(annotation)[0], str) else sample(get_args(annotation)[0])
-    simple: dict[Any, Any] = {str: "word", int: 1, float: 1.0, bool: False}
+    simple = {str: "word", int: 1, float: 1.0, bool: False}
     if annotation in simple:
         return simple[annotation]
     return {"dict": {}, "list": []}.get(str(annotation).partition("[")[0])
 
 
-def frame(kind: str) -> dict[str, Any]:
+def frame(kind):
     member = EVENT_CLASSES[kind]
     made = {"event": kind, "at": AT, "stream_id": "stm_1", "data": sample(member.model_fields["data"].annotation)}
     return made | {"seq": 1 if kind in LOG_EVENTS else None} | ({"stats": STATS} if kind == "turn.done" else {})
 
 
-def test_every_event_class_is_in_the_union() -> None:
+def test_every_event_class_is_in_the_union():
     assert set(EVENT_CLASSES.values()) == classes()
     assert {kind for kind, it in EVENT_CLASSES.items() if not issubclass(it, BaseControlFrame)} == LOG_EVENTS
 
 
 @pytest.mark.parametrize("kind", EVENT_CLASSES)
-def test_every_event_is_parsed_as_its_class_and_has_a_display_text(kind: str) -> None:
+def test_every_event_is_parsed_as_its_class_and_has_a_display_text(kind):
     event = daemon_event(json.dumps(frame(kind)))
     assert type(event) is EVENT_CLASSES[kind]
     assert event.display_text().strip()
@@ -71,7 +69,7 @@ def test_every_event_is_parsed_as_its_class_and_has_a_display_text(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", EVENT_CLASSES)
-def test_every_event_has_a_topic_and_a_row_in_the_documentation(kind: str) -> None:
+def test_every_event_has_a_topic_and_a_row_in_the_documentation(kind):
     assert topic_of(kind) != "other"
     table = DOCS.read_text(encoding="utf-8").partition("## Events\n")[2].partition("\n## ")[0]
     documented = set(re.findall(r"`([a-z]+\.[a-z]+)`", " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))))
@@ -79,11 +77,11 @@ def test_every_event_has_a_topic_and_a_row_in_the_documentation(kind: str) -> No
     assert documented <= set(EVENT_CLASSES)
 
 
-def test_an_unknown_event_of_a_newer_daemon_has_a_display_text() -> None:
+def test_an_unknown_event_of_a_newer_daemon_has_a_display_text():
     event = daemon_event(json.dumps(frame("turn.token") | {"event": "turn.new", "data": {"so": "so"}}))
     assert isinstance(event, UnknownEvent)
     assert (event.display_text(), topic_of("turn.new"), topic_of("quite.new")) == ('{"so": "so"}', "turns", "other")
 
 
-def test_the_client_exports_every_event_class() -> None:
+def test_the_client_exports_every_event_class():
     assert all(getattr(daemon_events, it.__name__) is it for it in classes())

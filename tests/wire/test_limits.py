@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
-from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, FailFast, Field, JsonValue, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -29,18 +28,18 @@ LISTS = {"list", "set", "frozenset", "tuple", "dict", "generator"}
 NO_PARTS = {"fields", "metadata", "serialization", "config", "function"}
 
 
-def server_api() -> FastAPI:
+def server_api():
     settings, policy = Settings(), GuardPolicy(hosts=frozenset())
     manager, catalog = ModelManager(settings), Catalog(settings)
     return create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
 
 
-def daemon_api() -> FastAPI:
-    services: Any = SimpleNamespace(limits=Limits(), servers=None, store=None, turns=None)
+def daemon_api():
+    services = SimpleNamespace(limits=Limits(), servers=None, store=None, turns=None)
     return create_daemon_app(services, policy=lambda: GuardPolicy(hosts=frozenset()), max_body_bytes=1024)[1]
 
 
-def routes(router: Any) -> Iterator[APIRoute]:
+def routes(router):
     for route in router.routes:
         if (included := getattr(route, "original_router", None)) is not None:
             yield from routes(included)
@@ -48,13 +47,13 @@ def routes(router: Any) -> Iterator[APIRoute]:
             yield route
 
 
-def bodies(api: FastAPI) -> dict[str, Any]:
+def bodies(api):
     """Return the type of the body of each route."""
     found = [(route, route.body_field) for route in routes(api) if route.body_field is not None]
     return {f"{sorted(route.methods)} {route.path}": body.field_info.annotation for route, body in found}
 
 
-def request_models() -> dict[str, Any]:
+def request_models():
     """Return all models that parse requests, including the one of WebSocket messages."""
     for module in pkgutil.iter_modules(wire.__path__, f"{wire.__name__}."):
         importlib.import_module(module.name)
@@ -66,10 +65,10 @@ def request_models() -> dict[str, Any]:
     return found
 
 
-def nodes(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def nodes(schema):
     """Yield all nodes of a core schema with their field paths, except those below a validator that counts values."""
-    waiting: list[tuple[str, Any]] = [("", schema)]
-    definitions: dict[str, Any] = {}
+    waiting = [("", schema)]
+    definitions = {}
     while waiting:
         path, node = waiting.pop()
         if isinstance(node, list | tuple):
@@ -91,12 +90,12 @@ def nodes(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
             waiting += [(path, part) for name, part in node.items() if name not in NO_PARTS]
 
 
-def counts_values(node: Mapping[str, Any]) -> bool:
+def counts_values(node):
     function = node.get("function")
     return node.get("type") == "function-before" and isinstance(function, dict) and function["function"] is check_values
 
 
-def unlimited(model: Any) -> list[str]:
+def unlimited(model):
     """Return the lists and objects of a type without a limit, or validated beyond the first invalid item."""
     return [
         f"{path}: {node['type']}"
@@ -105,7 +104,7 @@ def unlimited(model: Any) -> list[str]:
     ]
 
 
-def is_bounded(node: Mapping[str, Any]) -> bool:
+def is_bounded(node):
     fixed = node["type"] == "tuple" and node.get("variadic_item_index") is None
     return fixed or (node.get("max_length") is not None and node.get("fail_fast") is True)
 
@@ -116,7 +115,7 @@ MODELS = request_models()
 
 
 @pytest.mark.slow
-def test_all_bodies_of_all_routes_are_found() -> None:
+def test_all_bodies_of_all_routes_are_found():
     for api in APIS:
         operations = [operation for path in api.openapi()["paths"].values() for operation in path.values()]
         assert len(bodies(api)) == sum("requestBody" in operation for operation in operations)
@@ -126,7 +125,7 @@ def test_all_bodies_of_all_routes_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", [*BODIES, *MODELS])
-def test_every_list_and_object_of_a_request_has_a_limit(name: str) -> None:
+def test_every_list_and_object_of_a_request_has_a_limit(name):
     assert unlimited((BODIES | MODELS)[name]) == []
 
 
@@ -158,30 +157,30 @@ Bounded = Annotated[list[str], FailFast(), Field(max_length=5)]
         Annotated[dict[str, list[str]], FailFast(), Field(max_length=5)],
     ],
 )
-def test_a_list_or_object_without_a_limit_is_found(model: Any) -> None:
+def test_a_list_or_object_without_a_limit_is_found(model):
     assert unlimited(model) != []
 
 
 @pytest.mark.parametrize(
     "model", [int, Bounded, tuple[int, int], Annotated[JsonValue, FEW_VALUES], Annotated[Any, FEW_VALUES]]
 )
-def test_lists_and_objects_with_a_limit_are_not_found(model: Any) -> None:
+def test_lists_and_objects_with_a_limit_are_not_found(model):
     assert unlimited(model) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*BODIES, *MODELS])
-def test_unknown_members_are_counted_and_not_kept(name: str) -> None:
+def test_unknown_members_are_counted_and_not_kept(name):
     with pytest.raises(ValidationError) as caught:
         TypeAdapter((BODIES | MODELS)[name]).validate_python({f"member-{number}": 1 for number in range(10_000)})
     assert caught.value.error_count() < 20
 
 
 @pytest.mark.slow
-def test_values_are_counted_at_all_depths() -> None:
+def test_values_are_counted_at_all_depths():
     check_values({"a": [[1] * 10, {"b": "c"}] * 100})
     wide, deep = [1] * (VALUE_LIMIT + 1), [[[1, {"a": 1}]]] * VALUE_LIMIT
-    endless_list: list[Any] = []
+    endless_list = []
     endless_list.append(endless_list)
     for value in (wide, {"a": wide}, [(wide,)], deep, endless_list):
         with pytest.raises(ValueError, match="10,000"):

@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from lmx_lab import errors
 from lmx_lab.client.blocking.daemon import DaemonClient
-from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.cursors import MemoryCursor
 from lmx_lab.client.daemon_events import DaemonEvent, PermissionRequestEvent, TurnDoneEvent
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed
 from lmx_lab.wire.sessions import (
     CancelTurns,
@@ -38,12 +34,12 @@ NO_TOOLS = TurnOverrides(tools=[])
 
 
 @pytest.fixture(scope="module")
-def upstream() -> Iterator[Scripted]:
+def upstream():
     with Scripted(lambda body: _script(body["messages"][-1])) as upstream:
         yield upstream
 
 
-def _script(last: dict[str, str]) -> list:  # type: ignore[type-arg]
+def _script(last):
     if last["content"] == "stall":
         return [token("never"), STALL]
     if last["content"] == "call":
@@ -52,7 +48,7 @@ def _script(last: dict[str, str]) -> list:  # type: ignore[type-arg]
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory, upstream: Scripted) -> Iterator[Daemon]:
+def daemon(tmp_path_factory, upstream):
     with serving(tmp_path_factory.mktemp("home"), upstream=upstream.url) as daemon:
 
         @daemon.tool
@@ -64,13 +60,13 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, upstream: Scripted) -> Iter
 
 
 @pytest.fixture(scope="module")
-def client(daemon: Daemon) -> Iterator[DaemonClient]:
+def client(daemon):
     with DaemonClient.discover(daemon.folder.parent) as client:
         yield client
 
 
 @pytest.fixture
-def session(client: DaemonClient) -> Iterator[Session]:
+def session(client):
     session = client.session(title="a test")
     yield session
     session.delete()
@@ -79,9 +75,9 @@ def session(client: DaemonClient) -> Iterator[Session]:
 # --- turns
 
 
-def test_a_turn_returns_its_result(session: Session) -> None:
-    threads: set[int] = set()
-    seen: list[DaemonEvent] = []
+def test_a_turn_returns_its_result(session):
+    threads = set()
+    seen = []
 
     def note(event: DaemonEvent) -> None:
         threads.add(threading.get_ident())
@@ -94,7 +90,7 @@ def test_a_turn_returns_its_result(session: Session) -> None:
     assert session.turn(result.turn_id, wait_s=1).text == "Hello there."
 
 
-def test_a_turn_is_streamed(session: Session) -> None:
+def test_a_turn_is_streamed(session):
     with session.stream("hi", turn_id="t-1") as events:
         kinds = [event.event for event in events]
     assert kinds[-1] == "turn.done"
@@ -104,8 +100,8 @@ def test_a_turn_is_streamed(session: Session) -> None:
 
 @pytest.mark.parametrize("way", ["run", "stream"])
 @pytest.mark.parametrize(("verdict", "status"), [(True, "ok"), ("deny", "denied")])
-def test_permissions_are_decided_in_the_callers_thread(session: Session, way: str, verdict: bool, status: str) -> None:
-    requests: list[tuple[str, int]] = []
+def test_permissions_are_decided_in_the_callers_thread(session, way, verdict, status):
+    requests = []
 
     def decide(permission: PermissionRecord) -> bool:
         requests.append((permission.tool, threading.get_ident()))
@@ -121,11 +117,11 @@ def test_permissions_are_decided_in_the_callers_thread(session: Session, way: st
     assert requests == [("add", threading.get_ident())]
 
 
-def test_a_policy_can_be_one_decision_for_all(session: Session) -> None:
+def test_a_policy_can_be_one_decision_for_all(session):
     assert [call.text for call in session.run("call", on_permission="allow").tool_calls] == ["3"]
 
 
-def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
+def interrupt_when(true):
     def press() -> None:
         until(true)
         os.kill(os.getpid(), signal.SIGINT)
@@ -136,7 +132,7 @@ def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("way", ["run", "stream", "body"])
-def test_an_interrupt_cancels_the_turn(session: Session, way: str) -> None:
+def test_an_interrupt_cancels_the_turn(session, way):
     def ask() -> None:
         if way == "run":
             session.run("stall", turn_id="t")
@@ -158,7 +154,7 @@ def test_an_interrupt_cancels_the_turn(session: Session, way: str) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_an_exception_of_a_callback_cancels_the_turn(session: Session, error: type[BaseException]) -> None:
+def test_an_exception_of_a_callback_cancels_the_turn(session, error):
     def decide(permission: PermissionRecord) -> bool:
         raise error
 
@@ -168,7 +164,7 @@ def test_an_exception_of_a_callback_cancels_the_turn(session: Session, error: ty
     assert (record.status, record.stop_reason) == ("done", "cancelled")
 
 
-def test_leaving_a_stream_cancels_its_turn(session: Session) -> None:
+def test_leaving_a_stream_cancels_its_turn(session):
     for _ in session.stream("stall", turn_id="t"):
         break
     assert session.turn("t", wait_s=20).stop_reason == "cancelled"
@@ -177,7 +173,7 @@ def test_leaving_a_stream_cancels_its_turn(session: Session) -> None:
 # --- sessions, permissions and MCP servers: each method once
 
 
-def test_closing_the_client_cancels_a_turn_whose_stream_was_dropped(daemon: Daemon, session: Session) -> None:
+def test_closing_the_client_cancels_a_turn_whose_stream_was_dropped(daemon, session):
     with DaemonClient.discover(daemon.folder.parent) as other:
         for event in other.session(session.session_id).stream("stall"):
             if event.event == "turn.token":
@@ -187,13 +183,13 @@ def test_closing_the_client_cancels_a_turn_whose_stream_was_dropped(daemon: Daem
     assert session.turn(turn_id, wait_s=20).stop_reason == "cancelled"
 
 
-def test_an_invalid_policy_is_refused_before_the_turn_is_submitted(session: Session) -> None:
+def test_an_invalid_policy_is_refused_before_the_turn_is_submitted(session):
     with pytest.raises(errors.InvalidRequestError, match="maybe"):
-        session.run("hello", on_permission="maybe")  # type: ignore[arg-type]
+        session.run("hello", on_permission="maybe")
     assert session.snapshot().messages == []
 
 
-def test_sessions_are_created_read_changed_forked_and_deleted(client: DaemonClient) -> None:
+def test_sessions_are_created_read_changed_forked_and_deleted(client):
     session = client.session("mine", title="one", tools=[])
     assert session.session_id == client.session("mine").session_id == "mine"
     turn = session.run("hi").turn_id
@@ -214,14 +210,14 @@ def test_sessions_are_created_read_changed_forked_and_deleted(client: DaemonClie
     assert repr(session) == f"<Session mine of {client.url}>"
 
 
-def test_turns_are_submitted_read_and_cancelled_separately(client: DaemonClient, session: Session) -> None:
+def test_turns_are_submitted_read_and_cancelled_separately(client, session):
     accepted = client.submit_turn(session.session_id, SubmitTurn(content="stall", overrides=NO_TOOLS))
     assert client.cancel_turns(session.session_id, CancelTurns(turn_id=accepted.turn_id)).cancelled == 1
     assert client.read_turn(session.session_id, accepted.turn_id, 20).stop_reason == "cancelled"
     assert session.cancel().cancelled == 0
 
 
-def test_permissions_are_listed_and_decided_by_another_client(client: DaemonClient, session: Session) -> None:
+def test_permissions_are_listed_and_decided_by_another_client(client, session):
     def decide(event: DaemonEvent) -> None:
         if isinstance(event, PermissionRequestEvent):
             (pending,) = client.permissions()
@@ -231,7 +227,7 @@ def test_permissions_are_listed_and_decided_by_another_client(client: DaemonClie
 
 
 @pytest.mark.slow
-def test_mcp_servers_are_configured(client: DaemonClient) -> None:
+def test_mcp_servers_are_configured(client):
     config = McpServerConfig(name="none", command="no-such-program", enabled=False)
     assert client.add_mcp_server(config).state == "disabled"
     assert client.change_mcp_server("none", ChangeMcpServer(args=("x",))).args == ["x"]
@@ -248,7 +244,7 @@ def test_mcp_servers_are_configured(client: DaemonClient) -> None:
 # --- events
 
 
-def test_the_cursor_is_that_of_the_last_event_that_was_read(client: DaemonClient, session: Session) -> None:
+def test_the_cursor_is_that_of_the_last_event_that_was_read(client, session):
     store = MemoryCursor()
     with client.events(session_ids=[session.session_id], cursor=store) as events:
         assert events.opened() is not None
@@ -269,8 +265,8 @@ def test_the_cursor_is_that_of_the_last_event_that_was_read(client: DaemonClient
     assert [first.seq, *seqs] == [event.seq for event in page.events if event.seq >= (first.seq or 0)]
 
 
-def test_another_thread_can_read_the_states_of_the_connection(client: DaemonClient) -> None:
-    states: list[str] = []
+def test_another_thread_can_read_the_states_of_the_connection(client):
+    states = []
     with client.events(types=["turn.started"]) as events:
         thread = threading.Thread(target=lambda: states.extend(state.state for state in events.states()))
         thread.start()
@@ -280,7 +276,7 @@ def test_another_thread_can_read_the_states_of_the_connection(client: DaemonClie
     assert states[-1] == "closed"
 
 
-def test_an_interrupt_ends_the_wait_for_events(client: DaemonClient, session: Session) -> None:
+def test_an_interrupt_ends_the_wait_for_events(client, session):
     with client.events(session_ids=[session.session_id]) as events:
         events.opened()
         session.run("hi")
@@ -292,7 +288,7 @@ def test_an_interrupt_ends_the_wait_for_events(client: DaemonClient, session: Se
         assert list(events) == []
 
 
-def test_a_closed_subscription_does_not_connect(client: DaemonClient) -> None:
+def test_a_closed_subscription_does_not_connect(client):
     events = client.events()
     events.close()
     with pytest.raises(errors.HostingError, match="closed"):
@@ -302,7 +298,7 @@ def test_a_closed_subscription_does_not_connect(client: DaemonClient) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_child_does_not_affect_its_parents_streams(daemon: Daemon) -> None:
+def test_a_forked_child_does_not_affect_its_parents_streams(daemon):
     output = run_script(f"""
 import os
 from lmx_lab.client.blocking import stream
@@ -323,7 +319,7 @@ print("more")
     assert output == "more\n"
 
 
-def test_the_token_of_a_client_is_not_displayed(daemon: Daemon) -> None:
+def test_the_token_of_a_client_is_not_displayed(daemon):
     with DaemonClient(daemon.url, token=daemon.token) as client:
         assert client.state().daemon_id == client.health().daemon_id == daemon.daemon_id
         assert daemon.token not in repr(client) + repr(client.session("s")) + repr(vars(client))
@@ -332,7 +328,7 @@ def test_the_token_of_a_client_is_not_displayed(daemon: Daemon) -> None:
 
 
 @pytest.mark.slow
-def test_a_daemon_is_shut_down(tmp_path: Path) -> None:
+def test_a_daemon_is_shut_down(tmp_path):
     with serving(tmp_path) as daemon:
         with DaemonClient.discover(tmp_path) as client:
             client.shut_down(mode="now")

@@ -7,9 +7,6 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -17,12 +14,10 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.client.blocking.lab import LabClient
-from lmx_lab.client.lab import Over
-from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.wire.admin import ModelEvent, NotReady, Sample
-from lmx_lab.wire.chat import ChatChunk, ChatRequest
+from lmx_lab.wire.chat import ChatChunk
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
 from tests.support.labs import serving, wait_until_idle
@@ -34,16 +29,16 @@ KEY = "open-sesame-42"
 ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
 
 
-def hello(**changes: Any) -> ChatRequest:
+def hello(**changes):
     return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
 
 
-def text_of(chunks: list[ChatChunk]) -> str:
+def text_of(chunks):
     return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[Lab]:
+def lab(tmp_path_factory, smollm2):
     home = tmp_path_factory.mktemp("long-home")
     write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
     with serving(home, "tiny-long", api_key=KEY) as lab:
@@ -51,13 +46,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterat
 
 
 @pytest.fixture
-def client(lab: Lab) -> Iterator[LabClient]:
+def client(lab):
     with LabClient(lab.url, api_key=KEY) as client:
         yield client
     wait_until_idle(lab)
 
 
-def test_blocking_methods_return_what_the_async_ones_return(lab: Lab, client: LabClient) -> None:
+def test_blocking_methods_return_what_the_async_ones_return(lab, client):
     async def elsewhere() -> tuple[str | None, list[str]]:
         async with AsyncLabClient(lab.url, api_key=KEY) as async_client:
             return (await async_client.chat(hello())).choices[0].message.content, [
@@ -77,14 +72,14 @@ def test_blocking_methods_return_what_the_async_ones_return(lab: Lab, client: La
         assert any(isinstance(event, Sample) for event in events)
 
 
-def test_texts_are_embedded_and_documents_are_ranked(starter_home: Path, minilm: ModelEntry) -> None:
+def test_texts_are_embedded_and_documents_are_ranked(starter_home, minilm):
     with serving(starter_home, minilm.id) as lab, LabClient(lab.url) as client:
         assert as_array(client.embed(EmbeddingsBody(model="default", input=["a", "b"]))).shape == (2, 384)
         body = RerankBody(model="default", query="sea", documents=["Bread.", "Sea water."])
         assert client.rerank(body).results[0].index == 1
 
 
-def test_the_servers_errors_are_raised(lab: Lab, client: LabClient) -> None:
+def test_the_servers_errors_are_raised(lab, client):
     with pytest.raises(errors.ModelNotFoundError):
         client.chat(hello(model="no-such"))
     with pytest.raises(errors.ModelNotFoundError):
@@ -93,7 +88,7 @@ def test_the_servers_errors_are_raised(lab: Lab, client: LabClient) -> None:
         stranger.models()
 
 
-def test_the_transport_can_be_replaced() -> None:
+def test_the_transport_can_be_replaced():
     def answer(request: httpx2.Request) -> httpx2.Response:
         return httpx2.Response(200, headers={"x-lmx-lab": "9.9"}, json={"status": "ok"})
 
@@ -101,8 +96,8 @@ def test_the_transport_can_be_replaced() -> None:
         assert client.version() == "9.9"
 
 
-def test_many_threads_can_use_one_client(client: LabClient) -> None:
-    texts: list[str] = []
+def test_many_threads_can_use_one_client(client):
+    texts = []
     threads = [threading.Thread(target=lambda: texts.append(text_of(list(client.stream(hello()))))) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -115,7 +110,7 @@ def test_many_threads_can_use_one_client(client: LabClient) -> None:
 # --- cancelling
 
 
-def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
+def interrupt_when(true):
     def press() -> None:
         until(true)
         os.kill(os.getpid(), signal.SIGINT)
@@ -126,7 +121,7 @@ def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("way", ["chat", "sse", "websocket"])
-def test_an_interrupt_ends_the_generation_on_the_server(lab: Lab, client: LabClient, way: Over | str) -> None:
+def test_an_interrupt_ends_the_generation_on_the_server(lab, client, way):
     before = lab.engine.snapshot.output_tokens
 
     def ask() -> None:
@@ -146,7 +141,7 @@ def test_an_interrupt_ends_the_generation_on_the_server(lab: Lab, client: LabCli
 
 
 @pytest.mark.parametrize("over", ["sse", "websocket"])
-def test_leaving_a_stream_frees_the_slot(lab: Lab, client: LabClient, over: Over) -> None:
+def test_leaving_a_stream_frees_the_slot(lab, client, over):
     gc.disable()
     try:
         for _ in client.stream(hello(**ENDLESS), over=over):
@@ -156,7 +151,7 @@ def test_leaving_a_stream_frees_the_slot(lab: Lab, client: LabClient, over: Over
         gc.enable()
 
 
-def test_a_stream_keeps_its_client_alive(lab: Lab) -> None:
+def test_a_stream_keeps_its_client_alive(lab):
     stream = LabClient(lab.url, api_key=KEY).stream(hello())
     gc.collect()
     assert len(list(stream)) > 2
@@ -166,9 +161,9 @@ def test_a_stream_keeps_its_client_alive(lab: Lab) -> None:
 
 
 @pytest.fixture
-def loading(tiny_home: Path) -> Iterator[tuple[Lab, list[ModelEvent]]]:
+def loading(tiny_home):
     """A server that loads a model only after its first step was reported."""
-    seen: list[ModelEvent] = []
+    seen = []
     with serving(tiny_home, None) as lab, pytest.MonkeyPatch.context() as patched:
         load = lab.engine.load
 
@@ -182,8 +177,8 @@ def loading(tiny_home: Path) -> Iterator[tuple[Lab, list[ModelEvent]]]:
         yield lab, seen
 
 
-def test_the_progress_of_a_load_is_reported_in_the_callers_thread(loading: tuple[Lab, list[ModelEvent]]) -> None:
-    threads: set[int] = set()
+def test_the_progress_of_a_load_is_reported_in_the_callers_thread(loading):
+    threads = set()
     lab, seen = loading
 
     def show(step: ModelEvent) -> None:
@@ -201,9 +196,7 @@ def test_the_progress_of_a_load_is_reported_in_the_callers_thread(loading: tuple
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-async def test_an_exception_of_progress_ends_the_wait_but_not_the_load(
-    loading: tuple[Lab, list[ModelEvent]], blocking: bool
-) -> None:
+async def test_an_exception_of_progress_ends_the_wait_but_not_the_load(loading, blocking):
     lab, seen = loading
 
     def fail(step: ModelEvent) -> None:
@@ -216,7 +209,7 @@ async def test_an_exception_of_progress_ends_the_wait_but_not_the_load(
     until(lambda: lab.engine.snapshot.model == "tiny")
 
 
-async def test_a_failed_load_raises_its_error_with_and_without_progress(lab: Lab) -> None:
+async def test_a_failed_load_raises_its_error_with_and_without_progress(lab):
     async with AsyncLabClient(lab.url, api_key=KEY) as client:
         for name, error in (("no-such", errors.ModelNotFoundError), ("", errors.InvalidRequestError)):
             with pytest.raises(error):

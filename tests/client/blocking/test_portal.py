@@ -28,7 +28,7 @@ EVENT_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-lmx-lab: 
 
 
 @contextmanager
-def served(host: str = "127.0.0.1") -> Iterator[uvicorn_server.RunningServer]:
+def served(host="127.0.0.1"):
     """Run the server on an event loop in a thread."""
     thread = LoopThread("test-server")
     thread.start()
@@ -40,7 +40,7 @@ def served(host: str = "127.0.0.1") -> Iterator[uvicorn_server.RunningServer]:
         thread.stop()
 
 
-def make_portal() -> Portal:
+def make_portal():
     async def close() -> None:
         pass
 
@@ -50,7 +50,7 @@ def make_portal() -> Portal:
 # --- calls that would wait for themselves
 
 
-def test_a_blocking_call_on_the_clients_loop_is_refused() -> None:
+def test_a_blocking_call_on_the_clients_loop_is_refused():
     async def call(client: LabClient) -> str:
         return client.version()
 
@@ -64,7 +64,7 @@ def test_a_blocking_call_on_the_clients_loop_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_all_clients_share_one_loop_which_importing_does_not_start() -> None:
+def test_all_clients_share_one_loop_which_importing_does_not_start():
     script = f"""
 import threading
 from lmx_lab.client.blocking import lab as it
@@ -83,7 +83,7 @@ assert names() == [{THREAD!r}]
 
 
 @pytest.mark.slow
-def test_a_script_can_end_while_a_stream_is_open() -> None:
+def test_a_script_can_end_while_a_stream_is_open():
     with answering(Endless(b"data: {}\n\n", head=EVENT_HEAD, every_s=0.01)) as server:
         run_script(f"""
 from lmx_lab.client.blocking.lab import LabClient
@@ -95,7 +95,7 @@ next(stream), next(stream)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="there is no fork here")
-def test_a_forked_child_needs_clients_of_its_own() -> None:
+def test_a_forked_child_needs_clients_of_its_own():
     with answering(ALIVE) as server:
         output = run_script(f"""
 import os, sys
@@ -119,7 +119,7 @@ print(client.version())
     assert output == "0\n"
 
 
-def test_a_closed_client_refuses_calls() -> None:
+def test_a_closed_client_refuses_calls():
     with answering(ALIVE) as server:
         client = LabClient(server.url)
         assert client.version() == "0"
@@ -131,7 +131,7 @@ def test_a_closed_client_refuses_calls() -> None:
         assert repr(client) == f"<LabClient of {server.url}>"
 
 
-def test_deleting_a_client_closes_its_connections() -> None:
+def test_deleting_a_client_closes_its_connections():
     closed = threading.Event()
 
     async def close() -> None:
@@ -150,12 +150,12 @@ def test_deleting_a_client_closes_its_connections() -> None:
 # --- callbacks
 
 
-def test_callbacks_are_called_in_order_in_the_waiting_thread() -> None:
-    seen: list[tuple[int, str]] = []
+def test_callbacks_are_called_in_order_in_the_waiting_thread():
+    seen = []
 
     async def work(callbacks: CallbackQueue) -> str:
         for at in range(100):
-            callbacks.schedule(lambda at=at: seen.append((at, threading.current_thread().name)))  # type: ignore[misc]
+            callbacks.schedule(lambda at=at: seen.append((at, threading.current_thread().name)))
         return await callbacks.call(lambda: f"{len(seen)} at {threading.current_thread().name}")
 
     name = threading.current_thread().name
@@ -164,7 +164,7 @@ def test_callbacks_are_called_in_order_in_the_waiting_thread() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit])
-def test_an_exception_of_a_callback_cancels_the_coroutine_and_is_raised(error: type[BaseException]) -> None:
+def test_an_exception_of_a_callback_cancels_the_coroutine_and_is_raised(error):
     cancelled = threading.Event()
 
     def fail() -> None:
@@ -182,8 +182,8 @@ def test_an_exception_of_a_callback_cancels_the_coroutine_and_is_raised(error: t
     assert cancelled.is_set()
 
 
-def test_an_error_of_the_coroutine_is_raised_after_all_callbacks() -> None:
-    seen: list[int] = []
+def test_an_error_of_the_coroutine_is_raised_after_all_callbacks():
+    seen = []
 
     async def work(callbacks: CallbackQueue) -> None:
         callbacks.schedule(lambda: seen.append(1))
@@ -194,8 +194,8 @@ def test_an_error_of_the_coroutine_is_raised_after_all_callbacks() -> None:
     assert seen == [1]
 
 
-def test_a_cancelled_call_is_not_made() -> None:
-    seen: list[int] = []
+def test_a_cancelled_call_is_not_made():
+    seen = []
 
     async def work(callbacks: CallbackQueue) -> None:
         asking = asyncio.create_task(callbacks.call(lambda: seen.append(1)))
@@ -207,7 +207,7 @@ def test_a_cancelled_call_is_not_made() -> None:
     assert seen == []
 
 
-async def test_the_number_of_pending_calls_is_limited() -> None:
+async def test_the_number_of_pending_calls_is_limited():
     callbacks = CallbackQueue()
     for _ in range(MAX_PENDING_CALLS):
         callbacks.schedule(lambda: None)
@@ -243,7 +243,7 @@ class Counting:
         return self.given
 
 
-def test_an_item_is_requested_only_when_it_is_needed() -> None:
+def test_an_item_is_requested_only_when_it_is_needed():
     source = Counting(3)
     stream = BlockingStream(make_portal(), lambda _: source)
     assert (next(stream), source.given) == (1, 1)
@@ -254,7 +254,7 @@ def test_an_item_is_requested_only_when_it_is_needed() -> None:
 
 
 @pytest.mark.parametrize(("way", "left"), [("with", "well"), ("close", "CancelledError"), ("drop", "CancelledError")])
-def test_a_source_is_left_in_the_way_the_stream_is_left(way: str, left: str) -> None:
+def test_a_source_is_left_in_the_way_the_stream_is_left(way, left):
     source = Counting()
     stream = BlockingStream(make_portal(), lambda _: source)
     if way == "with":
@@ -273,14 +273,14 @@ def test_a_source_is_left_in_the_way_the_stream_is_left(way: str, left: str) -> 
     assert source.left == left
 
 
-def test_an_error_in_the_block_cancels_the_source() -> None:
+def test_an_error_in_the_block_cancels_the_source():
     source = Counting()
     with pytest.raises(KeyError), BlockingStream(make_portal(), lambda _: source) as items:
         {}[next(items)]
     assert source.left == "CancelledError"
 
 
-def test_a_stream_can_call_back_while_its_reader_waits() -> None:
+def test_a_stream_can_call_back_while_its_reader_waits():
     class Asking(Counting):
         async def __anext__(self) -> int:
             assert self.callbacks is not None
@@ -290,7 +290,7 @@ def test_a_stream_can_call_back_while_its_reader_waits() -> None:
         assert [next(items), next(items)] == [threading.get_ident()] * 2
 
 
-def test_an_error_of_the_source_is_raised_and_ends_the_stream() -> None:
+def test_an_error_of_the_source_is_raised_and_ends_the_stream():
     class Failing(Counting):
         async def __anext__(self) -> int:
             raise errors.QueueFullError("full")
@@ -301,7 +301,7 @@ def test_an_error_of_the_source_is_raised_and_ends_the_stream() -> None:
     assert list(stream) == []
 
 
-def test_a_second_thread_that_reads_the_same_stream_is_refused() -> None:
+def test_a_second_thread_that_reads_the_same_stream_is_refused():
     class Asking(Counting):
         async def __anext__(self) -> int:
             assert self.callbacks is not None
@@ -316,9 +316,9 @@ def test_a_second_thread_that_reads_the_same_stream_is_refused() -> None:
         assert next(items) == 1
 
 
-def test_a_source_is_entered_read_and_left_in_one_task() -> None:
+def test_a_source_is_entered_read_and_left_in_one_task():
     """Cancel scopes, which libraries use, must be left by the task that entered them."""
-    tasks: list[Any] = []
+    tasks = []
 
     class Scoped(Counting):
         async def __aenter__(self) -> Counting:

@@ -1,10 +1,6 @@
 """Tests that blocking classes have the methods of the async classes, with the same arguments."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -21,12 +17,12 @@ ALONE = {"aclose", "close", "connection", "credentials", "session_id", "url"}
 """Members that only async or only blocking classes have, and attributes of instances."""
 
 
-def members(of: type) -> dict[str, Any]:
+def members(of):
     found = {name: getattr(of, name) for name in dir(of) if not name.startswith("_")}
     return {name: member for name, member in found.items() if name not in ALONE}
 
 
-def arguments(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+def arguments(function):
     given = inspect.signature(function).parameters.values()
     return [(it.name, it.kind, it.default) for it in given]
 
@@ -40,7 +36,7 @@ def arguments(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
         (Subscription, BlockingSubscription),
     ],
 )
-def test_blocking_classes_have_the_methods_and_arguments_of_async_classes(async_class: type, blocking: type) -> None:
+def test_blocking_classes_have_the_methods_and_arguments_of_async_classes(async_class, blocking):
     theirs, ours = members(async_class), members(blocking)
     assert set(theirs) == set(ours)
     for name, member in theirs.items():

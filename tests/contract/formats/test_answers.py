@@ -30,7 +30,7 @@ class Case:
     needs: frozenset[str] = frozenset()
 
 
-def case(name: str, text: str, *needs: str, answer: Answer, **fields: Any) -> Case:
+def case(name, text, *needs, answer, **fields):
     return Case(name, text, answer, fields, frozenset(needs))
 
 
@@ -68,7 +68,7 @@ CASES = [
         if form.can >= case.needs
     ],
 )
-def test_a_stream_is_the_whole_answer(form: Format, case: Case, http: httpx2.Client) -> None:
+def test_a_stream_is_the_whole_answer(form, case, http):
     request = Request(messages=[{"role": "user", "content": case.text}], **case.fields)
     body = form.assemble(form.frames(form.streamed(http, request)))
     found = form.answer(body)

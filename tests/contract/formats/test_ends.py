@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,7 +42,7 @@ REFUSALS = {
     "prompt too long": Refusal(
         Request(messages=[{"role": "user", "content": "a " * 40_000}]), 400, "context-length-exceeded", "tokens"
     ),
-    "field": Refusal(Request(max_tokens="many"), 400, "invalid-request", "should be a valid integer"),  # type: ignore[arg-type]
+    "field": Refusal(Request(max_tokens="many"), 400, "invalid-request", "should be a valid integer"),
 }
 
 
@@ -92,7 +90,7 @@ def test_a_full_queue_refuses_a_request_with_the_time_to_wait(form: Format, lab:
 
 
 @pytest.fixture(scope="module")
-def hurried_lab(echo_home: Path) -> Iterator[Lab]:
+def hurried_lab(echo_home):
     """Run a server whose answers may take 0.2 s."""
     with serving(echo_home, "echo", request_timeout_s=0.2, echo_tokens_per_s=PACE) as lab:
         yield lab
@@ -113,7 +111,7 @@ def test_an_answer_at_its_deadline_ends_with_an_error(form: Format, hurried_lab:
 
 
 @pytest.mark.slow
-def test_a_server_that_stops_ends_all_answers_with_an_error(echo_home: Path) -> None:
+def test_a_server_that_stops_ends_all_answers_with_an_error(echo_home):
     # All formats share one server, because running answers have 2.5 s to end.
     answers = len(FORMATS) + len(HTTP_FORMATS)
     with (
@@ -150,9 +148,7 @@ def test_a_server_that_stops_ends_all_answers_with_an_error(echo_home: Path) -> 
         for stream in ((True, False) if "http" in form.can else (True,))
     ],
 )
-def test_a_request_ends_when_its_client_disconnects(
-    lab: Lab, http: httpx2.Client, form: Format, stream: bool, phase: str
-) -> None:
+def test_a_request_ends_when_its_client_disconnects(lab, http, form, stream, phase):
     before = lab.engine.snapshot
     with ExitStack() as others:
         if phase == "queued":
@@ -171,7 +167,7 @@ def test_a_request_ends_when_its_client_disconnects(
 
 
 @pytest.mark.slow
-def test_a_stream_that_waits_keeps_its_connection_alive(echo_home: Path) -> None:
+def test_a_stream_that_waits_keeps_its_connection_alive(echo_home):
     # All formats wait for the same slot, because the server sends something after 5 s of silence. The connection of a
     # WebSocket is kept alive by the pings of its protocol.
     with (
@@ -193,13 +189,13 @@ def test_a_stream_that_waits_keeps_its_connection_alive(echo_home: Path) -> None
 NOTICED = "the client has accepted no data"
 
 
-def unread_stream(lab: Lab, form: Format, request: Request = ENDLESS) -> AbstractContextManager[socket.socket]:
+def unread_stream(lab, form, request=ENDLESS):
     """Request a stream and read nothing of it. In the chat format, its answer is large."""
     large = {"logprobs": True, "top_logprobs": 20} if form.name in (Chat.name, Socket.name) else {}
     return form.unread(lab.port, replace(request, extra=large), buffer_bytes=4096)
 
 
-def read_until(connection: socket.socket, end: bytes | None = None) -> bytes:
+def read_until(connection, end=None):
     """Read until the data contains ``end``, or the server closes the connection."""
     data = b""
     with suppress(ConnectionError):
@@ -210,9 +206,7 @@ def read_until(connection: socket.socket, end: bytes | None = None) -> bytes:
 
 # Clients of a WebSocket that read nothing answer no pings either, and are then disconnected for this reason.
 @pytest.mark.slow
-def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancelled(
-    echo_home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancelled(echo_home, caplog):
     with serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=1) as lab:
         with ExitStack() as unread:
             connections = [unread.enter_context(unread_stream(lab, form)) for form in HTTP_FORMATS]
@@ -228,7 +222,7 @@ def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancel
 
 
 @pytest.mark.slow
-def test_slots_for_which_others_wait_are_free_earlier(echo_home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_for_which_others_wait_are_free_earlier(echo_home, caplog):
     limits = {"slots": len(FORMATS), "queue_limit": len(FORMATS), "slow_client_s": 3600, "echo_tokens_per_s": PACE}
     with (
         serving(echo_home, "echo", **limits) as lab,
@@ -247,9 +241,7 @@ def test_slots_for_which_others_wait_are_free_earlier(echo_home: Path, caplog: p
 
 
 @pytest.mark.slow
-def test_a_close_code_follows_the_tokens_of_a_websocket_that_accepts_no_data(
-    echo_home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_close_code_follows_the_tokens_of_a_websocket_that_accepts_no_data(echo_home, caplog):
     with (
         serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE, slow_client_s=3600) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as http,
@@ -262,7 +254,7 @@ def test_a_close_code_follows_the_tokens_of_a_websocket_that_accepts_no_data(
 
 
 @pytest.mark.slow
-def test_a_client_may_pause_after_its_answer_has_ended(echo_home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_may_pause_after_its_answer_has_ended(echo_home, caplog):
     form = Chat()
     request = Request(messages=[{"role": "user", "content": "a " * 300}], max_tokens=400)
     with (

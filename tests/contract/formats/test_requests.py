@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -18,7 +17,7 @@ OTHER_STREAMS = {"/api/pull": "the progress of a download"}
 """Routes with streams that are not answers of a model."""
 
 
-def test_each_route_that_streams_answers_has_an_adapter(http: httpx2.Client) -> None:
+def test_each_route_that_streams_answers_has_an_adapter(http):
     found = set()
     for path, operations in http.get("/openapi.json").json()["paths"].items():
         has_stream = len(operations.get("post", {}).get("responses", {}).get("200", {}).get("content", ())) > 1
@@ -54,7 +53,7 @@ CONVERSATION: list[dict[str, Any]] = [
     ],
     ids=["message", "tools", "forced", "conversation"],
 )
-def test_all_formats_make_the_same_prompt(lab: Lab, http: httpx2.Client, request_: Request, ability: str) -> None:
+def test_all_formats_make_the_same_prompt(lab, http, request_, ability):
     prompts = {}
     for form in FORMATS:
         if ability in form.can:
@@ -99,7 +98,7 @@ IGNORED: dict[str, tuple[dict[str, Any], str]] = {
 """Fields without effect of each format, and their names in the header."""
 
 
-def null(value: Any) -> Any:
+def null(value):
     """Return the fields of a format with null instead of each value that has no effect."""
     return {
         name: null(inner) if isinstance(inner, dict) and name != "metadata" else inner if name == "type" else None
@@ -130,7 +129,7 @@ def test_null_means_the_loaded_model(form: Format, http: httpx2.Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def keyed_lab(echo_home: Path) -> Any:
+def keyed_lab(echo_home):
     with serving(echo_home, "echo", api_key="secret") as lab:
         yield lab
 
@@ -147,7 +146,7 @@ def test_a_key_is_accepted_in_the_header_of_the_format(form: Format, keyed_lab: 
         assert problem.kind == form.kinds.get(401)
 
 
-def test_a_websocket_needs_the_key_before_the_handshake(keyed_lab: Lab) -> None:
+def test_a_websocket_needs_the_key_before_the_handshake(keyed_lab):
     address = keyed_lab.url.replace("http", "ws") + Socket.path
     with connect(address, additional_headers=Socket().key_headers("secret")):
         pass

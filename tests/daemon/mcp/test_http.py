@@ -1,21 +1,17 @@
 """MCP servers over HTTP, and the reference server for Node."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmx_lab.wire.mcp import McpServerConfig
 from tests.daemon.mcp.http_mcp import TOKEN
-from tests.support.mcp import RUN, McpHarness, open_harness
+from tests.support.mcp import RUN, open_harness
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("http_mcp.py")
@@ -24,7 +20,7 @@ CACHE = Path(__file__).parents[3] / ".cache" / "npm"
 
 
 @contextlib.contextmanager
-def served(*args: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+def served(*args):
     process = subprocess.Popen([sys.executable, str(SCRIPT), *args], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -35,23 +31,23 @@ def served(*args: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def port():
     with served("0") as (port, _):
         yield port
 
 
 @pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
+async def harness(tmp_path):
     async with open_harness(tmp_path) as harness:
         yield harness
 
 
-def remote(port: int, path: str = "mcp", **fields: Any) -> McpServerConfig:
+def remote(port, path="mcp", **fields):
     given = {"headers": {"Authorization": f"Bearer {TOKEN}"}, "tool_timeout_s": 10.0, "start_timeout_s": 60.0, **fields}
     return McpServerConfig(name="far", transport="http", url=f"http://127.0.0.1:{port}/{path}", **given)
 
 
-async def test_a_server_over_http_is_called_with_its_headers_which_are_redacted(harness: McpHarness, port: int) -> None:
+async def test_a_server_over_http_is_called_with_its_headers_which_are_redacted(harness, port):
     record = await harness.ready(remote(port))
     assert (record.headers, record.pid) == ({"Authorization": "***"}, None)
     assert (await harness.call("far__greet", name="you")).text == "Hello you"
@@ -59,13 +55,13 @@ async def test_a_server_over_http_is_called_with_its_headers_which_are_redacted(
     assert TOKEN not in record.model_dump_json() + str(await harness.events())
 
 
-async def test_a_call_over_http_ends_at_its_limit_and_the_next_one_works(harness: McpHarness, port: int) -> None:
+async def test_a_call_over_http_ends_at_its_limit_and_the_next_one_works(harness, port):
     await harness.ready(remote(port, tool_timeout_s=3.0))
     assert (await harness.call("far__sleep")).status == "timeout"
     assert (await harness.call("far__greet", name="me")).text == "Hello me"
 
 
-async def test_an_answer_over_http_that_is_too_long_is_an_error(harness: McpHarness, port: int) -> None:
+async def test_an_answer_over_http_that_is_too_long_is_an_error(harness, port):
     await harness.ready(remote(port))
     result = await harness.call("far__big")
     assert result.status == "error"
@@ -81,9 +77,7 @@ async def test_an_answer_over_http_that_is_too_long_is_an_error(harness: McpHarn
         ({"path": "elsewhere"}, "protocol", "127.0.0.2"),
     ],
 )
-async def test_a_failed_test_over_http_reports_the_refusal(
-    harness: McpHarness, port: int, fields: dict[str, Any], kind: str, said: str
-) -> None:
+async def test_a_failed_test_over_http_reports_the_refusal(harness, port, fields, kind, said):
     failed = await harness.servers.test(remote(port, **fields))
     assert not failed.ok
     assert failed.error_kind == kind
@@ -92,7 +86,7 @@ async def test_a_failed_test_over_http_reports_the_refusal(
 
 
 @pytest.mark.long
-async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connected_again(harness: McpHarness) -> None:
+async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connected_again(harness):
     with served("0") as (port, process):
         await harness.ready(remote(port))
         call = asyncio.create_task(harness.call("far__sleep"))
@@ -116,7 +110,7 @@ async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connecte
 
 
 @pytest.fixture(scope="session")
-def everything() -> str:
+def everything():
     """Install the reference server if necessary and return its program."""
     program = CACHE / "node_modules" / ".bin" / "mcp-server-everything"
     if not program.exists():
@@ -131,7 +125,7 @@ def everything() -> str:
     return str(program)
 
 
-async def test_the_reference_server_for_node_works(harness: McpHarness, everything: str) -> None:
+async def test_the_reference_server_for_node_works(harness, everything):
     record = await harness.ready(McpServerConfig(name="all", command=everything, args=("stdio",), env=RUN))
     assert record.tools >= 8
     names = {tool.name for tool in harness.servers.offered_tools()}

@@ -1,10 +1,7 @@
 """Finding and ending the processes of a server."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -18,9 +15,9 @@ LINES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "sta
 
 
 @pytest.fixture
-def parent() -> Iterator[subprocess.Popen[str]]:
+def parent():
     """The leader of a session with a child that ignores SIGTERM. Neither has a mark."""
-    process = subprocess.Popen([sys.executable, "-I", "-c", PARENT], **LINES)  # type: ignore[call-overload]
+    process = subprocess.Popen([sys.executable, "-I", "-c", PARENT], **LINES)
     root = root_of_child(process.pid, "none")
     yield process
     end_processes([root], term_s=0)
@@ -30,14 +27,14 @@ def parent() -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-def child_of(parent: subprocess.Popen[str]) -> psutil.Process:
+def child_of(parent):
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.stdout.readline()
     return child
 
 
-def test_child_processes_that_ignore_sigterm_are_ended(parent: subprocess.Popen[str]) -> None:
+def test_child_processes_that_ignore_sigterm_are_ended(parent):
     child = child_of(parent)
     root = root_of_child(parent.pid, "none")
     assert {process.pid for process in find_processes([root])} == {parent.pid, child.pid}
@@ -46,16 +43,16 @@ def test_child_processes_that_ignore_sigterm_are_ended(parent: subprocess.Popen[
     assert find_processes([root]) == []
 
 
-def test_a_process_that_reuses_the_pid_is_not_affected(parent: subprocess.Popen[str]) -> None:
+def test_a_process_that_reuses_the_pid_is_not_affected(parent):
     child_of(parent)
     assert find_processes([RootProcess(pid=parent.pid, started=1.0, mark="none")]) == []
 
 
-def test_a_server_that_was_not_started_has_no_processes() -> None:
+def test_a_server_that_was_not_started_has_no_processes():
     assert find_processes([RootProcess(pid=0, started=0.0, mark="none", is_child=True)]) == []
 
 
-def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(parent: subprocess.Popen[str]) -> None:
+def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(parent):
     child = child_of(parent)
     root = root_of_child(parent.pid, "none")
     # Not communicate(): the child keeps the output open.
@@ -67,10 +64,10 @@ def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(pare
     assert find_processes([root]) == [child]
 
 
-def test_processes_are_found_by_their_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_found_by_their_mark(monkeypatch):
     monkeypatch.setenv(MARK, "the-mark")
     command = [sys.executable, "-I", "-c", "print(flush=True); input()"]
-    process = subprocess.Popen(command, **LINES)  # type: ignore[call-overload]
+    process = subprocess.Popen(command, **LINES)
     # The environment of a process cannot be read yet when Popen returns.
     process.stdout.readline()
     assert [found.pid for found in find_processes([RootProcess(pid=1, started=0.0, mark="the-mark")])] == [process.pid]

@@ -1,9 +1,6 @@
 """Reading the servers of a ``.mcp.json``."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,13 +8,13 @@ from lmx_lab.daemon.mcp.project_file import read_mcp_file
 from lmx_lab.errors import InvalidRequestError
 
 
-def written(folder: Path, content: object) -> Path:
+def written(folder, content):
     path = folder / ".mcp.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
 
-def test_the_servers_of_a_project_file_are_read(tmp_path: Path) -> None:
+def test_the_servers_of_a_project_file_are_read(tmp_path):
     servers = {
         "my files": {"command": "npx", "args": ["-y", "files", "."], "env": {"KEY": "1"}, "type": "stdio"},
         "remote.one": {"type": "http", "url": "https://host/mcp", "headers": {"A": "b"}},
@@ -55,11 +52,11 @@ def test_the_servers_of_a_project_file_are_read(tmp_path: Path) -> None:
         ("[" * 100_000, "not valid JSON"),
     ],
 )
-def test_the_error_of_an_invalid_file_names_the_place(tmp_path: Path, content: object, said: str) -> None:
+def test_the_error_of_an_invalid_file_names_the_place(tmp_path, content, said):
     with pytest.raises(InvalidRequestError, match=said):
         read_mcp_file(written(tmp_path, content))
 
 
-def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         read_mcp_file(tmp_path / "none.json")

@@ -1,17 +1,15 @@
 """Removing secrets and control characters from the output of MCP servers."""
 
-from __future__ import annotations
-
 from lmx_lab.daemon.mcp.redaction import SecretRedactor, last_lines
 from lmx_lab.daemon.mcp.stdio import OutputTail
 
 
-def test_short_secrets_are_redacted_too() -> None:
+def test_short_secrets_are_redacted_too():
     assert SecretRedactor(["1234", "abc"]).redact("1234 abc") == "*** abc"
     assert SecretRedactor(["1234", "abc"]).redact_bytes(b"1234 abc") == b"*** abc"
 
 
-def test_a_tail_is_short_printable_and_without_secrets() -> None:
+def test_a_tail_is_short_printable_and_without_secrets():
     tail = OutputTail(20_480)
     secret = "very-secret-value"
     for number in range(1000):

@@ -6,9 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +23,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture
-async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[McpHarness]:
+async def harness(tmp_path, monkeypatch):
     # Shortens the tests in which servers have to be killed.
     monkeypatch.setattr(mcp_process, "STDIN_GRACE_S", 0.3)
     monkeypatch.setattr(mcp_process, "TERM_GRACE_S", 0.3)
@@ -33,7 +31,7 @@ async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         yield harness
 
 
-def new_repository(path: Path) -> Path:
+def new_repository(path):
     subprocess.run(["git", "init", "-q", "-b", "trunk", str(path)], check=True)
     (path / "new.txt").write_text("new")
     return path
@@ -42,7 +40,7 @@ def new_repository(path: Path) -> Path:
 # Servers that work
 
 
-async def test_the_time_server_answers_and_its_tools_are_read_only(harness: McpHarness) -> None:
+async def test_the_time_server_answers_and_its_tools_are_read_only(harness):
     await harness.ready(McpServerConfig(name="time", command=sys.executable, args=("-m", "mcp_server_time"), env=RUN))
     tools = {tool.name: tool for tool in harness.servers.offered_tools()}
     assert set(tools) == {"time__get_current_time", "time__convert_time"}
@@ -59,7 +57,7 @@ async def test_the_time_server_answers_and_its_tools_are_read_only(harness: McpH
     assert "Mars/Olympus" in wrong.text
 
 
-async def test_the_git_server_works_on_a_repository_beside_another_server(harness: McpHarness, tmp_path: Path) -> None:
+async def test_the_git_server_works_on_a_repository_beside_another_server(harness, tmp_path):
     repository = await asyncio.to_thread(new_repository, tmp_path / "repository")
     git = McpServerConfig(
         name="git", command=sys.executable, args=("-m", "mcp_server_git"), env=RUN, cwd=str(repository)
@@ -73,7 +71,7 @@ async def test_the_git_server_works_on_a_repository_beside_another_server(harnes
     assert echo.text == "beside"
 
 
-async def test_tools_of_all_pages_are_listed_and_results_of_all_kinds_become_text(harness: McpHarness) -> None:
+async def test_tools_of_all_pages_are_listed_and_results_of_all_kinds_become_text(harness):
     record = await harness.ready(hostile())
     assert record.tools == 20
     assert (await harness.call("bad__structured")).text == '{"answer": 42}'
@@ -85,13 +83,13 @@ async def test_tools_of_all_pages_are_listed_and_results_of_all_kinds_become_tex
     assert (await harness.call("bad__echo", text="on")).text == "on"
 
 
-async def test_progress_is_reported_without_control_characters(harness: McpHarness) -> None:
+async def test_progress_is_reported_without_control_characters(harness):
     await harness.ready(hostile())
     assert (await harness.call("bad__progress")).text == "done"
     assert harness.notes == ["1/2 half\ufffd[31m way"]
 
 
-async def test_a_changed_list_of_tools_is_read_again_and_invalid_names_are_adapted(harness: McpHarness) -> None:
+async def test_a_changed_list_of_tools_is_read_again_and_invalid_names_are_adapted(harness):
     before = await harness.ready(hostile())
     await harness.call("bad__grow")
     await harness.until("bad", lambda record: record.tools > before.tools)
@@ -101,11 +99,11 @@ async def test_a_changed_list_of_tools_is_read_again_and_invalid_names_are_adapt
     assert (await harness.events())[-1]["tools"] == before.tools + 1
 
 
-async def test_an_endless_list_of_tools_ends_at_the_limit(harness: McpHarness) -> None:
+async def test_an_endless_list_of_tools_ends_at_the_limit(harness):
     assert (await harness.ready(hostile("endless"))).tools == 256
 
 
-async def test_a_server_that_supports_only_the_protocol_of_2026_works(harness: McpHarness) -> None:
+async def test_a_server_that_supports_only_the_protocol_of_2026_works(harness):
     assert (await harness.ready(hostile("modern"))).tools == 20
     assert (await harness.call("bad__echo", text="new")).text == "new"
 
@@ -113,7 +111,7 @@ async def test_a_server_that_supports_only_the_protocol_of_2026_works(harness: M
 # States, secrets and changes
 
 
-async def test_every_state_has_an_event_and_servers_start_again_with_the_daemon(harness: McpHarness) -> None:
+async def test_every_state_has_an_event_and_servers_start_again_with_the_daemon(harness):
     await harness.ready(hostile())
     await harness.servers.stop()
     assert [event["state"] for event in await harness.events()] == ["starting", "ready", "stopping"]
@@ -128,7 +126,7 @@ async def test_every_state_has_an_event_and_servers_start_again_with_the_daemon(
     assert (await harness.servers.list_servers()).servers == []
 
 
-async def test_secrets_are_redacted_everywhere(harness: McpHarness) -> None:
+async def test_secrets_are_redacted_everywhere(harness):
     config = hostile()
     await harness.ready(config)
     names = json.loads((await harness.call("bad__secrets")).text)
@@ -152,7 +150,7 @@ async def test_secrets_are_redacted_everywhere(harness: McpHarness) -> None:
         await harness.servers.change("bad", ChangeMcpServer(env={"NEW": "***"}))
 
 
-def printing(script: str, secret: str) -> McpServerConfig:
+def printing(script, secret):
     """Return a program that does not speak the protocol and knows a secret."""
     env = {**RUN, "API_KEY": secret}
     return McpServerConfig(name="x", command=sys.executable, args=("-I", "-c", script), env=env, start_timeout_s=60)
@@ -167,7 +165,7 @@ def printing(script: str, secret: str) -> McpServerConfig:
     ],
     ids=["the end of a line of stdout", "the front of stderr"],
 )
-async def test_no_part_of_a_secret_that_was_cut_is_shown(harness: McpHarness, script: str) -> None:
+async def test_no_part_of_a_secret_that_was_cut_is_shown(harness, script):
     key = "".join(chr(0x4E00 + i) for i in range(20))
     sizes = f"LINE_BYTES = {mcp_process.INVALID_LINE_BYTES}"
     begun = (
@@ -179,7 +177,7 @@ async def test_no_part_of_a_secret_that_was_cut_is_shown(harness: McpHarness, sc
     assert not set(key) & set(record.stderr_tail)
 
 
-async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_not_offered(harness: McpHarness) -> None:
+async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_not_offered(harness):
     record = await harness.ready(hostile())
     changed = await harness.servers.change("bad", ChangeMcpServer(permission="deny"))
     assert (changed.pid, changed.state) == (record.pid, "ready")
@@ -211,9 +209,7 @@ async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_no
         ({"transport": "http", "command": None, "url": "http://host/", "headers": {"A": "1\r\nB: 2"}}, "headers"),
     ],
 )
-async def test_a_configuration_that_can_never_start_is_refused_with_the_field(
-    harness: McpHarness, fields: dict[str, Any], named: str
-) -> None:
+async def test_a_configuration_that_can_never_start_is_refused_with_the_field(harness, fields, named):
     config = McpServerConfig(**{"name": "wrong", "command": sys.executable, **fields})
     with pytest.raises(InvalidRequestError) as caught:
         await harness.servers.add(config)
@@ -222,7 +218,7 @@ async def test_a_configuration_that_can_never_start_is_refused_with_the_field(
     assert (await harness.servers.list_servers()).servers == []
 
 
-async def test_a_change_to_an_invalid_configuration_is_refused_and_changes_nothing(harness: McpHarness) -> None:
+async def test_a_change_to_an_invalid_configuration_is_refused_and_changes_nothing(harness):
     record = await harness.ready(hostile(cwd="/"))
     for change, said in [({"url": "http://host/"}, "url"), ({"cwd": "/no/such"}, "cwd"), ({"env": {"": "x"}}, "env")]:
         with pytest.raises(InvalidRequestError, match=said):
@@ -238,14 +234,14 @@ async def test_a_change_to_an_invalid_configuration_is_refused_and_changes_nothi
         await harness.servers.change("nobody", ChangeMcpServer(enabled=False))
 
 
-async def test_a_name_can_be_used_once(harness: McpHarness) -> None:
+async def test_a_name_can_be_used_once(harness):
     results = await asyncio.gather(
         harness.servers.add(hostile()), harness.servers.add(hostile()), return_exceptions=True
     )
     assert {type(result) for result in results} == {McpServerRecord, McpServerExistsError}
 
 
-async def test_a_missing_command_fails_immediately_without_restarts(harness: McpHarness) -> None:
+async def test_a_missing_command_fails_immediately_without_restarts(harness):
     await harness.servers.add(McpServerConfig(name="none", command="no-such-program-here"))
     record = await harness.until("none", lambda record: record.state == "failed")
     assert (record.error_kind, record.restarts) == ("command-not-found", 0)
@@ -256,7 +252,7 @@ async def test_a_missing_command_fails_immediately_without_restarts(harness: Mcp
 # Tests of servers
 
 
-async def test_a_test_passes_and_changes_nothing(harness: McpHarness) -> None:
+async def test_a_test_passes_and_changes_nothing(harness):
     record = await harness.ready(hostile())
     events = await harness.events()
     passed = await harness.servers.test_named("bad")
@@ -283,9 +279,7 @@ async def test_a_test_passes_and_changes_nothing(harness: McpHarness) -> None:
         (McpServerConfig(name="x", transport="http", url="http://127.0.0.1:9/"), "unreachable", "cannot be reached"),
     ],
 )
-async def test_a_failed_test_reports_the_reason(
-    harness: McpHarness, config: McpServerConfig, kind: str, said: str
-) -> None:
+async def test_a_failed_test_reports_the_reason(harness, config, kind, said):
     failed = await harness.servers.test(config)
     assert not failed.ok
     assert failed.error_kind == kind
@@ -297,14 +291,14 @@ async def test_a_failed_test_reports_the_reason(
 # Servers that misbehave
 
 
-async def test_lines_that_are_not_messages_are_ignored(harness: McpHarness) -> None:
+async def test_lines_that_are_not_messages_are_ignored(harness):
     record = await harness.ready(hostile("prints"))
     assert "(stdout) Welcome to the server!" in record.stderr_tail
     assert (await harness.call("bad__garbage")).text == "after garbage"
     assert (await harness.call("bad__echo", text="on")).text == "on"
 
 
-async def test_a_server_that_exits_during_a_call_fails_it_immediately_and_is_restarted(harness: McpHarness) -> None:
+async def test_a_server_that_exits_during_a_call_fails_it_immediately_and_is_restarted(harness):
     first = await harness.ready(hostile())
     await harness.ready(hostile(name="other"))
     result = await harness.call("bad__die")
@@ -321,7 +315,7 @@ async def test_a_server_that_exits_during_a_call_fails_it_immediately_and_is_res
     assert [event["state"] for event in await harness.events() if event["name"] == "bad"][2:] == ["restarting", "ready"]
 
 
-async def test_a_program_that_exits_immediately_is_reported_as_exited(harness: McpHarness) -> None:
+async def test_a_program_that_exits_immediately_is_reported_as_exited(harness):
     """The closed stdin is noticed before the end of the output."""
     config = McpServerConfig(name="q", command="/bin/sh", args=("-c", "echo oops >&2; exit 4"), env=RUN)
     failed = await asyncio.gather(*(harness.servers.test(config) for _ in range(3)))
@@ -329,7 +323,7 @@ async def test_a_program_that_exits_immediately_is_reported_as_exited(harness: M
     assert said == {"the server exited with code 4; its last line was: oops, before it answered initialize"}
 
 
-async def test_a_server_that_always_exits_fails_after_the_last_restart(harness: McpHarness) -> None:
+async def test_a_server_that_always_exits_fails_after_the_last_restart(harness):
     await harness.servers.add(hostile("exits"))
     record = await harness.until("bad", lambda record: record.state == "failed")
     assert (record.restarts, record.error_kind) == (2, "exited")
@@ -339,7 +333,7 @@ async def test_a_server_that_always_exits_fails_after_the_last_restart(harness: 
     assert (again.state, again.restarts) == ("starting", 0)
 
 
-async def test_the_restarts_of_a_server_that_was_ready_for_long_are_counted_from_zero(harness: McpHarness) -> None:
+async def test_the_restarts_of_a_server_that_was_ready_for_long_are_counted_from_zero(harness):
     await harness.servers.stop()
     harness.restarts = quick(reset_after_s=0.0)
     await harness.again()
@@ -352,9 +346,7 @@ async def test_the_restarts_of_a_server_that_was_ready_for_long_are_counted_from
 
 
 @pytest.mark.parametrize("tool", ["deaf", "bad_utf8", "long_line"])
-async def test_a_call_without_an_answer_ends_at_its_limit_and_the_server_continues(
-    harness: McpHarness, tool: str
-) -> None:
+async def test_a_call_without_an_answer_ends_at_its_limit_and_the_server_continues(harness, tool):
     await harness.ready(hostile(tool_timeout_s=4.0))
     result = await harness.call(f"bad__{tool}")
     assert result.status == ("error" if tool == "long_line" else "timeout")
@@ -363,7 +355,7 @@ async def test_a_call_without_an_answer_ends_at_its_limit_and_the_server_continu
     assert record.restarts == 0
 
 
-async def test_a_hundred_megabytes_of_output_are_read_and_discarded(harness: McpHarness) -> None:
+async def test_a_hundred_megabytes_of_output_are_read_and_discarded(harness):
     await harness.ready(hostile("floods_stderr", tool_timeout_s=60))
     before = psutil.Process().memory_info().rss
     result = await harness.call("bad__flood")
@@ -373,7 +365,7 @@ async def test_a_hundred_megabytes_of_output_are_read_and_discarded(harness: Mcp
 
 
 @pytest.mark.parametrize("tool", ["close", "not_an_object", "hang_up"])
-async def test_broken_pipes_and_invalid_answers_are_errors_of_the_call(harness: McpHarness, tool: str) -> None:
+async def test_broken_pipes_and_invalid_answers_are_errors_of_the_call(harness, tool):
     await harness.ready(hostile(tool_timeout_s=10.0))
     result = await harness.call(f"bad__{tool}")
     assert result.status == ("ok" if tool == "hang_up" else "error")
@@ -383,7 +375,7 @@ async def test_broken_pipes_and_invalid_answers_are_errors_of_the_call(harness: 
     assert (await harness.call("bad__echo", text="on")).text == "on"
 
 
-async def test_a_server_that_floods_its_output_fails_without_affecting_others(harness: McpHarness) -> None:
+async def test_a_server_that_floods_its_output_fails_without_affecting_others(harness):
     await asyncio.gather(harness.ready(hostile("late_babble")), harness.ready(hostile(name="other")))
     babbling = asyncio.create_task(harness.call("bad__echo"))
     while not babbling.done():
@@ -394,7 +386,7 @@ async def test_a_server_that_floods_its_output_fails_without_affecting_others(ha
     assert record.error_kind in ("protocol", None)
 
 
-async def test_a_call_ends_when_its_server_is_stopped(harness: McpHarness) -> None:
+async def test_a_call_ends_when_its_server_is_stopped(harness):
     await harness.ready(hostile())
     call = asyncio.create_task(harness.call("bad__deaf"))
     await harness.until("bad", lambda record: "deaf begun" in record.stderr_tail)
@@ -403,7 +395,7 @@ async def test_a_call_ends_when_its_server_is_stopped(harness: McpHarness) -> No
     assert (await call).text.startswith(expected)
 
 
-async def test_a_cancelled_call_notifies_the_server_and_ends_soon(harness: McpHarness) -> None:
+async def test_a_cancelled_call_notifies_the_server_and_ends_soon(harness):
     await harness.ready(hostile())
     call = asyncio.create_task(harness.call("bad__deaf"))
     await harness.until("bad", lambda record: "deaf begun" in record.stderr_tail)
@@ -416,7 +408,7 @@ async def test_a_cancelled_call_notifies_the_server_and_ends_soon(harness: McpHa
 
 
 @pytest.mark.parametrize("mode", ["mute", "babble"])
-async def test_a_server_that_does_not_answer_is_stopped_without_delay(harness: McpHarness, mode: str) -> None:
+async def test_a_server_that_does_not_answer_is_stopped_without_delay(harness, mode):
     await harness.servers.add(hostile(mode, start_timeout_s=3000.0))
     record = await harness.until("bad", lambda record: record.pid is not None)
     async with asyncio.timeout(10):
@@ -424,7 +416,7 @@ async def test_a_server_that_does_not_answer_is_stopped_without_delay(harness: M
     assert not psutil.pid_exists(record.pid or 0)
 
 
-async def test_nothing_is_left_of_a_server_that_ignores_term_and_has_grandchildren(harness: McpHarness) -> None:
+async def test_nothing_is_left_of_a_server_that_ignores_term_and_has_grandchildren(harness):
     record = await harness.ready(hostile("ignore_term"))
     pids = [record.pid, *json.loads((await harness.call("bad__family")).text)]
     processes = [psutil.Process(pid) for pid in pids]
@@ -433,7 +425,7 @@ async def test_nothing_is_left_of_a_server_that_ignores_term_and_has_grandchildr
     assert not any(map(is_alive, processes))
 
 
-async def test_grandchildren_of_a_server_that_exited_are_ended_before_its_restart(harness: McpHarness) -> None:
+async def test_grandchildren_of_a_server_that_exited_are_ended_before_its_restart(harness):
     await harness.ready(hostile())
     processes = [psutil.Process(pid) for pid in json.loads((await harness.call("bad__family")).text)]
     await harness.call("bad__die")
@@ -460,7 +452,7 @@ asyncio.run(main())
 """
 
 
-def killed_daemon(folder: Path, script: str = KILLED_DAEMON) -> list[psutil.Process]:
+def killed_daemon(folder, script=KILLED_DAEMON):
     """Run a daemon that kills its watchdog and itself, and return the processes that it has left."""
     folder.mkdir()
     root = Path(__file__).parents[3]
@@ -499,9 +491,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_server_whose_daemon_was_killed_during_its_start_is_ended_too(
-    harness: McpHarness, tmp_path: Path
-) -> None:
+async def test_a_server_whose_daemon_was_killed_during_its_start_is_ended_too(harness, tmp_path):
     (process,) = await asyncio.to_thread(killed_daemon, tmp_path / "killed", KILLED_AT_START)
     try:
         assert is_alive(process)
@@ -514,7 +504,7 @@ async def test_a_server_whose_daemon_was_killed_during_its_start_is_ended_too(
             process.kill()
 
 
-async def test_processes_of_a_killed_daemon_are_ended_at_the_next_start(harness: McpHarness, tmp_path: Path) -> None:
+async def test_processes_of_a_killed_daemon_are_ended_at_the_next_start(harness, tmp_path):
     processes = await asyncio.to_thread(killed_daemon, tmp_path / "killed")
     assert all(map(is_alive, processes))
     stranger = await asyncio.create_subprocess_exec(
@@ -529,7 +519,7 @@ async def test_processes_of_a_killed_daemon_are_ended_at_the_next_start(harness:
     assert stranger.returncode == 0
 
 
-def test_servers_run_on_the_event_loop_of_a_thread_and_end_with_it(tmp_path: Path) -> None:
+def test_servers_run_on_the_event_loop_of_a_thread_and_end_with_it(tmp_path):
     """As in a notebook, even if the servers were not stopped before."""
     thread = LoopThread()
     thread.start()

@@ -1,7 +1,5 @@
 """Splitting the output of an MCP server into lines."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +7,7 @@ from lmx_lab.daemon.mcp.stdio import LineSplitter
 
 
 @given(st.lists(st.sampled_from([b"", b"a", b"\n", b"bcd\n", b"e" * 9, b"\n\nf"]), max_size=30))
-def test_lines_do_not_depend_on_how_the_stream_is_cut(pieces: list[bytes]) -> None:
+def test_lines_do_not_depend_on_how_the_stream_is_cut(pieces):
     lines = LineSplitter(limit=8)
     found = [line for piece in pieces for line in lines.feed(piece)]
     *whole, rest = b"".join(pieces).split(b"\n")

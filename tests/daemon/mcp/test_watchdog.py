@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psutil
@@ -55,13 +54,13 @@ asyncio.run(main())
 """
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def until(holds):
     async with asyncio.timeout(LIMIT_S):
         while not holds():  # noqa: ASYNC110 (processes have no event)
             await asyncio.sleep(MOMENT_S)
 
 
-def killed_daemon(folder: Path, moment: str) -> tuple[list[psutil.Process], psutil.Process]:
+def killed_daemon(folder, moment):
     """Run a daemon that kills itself. Return the processes of its servers, and its watchdog."""
     process = subprocess.Popen(
         [sys.executable, "-c", DAEMON, str(folder), moment],
@@ -78,7 +77,7 @@ def killed_daemon(folder: Path, moment: str) -> tuple[list[psutil.Process], psut
 
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["ready", "at start"])
-async def test_all_servers_of_a_killed_daemon_and_their_processes_are_ended(tmp_path: Path, moment: str) -> None:
+async def test_all_servers_of_a_killed_daemon_and_their_processes_are_ended(tmp_path, moment):
     stranger = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-c", "input()", stdin=subprocess.PIPE, env={MARK: "another daemon's"}
     )
@@ -90,7 +89,7 @@ async def test_all_servers_of_a_killed_daemon_and_their_processes_are_ended(tmp_
 
 
 @pytest.mark.long
-async def test_servers_are_ended_although_a_fork_of_the_daemon_holds_the_pipe_open(tmp_path: Path) -> None:
+async def test_servers_are_ended_although_a_fork_of_the_daemon_holds_the_pipe_open(tmp_path):
     processes, watchdog = await asyncio.to_thread(killed_daemon, tmp_path, "fork")
     try:
         await until(lambda: not any(map(is_alive, [*processes, watchdog])))
@@ -102,7 +101,7 @@ async def test_servers_are_ended_although_a_fork_of_the_daemon_holds_the_pipe_op
 
 
 @pytest.fixture
-async def watchdog(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watchdog]:
+async def watchdog(monkeypatch):
     monkeypatch.setattr(watchdog_module, "RESTART_S", 0.01)
     watchdog = Watchdog()
     yield watchdog
@@ -110,7 +109,7 @@ async def watchdog(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watchdog]:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[RootProcess]:
+async def server():
     """A process that ignores SIGTERM and has a session of its own."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-c", STUBBORN),
@@ -126,12 +125,12 @@ async def server() -> AsyncIterator[RootProcess]:
     await process.wait()
 
 
-def running(watchdog: Watchdog) -> psutil.Process:
+def running(watchdog):
     assert watchdog.pid is not None
     return psutil.Process(watchdog.pid)
 
 
-async def test_the_process_runs_only_if_there_is_a_server(watchdog: Watchdog, server: RootProcess) -> None:
+async def test_the_process_runs_only_if_there_is_a_server(watchdog, server):
     watchdog.watch([])
     assert watchdog.pid is None
     watchdog.watch([server])
@@ -143,13 +142,13 @@ async def test_the_process_runs_only_if_there_is_a_server(watchdog: Watchdog, se
     assert is_alive(psutil.Process(server.pid))
 
 
-async def test_servers_that_are_still_listed_end_when_it_is_stopped(watchdog: Watchdog, server: RootProcess) -> None:
+async def test_servers_that_are_still_listed_end_when_it_is_stopped(watchdog, server):
     watchdog.watch([server])
     await watchdog.stop()
     await until(lambda: not psutil.pid_exists(server.pid))
 
 
-async def test_a_pid_that_was_reused_is_not_affected(watchdog: Watchdog, server: RootProcess) -> None:
+async def test_a_pid_that_was_reused_is_not_affected(watchdog, server):
     watchdog.watch([RootProcess(pid=server.pid, started=server.started - 60, mark="of-another")])
     process = running(watchdog)
     await watchdog.stop()
@@ -158,9 +157,7 @@ async def test_a_pid_that_was_reused_is_not_affected(watchdog: Watchdog, server:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_watchdog_that_was_ended_or_does_not_read_is_started_again(
-    watchdog: Watchdog, server: RootProcess, number: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_watchdog_that_was_ended_or_does_not_read_is_started_again(watchdog, server, number, caplog):
     watchdog.watch([server])
     first = running(watchdog)
     first.send_signal(number)
@@ -180,9 +177,7 @@ async def test_a_watchdog_that_was_ended_or_does_not_read_is_started_again(
     await until(lambda: not psutil.pid_exists(server.pid))
 
 
-async def test_a_watchdog_that_cannot_be_started_is_tried_again(
-    watchdog: Watchdog, server: RootProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_watchdog_that_cannot_be_started_is_tried_again(watchdog, server, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nonexistent/python")
         watchdog.watch([server])
@@ -193,13 +188,13 @@ async def test_a_watchdog_that_cannot_be_started_is_tried_again(
 # The program
 
 
-def program(*arguments: str) -> subprocess.Popen[bytes]:
+def program(*arguments):
     # Without -S, so that its coverage can be measured.
     return subprocess.Popen([sys.executable, "-P", str(PROGRAM), *arguments], stdin=subprocess.PIPE)
 
 
 @pytest.fixture
-def show(tmp_path: Path) -> str:
+def show(tmp_path):
     """A program that writes its argument to the file ``shown``."""
     script = tmp_path / "show.py"
     script.write_text(f"import sys; open({str(tmp_path / 'shown')!r}, 'w').write(sys.argv[1])")
@@ -207,9 +202,7 @@ def show(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_program_passes_the_last_complete_line_on_and_ignores_signals(
-    tmp_path: Path, show: str, kill: signal.Signals
-) -> None:
+def test_the_program_passes_the_last_complete_line_on_and_ignores_signals(tmp_path, show, kill):
     process = program(str(os.getpid()), show)
     assert process.stdin is not None
     # The program has read this much only if it ignores signals by then.
@@ -223,14 +216,14 @@ def test_the_program_passes_the_last_complete_line_on_and_ignores_signals(
 
 
 @pytest.mark.parametrize("lines", [b"", b"[1]\n[]\n", b"[1"])
-def test_the_program_does_nothing_without_servers(tmp_path: Path, show: str, lines: bytes) -> None:
+def test_the_program_does_nothing_without_servers(tmp_path, show, lines):
     process = program(str(os.getpid()), show)
     process.communicate(lines)
     assert process.returncode == 0
     assert not (tmp_path / "shown").exists()
 
 
-def test_the_program_notices_that_its_parent_is_another_process(tmp_path: Path, show: str) -> None:
+def test_the_program_notices_that_its_parent_is_another_process(tmp_path, show):
     process = program(str(os.getpid() + 1), show)
     assert process.stdin is not None
     process.stdin.write(b"[1]\n")

@@ -6,16 +6,11 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import httpx2
 import psutil
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import record_pruned
 from lmx_lab.daemon.storage.store import Transaction
@@ -27,13 +22,13 @@ LIMITS = Limits(heartbeat_s=0.05, blocked_send_s=2.0, subscribers=8, ring_events
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def daemon(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("home"), LIMITS) as daemon:
         yield daemon
 
 
 @pytest.fixture(autouse=True)
-def _no_subscribers_left(daemon: Daemon) -> Iterator[None]:
+def _no_subscribers_left(daemon):
     """Check after each test that no subscriber is counted and no task is left."""
     before = tasks(daemon)
     yield
@@ -41,25 +36,25 @@ def _no_subscribers_left(daemon: Daemon) -> Iterator[None]:
     assert settled(daemon, lambda: not [name for name in tasks(daemon) - before if "subscriber" in name])
 
 
-def tasks(daemon: Daemon) -> set[str]:
+def tasks(daemon):
     async def names() -> set[str]:
         return {task.get_name() for task in asyncio.all_tasks()}
 
     return daemon.run(names()) if threading.current_thread() is not daemon._thread._thread else set()
 
 
-def seqs(frames: list[dict[str, Any]]) -> list[int]:
+def seqs(frames):
     return [frame["seq"] for frame in frames if frame["seq"] is not None]
 
 
-def latest(daemon: Daemon) -> int:
+def latest(daemon):
     return daemon.services.log.latest_seq
 
 
 # --- cursors
 
 
-async def test_without_a_cursor_only_new_events_are_sent(daemon: Daemon) -> None:
+async def test_without_a_cursor_only_new_events_are_sent(daemon):
     write_tokens(daemon, 3)
     async with connect(daemon) as socket:
         hello, synced = await frames_until(socket, "stream.synced")
@@ -75,7 +70,7 @@ async def test_without_a_cursor_only_new_events_are_sent(daemon: Daemon) -> None
 
 
 @pytest.mark.parametrize("count", [1, 49, 50, 51, 1000])
-async def test_missed_events_are_sent_first_and_once(daemon: Daemon, count: int) -> None:
+async def test_missed_events_are_sent_first_and_once(daemon, count):
     start = latest(daemon)
     last = write_tokens(daemon, count)
     async with connect(daemon, f"?after={start}") as socket:
@@ -85,17 +80,17 @@ async def test_missed_events_are_sent_first_and_once(daemon: Daemon, count: int)
         assert seqs(await frames_until(socket, "turn.token")) == [more]
 
 
-async def test_cursor_zero_receives_all_kept_events(daemon: Daemon) -> None:
+async def test_cursor_zero_receives_all_kept_events(daemon):
     async with connect(daemon, "?after=0") as socket:
         frames = await frames_until(socket, "stream.synced")
     assert (frames[1]["event"], seqs(frames)[-1]) == ("daemon.started", latest(daemon))
 
 
 @pytest.mark.slow
-async def test_no_event_is_lost_between_stored_and_live_events(daemon: Daemon) -> None:
+async def test_no_event_is_lost_between_stored_and_live_events(daemon):
     """Events are written while the client connects and reads stored events."""
     start, stop = latest(daemon), threading.Event()
-    wanted: list[int] = []
+    wanted = []
 
     def write() -> None:
         while not stop.is_set():
@@ -132,7 +127,7 @@ async def test_no_event_is_lost_between_stored_and_live_events(daemon: Daemon) -
         ("?from=1", "from"),
     ],
 )
-async def test_an_invalid_query_is_refused_before_the_handshake(daemon: Daemon, query: str, param: str) -> None:
+async def test_an_invalid_query_is_refused_before_the_handshake(daemon, query, param):
     with pytest.raises(InvalidStatus) as caught:
         async with connect(daemon, query):
             pass
@@ -143,7 +138,7 @@ async def test_an_invalid_query_is_refused_before_the_handshake(daemon: Daemon, 
 @pytest.mark.parametrize(
     ("query", "reason"), [("?after=999999999", "ahead"), ("?after=0&stream_id=stm_other", "other-stream")]
 )
-async def test_an_unknown_cursor_is_reset_on_the_same_socket(daemon: Daemon, query: str, reason: str) -> None:
+async def test_an_unknown_cursor_is_reset_on_the_same_socket(daemon, query, reason):
     with client(daemon) as http:
         http.post("/v3/sessions", json={"session_id": "shown", "messages": [{"role": "user", "content": "hi"}]})
         async with connect(daemon, query) as socket:
@@ -159,7 +154,7 @@ async def test_an_unknown_cursor_is_reset_on_the_same_socket(daemon: Daemon, que
         http.delete("/v3/sessions/shown")
 
 
-async def test_a_pruned_cursor_is_reset(tmp_path: Path) -> None:
+async def test_a_pruned_cursor_is_reset(tmp_path):
     with serving(tmp_path, LIMITS) as daemon:
         last = write_tokens(daemon, 300)
 
@@ -181,7 +176,7 @@ async def test_a_pruned_cursor_is_reset(tmp_path: Path) -> None:
 # --- filters
 
 
-async def test_a_filter_selects_the_events_that_are_sent(daemon: Daemon) -> None:
+async def test_a_filter_selects_the_events_that_are_sent(daemon):
     start = latest(daemon)
     with client(daemon) as http:
         for name in ("one", "two", "three"):
@@ -203,7 +198,7 @@ async def test_a_filter_selects_the_events_that_are_sent(daemon: Daemon) -> None
             http.delete(f"/v3/sessions/{name}")
 
 
-async def test_heartbeats_report_the_cursor_of_a_silent_stream(daemon: Daemon) -> None:
+async def test_heartbeats_report_the_cursor_of_a_silent_stream(daemon):
     async with connect(daemon, "?session_id=nobody") as socket:
         await frames_until(socket, "stream.synced")
         last = write_tokens(daemon, 5)
@@ -214,7 +209,7 @@ async def test_heartbeats_report_the_cursor_of_a_silent_stream(daemon: Daemon) -
 # --- clients
 
 
-async def test_the_number_of_subscribers_is_limited(daemon: Daemon) -> None:
+async def test_the_number_of_subscribers_is_limited(daemon):
     open_ones = [await connect(daemon) for _ in range(LIMITS.subscribers)]
     with pytest.raises(InvalidStatus) as caught:
         await connect(daemon)
@@ -228,7 +223,7 @@ async def test_the_number_of_subscribers_is_limited(daemon: Daemon) -> None:
 
 
 @pytest.mark.slow
-async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other(daemon: Daemon) -> None:
+async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other(daemon):
     stuck = await asyncio.to_thread(raw_subscriber, daemon, receive_bytes=1024)
     async with connect(daemon, max_queue=1000) as socket:
         await frames_until(socket, "stream.synced")
@@ -243,18 +238,18 @@ async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other(dae
     stuck.close()
 
 
-def is_connected(port: int) -> bool:
+def is_connected(port):
     """Return whether this process has the server's end of a connection."""
     return any(end.raddr and end.raddr.port == port for end in psutil.Process().net_connections("tcp"))
 
 
-async def test_a_client_that_disappears_leaves_nothing_behind(daemon: Daemon) -> None:
+async def test_a_client_that_disappears_leaves_nothing_behind(daemon):
     for _ in range(5):
         bare = await asyncio.to_thread(raw_subscriber, daemon, "?after=0")
         bare.close()
 
 
-async def test_messages_of_a_client_are_ignored_and_too_many_end_the_connection(daemon: Daemon) -> None:
+async def test_messages_of_a_client_are_ignored_and_too_many_end_the_connection(daemon):
     async with connect(daemon) as socket:
         await frames_until(socket, "stream.synced")
         for message in ("ping", b"\x00\xff", "{}", ""):
@@ -271,7 +266,7 @@ async def test_messages_of_a_client_are_ignored_and_too_many_end_the_connection(
 
 
 @pytest.mark.parametrize(("frame", "code"), [(b"\xff\xfe", 1007), (b"x" * 100_000, 1009)], ids=["not UTF-8", "large"])
-async def test_an_invalid_message_ends_the_connection(daemon: Daemon, frame: bytes, code: int) -> None:
+async def test_an_invalid_message_ends_the_connection(daemon, frame, code):
     async with connect(daemon) as socket:
         await frames_until(socket, "stream.synced")
         await socket.send(frame, text=True)
@@ -281,7 +276,7 @@ async def test_an_invalid_message_ends_the_connection(daemon: Daemon, frame: byt
     assert caught.value.rcvd.code == code
 
 
-async def test_events_of_any_length_arrive_complete(daemon: Daemon) -> None:
+async def test_events_of_any_length_arrive_complete(daemon):
     texts = ["", "ä€😀" * 40, "x" * 125, "x" * 65_535, "y" * 70_000, "z" * 600_000]
     async with connect(daemon, max_size=None) as socket:
         await frames_until(socket, "stream.synced")
@@ -292,7 +287,7 @@ async def test_events_of_any_length_arrive_complete(daemon: Daemon) -> None:
 
 
 @pytest.mark.slow
-async def test_a_stop_is_announced_to_all_subscribers(tmp_path: Path) -> None:
+async def test_a_stop_is_announced_to_all_subscribers(tmp_path):
     with serving(tmp_path, LIMITS) as daemon:
         async with connect(daemon, "?types=daemon.*") as socket:
             await frames_until(socket, "stream.synced")
@@ -308,7 +303,7 @@ async def test_a_stop_is_announced_to_all_subscribers(tmp_path: Path) -> None:
     assert caught.value.rcvd.code == 1001
 
 
-def test_polling_continues_from_its_cursor(http: httpx2.Client, session: str) -> None:
+def test_polling_continues_from_its_cursor(http, session):
     start = http.get("/v3/events").json()["cursor"]
     for title in "abc":
         http.patch(f"/v3/sessions/{session}", json={"title": title})
@@ -320,10 +315,10 @@ def test_polling_continues_from_its_cursor(http: httpx2.Client, session: str) ->
     assert nothing == {"events": [], "cursor": rest["cursor"], "more": False}
 
 
-def test_a_waiting_poll_receives_the_event_when_it_occurs(http: httpx2.Client, daemon: Daemon, session: str) -> None:
+def test_a_waiting_poll_receives_the_event_when_it_occurs(http, daemon, session):
     start = http.get("/v3/events").json()["cursor"]
     with client(daemon) as other:
-        answers: list[Any] = []
+        answers = []
         parameters = {"after": start, "wait": 5, "types": "session.updated"}
         waiting = threading.Thread(target=lambda: answers.append(other.get("/v3/events", params=parameters).json()))
         waiting.start()
@@ -334,12 +329,12 @@ def test_a_waiting_poll_receives_the_event_when_it_occurs(http: httpx2.Client, d
 
 
 @pytest.mark.parametrize("wait", ["0.05", "5e-2", "0.0123456789"])
-def test_a_waiting_poll_returns_after_its_time(http: httpx2.Client, wait: str) -> None:
+def test_a_waiting_poll_returns_after_its_time(http, wait):
     answer = http.get("/v3/events", params={"wait": wait}).json()
     assert answer["events"] == []
 
 
-def test_cursors_that_cannot_be_resumed_are_refused(http: httpx2.Client) -> None:
+def test_cursors_that_cannot_be_resumed_are_refused(http):
     refused(http.get("/v3/events", params={"after": 10**9}), 410, "cursor-expired")
     refused(http.get("/v3/events", params={"after": 0, "stream_id": "stm_other"}), 410, "cursor-expired")
     assert http.get("/v3/events", params={"after": 0}).status_code == 200

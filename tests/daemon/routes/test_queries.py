@@ -1,10 +1,7 @@
 """Strict query parameters, bodies and ids on all routes."""
 
-from __future__ import annotations
-
 from urllib.parse import quote
 
-import httpx2
 import pytest
 
 from tests.support.asking import refused
@@ -13,9 +10,7 @@ WEIRD = ["none", "x" * 300, "a b", "..", "%", "'; DROP TABLE sessions; --", "ä"
 
 
 @pytest.mark.parametrize("name", WEIRD)
-def test_ids_that_do_not_exist_are_not_found_whatever_their_characters(
-    http: httpx2.Client, session: str, name: str
-) -> None:
+def test_ids_that_do_not_exist_are_not_found_whatever_their_characters(http, session, name):
     part = quote(name, safe="") if name != ".." else "%2e%2e"
     for method, path, code in (
         ("GET", f"/v3/sessions/{part}", "session-not-found"),
@@ -36,7 +31,7 @@ def test_ids_that_do_not_exist_are_not_found_whatever_their_characters(
     assert http.get("/v3/sessions").status_code == 200
 
 
-def test_an_unknown_route_refers_to_the_openapi_document(http: httpx2.Client) -> None:
+def test_an_unknown_route_refers_to_the_openapi_document(http):
     assert "/v3/openapi.json" in refused(http.get("/v3/nothing"), 404, "invalid-request")["message"]
     assert refused(http.put("/v3/sessions"), 405, "invalid-request")
 
@@ -45,7 +40,7 @@ JUNK = ["", " 5", "5 ", "+5", "-1", "5_0", "5.0", "0x5", "1e3", "\u0665", "five"
 
 
 @pytest.mark.parametrize("junk", JUNK)
-def test_numbers_accept_only_digits(http: httpx2.Client, junk: str) -> None:
+def test_numbers_accept_only_digits(http, junk):
     for path, name in (("/v3/events", "after"), ("/v3/events", "limit"), ("/v3/sessions", "limit")):
         assert refused(http.get(path, params={name: junk}), 400, "invalid-request")["param"] == name
 
@@ -75,9 +70,7 @@ def test_numbers_accept_only_digits(http: httpx2.Client, junk: str) -> None:
         ("/v3/mcp/servers", "limit=1", "limit"),
     ],
 )
-def test_the_error_names_an_invalid_or_unknown_parameter(
-    http: httpx2.Client, path: str, query: str, param: str
-) -> None:
+def test_the_error_names_an_invalid_or_unknown_parameter(http, path, query, param):
     assert refused(http.get(f"{path}?{query}"), 400, "invalid-request")["param"] == param
 
 
@@ -103,7 +96,7 @@ def test_the_error_names_an_invalid_or_unknown_parameter(
         (b'{"session_id": "a b"}', "application/json", 400, "invalid-request"),
     ],
 )
-def test_an_invalid_body_is_refused(http: httpx2.Client, content: bytes, kind: str, status: int, code: str) -> None:
+def test_an_invalid_body_is_refused(http, content, kind, status, code):
     before = http.get("/v3/daemon").json()["counts"]["sessions"]
     refused(http.post("/v3/sessions", content=content, headers={"content-type": kind}), status, code)
     assert http.get("/v3/daemon").json()["counts"]["sessions"] == before
@@ -123,5 +116,5 @@ def test_an_invalid_body_is_refused(http: httpx2.Client, content: bytes, kind: s
         ("POST", "/v3/daemon/shutdown"),
     ],
 )
-def test_no_route_accepts_unknown_fields(http: httpx2.Client, method: str, path: str) -> None:
+def test_no_route_accepts_unknown_fields(http, method, path):
     refused(http.request(method, path, json={"no_such_field": 1}), 400, "invalid-request")

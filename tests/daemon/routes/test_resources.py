@@ -1,17 +1,11 @@
 """The routes of the daemon itself and of sessions, and the OpenAPI document."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import httpx2
 import pytest
 
-from lmx_lab.daemon.daemon import Daemon
 from tests.support.asking import refused
 
 
-def test_the_state_of_the_daemon_contains_ids_and_limits(http: httpx2.Client, daemon: Daemon) -> None:
+def test_the_state_of_the_daemon_contains_ids_and_limits(http, daemon):
     shown = http.get("/v3/daemon").json()
     assert (shown["daemon_id"], shown["upstream"]["url"]) == (daemon.daemon_id, daemon.upstream_url)
     assert shown["limits"]["wait_s"] == 5.0
@@ -21,7 +15,7 @@ def test_the_state_of_the_daemon_contains_ids_and_limits(http: httpx2.Client, da
 
 
 @pytest.mark.slow
-def test_the_openapi_document_describes_every_route(http: httpx2.Client) -> None:
+def test_the_openapi_document_describes_every_route(http):
     document = http.get("/v3/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     assert {"Envelope", "TurnDone", "ErrorBody", "EventPage"} <= set(document["components"]["schemas"])
@@ -38,7 +32,7 @@ def test_the_openapi_document_describes_every_route(http: httpx2.Client) -> None
     assert document["security"] == [{"token": []}]
 
 
-def test_a_session_is_created_once_for_an_id(http: httpx2.Client) -> None:
+def test_a_session_is_created_once_for_an_id(http):
     body = {"session_id": "mine", "title": "First", "metadata": {"a": [1]}}
     made = http.post("/v3/sessions", json=body)
     again = http.post("/v3/sessions", json={"session_id": "mine", "title": "Second"})
@@ -49,20 +43,20 @@ def test_a_session_is_created_once_for_an_id(http: httpx2.Client) -> None:
     refused(http.get("/v3/sessions/mine"), 404, "session-not-found")
 
 
-def test_a_session_can_be_created_without_a_body(http: httpx2.Client) -> None:
+def test_a_session_can_be_created_without_a_body(http):
     made = http.post("/v3/sessions")
     assert made.status_code == 201
     assert http.delete(f"/v3/sessions/{made.json()['session_id']}").status_code == 204
 
 
-def test_a_session_is_changed_only_at_its_current_revision(http: httpx2.Client, session: str) -> None:
+def test_a_session_is_changed_only_at_its_current_revision(http, session):
     changed = http.patch(f"/v3/sessions/{session}", json={"title": "Two", "revision": 1})
     assert (changed.json()["title"], changed.json()["revision"]) == ("Two", 2)
     refused(http.patch(f"/v3/sessions/{session}", json={"title": "Three", "revision": 1}), 409, "revision-conflict")
     assert http.get(f"/v3/sessions/{session}").json()["title"] == "Two"
 
 
-def test_a_fork_has_the_messages_and_names_its_origin(http: httpx2.Client) -> None:
+def test_a_fork_has_the_messages_and_names_its_origin(http):
     body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
     session = http.post("/v3/sessions", json=body).json()["session_id"]
     fork = http.post(f"/v3/sessions/{session}/fork")
@@ -72,10 +66,10 @@ def test_a_fork_has_the_messages_and_names_its_origin(http: httpx2.Client) -> No
     refused(http.post(f"/v3/sessions/{session}/fork", json={"through_turn_id": "none"}), 404, "turn-not-found")
 
 
-def test_sessions_are_listed_in_pages(http: httpx2.Client) -> None:
+def test_sessions_are_listed_in_pages(http):
     made = [http.post("/v3/sessions", json={"title": f"listed {n}"}).json()["session_id"] for n in range(5)]
-    found: list[str] = []
-    parameters: dict[str, Any] = {"limit": 2, "q": "LISTED"}
+    found = []
+    parameters = {"limit": 2, "q": "LISTED"}
     while True:
         page = http.get("/v3/sessions", params=parameters).json()
         found += [session["session_id"] for session in page["sessions"]]
@@ -88,7 +82,7 @@ def test_sessions_are_listed_in_pages(http: httpx2.Client) -> None:
     assert [session["session_id"] for session in archived] == made[:1]
 
 
-def test_events_continue_from_the_cursor_of_a_snapshot(http: httpx2.Client, session: str) -> None:
+def test_events_continue_from_the_cursor_of_a_snapshot(http, session):
     cursor = http.get(f"/v3/sessions/{session}").json()["cursor"]
     http.patch(f"/v3/sessions/{session}", json={"title": "Later"})
     page = http.get(f"/v3/sessions/{session}/events", params={"after": cursor}).json()

@@ -181,7 +181,7 @@ TestLogAndReaders.settings = settings(
 
 
 @pytest.mark.anyio
-async def test_a_cursor_of_another_database_is_refused(tmp_path: Path) -> None:
+async def test_a_cursor_of_another_database_is_refused(tmp_path):
     store = await Store.open(tmp_path / "daemon.db")
     log = EventLog(store, LIMITS)
     log.check_cursor(0, stream_id=store.stream_id)
@@ -192,7 +192,7 @@ async def test_a_cursor_of_another_database_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_ring_is_bounded_in_events_and_bytes(tmp_path: Path) -> None:
+async def test_the_ring_is_bounded_in_events_and_bytes(tmp_path):
     store = await Store.open(tmp_path / "daemon.db")
     log = EventLog(store, replace(LIMITS, ring_bytes=3000))
     for _ in range(50):
@@ -206,7 +206,7 @@ async def test_the_ring_is_bounded_in_events_and_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp_path: Path) -> None:
+async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp_path):
     store = await Store.open(tmp_path / "daemon.db")
     log = EventLog(store, LIMITS)
     for _ in range(LIMITS.keep_events + 7):
@@ -226,7 +226,7 @@ async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("ring_events", [100, 1], ids=["from memory", "from the database"])
-async def test_pages_with_long_events_contain_fewer_events(tmp_path: Path, ring_events: int) -> None:
+async def test_pages_with_long_events_contain_fewer_events(tmp_path, ring_events):
     store = await Store.open(tmp_path / "daemon.db")
     log = EventLog(store, Limits(ring_events=ring_events, page_bytes=5000))
     for _ in range(10):

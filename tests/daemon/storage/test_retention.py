@@ -11,7 +11,7 @@ from lmx_lab.daemon.encoding import timestamp
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.retention import delete_expired
-from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.daemon.storage.store import Transaction
 from lmx_lab.wire.events import TurnText
 from lmx_lab.wire.sessions import CreateSession
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.anyio
 LIMITS = Limits(fold_after_s=600, keep_days=30)
 
 
-async def kinds(store: Store) -> list[str]:
+async def kinds(store):
     return [row["event"] for row in await store.read(lambda r: r.fetch_all("SELECT event FROM events ORDER BY seq"))]
 
 
-def write_turn(tx: Transaction, turn_id: str, ended_s: float | None) -> None:
+def write_turn(tx, turn_id, ended_s):
     ended = None if ended_s is None else timestamp(ended_s)
     tx.execute(
         "INSERT INTO turns (session_id, turn_id, status, content, digest, queued_at, ended_at)"
@@ -34,7 +34,7 @@ def write_turn(tx: Transaction, turn_id: str, ended_s: float | None) -> None:
         tx.append(kind, TurnText(message_id="m", text="x"), session_id="s", turn_id=turn_id)
 
 
-async def test_token_events_are_deleted_ten_minutes_after_their_turn(store: Store) -> None:
+async def test_token_events_are_deleted_ten_minutes_after_their_turn(store):
     log = EventLog(store, LIMITS)
     now = time.time()
     await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
@@ -49,7 +49,7 @@ async def test_token_events_are_deleted_ten_minutes_after_their_turn(store: Stor
     log.check_cursor(2)
 
 
-async def test_only_the_deletion_event_of_a_deleted_session_is_kept(store: Store) -> None:
+async def test_only_the_deletion_event_of_a_deleted_session_is_kept(store):
     log = EventLog(store, LIMITS)
     await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
     await store.write(lambda tx: write_turn(tx, "t", time.time()))
@@ -61,7 +61,7 @@ async def test_only_the_deletion_event_of_a_deleted_session_is_kept(store: Store
     assert await kinds(store) == ["session.deleted", "session.created"]
 
 
-async def test_old_events_are_deleted_from_the_start_of_the_log(store: Store) -> None:
+async def test_old_events_are_deleted_from_the_start_of_the_log(store):
     log = EventLog(store, LIMITS)
     await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
     await store.write(lambda tx: write_turn(tx, "t", time.time()))
@@ -73,7 +73,7 @@ async def test_old_events_are_deleted_from_the_start_of_the_log(store: Store) ->
 
 
 @pytest.mark.slow
-async def test_excess_events_are_deleted_in_batches(store: Store) -> None:
+async def test_excess_events_are_deleted_in_batches(store):
     limits = Limits(keep_events=100)
     log = EventLog(store, limits)
 
@@ -86,7 +86,7 @@ async def test_excess_events_are_deleted_in_batches(store: Store) -> None:
     assert (log.oldest_seq, len(await kinds(store))) == (4901, 100)
 
 
-async def test_an_event_with_a_wrong_time_does_not_cause_deletions(store: Store) -> None:
+async def test_an_event_with_a_wrong_time_does_not_cause_deletions(store):
     log = EventLog(store, LIMITS)
     await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
     await store.write(lambda tx: write_turn(tx, "t", None))

@@ -7,7 +7,6 @@ import json
 import sqlite3
 import stat
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +20,11 @@ from lmx_lab.wire.events import EVENT_CLASSES, SessionDeleted, ToolOutput
 pytestmark = pytest.mark.anyio
 
 
-def deleted(session_id: str) -> SessionDeleted:
+def deleted(session_id):
     return SessionDeleted(session_id=session_id)
 
 
-async def test_an_event_is_published_before_its_write_returns(store: Store) -> None:
+async def test_an_event_is_published_before_its_write_returns(store):
     log = EventLog(store, Limits())
     seq = await store.write(lambda tx: tx.append("session.deleted", deleted("a"), session_id="a"))
     assert log.latest_seq == seq
@@ -42,7 +41,7 @@ async def test_an_event_is_published_before_its_write_returns(store: Store) -> N
     }
 
 
-async def test_a_failed_transaction_leaves_neither_state_nor_event(store: Store) -> None:
+async def test_a_failed_transaction_leaves_neither_state_nor_event(store):
     log = EventLog(store, Limits())
 
     def fail(tx: Transaction) -> None:
@@ -57,7 +56,7 @@ async def test_a_failed_transaction_leaves_neither_state_nor_event(store: Store)
     assert log.latest_seq == 0
 
 
-async def test_a_write_whose_caller_was_cancelled_is_completed(store: Store) -> None:
+async def test_a_write_whose_caller_was_cancelled_is_completed(store):
     begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -72,7 +71,7 @@ async def test_a_write_whose_caller_was_cancelled_is_completed(store: Store) -> 
     assert await log.wait(0, 10)
 
 
-async def test_concurrent_writes_have_seqs_in_the_order_in_which_readers_see_them(store: Store) -> None:
+async def test_concurrent_writes_have_seqs_in_the_order_in_which_readers_see_them(store):
     log = EventLog(store, Limits())
     seqs = await asyncio.gather(
         *(store.write(lambda tx, at=at: tx.append("session.deleted", deleted(str(at)))) for at in range(200))
@@ -81,7 +80,7 @@ async def test_concurrent_writes_have_seqs_in_the_order_in_which_readers_see_the
     assert [event.seq for event in (await log.read_page(0, limit=500)).events] == list(range(1, 201))
 
 
-async def test_a_seq_is_never_used_twice(tmp_path: Path) -> None:
+async def test_a_seq_is_never_used_twice(tmp_path):
     store = await Store.open(tmp_path / "daemon.db")
     first = await store.write(lambda tx: tx.append("session.deleted", deleted("a")))
     await store.write(lambda tx: tx.execute("DELETE FROM events"))
@@ -94,21 +93,21 @@ async def test_a_seq_is_never_used_twice(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_lone_surrogates_of_a_tool_are_replaced_in_the_log(store: Store) -> None:
+async def test_lone_surrogates_of_a_tool_are_replaced_in_the_log(store):
     log = EventLog(store, Limits())
     await store.write(lambda tx: tx.append("tool.output", ToolOutput(call_id="c", text="half \ud83d a smile ☺")))
     (event,) = (await log.read_page(0)).events
     assert json.loads(event.text.encode())["data"]["text"] == "half ? a smile ☺"
 
 
-async def test_only_the_user_can_read_the_files(store: Store) -> None:
+async def test_only_the_user_can_read_the_files(store):
     await store.write(lambda tx: tx.append("session.deleted", deleted("a")))
     files = list(store.path.parent.glob("daemon.*"))
     assert len(files) >= 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
-async def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+async def test_a_symbolic_link_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").write_bytes(b"")
     (tmp_path / "daemon.db").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HostingError, match="cannot be opened"):
@@ -116,7 +115,7 @@ async def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["other", "empty", "half", "cut off"])
-async def test_a_damaged_database_is_reported_and_not_changed(tmp_path: Path, damage: str) -> None:
+async def test_a_damaged_database_is_reported_and_not_changed(tmp_path, damage):
     path = tmp_path / "daemon.db"
     store = await Store.open(path)
     await store.close()
@@ -133,14 +132,14 @@ async def test_a_damaged_database_is_reported_and_not_changed(tmp_path: Path, da
     assert path.read_bytes() == content
 
 
-async def test_a_database_that_was_created_only_in_part_is_created_again(tmp_path: Path) -> None:
+async def test_a_database_that_was_created_only_in_part_is_created_again(tmp_path):
     (tmp_path / "daemon.new").write_bytes(b"")
     store = await Store.open(tmp_path / "daemon.db")
     await store.close()
     assert not (tmp_path / "daemon.new").exists()
 
 
-async def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+async def test_a_database_of_a_newer_version_is_refused(tmp_path):
     path = tmp_path / "daemon.db"
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
@@ -149,7 +148,7 @@ async def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
         await Store.open(path)
 
 
-async def test_a_closed_store_refuses_writes(tmp_path: Path) -> None:
+async def test_a_closed_store_refuses_writes(tmp_path):
     store = await Store.open(tmp_path / "daemon.db")
     await store.close()
     await store.close()
@@ -160,25 +159,23 @@ async def test_a_closed_store_refuses_writes(tmp_path: Path) -> None:
 # A full disk, simulated by SQLite's limit of pages, which causes the same error.
 
 
-def fill(store: Store) -> None:
+def fill(store):
     (pages,) = store._writing.execute("PRAGMA page_count").fetchone()
     store._writing.execute(f"PRAGMA max_page_count = {pages}")
 
 
-def long_event(tx: Transaction) -> int:
+def long_event(tx):
     return tx.append("tool.output", ToolOutput(call_id="c", text="x" * 100_000))
 
 
-async def test_a_write_on_a_full_disk_fails_and_changes_nothing(store: Store) -> None:
+async def test_a_write_on_a_full_disk_fails_and_changes_nothing(store):
     fill(store)
     with pytest.raises(StorageFullError, match="free disk space"):
         await store.write(long_event)
     assert await store.read(lambda r: r.fetch_all("SELECT * FROM events")) == []
 
 
-async def test_on_a_full_disk_the_reserve_is_used_for_writing_ends(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_on_a_full_disk_the_reserve_is_used_for_writing_ends(store, monkeypatch):
     reserve = store.path.with_suffix(".reserve")
     assert reserve.stat().st_size > 10**6
     room = 0
@@ -196,9 +193,7 @@ async def test_on_a_full_disk_the_reserve_is_used_for_writing_ends(
     assert reserve.exists()
 
 
-async def test_the_reserve_is_not_created_from_the_last_free_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_reserve_is_not_created_from_the_last_free_space(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2_500_000))
     (tmp_path / "daemon.reserve").write_bytes(b"a part of one")
     store = await Store.open(tmp_path / "daemon.db")
@@ -207,7 +202,7 @@ async def test_the_reserve_is_not_created_from_the_last_free_space(
 
 
 @pytest.mark.slow
-async def test_a_full_file_system_stops_only_the_writing(tmp_path: Path) -> None:
+async def test_a_full_file_system_stops_only_the_writing(tmp_path):
     """With a limit of the operating system on the size of files, in a separate process."""
     program = f"""
 import asyncio, resource
@@ -242,7 +237,7 @@ asyncio.run(main())
     assert verdict == "ok"
 
 
-def test_the_events_are_those_of_the_documented_groups() -> None:
+def test_the_events_are_those_of_the_documented_groups():
     """The design's table of events."""
     assert {kind.partition(".")[0] for kind in EVENT_CLASSES} == {
         *("stream", "daemon", "session", "turn", "message", "tool", "permission", "mcp", "model"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmx_lab.daemon.tools.function_schema import function_schema, read_docstring
 
 
-def test_docstrings_of_three_styles_are_parsed() -> None:
+def test_docstrings_of_three_styles_are_parsed():
     def google(a: int, b: int) -> None:
         """Sum: of things.
 

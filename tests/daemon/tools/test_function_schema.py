@@ -5,12 +5,11 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jsonschema
 import pandas as pd
 import pytest
-from pydantic import Field
 
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.tool import ToolResult
@@ -21,26 +20,26 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def tools() -> PythonTools:
+def tools():
     return PythonTools()
 
 
 def everything(
-    text: str,
-    number: int = 3,
+    text,
+    number=3,
     *,
-    share: Annotated[float, Field(ge=0, le=1, description="of the whole")] = 0.5,
-    mode: Literal["fast", "slow"] = "fast",
-    colour: Colour = Colour.RED,
-    maybe: int | None = None,
-    items: list[Point] | None = None,
-    table: dict[str, int] | None = None,
-    box: Box | None = None,
-    day: Annotated[datetime.date | None, "which day"] = None,
+    share=0.5,
+    mode="fast",
+    colour=Colour.RED,
+    maybe=None,
+    items=None,
+    table=None,
+    box=None,
+    day=None,
     loose=None,
-    schema: str = "a name that pydantic has",
-    _hidden: int = 1,
-) -> str:
+    schema="a name that pydantic has",
+    _hidden=1,
+):
     """Does everything.
 
     And more of it.
@@ -58,7 +57,7 @@ def everything(
     return repr((text, number, share, mode, colour, maybe, items, table, box, day, loose, schema, _hidden))
 
 
-def test_the_schema_comes_from_the_signature_and_the_docstring(tools: PythonTools) -> None:
+def test_the_schema_comes_from_the_signature_and_the_docstring(tools):
     tool = tools.register(everything)
     jsonschema.Draft202012Validator.check_schema(tool.parameters)
     properties = tool.parameters["properties"]
@@ -77,7 +76,7 @@ def test_the_schema_comes_from_the_signature_and_the_docstring(tools: PythonTool
     assert {"schema", "_hidden", "loose"} <= set(properties)
 
 
-async def test_arguments_become_the_annotated_types(tools: PythonTools) -> None:
+async def test_arguments_become_the_annotated_types(tools):
     box = {"low": {"x": 1}, "high": {"x": 2}}
     given = {"text": "hi", "number": "4", "colour": "blue", "items": [{"x": 1}], "box": box, "day": "2026-11-22"}
     result = await called(tools, everything, **given, loose=[1, "a"], _hidden=2)
@@ -86,7 +85,7 @@ async def test_arguments_become_the_annotated_types(tools: PythonTools) -> None:
     assert result == ToolResult(status="ok", text=repr((*first, [1, "a"], "a name that pydantic has", 2)))
 
 
-async def test_invalid_arguments_are_described_and_the_function_is_not_called(tools: PythonTools) -> None:
+async def test_invalid_arguments_are_described_and_the_function_is_not_called(tools):
     result = await called(tools, everything, number="many", mode="odd", colour="green", extra=1)
     assert result.status == "error"
     assert "was not called" in result.text
@@ -104,7 +103,7 @@ async def test_invalid_arguments_are_described_and_the_function_is_not_called(to
 @pytest.mark.parametrize(
     "arguments", [{"text": 1}, {"text": "\ud800"}, {"text": None}, {"": 1}, {"text": ["x"] * 100_000}]
 )
-async def test_unusual_arguments_are_errors(tools: PythonTools, arguments: dict[str, Any]) -> None:
+async def test_unusual_arguments_are_errors(tools, arguments):
     def shout(text: str) -> str:
         return text.upper()
 
@@ -113,7 +112,7 @@ async def test_unusual_arguments_are_errors(tools: PythonTools, arguments: dict[
     assert len(result.text) < 2000
 
 
-def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools: PythonTools) -> None:
+def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
     def many(*values: int) -> None: ...
     def named(**values: int) -> None: ...
     def positional(a: int, /) -> None: ...
@@ -134,7 +133,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools: Python
             tools.register(function)
     for thing in (3, "text", Point, None):
         with pytest.raises(InvalidRequestError, match="not a function"):
-            tools.register(thing)  # type: ignore[arg-type]
+            tools.register(thing)
     with pytest.raises(InvalidRequestError, match="set name="):
         tools.register(lambda: 1)
     for name in ("", "a b", "ü", "x" * 65, "a.b", "time__now"):
@@ -145,7 +144,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools: Python
     assert tools.list_tools() == []
 
 
-def test_methods_partials_and_callable_objects_can_be_tools(tools: PythonTools) -> None:
+def test_methods_partials_and_callable_objects_can_be_tools(tools):
     class Counter:
         def add(self, by: int) -> int:
             """Adds."""

@@ -8,7 +8,6 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,11 +22,11 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def tools() -> PythonTools:
+def tools():
     return PythonTools()
 
 
-def test_a_function_that_is_registered_again_replaces_only_itself(tools: PythonTools) -> None:
+def test_a_function_that_is_registered_again_replaces_only_itself(tools):
     def version(text: str) -> Callable[..., str]:
         def greet() -> str:
             return text
@@ -69,17 +68,17 @@ def test_a_function_that_is_registered_again_replaces_only_itself(tools: PythonT
         (pd.DataFrame({"a": [1, 2]}), "   a\n0  1\n1  2"),
     ],
 )
-async def test_results_become_text(tools: PythonTools, value: Any, text: str) -> None:
+async def test_results_become_text(tools, value, text):
     assert (await called(tools, lambda: value)).text == text
 
 
-async def test_results_have_a_limit(tools: PythonTools) -> None:
+async def test_results_have_a_limit(tools):
     assert len((await called(tools, lambda: "x" * 5_000_000)).text) == 2**20
     tools.remove("f")
     assert len((await called(tools, functools.partial(itertools.count, 1))).text) < 10_000
 
 
-async def test_an_exception_becomes_a_result_without_a_traceback(tools: PythonTools) -> None:
+async def test_an_exception_becomes_a_result_without_a_traceback(tools):
     def broken(code: int) -> None:
         secret = "hunter2"  # noqa: F841
         raise (SystemExit(code) if code else ValueError("the value is wrong"))
@@ -92,7 +91,7 @@ async def test_an_exception_becomes_a_result_without_a_traceback(tools: PythonTo
 # Time and threads
 
 
-async def test_an_async_function_runs_in_another_thread_on_its_own_loop(tools: PythonTools) -> None:
+async def test_an_async_function_runs_in_another_thread_on_its_own_loop(tools):
     here = threading.get_ident(), asyncio.get_running_loop()
 
     async def elsewhere() -> bool:
@@ -102,7 +101,7 @@ async def test_an_async_function_runs_in_another_thread_on_its_own_loop(tools: P
     assert (await called(tools, elsewhere)).text == "true"
 
 
-async def test_a_call_ends_at_its_time_limit_and_an_async_function_is_cancelled(tools: PythonTools) -> None:
+async def test_a_call_ends_at_its_time_limit_and_an_async_function_is_cancelled(tools):
     release, cancelled = threading.Event(), threading.Event()
 
     async def patient() -> None:
@@ -124,7 +123,7 @@ async def test_a_call_ends_at_its_time_limit_and_an_async_function_is_cancelled(
     release.set()
 
 
-async def test_a_cancelled_call_ends_immediately(tools: PythonTools) -> None:
+async def test_a_cancelled_call_ends_immediately(tools):
     begun, release = threading.Event(), threading.Event()
 
     def stuck() -> None:
@@ -140,7 +139,7 @@ async def test_a_cancelled_call_ends_immediately(tools: PythonTools) -> None:
     release.set()
 
 
-async def test_the_number_of_concurrent_calls_is_limited(tools: PythonTools) -> None:
+async def test_the_number_of_concurrent_calls_is_limited(tools):
     release, ended = threading.Event(), threading.Barrier(THREADS + 1)
 
     def stuck() -> None:
@@ -161,9 +160,7 @@ async def test_the_number_of_concurrent_calls_is_limited(tools: PythonTools) -> 
             await asyncio.sleep(0.01)
 
 
-async def test_printing_and_registering_work_from_any_thread(
-    tools: PythonTools, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_printing_and_registering_work_from_any_thread(tools, capsys):
     def talk(text: str) -> None:
         print(text)
 
@@ -174,5 +171,5 @@ async def test_printing_and_registering_work_from_any_thread(
     assert capsys.readouterr().out == "out loud\n"
 
 
-async def test_calling_an_unknown_tool_returns_none(tools: PythonTools) -> None:
+async def test_calling_an_unknown_tool_returns_none(tools):
     assert await tools.call("nobody", {}) is None

@@ -1,7 +1,5 @@
 """The names of MCP tools."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +7,7 @@ from lmx_lab.daemon.tools.tool import mcp_tool_names
 
 
 @given(st.lists(st.text(min_size=1, max_size=100), unique=True, max_size=20))
-def test_names_for_models_are_valid_and_map_to_the_servers_names(own: list[str]) -> None:
+def test_names_for_models_are_valid_and_map_to_the_servers_names(own):
     names = mcp_tool_names("server-1", own)
     assert list(names.values()) == own
     assert all(len(name) <= 64 and name.isascii() and name.startswith("server-1__") for name in names)

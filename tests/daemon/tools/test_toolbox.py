@@ -1,27 +1,22 @@
 """Python functions and MCP tools in one toolbox."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.toolbox import CombinedToolbox
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
-from tests.support.mcp import McpHarness, hostile, open_harness
+from tests.support.mcp import hostile, open_harness
 
 
 @pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
+async def harness(tmp_path):
     async with open_harness(tmp_path) as harness:
         yield harness
 
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_python_functions_and_mcp_tools_are_called_by_their_names(harness: McpHarness) -> None:
+async def test_python_functions_and_mcp_tools_are_called_by_their_names(harness):
     python = PythonTools()
     toolbox = CombinedToolbox(python, harness.servers)
     python.register(lambda: "of Python", name="zebra")
@@ -40,7 +35,7 @@ async def test_python_functions_and_mcp_tools_are_called_by_their_names(harness:
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(harness: McpHarness) -> None:
+async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(harness):
     toolbox = CombinedToolbox(PythonTools(), harness.servers)
     await harness.servers.add(McpServerConfig(name="lost", command="/no/such/program"))
     await harness.servers.add(McpServerConfig(name="off", command="cat", enabled=False))
@@ -57,7 +52,7 @@ async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(har
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_a_server_that_is_ready_explains_an_absence_only_by_its_permission(harness: McpHarness) -> None:
+async def test_a_server_that_is_ready_explains_an_absence_only_by_its_permission(harness):
     toolbox = CombinedToolbox(PythonTools(), harness.servers)
     await harness.ready(hostile())
     assert await toolbox.explain_absence("bad__nothing") is None

@@ -11,9 +11,9 @@ from lmx_lab.daemon.turns.concurrency import TurnSlots
 pytestmark = pytest.mark.anyio
 
 
-async def queue(slots: TurnSlots, *continuing: bool) -> tuple[list[asyncio.Task[None]], list[int]]:
+async def queue(slots, *continuing):
     """Start tasks that acquire a slot, in this order. Returns them and the list of those that have acquired it."""
-    order: list[int] = []
+    order = []
 
     async def take(number: int, is_continuing: bool) -> None:
         await slots.acquire(continuing=is_continuing)
@@ -24,7 +24,7 @@ async def queue(slots: TurnSlots, *continuing: bool) -> tuple[list[asyncio.Task[
     return tasks, order
 
 
-async def test_continuing_turns_have_priority_and_the_others_are_served_in_order() -> None:
+async def test_continuing_turns_have_priority_and_the_others_are_served_in_order():
     slots = TurnSlots(1)
     await slots.acquire()
     tasks, order = await queue(slots, False, True, False, True)
@@ -37,7 +37,7 @@ async def test_continuing_turns_have_priority_and_the_others_are_served_in_order
 
 
 @pytest.mark.parametrize("given", ["before", "after"])
-async def test_a_slot_is_not_lost_when_its_waiter_is_cancelled(given: str) -> None:
+async def test_a_slot_is_not_lost_when_its_waiter_is_cancelled(given):
     slots = TurnSlots(1)
     await slots.acquire()
     tasks, order = await queue(slots, False, False)

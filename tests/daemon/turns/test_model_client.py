@@ -8,7 +8,6 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.daemon.turns.model_client import ModelClient
-from lmx_lab.notebook import Lab
 from tests.support.labs import serving
 from tests.support.model_server import DROP, Refusal, Scripted, json_answer, refuses, says, token
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-async def text(upstream: ModelClient, model: str | None = None) -> str:
+async def text(upstream, model=None):
     return "".join([piece.text async for piece in upstream.call(BODY, model=model)])
 
 
@@ -30,7 +29,7 @@ async def text(upstream: ModelClient, model: str | None = None) -> str:
         (False, json_answer({"detail": "no such route"}, status=404), None, "default"),
     ],
 )
-async def test_the_model_is_chosen_by_the_kind_of_server(lab: bool, models: Any, asked: str | None, sent: str) -> None:
+async def test_the_model_is_chosen_by_the_kind_of_server(lab, models, asked, sent):
     with Scripted(says("hi"), lab=lab, models=models) as server:
         upstream = ModelClient(server.url)
         assert await text(upstream, asked) == "hi"
@@ -38,7 +37,7 @@ async def test_the_model_is_chosen_by_the_kind_of_server(lab: bool, models: Any,
         assert [body["model"] for body in server.bodies] == [sent]
 
 
-async def test_the_list_of_models_is_cached() -> None:
+async def test_the_list_of_models_is_cached():
     with Scripted(says("hi")) as server:
         upstream = ModelClient(server.url)
         for _ in range(3):
@@ -47,7 +46,7 @@ async def test_the_list_of_models_is_cached() -> None:
         assert server.paths.count("/v1/models") == 1
 
 
-async def test_a_model_that_no_longer_exists_is_chosen_again() -> None:
+async def test_a_model_that_no_longer_exists_is_chosen_again():
     with Scripted(refuses(404, "model-not-found"), says("hi"), models=["a"]) as server:
         upstream = ModelClient(server.url)
         with pytest.raises(errors.ModelNotFoundError):
@@ -58,7 +57,7 @@ async def test_a_model_that_no_longer_exists_is_chosen_again() -> None:
         assert [body["model"] for body in server.bodies] == ["a", "b"]
 
 
-async def test_a_server_without_models_is_an_error() -> None:
+async def test_a_server_without_models_is_an_error():
     with Scripted(says("hi"), models=()) as server:
         upstream = ModelClient(server.url)
         with pytest.raises(errors.NotLoadedError, match="lists no models"):
@@ -68,7 +67,7 @@ async def test_a_server_without_models_is_an_error() -> None:
         assert (state.reachable, state.model) == (True, None)
 
 
-async def test_the_state_follows_the_results_of_the_calls() -> None:
+async def test_the_state_follows_the_results_of_the_calls():
     with Scripted(
         says("hi"), refuses(503, "no-model-loaded", "none"), refuses(400, "invalid-request"), says("hi")
     ) as server:
@@ -97,7 +96,7 @@ async def test_the_state_follows_the_results_of_the_calls() -> None:
     assert "nothing answers" in (known[4].error or "")
 
 
-async def test_a_changed_state_is_reported_once() -> None:
+async def test_a_changed_state_is_reported_once():
     with Scripted(says("hi")) as server:
         upstream = ModelClient(server.url)
         assert upstream.unreported_status() is None
@@ -119,7 +118,7 @@ async def test_a_changed_state_is_reported_once() -> None:
         (refuses(429, "queue-full"), errors.QueueFullError),
     ],
 )
-async def test_errors_keep_their_class(script: Any, error: type[errors.LabError]) -> None:
+async def test_errors_keep_their_class(script, error):
     with Scripted(script) as server:
         upstream = ModelClient(server.url)
         with pytest.raises(error) as caught:
@@ -129,12 +128,12 @@ async def test_errors_keep_their_class(script: Any, error: type[errors.LabError]
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_home: Any) -> Any:
+def lab(tiny_home):
     with serving(tiny_home, "tiny") as lab:
         yield lab
 
 
-async def test_a_labs_server_answers_with_the_loaded_model(lab: Lab) -> None:
+async def test_a_labs_server_answers_with_the_loaded_model(lab):
     upstream = ModelClient(f"{lab.url}/v1")
     pieces = [piece async for piece in upstream.call({**BODY, "max_tokens": 4}, model=None)]
     assert pieces[-1].usage is not None

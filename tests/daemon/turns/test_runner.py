@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lmx_lab import errors
 from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
-from lmx_lab.notebook import Lab
 from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage, SubmitTurn, TurnOverrides
-from tests.support.daemons import ASKS, FREE, ScriptedToolbox, TurnHarness, check_invariants, daemon
+from tests.support.daemons import ASKS, FREE, ScriptedToolbox, check_invariants, daemon
 from tests.support.labs import serving
 from tests.support.model_server import (
     DROP,
     STALL,
     Gate,
     Refusal,
-    Scripted,
     calls,
     chunk,
     ending,
@@ -38,7 +35,7 @@ ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
 # --- answers
 
 
-async def test_a_turn_is_answered_and_its_session_is_idle_afterwards(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_turn_is_answered_and_its_session_is_idle_afterwards(here, upstream):
     upstream.then(says("Hel", "lo", thinks=["Hm"]))
     session = await here.session(system_prompt="Be brief.")
     record = await here.run(session, "hi")
@@ -58,7 +55,7 @@ async def test_a_turn_is_answered_and_its_session_is_idle_afterwards(here: TurnH
     assert here.turns.counts() == (0, 0)
 
 
-async def test_the_next_turn_sends_the_history_without_thoughts(here: TurnHarness, upstream: Scripted) -> None:
+async def test_the_next_turn_sends_the_history_without_thoughts(here, upstream):
     upstream.then(says("one", thinks=["Hm"]), says("two"))
     session = await here.session()
     await here.run(session, "1")
@@ -70,9 +67,7 @@ async def test_the_next_turn_sends_the_history_without_thoughts(here: TurnHarnes
     ]
 
 
-async def test_overrides_apply_to_one_turn_and_extra_fields_are_sent_unchanged(
-    here: TurnHarness, upstream: Scripted
-) -> None:
+async def test_overrides_apply_to_one_turn_and_extra_fields_are_sent_unchanged(here, upstream):
     upstream.then(says("a"))
     session = await here.session(model="m")
     overrides = TurnOverrides(
@@ -88,14 +83,14 @@ async def test_overrides_apply_to_one_turn_and_extra_fields_are_sent_unchanged(
     assert (second["model"], "temperature" in second, "min_p" in second) == ("m", False, False)
 
 
-async def test_a_truncated_answer_ends_with_the_reason_length(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_truncated_answer_ends_with_the_reason_length(here, upstream):
     upstream.then(says("Hel", finish="length"))
     record = await here.run(await here.session())
     assert (record.status, record.stop_reason, record.text) == ("done", "length", "Hel")
 
 
 @pytest.mark.parametrize("script", [says(), says(finish="content_filter"), [token(""), b"data: [DONE]\n\n"]])
-async def test_an_empty_answer_is_an_end_without_a_message(here: TurnHarness, upstream: Scripted, script: Any) -> None:
+async def test_an_empty_answer_is_an_end_without_a_message(here, upstream, script):
     upstream.then(script)
     session = await here.session()
     record = await here.run(session)
@@ -103,7 +98,7 @@ async def test_an_empty_answer_is_an_end_without_a_message(here: TurnHarness, up
     assert [message.role for message in (await here.snapshot(session)).messages] == ["user"]
 
 
-async def test_tokens_within_one_batch_are_one_event(here: TurnHarness, upstream: Scripted) -> None:
+async def test_tokens_within_one_batch_are_one_event(here, upstream):
     gate = Gate()
     upstream.then([token("a") + token("b"), gate, token("c"), *ending()])
     session = await here.session()
@@ -117,7 +112,7 @@ async def test_tokens_within_one_batch_are_one_event(here: TurnHarness, upstream
     assert texts[-1] == "c"
 
 
-async def test_the_state_of_the_model_request_is_reported_as_progress(here: TurnHarness, upstream: Scripted) -> None:
+async def test_the_state_of_the_model_request_is_reported_as_progress(here, upstream):
     gate = Gate()
     upstream.then([b": prompt 1/2 tokens\n\n", gate, *says("a")])
     session = await here.session()
@@ -129,9 +124,7 @@ async def test_the_state_of_the_model_request_is_reported_as_progress(here: Turn
     assert notes == [{"step": 1, "note": ""}, {"step": 1, "note": "prompt 1/2 tokens"}]
 
 
-async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(
-    here: TurnHarness, upstream: Scripted
-) -> None:
+async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(here, upstream):
     upstream.then(says("a"))
     session = await here.session()
     for _ in range(3):
@@ -141,9 +134,7 @@ async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(
     assert (status["session_id"], status["turn_id"]) == (None, None)
 
 
-async def test_the_length_of_a_message_is_limited(
-    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_length_of_a_message_is_limited(here, upstream, monkeypatch):
     monkeypatch.setattr("lmx_lab.daemon.turns.message_builder.CONTENT_CHARACTERS", 10)
     upstream.then([token("abcdef"), token("ghijkl"), STALL])
     record = await here.run(await here.session())
@@ -167,8 +158,8 @@ async def test_the_length_of_a_message_is_limited(
     ],
 )
 async def test_an_error_of_the_model_ends_the_turn_with_its_code_and_the_partial_text(
-    here: TurnHarness, upstream: Scripted, script: Any, code: str, text: str
-) -> None:
+    here, upstream, script, code, text
+):
     upstream.then(script)
     session = await here.session()
     record = await here.run(session)
@@ -179,7 +170,7 @@ async def test_an_error_of_the_model_ends_the_turn_with_its_code_and_the_partial
     assert (failed["data"]["error"]["code"], failed["data"]["text"]) == (code, text)
 
 
-async def test_an_unreachable_model_server_is_an_error_and_an_event(tmp_path: Path) -> None:
+async def test_an_unreachable_model_server_is_an_error_and_an_event(tmp_path):
     async with daemon(tmp_path, "http://127.0.0.1:9") as here:
         record = await here.run(await here.session())
         assert record.error is not None
@@ -189,9 +180,7 @@ async def test_an_unreachable_model_server_is_an_error_and_an_event(tmp_path: Pa
         check_invariants(await here.events())
 
 
-async def test_after_an_error_the_history_has_the_question_and_the_partial_answer(
-    here: TurnHarness, upstream: Scripted
-) -> None:
+async def test_after_an_error_the_history_has_the_question_and_the_partial_answer(here, upstream):
     upstream.then([token("Hel"), DROP], refuses(503, "no-model-loaded"), says("ok"))
     session = await here.session()
     for content in ("1", "2", "3"):
@@ -204,7 +193,7 @@ async def test_after_an_error_the_history_has_the_question_and_the_partial_answe
 
 
 @pytest.mark.slow
-async def test_a_turn_ends_at_its_time_limit(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_ends_at_its_time_limit(tmp_path, upstream):
     upstream.then([token("Hel"), STALL])
     async with daemon(tmp_path, upstream, turn_timeout_s=3.0) as here:
         record = await here.run(await here.session())
@@ -214,7 +203,7 @@ async def test_a_turn_ends_at_its_time_limit(tmp_path: Path, upstream: Scripted)
         check_invariants(await here.events())
 
 
-async def test_a_turn_can_override_its_time_limit(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_turn_can_override_its_time_limit(here, upstream):
     upstream.then([STALL])
     record = await here.run(await here.session(), overrides=TurnOverrides(timeout_s=0.05))
     assert record.error is not None
@@ -224,12 +213,10 @@ async def test_a_turn_can_override_its_time_limit(here: TurnHarness, upstream: S
 # --- tools
 
 
-async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_model(
-    here: TurnHarness, upstream: Scripted
-) -> None:
+async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_model(here, upstream):
     upstream.then(calls((FREE, {"a": 1}), text=["Let me see."]), says("3"))
     session = await here.session()
-    logged: list[str] = []
+    logged = []
 
     async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
         logged.extend(await here.kinds(session))
@@ -256,7 +243,7 @@ async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_
     assert (record.stats.steps, record.stats.tool_calls, record.stats.prompt_tokens) == (2, 1, 10)
 
 
-async def test_results_are_sent_in_the_order_of_the_calls(here: TurnHarness, upstream: Scripted) -> None:
+async def test_results_are_sent_in_the_order_of_the_calls(here, upstream):
     upstream.then(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
     second = asyncio.Event()
 
@@ -273,7 +260,7 @@ async def test_results_are_sent_in_the_order_of_the_calls(here: TurnHarness, ups
     assert told == [("call_0", "result 1"), ("call_1", "result 2")]
 
 
-async def test_a_turn_runs_a_limited_number_of_tools_at_once(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_runs_a_limited_number_of_tools_at_once(tmp_path, upstream):
     upstream.then(calls(*[(FREE, {"n": n}) for n in range(6)]), says("ok"))
     toolbox = ScriptedToolbox()
 
@@ -288,7 +275,7 @@ async def test_a_turn_runs_a_limited_number_of_tools_at_once(tmp_path: Path, ups
         check_invariants(await here.events())
 
 
-async def test_ids_of_calls_are_unique_in_a_session(here: TurnHarness, upstream: Scripted) -> None:
+async def test_ids_of_calls_are_unique_in_a_session(here, upstream):
     twice = calls((FREE, {}), (FREE, {}), ids=["same", "same"])
     bare = [chunk({"tool_calls": [{"function": {"name": FREE, "arguments": "{}"}}] * 2}), *ending("tool_calls")]
     upstream.then(twice, bare, says("ok"), calls((FREE, {}), ids=["same"]), says("ok"))
@@ -303,9 +290,7 @@ async def test_ids_of_calls_are_unique_in_a_session(here: TurnHarness, upstream:
 @pytest.mark.parametrize(
     ("name", "arguments"), [("nope", "{}"), (FREE, "{"), (FREE, "[]"), ("", "{}"), ("x" * 999, "")]
 )
-async def test_an_invalid_call_is_reported_to_the_model_which_continues(
-    here: TurnHarness, upstream: Scripted, name: str, arguments: str
-) -> None:
+async def test_an_invalid_call_is_reported_to_the_model_which_continues(here, upstream, name, arguments):
     upstream.then(calls((name, arguments)), says("sorry"))
     record = await here.run(await here.session())
     assert (record.text, here.toolbox.called) == ("sorry", [])
@@ -316,21 +301,21 @@ async def test_an_invalid_call_is_reported_to_the_model_which_continues(
     assert sent in ("{}", arguments)
 
 
-async def test_a_turn_ends_after_too_many_unknown_tools(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_turn_ends_after_too_many_unknown_tools(here, upstream):
     upstream.then(calls(("nope", {})))
     record = await here.run(await here.session())
     assert record.error is not None
     assert (record.error.code, len(upstream.bodies)) == ("turn-failed", 4)
 
 
-async def test_the_number_of_steps_is_limited(here: TurnHarness, upstream: Scripted) -> None:
+async def test_the_number_of_steps_is_limited(here, upstream):
     upstream.then(calls((FREE, {}), text=["Again."]))
     record = await here.run(await here.session(), overrides=TurnOverrides(max_steps=3))
     assert (record.stop_reason, record.text, len(upstream.bodies)) == ("max_steps", "Again.", 3)
     assert len(here.toolbox.called) == 3
 
 
-async def test_long_results_are_cut_off_at_a_character_with_a_note(tmp_path: Path, upstream: Scripted) -> None:
+async def test_long_results_are_cut_off_at_a_character_with_a_note(tmp_path, upstream):
     upstream.then(calls((FREE, {})), says("ok"))
     toolbox = ScriptedToolbox()
     toolbox.work = lambda name, arguments, note: "é" * 100
@@ -342,7 +327,7 @@ async def test_long_results_are_cut_off_at_a_character_with_a_note(tmp_path: Pat
     assert upstream.bodies[1]["messages"][-1]["content"] == end["data"]["text"]
 
 
-async def test_lone_surrogates_of_a_tool_are_replaced(here: TurnHarness, upstream: Scripted) -> None:
+async def test_lone_surrogates_of_a_tool_are_replaced(here, upstream):
     upstream.then(calls((FREE, '{"x": "\\ud83d"}')), says("ok"))
 
     def work(name: str, arguments: dict[str, Any], note: Callable[[str], None]) -> str:
@@ -357,7 +342,7 @@ async def test_lone_surrogates_of_a_tool_are_replaced(here: TurnHarness, upstrea
     await here.snapshot(session)
 
 
-async def test_an_exception_of_the_toolbox_is_an_error_of_the_call(here: TurnHarness, upstream: Scripted) -> None:
+async def test_an_exception_of_the_toolbox_is_an_error_of_the_call(here, upstream):
     upstream.then(calls((FREE, {})), says("ok"))
     here.toolbox.work = lambda name, arguments, note: 1 / 0
     assert (await here.run(await here.session())).text == "ok"
@@ -366,7 +351,7 @@ async def test_an_exception_of_the_toolbox_is_an_error_of_the_call(here: TurnHar
 
 
 @pytest.mark.parametrize("status", ["error", "timeout"])
-async def test_the_status_of_a_tool_is_that_of_its_result(here: TurnHarness, upstream: Scripted, status: Any) -> None:
+async def test_the_status_of_a_tool_is_that_of_its_result(here, upstream, status):
     upstream.then(calls((FREE, {})), says("ok"))
     here.toolbox.work = lambda name, arguments, note: ToolResult(status=status, text="hm")
     await here.run(await here.session())
@@ -385,9 +370,7 @@ async def test_the_status_of_a_tool_is_that_of_its_result(here: TurnHarness, ups
         (None, [], []),
     ],
 )
-async def test_a_turn_has_the_tools_of_its_session_or_its_overrides(
-    here: TurnHarness, upstream: Scripted, session_tools: Any, turn_tools: Any, names: list[str]
-) -> None:
+async def test_a_turn_has_the_tools_of_its_session_or_its_overrides(here, upstream, session_tools, turn_tools, names):
     here.toolbox.listed.append(DaemonTool(name="time__now", description="", parameters={"type": "object"}))
     upstream.then(says("ok"))
     session = await here.session(tools=session_tools)
@@ -395,13 +378,13 @@ async def test_a_turn_has_the_tools_of_its_session_or_its_overrides(
     assert [tool["function"]["name"] for tool in upstream.bodies[0].get("tools", [])] == names
 
 
-async def test_a_tool_outside_of_the_selection_cannot_be_called(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_tool_outside_of_the_selection_cannot_be_called(here, upstream):
     upstream.then(calls((FREE, {})), says("ok"))
     await here.run(await here.session(tools=[ASKS]))
     assert here.toolbox.called == []
 
 
-async def test_a_tool_choice_applies_to_the_first_step(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_tool_choice_applies_to_the_first_step(here, upstream):
     upstream.then(calls((FREE, {})), says("ok"))
     session = await here.session()
     await here.run(session, overrides=TurnOverrides(tool_choice="required"))
@@ -410,7 +393,7 @@ async def test_a_tool_choice_applies_to_the_first_step(here: TurnHarness, upstre
     assert chosen == ["required", None, {"type": "function", "function": {"name": FREE}}]
 
 
-async def test_a_tool_choice_that_is_not_available_is_an_error(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_tool_choice_that_is_not_available_is_an_error(here, upstream):
     upstream.then(says("ok"))
     session = await here.session(tools=[])
     for choice in ("required", FREE):
@@ -421,9 +404,7 @@ async def test_a_tool_choice_that_is_not_available_is_an_error(here: TurnHarness
 
 
 @pytest.mark.parametrize("given", [None, []], ids=["other tools", "no tools"])
-async def test_the_error_of_a_tool_choice_explains_the_absence(
-    here: TurnHarness, upstream: Scripted, given: list[str] | None
-) -> None:
+async def test_the_error_of_a_tool_choice_explains_the_absence(here, upstream, given):
     here.toolbox.absences["lost__echo"] = "the MCP server 'lost' has failed"
     record = await here.run(await here.session(tools=given), overrides=TurnOverrides(tool_choice="lost__echo"))
     assert record.error is not None
@@ -434,7 +415,7 @@ async def test_the_error_of_a_tool_choice_explains_the_absence(
 # --- submitting
 
 
-async def test_a_repeated_submit_runs_the_turn_once(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_repeated_submit_runs_the_turn_once(here, upstream):
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(turn_id="mine", content="hi")
@@ -453,7 +434,7 @@ async def test_a_repeated_submit_runs_the_turn_once(here: TurnHarness, upstream:
     await here.ended(other, "mine")
 
 
-async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here: TurnHarness, upstream: Scripted) -> None:
+async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here, upstream):
     gate = Gate()
     upstream.then([gate, *says("1")], says("2"), says("3"))
     session = await here.session()
@@ -468,7 +449,7 @@ async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here: TurnHarne
     assert ahead == [0, 1, 2]
 
 
-async def test_a_submit_can_be_refused_while_the_session_is_busy(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_submit_can_be_refused_while_the_session_is_busy(here, upstream):
     gate = Gate()
     upstream.then([gate, *says("1")], says("2"))
     session = await here.session()
@@ -480,7 +461,7 @@ async def test_a_submit_can_be_refused_while_the_session_is_busy(here: TurnHarne
     assert (await here.run(session, when_busy="reject")).text == "2"
 
 
-async def test_an_interrupting_turn_cancels_the_active_one_and_runs_next(here: TurnHarness, upstream: Scripted) -> None:
+async def test_an_interrupting_turn_cancels_the_active_one_and_runs_next(here, upstream):
     upstream.then([token("Hel"), STALL], says("urgent"), says("later"))
     session = await here.session()
     first, second = await here.submit(session), await here.submit(session)
@@ -494,7 +475,7 @@ async def test_an_interrupting_turn_cancels_the_active_one_and_runs_next(here: T
     ]
 
 
-async def test_full_queues_refuse_with_a_time_to_retry(tmp_path: Path, upstream: Scripted) -> None:
+async def test_full_queues_refuse_with_a_time_to_retry(tmp_path, upstream):
     upstream.then([STALL])
     async with daemon(tmp_path, upstream, queued_turns_per_session=2, queued_turns=3) as here:
         session, other = await here.session(), await here.session()
@@ -516,7 +497,7 @@ async def test_full_queues_refuse_with_a_time_to_retry(tmp_path: Path, upstream:
         await here.ended(session, running)
 
 
-async def test_unknown_sessions_and_turns_are_errors(here: TurnHarness) -> None:
+async def test_unknown_sessions_and_turns_are_errors(here):
     with pytest.raises(errors.SessionNotFoundError):
         await here.submit("nope")
     with pytest.raises(errors.SessionNotFoundError):
@@ -531,7 +512,7 @@ async def test_unknown_sessions_and_turns_are_errors(here: TurnHarness) -> None:
     assert [*here.turns._workers] == []
 
 
-async def test_sessions_share_the_slots_fairly(tmp_path: Path, upstream: Scripted) -> None:
+async def test_sessions_share_the_slots_fairly(tmp_path, upstream):
     gate = Gate()
     upstream.then([gate, *says("a")], says("a"))
     async with daemon(tmp_path, upstream, running_turns=1) as here:
@@ -546,7 +527,7 @@ async def test_sessions_share_the_slots_fairly(tmp_path: Path, upstream: Scripte
         assert started.index(other) == 1
 
 
-async def test_a_turn_with_a_free_slot_has_started_when_it_is_accepted(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_turn_with_a_free_slot_has_started_when_it_is_accepted(here, upstream):
     upstream.then([STALL])
     session = await here.session()
     turns = [await here.submit(session) for _ in range(2)]
@@ -555,7 +536,7 @@ async def test_a_turn_with_a_free_slot_has_started_when_it_is_accepted(here: Tur
     await here.turns.delete_session(session)
 
 
-async def test_reading_waits_for_the_end_up_to_the_requested_time(here: TurnHarness, upstream: Scripted) -> None:
+async def test_reading_waits_for_the_end_up_to_the_requested_time(here, upstream):
     gate = Gate()
     upstream.then([gate, *says("a")])
     session = await here.session()
@@ -568,7 +549,7 @@ async def test_reading_waits_for_the_end_up_to_the_requested_time(here: TurnHarn
     assert here.turns._waiters._waiting == {}
 
 
-async def test_the_history_that_a_session_was_created_with_is_sent(here: TurnHarness, upstream: Scripted) -> None:
+async def test_the_history_that_a_session_was_created_with_is_sent(here, upstream):
     upstream.then(says("ok"))
     lost = {"call_id": "a", "name": FREE, "arguments": "broken"}
     told = [
@@ -592,12 +573,12 @@ async def test_the_history_that_a_session_was_created_with_is_sent(here: TurnHar
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_home: Path) -> Iterator[Lab]:
+def lab(tiny_home):
     with serving(tiny_home, "tiny") as lab:
         yield lab
 
 
-async def test_a_labs_server_runs_turns_with_tools(tmp_path: Path, lab: Lab) -> None:
+async def test_a_labs_server_runs_turns_with_tools(tmp_path, lab):
     async with daemon(tmp_path, lab.url) as here:
         session = await here.session()
         overrides = TurnOverrides(tool_choice=FREE, temperature=0, max_tokens=60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from lmx_lab.daemon.turns import records as turn_records
 from lmx_lab.daemon.turns import runner
 from lmx_lab.daemon.turns import writer as turn_writer
 from lmx_lab.wire.sessions import CancelTurns, Decision
-from tests.support.daemons import ASKS, FREE, WAIT_S, ScriptedToolbox, TurnHarness, check_invariants, daemon
-from tests.support.model_server import DROP, STALL, Gate, Scripted, calls, says, thought, token
+from tests.support.daemons import ASKS, FREE, WAIT_S, ScriptedToolbox, check_invariants, daemon
+from tests.support.model_server import DROP, STALL, Gate, calls, says, thought, token
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -25,13 +24,13 @@ ALWAYS = Decision(decision="allow", scope="session")
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch):
     """Shorten the time between retries."""
     for module in (turn_writer, runner):
         monkeypatch.setattr(module, "MIN_RETRY_S", 0.01)
 
 
-def held(toolbox: ScriptedToolbox) -> Gate:
+def held(toolbox):
     """Make tools wait until the returned gate is open, or they are cancelled."""
     gate = Gate()
 
@@ -47,7 +46,7 @@ def held(toolbox: ScriptedToolbox) -> Gate:
 # --- cancelling
 
 
-async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here: TurnHarness, upstream: Scripted) -> None:
+async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here, upstream):
     upstream.then([thought("Hm"), token("Hel"), STALL])
     session = await here.session()
     turn = await here.submit(session)
@@ -63,7 +62,7 @@ async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here: T
     assert (await here.turns.cancel(session, CancelTurns(turn_id=turn))).cancelled == 0
 
 
-async def test_cancelling_twice_counts_once(here: TurnHarness, upstream: Scripted) -> None:
+async def test_cancelling_twice_counts_once(here, upstream):
     upstream.then(calls((FREE, {})))
     gate = held(here.toolbox)
     session = await here.session()
@@ -74,7 +73,7 @@ async def test_cancelling_twice_counts_once(here: TurnHarness, upstream: Scripte
     await here.ended(session, turn)
 
 
-async def test_a_queued_turn_that_is_cancelled_never_runs(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_queued_turn_that_is_cancelled_never_runs(here, upstream):
     gate = Gate()
     upstream.then([gate, *says("1")])
     session = await here.session()
@@ -89,7 +88,7 @@ async def test_a_queued_turn_that_is_cancelled_never_runs(here: TurnHarness, ups
     assert [body["messages"][-1]["content"] for body in upstream.bodies] == ["0", "2"]
 
 
-async def test_all_turns_can_be_cancelled_at_once(here: TurnHarness, upstream: Scripted) -> None:
+async def test_all_turns_can_be_cancelled_at_once(here, upstream):
     upstream.then([STALL])
     session = await here.session()
     turns = [await here.submit(session) for _ in range(3)]
@@ -100,7 +99,7 @@ async def test_all_turns_can_be_cancelled_at_once(here: TurnHarness, upstream: S
     assert here.turns.counts() == (0, 0)
 
 
-async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here: TurnHarness, upstream: Scripted) -> None:
+async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here, upstream):
     upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("next"))
     gate = held(here.toolbox)
     session = await here.session()
@@ -121,7 +120,7 @@ async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here: Turn
     assert roles == ["user", "assistant", "tool", "tool", "user"]
 
 
-async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path, upstream):
     upstream.then(calls((FREE, {})), says("next"))
     toolbox, gate = ScriptedToolbox(), Gate()
 
@@ -153,7 +152,7 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path: Path, upstream
 # --- permissions
 
 
-async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here: TurnHarness, upstream: Scripted) -> None:
+async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here, upstream):
     upstream.then(calls((ASKS, {"path": "x"})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
@@ -172,9 +171,7 @@ async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here: T
     assert (await here.turns.list_permissions()).permissions == []
 
 
-async def test_a_denial_is_reported_to_the_model_and_the_tool_does_not_run(
-    here: TurnHarness, upstream: Scripted
-) -> None:
+async def test_a_denial_is_reported_to_the_model_and_the_tool_does_not_run(here, upstream):
     upstream.then(calls((ASKS, {})), says("pity"))
     session = await here.session()
     turn = await here.submit(session)
@@ -187,7 +184,7 @@ async def test_a_denial_is_reported_to_the_model_and_the_tool_does_not_run(
     assert "denied" in upstream.bodies[1]["messages"][-1]["content"]
 
 
-async def test_a_permission_without_a_decision_is_denied(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_permission_without_a_decision_is_denied(tmp_path, upstream):
     upstream.then(calls((ASKS, {})), says("pity"))
     async with daemon(tmp_path, upstream, permission_timeout_s=0.02) as here:
         session = await here.session()
@@ -202,7 +199,7 @@ async def test_a_permission_without_a_decision_is_denied(tmp_path: Path, upstrea
         check_invariants(await here.events())
 
 
-async def test_the_first_of_two_decisions_counts(here: TurnHarness, upstream: Scripted) -> None:
+async def test_the_first_of_two_decisions_counts(here, upstream):
     upstream.then(calls((ASKS, {})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
@@ -216,7 +213,7 @@ async def test_the_first_of_two_decisions_counts(here: TurnHarness, upstream: Sc
     assert len(here.toolbox.called) == 1
 
 
-async def test_a_withdrawn_permission_can_no_longer_be_decided(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_withdrawn_permission_can_no_longer_be_decided(here, upstream):
     upstream.then(calls((ASKS, {})))
     session = await here.session()
     turn = await here.submit(session)
@@ -229,9 +226,7 @@ async def test_a_withdrawn_permission_can_no_longer_be_decided(here: TurnHarness
         await here.turns.decide("prm_nope", ALLOW)
 
 
-async def test_a_denial_for_the_whole_session_is_refused_and_changes_nothing(
-    here: TurnHarness, upstream: Scripted
-) -> None:
+async def test_a_denial_for_the_whole_session_is_refused_and_changes_nothing(here, upstream):
     upstream.then(calls((ASKS, {})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
@@ -242,7 +237,7 @@ async def test_a_denial_for_the_whole_session_is_refused_and_changes_nothing(
     await here.ended(session, turn)
 
 
-async def test_allowing_a_tool_for_a_session_does_not_affect_other_sessions(tmp_path: Path, upstream: Scripted) -> None:
+async def test_allowing_a_tool_for_a_session_does_not_affect_other_sessions(tmp_path, upstream):
     upstream.then(calls((ASKS, {"n": 1})), calls((ASKS, {"n": 2})), says("ok"), calls((ASKS, {"n": 3})), says("ok"))
     async with daemon(tmp_path, upstream) as here:
         session = await here.session()
@@ -262,7 +257,7 @@ async def test_allowing_a_tool_for_a_session_does_not_affect_other_sessions(tmp_
         await here.ended(other, turn)
 
 
-async def test_a_turn_that_waits_for_a_permission_does_not_occupy_a_slot(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_that_waits_for_a_permission_does_not_occupy_a_slot(tmp_path, upstream):
     def script(body: dict[str, Any]) -> Any:
         last = body["messages"][-1]
         return calls((ASKS, {})) if last["content"] == "ask" else says("ok")
@@ -280,7 +275,7 @@ async def test_a_turn_that_waits_for_a_permission_does_not_occupy_a_slot(tmp_pat
         assert here.turns._slots.free == 1
 
 
-async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path, upstream):
     gate = Gate()
     upstream.then(calls((ASKS, {})), [gate, *says("ok")])
     async with daemon(tmp_path, upstream, running_turns=1) as here:
@@ -302,7 +297,7 @@ async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path: Path, up
 # --- deleted sessions
 
 
-async def test_deleting_a_session_ends_its_turns_first(here: TurnHarness, upstream: Scripted) -> None:
+async def test_deleting_a_session_ends_its_turns_first(here, upstream):
     upstream.then([token("Hel"), STALL])
     session = await here.session()
     turns = [await here.submit(session) for _ in range(2)]
@@ -321,7 +316,7 @@ async def test_deleting_a_session_ends_its_turns_first(here: TurnHarness, upstre
     assert ([*here.turns._workers], here.turns.counts()) == ([], (0, 0))
 
 
-async def test_a_session_can_be_deleted_while_all_slots_are_taken(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_session_can_be_deleted_while_all_slots_are_taken(tmp_path, upstream):
     upstream.then([STALL])
     async with daemon(tmp_path, upstream, running_turns=1) as here:
         busy, other = await here.session(), await here.session()
@@ -336,9 +331,7 @@ async def test_a_session_can_be_deleted_while_all_slots_are_taken(tmp_path: Path
 # --- the daemon stops or crashes
 
 
-async def test_stopping_ends_running_turns_and_keeps_queued_ones_for_the_next_start(
-    tmp_path: Path, upstream: Scripted
-) -> None:
+async def test_stopping_ends_running_turns_and_keeps_queued_ones_for_the_next_start(tmp_path, upstream):
     upstream.then([token("Hel"), STALL], says("later"))
     async with daemon(tmp_path, upstream) as here:
         session = await here.session()
@@ -358,7 +351,7 @@ async def test_stopping_ends_running_turns_and_keeps_queued_ones_for_the_next_st
         check_invariants(await here.events())
 
 
-async def test_draining_completes_running_turns_and_starts_none(tmp_path: Path, upstream: Scripted) -> None:
+async def test_draining_completes_running_turns_and_starts_none(tmp_path, upstream):
     gate = Gate()
     upstream.then([gate, *says("ok")])
     async with daemon(tmp_path, upstream) as here:
@@ -373,7 +366,7 @@ async def test_draining_completes_running_turns_and_starts_none(tmp_path: Path, 
         assert (await here.turns.read(session, second)).status == "queued"
 
 
-async def test_a_drain_can_be_shortened(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_drain_can_be_shortened(tmp_path, upstream):
     upstream.then([STALL])
     async with daemon(tmp_path, upstream) as here:
         session = await here.session()
@@ -388,7 +381,7 @@ async def test_a_drain_can_be_shortened(tmp_path: Path, upstream: Scripted) -> N
         assert record.error.code == "daemon-stopping"
 
 
-async def test_a_drain_ends_running_turns_after_its_grace_period(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_drain_ends_running_turns_after_its_grace_period(tmp_path, upstream):
     upstream.then([STALL])
     async with daemon(tmp_path, upstream) as here:
         session = await here.session()
@@ -398,7 +391,7 @@ async def test_a_drain_ends_running_turns_after_its_grace_period(tmp_path: Path,
         assert (await here.turns.read(session, turn)).status == "error"
 
 
-async def test_a_tool_that_runs_during_a_stop_is_interrupted(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_tool_that_runs_during_a_stop_is_interrupted(tmp_path, upstream):
     upstream.then(calls((FREE, {})))
     toolbox = ScriptedToolbox()
     gate = held(toolbox)
@@ -411,9 +404,7 @@ async def test_a_tool_that_runs_during_a_stop_is_interrupted(tmp_path: Path, ups
         check_invariants(await here.events())
 
 
-async def test_after_a_crash_started_turns_end_tools_do_not_run_again_and_queued_turns_run(
-    tmp_path: Path, upstream: Scripted
-) -> None:
+async def test_after_a_crash_started_turns_end_tools_do_not_run_again_and_queued_turns_run(tmp_path, upstream):
     upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("later"))
     toolbox = ScriptedToolbox()
     gate = held(toolbox)
@@ -446,7 +437,7 @@ class Late(ScriptedToolbox):
         self.later, self.listed = self.listed, []
 
     @property
-    def is_starting(self) -> bool:  # type: ignore[override]
+    def is_starting(self) -> bool:
         return not self.there.is_set()
 
     async def wait_started(self) -> None:
@@ -455,9 +446,7 @@ class Late(ScriptedToolbox):
 
 
 @pytest.mark.parametrize("come", [True, False])
-async def test_turns_wait_for_mcp_servers_to_start_for_a_limited_time(
-    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, come: bool
-) -> None:
+async def test_turns_wait_for_mcp_servers_to_start_for_a_limited_time(tmp_path, upstream, monkeypatch, come):
     monkeypatch.setattr(runner, "TOOLS_START_S", WAIT_S if come else 0.01)
     upstream.then(says("ok"))
     late = Late()
@@ -473,14 +462,14 @@ async def test_turns_wait_for_mcp_servers_to_start_for_a_limited_time(
         assert ("tools" in upstream.bodies[0]) is come
 
 
-async def test_a_daemon_can_stop_while_turns_wait_for_mcp_servers(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_daemon_can_stop_while_turns_wait_for_mcp_servers(tmp_path, upstream):
     async with daemon(tmp_path, upstream, Late()) as here:
         turn = await here.submit(session := await here.session())
         await asyncio.wait_for(here.turns.stop(mode="now", grace_s=0), WAIT_S)
         assert (await here.turns.read(session, turn)).status == "queued"
 
 
-async def test_after_a_crash_the_text_in_the_log_is_kept(tmp_path: Path, upstream: Scripted) -> None:
+async def test_after_a_crash_the_text_in_the_log_is_kept(tmp_path, upstream):
     upstream.then([thought("Hm"), token("Hel"), STALL])
     async with daemon(tmp_path, upstream, stop=False) as here:
         session = await here.session()
@@ -518,9 +507,7 @@ class Full:
         return self._commit(work)
 
 
-async def test_a_full_disk_refuses_a_submit(
-    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_refuses_a_submit(here, upstream, monkeypatch):
     upstream.then(says("ok"))
     session = await here.session()
     full = Full(here.store, monkeypatch)
@@ -532,9 +519,7 @@ async def test_a_full_disk_refuses_a_submit(
 
 
 @pytest.mark.parametrize("for_ends", [False, True])
-async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space(
-    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, for_ends: bool
-) -> None:
+async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space(here, upstream, monkeypatch, for_ends):
     gate = Gate()
     upstream.then([token("Hel"), gate, token("lo"), STALL], says("ok"))
     session = await here.session()
@@ -553,9 +538,7 @@ async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space
 
 
 @pytest.mark.parametrize("tool", [FREE, ASKS])
-async def test_on_a_full_disk_no_tool_is_started(
-    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, tool: str
-) -> None:
+async def test_on_a_full_disk_no_tool_is_started(here, upstream, monkeypatch, tool):
     gate = Gate()
     upstream.then([gate, *calls((tool, {}), (FREE, {}))], says("ok"))
     session = await here.session()
@@ -571,9 +554,7 @@ async def test_on_a_full_disk_no_tool_is_started(
     assert (record.error.code, here.toolbox.called) == ("storage-full", [])
 
 
-async def test_on_a_full_disk_a_running_tool_is_stopped(
-    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_on_a_full_disk_a_running_tool_is_stopped(here, upstream, monkeypatch):
     upstream.then(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
     first = asyncio.Event()
 
@@ -596,9 +577,7 @@ async def test_on_a_full_disk_a_running_tool_is_stopped(
     assert [item["data"]["status"] for item in await here.seen("tool.end", 2)] == ["ok", "cancelled"]
 
 
-async def test_a_queued_turn_starts_once_there_is_space(
-    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_queued_turn_starts_once_there_is_space(here, upstream, monkeypatch):
     gate = Gate()
     upstream.then([gate, *says("1")], says("2"))
     session = await here.session()
@@ -621,9 +600,7 @@ async def test_a_queued_turn_starts_once_there_is_space(
     assert full.refused == 1
 
 
-async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(
-    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(tmp_path, upstream, monkeypatch):
     gate = Gate()
     upstream.then([token("Hel"), gate, DROP])
     async with daemon(tmp_path, upstream) as here:
@@ -644,9 +621,7 @@ async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(
         check_invariants(await here.events())
 
 
-async def test_a_start_on_a_full_disk_recovers_when_there_is_space(
-    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_on_a_full_disk_recovers_when_there_is_space(tmp_path, upstream, monkeypatch):
     upstream.then([STALL], says("later"))
     async with daemon(tmp_path, upstream, stop=False) as here:
         session = await here.session()
@@ -669,9 +644,7 @@ async def test_a_start_on_a_full_disk_recovers_when_there_is_space(
         check_invariants(await here.events())
 
 
-async def test_a_turn_ends_even_after_an_unexpected_exception(
-    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_turn_ends_even_after_an_unexpected_exception(here, upstream, monkeypatch, caplog):
     upstream.then(calls((FREE, {})), says("ok"))
     tool_end, bugs = turn_records.end_tool, iter([ZeroDivisionError("kaputt")])
 

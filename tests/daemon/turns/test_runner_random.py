@@ -7,7 +7,6 @@ import contextlib
 import json
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ class World:
         await here.turns.delete_session(session)
 
 
-async def watch(here: TurnHarness, ended: set[tuple[str, str]]) -> None:
+async def watch(here, ended):
     """Check at each terminal event that REST shows the end, and that the session is no longer active in that turn."""
     after = 0
     while True:
@@ -120,7 +119,7 @@ async def watch(here: TurnHarness, ended: set[tuple[str, str]]) -> None:
             await asyncio.wait([grown])
 
 
-async def live(world: World, folder: Path, upstream: Scripted, operations: int, *, dies: bool) -> None:
+async def live(world, folder, upstream, operations, *, dies):
     toolbox = ScriptedToolbox()
     toolbox.work = world.work
     async with daemon(folder, upstream, toolbox, stop=not dies, **LIMITS) as here:
@@ -132,9 +131,9 @@ async def live(world: World, folder: Path, upstream: Scripted, operations: int, 
         await asyncio.wait([watching])
 
 
-async def last_life(world: World, folder: Path, upstream: Scripted) -> None:
+async def last_life(world, folder, upstream):
     async with daemon(folder, upstream, **LIMITS) as here:
-        ended: set[tuple[str, str]] = set()
+        ended = set()
         watching = asyncio.create_task(watch(here, ended))
         while True:
             grown = here.log.watch()
@@ -157,7 +156,7 @@ async def last_life(world: World, folder: Path, upstream: Scripted) -> None:
 
 # Seeds instead of hypothesis: threads and sockets are not reproducible, so examples cannot be shrunk.
 @pytest.mark.parametrize("seed", range(12))
-async def test_every_turn_ends_once_in_random_order_of_operations(tmp_path: Path, seed: int) -> None:
+async def test_every_turn_ends_once_in_random_order_of_operations(tmp_path, seed):
     world = World(seed)
     with Scripted(world.script) as upstream:
         for _ in range(seed % 3 + 1):

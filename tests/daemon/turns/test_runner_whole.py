@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +15,15 @@ from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.turns import permissions, runner
 from lmx_lab.daemon.turns import queue as turn_queue
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
-from tests.support.daemons import ASKS, FREE, WAIT_S, TurnHarness, check_invariants, daemon
-from tests.support.model_server import STALL, Gate, Scripted, calls, says, token
+from tests.support.daemons import ASKS, FREE, WAIT_S, check_invariants, daemon
+from tests.support.model_server import STALL, Gate, calls, says, token
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 ALLOW = Decision(decision="allow")
 
 
-async def cancel_during(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, work: Any) -> None:
+async def cancel_during(monkeypatch, module, name, work):
     """Cancel the caller of ``work`` during this change of the database."""
     began, go, change = threading.Event(), threading.Event(), getattr(module, name)
 
@@ -43,9 +41,7 @@ async def cancel_during(monkeypatch: pytest.MonkeyPatch, module: Any, name: str,
     go.set()
 
 
-async def test_a_turn_runs_even_if_its_submitter_was_cancelled(
-    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_turn_runs_even_if_its_submitter_was_cancelled(here, upstream, monkeypatch):
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(content="hi", turn_id="t")
@@ -54,9 +50,7 @@ async def test_a_turn_runs_even_if_its_submitter_was_cancelled(
     assert here.turns.counts()[1] == 0
 
 
-async def test_a_decision_takes_effect_even_if_its_caller_was_cancelled(
-    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_decision_takes_effect_even_if_its_caller_was_cancelled(here, upstream, monkeypatch):
     upstream.then(calls((ASKS, {})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
@@ -65,7 +59,7 @@ async def test_a_decision_takes_effect_even_if_its_caller_was_cancelled(
     assert (await here.ended(session, turn)).text == "ok"
 
 
-async def test_a_repeated_submit_starts_a_turn_that_is_queued(here: TurnHarness, upstream: Scripted) -> None:
+async def test_a_repeated_submit_starts_a_turn_that_is_queued(here, upstream):
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(content="hi", turn_id="t")
@@ -76,9 +70,7 @@ async def test_a_repeated_submit_starts_a_turn_that_is_queued(here: TurnHarness,
     assert (await here.ended(session, "t")).text == "ok"
 
 
-async def test_a_repeated_submit_has_the_cursor_of_the_current_session_of_that_id(
-    tmp_path: Path, upstream: Scripted
-) -> None:
+async def test_a_repeated_submit_has_the_cursor_of_the_current_session_of_that_id(tmp_path, upstream):
     upstream.then(says("ok"))
     body = SubmitTurn(content="hi", turn_id="t")
     async with daemon(tmp_path, upstream) as here:
@@ -91,7 +83,7 @@ async def test_a_repeated_submit_has_the_cursor_of_the_current_session_of_that_i
             await here.turns.delete_session("s")
 
 
-async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here: TurnHarness, upstream: Scripted) -> None:
+async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here, upstream):
     upstream.then(calls((FREE, {})))
     let_go = asyncio.Event()
 
@@ -115,9 +107,7 @@ async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here: Tur
     assert (await here.kinds(session))[-2:] == ["turn.done", "session.deleted"]
 
 
-async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(
-    tmp_path: Path, upstream: Scripted
-) -> None:
+async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(tmp_path, upstream):
     gate = Gate()
     upstream.then(calls((ASKS, {})), [gate, *says("other")], says("ok"))
     async with daemon(tmp_path, upstream, running_turns=1) as here:
@@ -141,7 +131,7 @@ async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(
 
 
 @contextlib.asynccontextmanager
-async def abandoned(folder: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TurnHarness]:
+async def abandoned(folder, upstream, monkeypatch):
     """A daemon whose session ``s`` has a turn ``t`` of an earlier process, which it could not end on a full disk."""
     async with daemon(folder, upstream, stop=False) as here:
         await here.session(session_id="s")
@@ -162,9 +152,7 @@ async def abandoned(folder: Path, upstream: Scripted, monkeypatch: pytest.Monkey
         check_invariants(await here.events())
 
 
-async def test_deleting_a_session_ends_an_abandoned_turn(
-    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deleting_a_session_ends_an_abandoned_turn(tmp_path, upstream, monkeypatch):
     upstream.then([token("Hel"), STALL])
     async with abandoned(tmp_path, upstream, monkeypatch) as here:
         await here.turns.delete_session("s")
@@ -172,9 +160,7 @@ async def test_deleting_a_session_ends_an_abandoned_turn(
 
 
 @pytest.mark.parametrize("turn_id", [None, "t"])
-async def test_an_abandoned_turn_can_be_cancelled(
-    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, turn_id: str | None
-) -> None:
+async def test_an_abandoned_turn_can_be_cancelled(tmp_path, upstream, monkeypatch, turn_id):
     upstream.then([token("Hel"), STALL])
     async with abandoned(tmp_path, upstream, monkeypatch) as here:
         waiting = asyncio.create_task(here.ended("s", "t"))
@@ -185,9 +171,7 @@ async def test_an_abandoned_turn_can_be_cancelled(
         assert (await here.turns.cancel("s", CancelTurns())).cancelled == 0
 
 
-async def test_the_next_turn_starts_after_the_end_of_an_abandoned_one(
-    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_next_turn_starts_after_the_end_of_an_abandoned_one(tmp_path, upstream, monkeypatch):
     upstream.then([token("Hel"), STALL], says("ok"))
     async with abandoned(tmp_path, upstream, monkeypatch) as here:
         assert (await here.run("s", turn_id="next")).text == "ok"

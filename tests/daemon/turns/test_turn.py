@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -38,39 +37,39 @@ TOOLS = {"free": False, "asks": True}
 CANCEL = StopRequested(ending=TurnEnding(reason="cancelled"))
 
 
-def started(**limits: int) -> TurnMachine:
+def started(**limits):
     turn = TurnMachine(**{"max_steps": 5, "parallel_tools": 2, "broken_calls": 3, **limits})
     assert turn.start() == [CallModel(step=1)]
     return turn
 
 
-def call(name: str = "free", arguments: str = "{}", call_id: str = "a") -> ToolCall:
+def call(name="free", arguments="{}", call_id="a"):
     return ToolCall(call_id=call_id, name=name, arguments=arguments)
 
 
-def answered(*calls: ToolCall, is_truncated: bool = False) -> ModelAnswered:
+def answered(*calls, is_truncated=False):
     return ModelAnswered(calls=calls, tools=TOOLS, is_truncated=is_truncated)
 
 
-def ok(call_id: str = "a") -> ToolEnded:
+def ok(call_id="a"):
     return ToolEnded(call_id=call_id, status="ok", text="done")
 
 
-def kinds(actions: list[TurnAction]) -> list[type]:
+def kinds(actions):
     return [type(action) for action in actions]
 
 
-def ending(actions: list[TurnAction]) -> TurnEnding:
+def ending(actions):
     assert isinstance(actions[-1], EndTurn)
     return actions[-1].ending
 
 
-def test_an_answer_without_calls_ends_the_turn() -> None:
+def test_an_answer_without_calls_ends_the_turn():
     actions = started().handle(answered())
     assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="end"))]
 
 
-def test_after_a_call_the_model_is_called_again() -> None:
+def test_after_a_call_the_model_is_called_again():
     turn = started()
     assert turn.handle(answered(call(arguments='{"x": 1}'))) == [
         SaveAnswer(calls=(call(arguments='{"x": 1}'),)),
@@ -82,21 +81,21 @@ def test_after_a_call_the_model_is_called_again() -> None:
     ]
 
 
-def test_the_model_is_called_again_only_when_all_calls_have_ended() -> None:
+def test_the_model_is_called_again_only_when_all_calls_have_ended():
     turn = started()
     turn.handle(answered(call(call_id="a"), call(call_id="b")))
     assert kinds(turn.handle(ok("b"))) == [EndToolCall]
     assert kinds(turn.handle(ok("a"))) == [EndToolCall, CallModel]
 
 
-def test_the_number_of_parallel_tools_is_limited() -> None:
+def test_the_number_of_parallel_tools_is_limited():
     turn = started(parallel_tools=2)
     actions = turn.handle(answered(*(call(call_id=name) for name in "abc")))
     assert kinds(actions) == [SaveAnswer, StartTool, StartTool]
     assert kinds(turn.handle(ok("a"))) == [EndToolCall, StartTool]
 
 
-def test_a_tool_that_needs_a_permission_waits_for_it() -> None:
+def test_a_tool_that_needs_a_permission_waits_for_it():
     turn = started()
     assert kinds(turn.handle(answered(call("asks")))) == [SaveAnswer, RequestPermission]
     assert turn.is_waiting
@@ -104,7 +103,7 @@ def test_a_tool_that_needs_a_permission_waits_for_it() -> None:
     assert not turn.is_waiting
 
 
-def test_a_turn_does_not_wait_while_another_tool_runs() -> None:
+def test_a_turn_does_not_wait_while_another_tool_runs():
     turn = started()
     turn.handle(answered(call("asks", call_id="a"), call("free", call_id="b")))
     assert not turn.is_waiting
@@ -112,7 +111,7 @@ def test_a_turn_does_not_wait_while_another_tool_runs() -> None:
     assert turn.is_waiting
 
 
-def test_a_denial_is_reported_to_the_model() -> None:
+def test_a_denial_is_reported_to_the_model():
     turn = started()
     turn.handle(answered(call("asks")))
     actions = turn.handle(PermissionDecided(call_id="a", allowed=False, message="no"))
@@ -126,7 +125,7 @@ def test_a_denial_is_reported_to_the_model() -> None:
         *('{"x": 1e999}', '{"x": [-1e999]}', '{"x": -Infinity}'),
     ],
 )
-def test_arguments_that_are_not_an_object_are_reported_to_the_model(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_are_reported_to_the_model(arguments):
     actions = started().handle(answered(call(arguments=arguments)))
     assert kinds(actions) == [SaveAnswer, EndToolCall, CallModel]
     assert isinstance(actions[1], EndToolCall)
@@ -134,13 +133,13 @@ def test_arguments_that_are_not_an_object_are_reported_to_the_model(arguments: s
 
 
 @pytest.mark.parametrize(("tools", "expected"), [(TOOLS, "asks, free"), ({}, "there are no others")])
-def test_the_error_of_an_unknown_tool_lists_the_tools(tools: dict[str, bool], expected: str) -> None:
+def test_the_error_of_an_unknown_tool_lists_the_tools(tools, expected):
     actions = started().handle(ModelAnswered(calls=(call("nope"),), tools=tools))
     assert isinstance(actions[1], EndToolCall)
     assert expected in actions[1].text
 
 
-def test_too_many_broken_calls_end_the_turn() -> None:
+def test_too_many_broken_calls_end_the_turn():
     turn = started(broken_calls=1)
     assert kinds(turn.handle(answered(call("nope")))) == [SaveAnswer, EndToolCall, CallModel]
     actions = turn.handle(answered(call("nope", call_id="b"), call("free", call_id="c"), call("asks", call_id="d")))
@@ -148,27 +147,27 @@ def test_too_many_broken_calls_end_the_turn() -> None:
     assert isinstance(ending(actions).error, TurnError)
 
 
-def test_the_calls_of_the_last_step_are_still_made() -> None:
+def test_the_calls_of_the_last_step_are_still_made():
     turn = started(max_steps=1)
     assert kinds(turn.handle(answered(call()))) == [SaveAnswer, StartTool]
     assert ending(turn.handle(ok())).reason == "max_steps"
 
 
-def test_the_calls_of_a_truncated_answer_are_ignored() -> None:
+def test_the_calls_of_a_truncated_answer_are_ignored():
     actions = started().handle(answered(call(), is_truncated=True))
     assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="length"))]
 
 
-def test_a_failed_model_call_ends_the_turn_with_its_error() -> None:
+def test_a_failed_model_call_ends_the_turn_with_its_error():
     error = EngineError("boom")
     assert ending(started().handle(ModelFailed(error=error))).error is error
 
 
-def test_a_stop_during_the_models_answer_closes_its_stream() -> None:
+def test_a_stop_during_the_models_answer_closes_its_stream():
     assert started().handle(CANCEL) == [StopModel(), EndTurn(ending=CANCEL.ending)]
 
 
-def test_a_stop_waits_for_running_tools_and_ends_the_other_calls() -> None:
+def test_a_stop_waits_for_running_tools_and_ends_the_other_calls():
     turn = started(parallel_tools=1)
     turn.handle(answered(call(call_id="a"), call(call_id="b"), call("asks", call_id="c")))
     actions = turn.handle(CANCEL)
@@ -178,7 +177,7 @@ def test_a_stop_waits_for_running_tools_and_ends_the_other_calls() -> None:
     assert ending(actions) == CANCEL.ending
 
 
-def test_a_turn_ends_without_a_tool_that_does_not_stop() -> None:
+def test_a_turn_ends_without_a_tool_that_does_not_stop():
     turn = started()
     turn.handle(answered(call()))
     turn.handle(CANCEL)
@@ -186,13 +185,13 @@ def test_a_turn_ends_without_a_tool_that_does_not_stop() -> None:
     assert turn.handle(ok()) == []
 
 
-def test_a_stop_without_running_tools_ends_the_turn_immediately() -> None:
+def test_a_stop_without_running_tools_ends_the_turn_immediately():
     turn = started()
     turn.handle(answered(call("asks")))
     assert kinds(turn.handle(CANCEL)) == [WithdrawPermissions, EndToolCall, EndTurn]
 
 
-def test_the_first_stop_determines_the_ending() -> None:
+def test_the_first_stop_determines_the_ending():
     turn = started()
     turn.handle(answered(call()))
     turn.handle(StopRequested(ending=TurnEnding(error=TurnTimeoutError("late"), open_call_status="interrupted")))
@@ -204,13 +203,13 @@ def test_the_first_stop_determines_the_ending() -> None:
 
 
 @pytest.mark.parametrize("received", [answered(), ModelFailed(error=EngineError("x")), ok(), StopTimedOut()])
-def test_an_impossible_input_is_refused_with_the_expected_and_the_actual_phase(received: Any) -> None:
+def test_an_impossible_input_is_refused_with_the_expected_and_the_actual_phase(received):
     turn = TurnMachine(max_steps=1, parallel_tools=1, broken_calls=1)
     with pytest.raises(InvalidTransitionError, match="phase new"):
         turn.handle(received)
 
 
-def test_an_input_for_an_unknown_call_is_refused() -> None:
+def test_an_input_for_an_unknown_call_is_refused():
     turn = started()
     turn.handle(answered(call()))
     with pytest.raises(InvalidTransitionError, match="'b'"):
@@ -221,7 +220,7 @@ def test_an_input_for_an_unknown_call_is_refused() -> None:
         turn.start()
 
 
-def test_two_calls_with_the_same_id_are_refused() -> None:
+def test_two_calls_with_the_same_id_are_refused():
     with pytest.raises(InvalidTransitionError, match="unique"):
         started().handle(answered(call(), call()))
 
@@ -289,7 +288,7 @@ texts = st.sampled_from(["{}", '{"x": 1}', "", "{", "[]"])
 @pytest.mark.slow
 @settings(max_examples=4 * settings().max_examples)
 @given(st.data())
-def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data: st.DataObject) -> None:
+def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data):
     parallel, max_steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     broken = data.draw(st.integers(0, 3))
     turn = TurnMachine(max_steps=max_steps, parallel_tools=parallel, broken_calls=broken)
@@ -297,13 +296,13 @@ def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data: st.DataObj
     watched.do(turn.start())
     number = 0
     for _ in range(40):
-        choices: list[str] = ["stop"] if turn.phase is not TurnPhase.STOPPING else ["stop", "timed_out"]
+        choices = ["stop"] if turn.phase is not TurnPhase.STOPPING else ["stop", "timed_out"]
         choices += ["answer"] * 4 + ["fail"] if turn.phase is TurnPhase.MODEL else []
         choices += ["tool"] * 4 if watched.running and turn.phase is not TurnPhase.MODEL else []
         choices += ["decide"] * 4 if watched.asking and turn.phase is TurnPhase.CALLS else []
         match data.draw(st.sampled_from(choices)):
             case "stop":
-                received: Any = CANCEL
+                received = CANCEL
             case "timed_out":
                 received = StopTimedOut()
             case "fail":

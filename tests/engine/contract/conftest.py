@@ -3,44 +3,38 @@
 Each test in this folder runs on all engines.
 """
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.values.models import Format, ModelEntry
-from tests.engine.contract.entries import CONTEXT, FEW, SETTINGS, Entries, echo_entry
+from tests.engine.contract.entries import CONTEXT, FEW, SETTINGS, echo_entry
 from tests.support.engines import entry_of, until_idle
 from tests.support.gguf import with_context, with_tokens
 from tests.support.models import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 
 
 @pytest.fixture(scope="session")
-def chat_models(tiny: ModelEntry, tiny_gguf: Path) -> Entries:
+def chat_models(tiny, tiny_gguf):
     """``tiny`` with the same weights in both formats, and a context of 512 tokens."""
     return {"mlx": tiny, "gguf": entry_of(tiny_gguf, "tiny"), "echo": echo_entry("tiny")}
 
 
 @pytest.fixture(scope="session")
-def long_models(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
+def long_models(tmp_path_factory, smollm2, tiny_gguf):
     """The same with a context of 8,192 tokens, so that a request runs as long as a test needs."""
     folder = tmp_path_factory.mktemp("long")
     write_tiny_llama(folder / "mlx", smollm2.path, seed=0, context=CONTEXT)
-    files: dict[Format, Path] = {"mlx": folder / "mlx", "gguf": with_context(tiny_gguf, CONTEXT, folder)}
+    files = {"mlx": folder / "mlx", "gguf": with_context(tiny_gguf, CONTEXT, folder)}
     echo = echo_entry("long", context=CONTEXT)
     return {**{format_: entry_of(path, "long") for format_, path in files.items()}, "echo": echo}
 
 
 @pytest.fixture(scope="session")
-def thinkers(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
+def thinkers(tmp_path_factory, smollm2, tiny_gguf):
     """The same with tokens for markers of reasoning and tool calls, and a template that contains both."""
     folder = tmp_path_factory.mktemp("thinkers")
     write_tiny_llama(folder / "mlx", smollm2.path, seed=0)
     teach_thinking(folder / "mlx")
-    files: dict[Format, Path] = {
+    files = {
         "mlx": folder / "mlx",
         "gguf": with_tokens(tiny_gguf, MARKERS, folder / "thinker.gguf", THINKER_TEMPLATE),
     }
@@ -48,48 +42,48 @@ def thinkers(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny
 
 
 @pytest.fixture(scope="session")
-def embedders(minilm: ModelEntry, minilm_gguf: Path) -> Entries:
+def embedders(minilm, minilm_gguf):
     echo = echo_entry(minilm.id, kind="embedding")
     return {"mlx": minilm, "gguf": entry_of(minilm_gguf, minilm.id), "echo": echo}
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf", "echo"])
-def model_format(request: pytest.FixtureRequest) -> Format:
+def model_format(request):
     """The engine under test, by the format of its models."""
-    format_: Format = request.param
+    format_ = request.param
     return format_
 
 
 @pytest.fixture(scope="module")
-async def _tiny_manager(chat_models: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+async def _tiny_manager(chat_models, model_format):
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(chat_models[model_format])
         yield manager
 
 
 @pytest.fixture
-async def manager(_tiny_manager: ModelManager) -> AsyncIterator[ModelManager]:
+async def manager(_tiny_manager):
     """A manager with ``tiny``, shared by the tests of a module, which must not load or unload models."""
     yield _tiny_manager
     await until_idle(_tiny_manager)
 
 
 @pytest.fixture(scope="module")
-async def _long_manager(long_models: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+async def _long_manager(long_models, model_format):
     async with ModelManager(FEW) as manager:
         await manager.load_entry(long_models[model_format])
         yield manager
 
 
 @pytest.fixture
-async def busy(_long_manager: ModelManager) -> AsyncIterator[ModelManager]:
+async def busy(_long_manager):
     """A manager with two slots and a model with a long context, shared like ``manager``."""
     yield _long_manager
     await until_idle(_long_manager)
 
 
 @pytest.fixture
-async def own(long_models: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+async def own(long_models, model_format):
     """The same manager for one test, which may load and unload models."""
     async with ModelManager(FEW) as manager:
         await manager.load_entry(long_models[model_format])

@@ -1,14 +1,9 @@
 """For the same weights in both formats, prompts, greedy texts and log-probabilities agree."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from typing import Any
-
 import pytest
 
 from lmx_lab.engine import ChatPrompt, ModelManager, TextPrompt
-from tests.engine.contract.entries import SETTINGS, Entries
+from tests.engine.contract.entries import SETTINGS
 from tests.support.engines import DESCRIBED_TOOLS, PROMPT, TOOL_CONVERSATION, finish_with_logprobs, request
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -16,7 +11,7 @@ Both = tuple[ModelManager, ModelManager]
 
 
 @pytest.fixture(scope="module")
-async def both(chat_models: Entries) -> AsyncIterator[Both]:
+async def both(chat_models):
     async with ModelManager(SETTINGS) as mlx, ModelManager(SETTINGS) as gguf:
         await mlx.load_entry(chat_models["mlx"])
         await gguf.load_entry(chat_models["gguf"])
@@ -35,7 +30,7 @@ async def both(chat_models: Entries) -> AsyncIterator[Both]:
         ChatPrompt(messages=TOOL_CONVERSATION),
     ],
 )
-async def test_both_formats_make_the_same_tokens_of_a_prompt(both: Both, prompt: Any) -> None:
+async def test_both_formats_make_the_same_tokens_of_a_prompt(both, prompt):
     prompts = []
     for manager in both:
         async with await manager.submit(request(prompt=prompt, max_tokens=0)) as stream:
@@ -43,7 +38,7 @@ async def test_both_formats_make_the_same_tokens_of_a_prompt(both: Both, prompt:
     assert prompts[0] == prompts[1]
 
 
-async def test_both_formats_generate_the_same_text_with_the_same_probabilities(both: Both) -> None:
+async def test_both_formats_generate_the_same_text_with_the_same_probabilities(both):
     scored_request = request(max_tokens=20, top_logprobs=5, ignore_eos=True)
     (text, ours), (other, theirs) = [
         await finish_with_logprobs(await manager.submit(scored_request)) for manager in both
@@ -55,6 +50,6 @@ async def test_both_formats_generate_the_same_text_with_the_same_probabilities(b
         assert [entry.logprob for entry in one.top] == pytest.approx([entry.logprob for entry in two.top], abs=0.02)
 
 
-async def test_both_formats_decode_tokens_to_the_same_text(both: Both) -> None:
+async def test_both_formats_decode_tokens_to_the_same_text(both):
     tokens = [300, 301, 2, 0, 218, 198, 10813, 242, 218]
     assert len({await manager.decode(tokens) for manager in both}) == 1

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, ChatPrompt, ModelManager, Sampling, TextPrompt, TokenPrompt
+from lmx_lab.engine import AnswerFormat, ChatPrompt, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.echo.model import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from lmx_lab.values.generation import TokenLogprob
-from lmx_lab.values.models import Format
 from tests.support.engines import PROMPT, finish, finish_with_logprobs, numbers, request, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -22,7 +20,7 @@ WORDS = AnswerFormat(kind="regex", text="über 😀東京é!")
 """An answer whose characters are several tokens."""
 
 
-def chat(*contents: str) -> ChatPrompt:
+def chat(*contents):
     roles = ("user", "assistant")
     return ChatPrompt(messages=tuple({"role": roles[at % 2], "content": text} for at, text in enumerate(contents)))
 
@@ -30,7 +28,7 @@ def chat(*contents: str) -> ChatPrompt:
 # Texts
 
 
-async def test_all_tokens_are_streamed_and_counted(manager: ModelManager) -> None:
+async def test_all_tokens_are_streamed_and_counted(manager):
     stream = await manager.submit(request(max_tokens=40, ignore_eos=True))
     deltas = [delta async for delta in stream]
     assert stream.report is not None
@@ -42,19 +40,19 @@ async def test_all_tokens_are_streamed_and_counted(manager: ModelManager) -> Non
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt(text="Once upon a time"), chat("Who is there?"), PROMPT])
-async def test_temperature_0_is_deterministic(manager: ModelManager, prompt: Any) -> None:
+async def test_temperature_0_is_deterministic(manager, prompt):
     texts = {(await run(manager, prompt=prompt, max_tokens=20))[0] for _ in range(3)}
     assert len(texts) == 1
     assert texts != {""}
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_max_tokens_may_be_small(manager: ModelManager, max_tokens: int) -> None:
+async def test_max_tokens_may_be_small(manager, max_tokens):
     text, report = await run(manager, max_tokens=max_tokens)
     assert (bool(text), report.output_tokens, report.finish_reason) == (bool(max_tokens), max_tokens, "length")
 
 
-async def test_an_answer_ends_where_the_model_ends_its_text(manager: ModelManager) -> None:
+async def test_an_answer_ends_where_the_model_ends_its_text(manager):
     ends = Sampling(temperature=0, logit_bias=((2, 1000.0),))
     text, report = await run(manager, sampling=ends, max_tokens=50)
     assert (text, report.output_tokens, report.finish_reason) == ("", 1, "stop")
@@ -62,7 +60,7 @@ async def test_an_answer_ends_where_the_model_ends_its_text(manager: ModelManage
     assert (report.output_tokens, report.finish_reason) == (50, "length")
 
 
-async def test_an_answer_has_the_minimum_length(manager: ModelManager) -> None:
+async def test_an_answer_has_the_minimum_length(manager):
     ends = Sampling(temperature=0, logit_bias=((2, 1000.0),))
     for length in (1, 7):
         text, report = await run(manager, sampling=ends, max_tokens=50, min_tokens=length)
@@ -78,7 +76,7 @@ async def test_an_answer_has_the_minimum_length(manager: ModelManager) -> None:
     assert (await run(manager, **seeded))[0] == (await run(manager, **seeded))[0]
 
 
-async def test_a_stop_string_may_span_tokens(manager: ModelManager) -> None:
+async def test_a_stop_string_may_span_tokens(manager):
     whole, _ = await run(manager, max_tokens=20)
     for start in range(2, len(whole) - 8, 5):
         stop = whole[start : start + 8]
@@ -91,24 +89,24 @@ async def test_a_stop_string_may_span_tokens(manager: ModelManager) -> None:
 @pytest.mark.parametrize(
     ("stop", "left"), [("😀", "über "), ("東京", "über 😀"), ("東", "über 😀"), ("京é!", "über 😀東")]
 )
-async def test_a_stop_string_may_have_characters_of_several_tokens(manager: ModelManager, stop: str, left: str) -> None:
+async def test_a_stop_string_may_have_characters_of_several_tokens(manager, stop, left):
     text, report = await run(manager, answer_format=WORDS, stop=(stop,), max_tokens=40)
     assert (text, report.finish_reason) == (left, "stop")
 
 
-async def test_characters_of_several_tokens_are_delivered_whole(manager: ModelManager) -> None:
+async def test_characters_of_several_tokens_are_delivered_whole(manager):
     stream = await manager.submit(request(answer_format=WORDS, max_tokens=40))
     deltas = [delta async for delta in stream]
     assert "".join(delta.text for delta in deltas) == "über 😀東京é!"
     assert not any("\ufffd" in delta.text for delta in deltas)
 
 
-async def test_an_answer_ends_when_the_context_is_full(manager: ModelManager) -> None:
+async def test_an_answer_ends_when_the_context_is_full(manager):
     _, report = await run(manager, prompt=numbers(500), max_tokens=10**9, ignore_eos=True)
     assert (report.prompt_tokens, report.output_tokens, report.finish_reason) == (500, 12, "length")
 
 
-async def test_simultaneous_requests_get_their_own_answers(manager: ModelManager) -> None:
+async def test_simultaneous_requests_get_their_own_answers(manager):
     prompts = [numbers(5, start=1000 * at) for at in range(1, 9)]
     streams = await asyncio.gather(*(manager.submit(request(prompt=prompt, max_tokens=5)) for prompt in prompts))
     together = [(await finish(stream))[0] for stream in streams]
@@ -120,7 +118,7 @@ async def test_simultaneous_requests_get_their_own_answers(manager: ModelManager
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt(text=""), TokenPrompt(tokens=()), ChatPrompt(messages=())])
-async def test_an_empty_prompt_is_refused(manager: ModelManager, prompt: Any) -> None:
+async def test_an_empty_prompt_is_refused(manager, prompt):
     with pytest.raises(InvalidRequestError) as refused:
         await manager.submit(request(prompt=prompt))
     assert refused.value.param == ("messages" if isinstance(prompt, ChatPrompt) else "prompt")
@@ -129,16 +127,14 @@ async def test_an_empty_prompt_is_refused(manager: ModelManager, prompt: Any) ->
 @pytest.mark.parametrize(
     ("prompt", "param"), [(TextPrompt(text="a\ud800"), "prompt"), (chat("\udc00"), "messages.0.content")]
 )
-async def test_an_unpaired_surrogate_is_refused(manager: ModelManager, prompt: Any, param: str) -> None:
+async def test_an_unpaired_surrogate_is_refused(manager, prompt, param):
     with pytest.raises(InvalidRequestError, match="lone surrogate") as refused:
         await manager.submit(request(prompt=prompt))
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize("token", [-1, 49152, 2**40])
-async def test_tokens_outside_the_vocabulary_are_refused(
-    manager: ModelManager, token: int, model_format: Format
-) -> None:
+async def test_tokens_outside_the_vocabulary_are_refused(manager, token, model_format):
     last = EchoVocabulary().size - 1 if model_format == "echo" else 49151
     with pytest.raises(InvalidRequestError, match=rf"prompt has the token id {token}; tiny knows 0 to {last}"):
         await manager.submit(request(prompt=TokenPrompt(tokens=(5, token))))
@@ -146,7 +142,7 @@ async def test_tokens_outside_the_vocabulary_are_refused(
         await manager.submit(request(sampling=Sampling(logit_bias=((token, 1.0),))))
 
 
-async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(manager: ModelManager) -> None:
+async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(manager):
     with pytest.raises(
         ContextLengthError,
         match=r"the prompt has 512 tokens, and tiny takes 512, including the answer; shorten the prompt$",
@@ -157,9 +153,7 @@ async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(mana
     assert (await run(manager, prompt=numbers(512), max_tokens=0))[1].prompt_tokens == 512
 
 
-async def test_a_prompt_that_is_far_too_long_is_refused_with_its_least_length(
-    manager: ModelManager, model_format: Format
-) -> None:
+async def test_a_prompt_that_is_far_too_long_is_refused_with_its_least_length(manager, model_format):
     huge = "word " * 1_000_000
     for prompt in (TextPrompt(text=huge), chat(huge)):
         with pytest.raises(ContextLengthError, match=r"more than \d{3,6} tokens, and tiny takes 512"):
@@ -169,13 +163,13 @@ async def test_a_prompt_that_is_far_too_long_is_refused_with_its_least_length(
 
 
 @pytest.mark.parametrize("message", [{"content": "no role"}, {"role": "user"}])
-async def test_messages_that_the_template_refuses_are_an_invalid_request(manager: ModelManager, message: Any) -> None:
+async def test_messages_that_the_template_refuses_are_an_invalid_request(manager, message):
     with pytest.raises(InvalidRequestError) as refused:
         await manager.submit(request(prompt=ChatPrompt(messages=(message,))))
     assert refused.value.param == "messages"
 
 
-async def test_the_refusal_of_an_unknown_model_names_it_and_the_loaded_one(manager: ModelManager) -> None:
+async def test_the_refusal_of_an_unknown_model_names_it_and_the_loaded_one(manager):
     with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'other'.*: tiny is loaded"):
         await manager.submit(request(model="other"))
     assert (await run(manager, model="tiny"))[1].model == "tiny"
@@ -187,39 +181,35 @@ HOT: dict[str, Any] = {"temperature": 5.0, "seed": 11}
 """A temperature at which every filter changes the text."""
 
 
-async def sample_text(manager: ModelManager, max_tokens: int = 12, **changes: Any) -> str:
+async def sample_text(manager, max_tokens=12, **changes):
     text, report = await run(manager, sampling=Sampling(**changes), max_tokens=max_tokens, ignore_eos=True)
     assert report.output_tokens == max_tokens
     return text
 
 
 @pytest.mark.parametrize("filter_options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
-async def test_a_filter_that_leaves_one_token_is_greedy_at_any_temperature(
-    manager: ModelManager, filter_options: dict[str, Any]
-) -> None:
+async def test_a_filter_that_leaves_one_token_is_greedy_at_any_temperature(manager, filter_options):
     greedy = await sample_text(manager, temperature=0)
     assert await sample_text(manager, **HOT) != greedy
     assert await sample_text(manager, **HOT, **filter_options) == greedy
 
 
 @pytest.mark.parametrize("filter_options", [{"top_k": 40}, {"top_p": 0.5}, {"min_p": 0.2}])
-async def test_a_filter_changes_the_answer(manager: ModelManager, filter_options: dict[str, Any]) -> None:
+async def test_a_filter_changes_the_answer(manager, filter_options):
     assert await sample_text(manager, **HOT, **filter_options) != await sample_text(manager, **HOT)
 
 
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 3.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
 )
-async def test_a_penalty_prevents_repetition(
-    manager: ModelManager, penalty: dict[str, Any], model_format: Format
-) -> None:
+async def test_a_penalty_prevents_repetition(manager, penalty, model_format):
     plain = await sample_text(manager, 24, temperature=0)
     repeated = await manager.decode(PROMPT.tokens) if model_format == "echo" else "ancial"
     assert repeated * 3 in plain
     assert repeated * 2 not in await sample_text(manager, 24, temperature=0, **penalty)
 
 
-async def test_a_frequency_penalty_counts_occurrences_and_a_presence_penalty_does_not(manager: ModelManager) -> None:
+async def test_a_frequency_penalty_counts_occurrences_and_a_presence_penalty_does_not(manager):
     # The bias leaves two tokens. The presence penalty applies to each once, the frequency penalty at each occurrence.
     pair = ((500, 100.0), (700, 101.0))
     once = await sample_text(manager, 9, temperature=0, logit_bias=pair, presence_penalty=10.0)
@@ -230,7 +220,7 @@ async def test_a_frequency_penalty_counts_occurrences_and_a_presence_penalty_doe
     assert once != each
 
 
-async def test_a_bias_can_force_and_forbid_tokens(manager: ModelManager) -> None:
+async def test_a_bias_can_force_and_forbid_tokens(manager):
     greedy = await sample_text(manager, 3, temperature=0)
     (first,) = [entry.token for entry in await logprobs(manager, max_tokens=1)]
     assert await sample_text(manager, 3, temperature=0, logit_bias=((500, 1000.0),)) == await manager.decode([500] * 3)
@@ -239,20 +229,18 @@ async def test_a_bias_can_force_and_forbid_tokens(manager: ModelManager) -> None
     assert greedy.startswith(await manager.decode([first]))
 
 
-async def test_a_seeded_answer_is_reproducible(manager: ModelManager) -> None:
+async def test_a_seeded_answer_is_reproducible(manager):
     texts = [await sample_text(manager, temperature=1.0, seed=seed) for seed in (7, 7, 8, -5, 2**70, 2**70)]
     assert texts[0] == texts[1]
     assert texts[4] == texts[5]
     assert len(set(texts)) == 4
 
 
-async def test_without_a_seed_texts_differ_except_on_the_echo_engine(
-    manager: ModelManager, model_format: Format
-) -> None:
+async def test_without_a_seed_texts_differ_except_on_the_echo_engine(manager, model_format):
     assert len({await sample_text(manager, temperature=1.0) for _ in range(3)}) == (1 if model_format == "echo" else 3)
 
 
-async def test_several_answers_of_a_seeded_request_differ_and_are_reproducible(manager: ModelManager) -> None:
+async def test_several_answers_of_a_seeded_request_differ_and_are_reproducible(manager):
     async def answers(seed: int | None) -> list[str]:
         seeded_request = request(sampling=Sampling(temperature=1, seed=seed), max_tokens=8, ignore_eos=True)
         return [(await finish(stream))[0] for stream in await manager.submit_all(seeded_request, 3)]
@@ -264,7 +252,7 @@ async def test_several_answers_of_a_seeded_request_differ_and_are_reproducible(m
     assert first[0] == await sample_text(manager, 8, temperature=1, seed=5)
 
 
-async def test_a_seeded_answer_does_not_depend_on_other_requests(manager: ModelManager, model_format: Format) -> None:
+async def test_a_seeded_answer_does_not_depend_on_other_requests(manager, model_format):
     seeded_request = [Sampling(temperature=1, seed=seed) for seed in range(8)]
     alone = [(await run(manager, sampling=each, max_tokens=8, ignore_eos=True))[0] for each in seeded_request]
     results = await asyncio.gather(
@@ -279,14 +267,12 @@ async def test_a_seeded_answer_does_not_depend_on_other_requests(manager: ModelM
 # Log-probabilities
 
 
-async def logprobs(manager: ModelManager, **changes: Any) -> list[TokenLogprob]:
+async def logprobs(manager, **changes):
     return (await finish_with_logprobs(await manager.submit(request(**{"top_logprobs": 0} | changes))))[1]
 
 
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
-async def test_each_token_has_its_logprob_and_the_requested_number_of_alternatives(
-    manager: ModelManager, top: int
-) -> None:
+async def test_each_token_has_its_logprob_and_the_requested_number_of_alternatives(manager, top):
     stream = await manager.submit(request(max_tokens=10, top_logprobs=top, ignore_eos=True))
     text, results = await finish_with_logprobs(stream)
     assert len(results) == 10
@@ -303,14 +289,14 @@ async def test_each_token_has_its_logprob_and_the_requested_number_of_alternativ
         assert not top or entry.top[0].token == entry.token
 
 
-async def test_the_bytes_of_tokens_join_to_the_text(manager: ModelManager) -> None:
+async def test_the_bytes_of_tokens_join_to_the_text(manager):
     text, results = await finish_with_logprobs(await manager.submit(request(answer_format=WORDS, top_logprobs=0)))
     assert text
     assert b"".join(entry.bytes for entry in results).decode(errors="replace").startswith(text)
 
 
-async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -> None:
-    options: dict[str, Any] = {"prompt": numbers(6), "max_tokens": 6, "top_logprobs": 0}
+async def test_tokens_of_a_stop_string_have_no_logprobs(manager):
+    options = {"prompt": numbers(6), "max_tokens": 6, "top_logprobs": 0}
     whole = await logprobs(manager, **options)
     stop = whole[3].text
     text, results = await finish_with_logprobs(await manager.submit(request(**options, stop=(stop,))))
@@ -318,19 +304,19 @@ async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -
     assert [entry.token for entry in results] == [entry.token for entry in whole[:3]]
 
 
-async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: ModelManager) -> None:
+async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager):
     (entry,) = await logprobs(manager, sampling=Sampling(temperature=0, logit_bias=((2, 1000.0),)))
     assert (entry.token, entry.bytes, entry.ends) == (2, b"", True)
 
 
-async def test_logprobs_are_delivered_only_on_request(manager: ModelManager) -> None:
+async def test_logprobs_are_delivered_only_on_request(manager):
     assert await logprobs(manager, top_logprobs=None) == []
 
 
 # Costs
 
 
-async def test_the_second_turn_finds_the_first_in_the_cache(manager: ModelManager) -> None:
+async def test_the_second_turn_finds_the_first_in_the_cache(manager):
     before = manager.snapshot
     question = "Where is the river? Tell me all of its story, from the source to the sea, and leave nothing out."
     answer, first = await run(manager, prompt=chat(question), max_tokens=12)
@@ -343,7 +329,7 @@ async def test_the_second_turn_finds_the_first_in_the_cache(manager: ModelManage
     assert now.output_tokens - before.output_tokens == first.output_tokens + second.output_tokens
 
 
-async def test_the_progress_of_a_prompt_is_reported_to_its_end(manager: ModelManager) -> None:
+async def test_the_progress_of_a_prompt_is_reported_to_its_end(manager):
     stream = await manager.submit(request(prompt=numbers(450), max_tokens=2))
     await finish(stream)
     assert stream.progress is not None
@@ -351,7 +337,7 @@ async def test_the_progress_of_a_prompt_is_reported_to_its_end(manager: ModelMan
     assert stream.prompt == numbers(450).tokens
 
 
-async def test_times_are_positive_and_add_up(manager: ModelManager) -> None:
+async def test_times_are_positive_and_add_up(manager):
     loop = asyncio.get_running_loop()
     started = loop.time()
     _, report = await run(manager, prompt=numbers(300, start=4000), max_tokens=30, ignore_eos=True)
@@ -366,7 +352,7 @@ async def test_times_are_positive_and_add_up(manager: ModelManager) -> None:
 # Optional features
 
 
-async def test_named_tokens_are_reported_whatever_their_rank(manager: ModelManager) -> None:
+async def test_named_tokens_are_reported_whatever_their_rank(manager):
     # A single letter is one token of every vocabulary. On llama.cpp, tokens within a character have no entries.
     letters = AnswerFormat(kind="regex", text="[a-z]{8}")
     options = request(max_tokens=2, top_logprobs=1, logprob_tokens=(300, "q"), answer_format=letters)
@@ -384,7 +370,7 @@ async def test_named_tokens_are_reported_whatever_their_rank(manager: ModelManag
         assert refused.value.param == "logprob_tokens"
 
 
-async def test_a_prompt_is_scored_before_the_first_token(manager: ModelManager) -> None:
+async def test_a_prompt_is_scored_before_the_first_token(manager):
     stream = await manager.submit(request(score_prompt=True, top_logprobs=2, max_tokens=1))
     await anext(stream)
     assert stream.prompt_scores is not None

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +19,7 @@ from lmx_lab.errors import (
     NotLoadedError,
     QueueFullError,
 )
-from lmx_lab.values.models import Format
-from tests.engine.contract.entries import CONTEXT, FEW, Entries
+from tests.engine.contract.entries import CONTEXT, FEW
 from tests.support.engines import finish, numbers, request, run, until_busy, until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -29,7 +27,7 @@ LONG: dict[str, Any] = {"max_tokens": CONTEXT, "ignore_eos": True}
 """A request that takes seconds. No test waits for its end."""
 
 
-async def occupy_slots(manager: ModelManager) -> list[TokenStream]:
+async def occupy_slots(manager):
     """Occupy both slots with requests that decode; return their streams, which must be closed to free the slots."""
     streams = [await manager.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200)]
     for stream in streams:
@@ -38,12 +36,12 @@ async def occupy_slots(manager: ModelManager) -> list[TokenStream]:
     return streams
 
 
-async def cancel(*streams: TokenStream) -> None:
+async def cancel(*streams):
     for stream in streams:
         await stream.aclose()
 
 
-async def check_engine_answers(manager: ModelManager) -> None:
+async def check_engine_answers(manager):
     await until_idle(manager)
     assert (await run(manager, ignore_eos=True))[1].output_tokens == 8
 
@@ -51,7 +49,7 @@ async def check_engine_answers(manager: ModelManager) -> None:
 # Cancellation
 
 
-async def test_a_request_may_be_cancelled_while_it_waits(busy: ModelManager) -> None:
+async def test_a_request_may_be_cancelled_while_it_waits(busy):
     streams = await occupy_slots(busy)
     waits = await busy.submit(request())
     assert waits.progress is None
@@ -64,7 +62,7 @@ async def test_a_request_may_be_cancelled_while_it_waits(busy: ModelManager) -> 
     assert waits.report is None
 
 
-async def test_a_request_may_be_cancelled_while_its_prompt_is_computed(busy: ModelManager) -> None:
+async def test_a_request_may_be_cancelled_while_its_prompt_is_computed(busy):
     stream = await busy.submit(request(prompt=numbers(8000), max_tokens=100))
     while stream.progress is None:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -73,7 +71,7 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_computed(busy: Mod
     assert stream.report is None
 
 
-async def test_a_request_may_be_cancelled_while_it_decodes(busy: ModelManager) -> None:
+async def test_a_request_may_be_cancelled_while_it_decodes(busy):
     before = busy.snapshot.output_tokens
     await cancel(*await occupy_slots(busy))
     await check_engine_answers(busy)
@@ -81,7 +79,7 @@ async def test_a_request_may_be_cancelled_while_it_decodes(busy: ModelManager) -
     assert 10 <= busy.snapshot.output_tokens - before < CONTEXT
 
 
-async def test_a_stream_that_is_dropped_is_cancelled(busy: ModelManager) -> None:
+async def test_a_stream_that_is_dropped_is_cancelled(busy):
     streams = await occupy_slots(busy)
     waits = await busy.submit(request(**LONG))
     del streams, waits
@@ -89,7 +87,7 @@ async def test_a_stream_that_is_dropped_is_cancelled(busy: ModelManager) -> None
     await check_engine_answers(busy)
 
 
-async def test_cancelling_the_submit_leaves_nothing_behind(busy: ModelManager) -> None:
+async def test_cancelling_the_submit_leaves_nothing_behind(busy):
     for turns in range(12):
         task = asyncio.create_task(busy.submit(request(**LONG)))
         for _ in range(turns):
@@ -101,7 +99,7 @@ async def test_cancelling_the_submit_leaves_nothing_behind(busy: ModelManager) -
     await check_engine_answers(busy)
 
 
-async def test_a_cancelled_request_frees_its_slot_for_the_next_one(busy: ModelManager) -> None:
+async def test_a_cancelled_request_frees_its_slot_for_the_next_one(busy):
     first, second = await occupy_slots(busy)
     waits = await busy.submit(request(ignore_eos=True))
     await first.aclose()
@@ -109,7 +107,7 @@ async def test_a_cancelled_request_frees_its_slot_for_the_next_one(busy: ModelMa
     await second.aclose()
 
 
-async def test_a_request_with_a_grammar_may_wait_for_a_slot(busy: ModelManager) -> None:
+async def test_a_request_with_a_grammar_may_wait_for_a_slot(busy):
     streams = await occupy_slots(busy)
     form = AnswerFormat(kind="regex", text="[ab]{9}")
     asking = asyncio.create_task(busy.submit(request(answer_format=form, max_tokens=20)))
@@ -122,13 +120,13 @@ async def test_a_request_with_a_grammar_may_wait_for_a_slot(busy: ModelManager) 
 
 
 @pytest.mark.parametrize("prompt", [5, 8000])
-async def test_a_running_request_ends_at_its_deadline(busy: ModelManager, prompt: int) -> None:
+async def test_a_running_request_ends_at_its_deadline(busy, prompt):
     with pytest.raises(GenerationTimeoutError, match=r"time limit of 0\.02 s"):
         await run(busy, prompt=numbers(prompt), timeout_s=0.02, **LONG)
     await check_engine_answers(busy)
 
 
-async def test_a_queued_request_ends_at_its_deadline(busy: ModelManager) -> None:
+async def test_a_queued_request_ends_at_its_deadline(busy):
     streams = await occupy_slots(busy)
     with pytest.raises(GenerationTimeoutError):
         await run(busy, timeout_s=0.02)
@@ -140,7 +138,7 @@ async def test_a_queued_request_ends_at_its_deadline(busy: ModelManager) -> None
 # The queue
 
 
-async def test_a_full_queue_refuses_requests_and_loses_none(busy: ModelManager) -> None:
+async def test_a_full_queue_refuses_requests_and_loses_none(busy):
     streams = await occupy_slots(busy)
     waiting = [await busy.submit(request(max_tokens=20, ignore_eos=True)) for _ in range(2)]
     with pytest.raises(QueueFullError) as refused:
@@ -152,7 +150,7 @@ async def test_a_full_queue_refuses_requests_and_loses_none(busy: ModelManager) 
     await check_engine_answers(busy)
 
 
-async def test_the_answers_of_one_request_are_accepted_all_or_none(busy: ModelManager) -> None:
+async def test_the_answers_of_one_request_are_accepted_all_or_none(busy):
     streams = await occupy_slots(busy)
     one = await busy.submit(request())
     with pytest.raises(QueueFullError):
@@ -164,9 +162,9 @@ async def test_the_answers_of_one_request_are_accepted_all_or_none(busy: ModelMa
     await cancel(one, *streams)
 
 
-async def test_queued_requests_run_in_the_order_of_arrival(busy: ModelManager) -> None:
+async def test_queued_requests_run_in_the_order_of_arrival(busy):
     streams = await occupy_slots(busy)
-    order: list[int] = []
+    order = []
 
     async def waits(at: int, stream: TokenStream) -> None:
         await finish(stream)
@@ -180,9 +178,9 @@ async def test_queued_requests_run_in_the_order_of_arrival(busy: ModelManager) -
     await cancel(*streams)
 
 
-async def test_two_event_loops_use_one_engine_at_once(busy: ModelManager) -> None:
+async def test_two_event_loops_use_one_engine_at_once(busy):
     alone = (await run(busy, max_tokens=60))[0]
-    results: list[str] = []
+    results = []
 
     async def elsewhere() -> None:
         results.extend([(await run(busy, max_tokens=60))[0] for _ in range(5)])
@@ -194,8 +192,8 @@ async def test_two_event_loops_use_one_engine_at_once(busy: ModelManager) -> Non
     assert [*here, *results] == [alone] * 10
 
 
-async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy: ModelManager) -> None:
-    kept: list[TokenStream] = []
+async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy):
+    kept = []
 
     async def elsewhere() -> None:
         kept.extend([await busy.submit(request(**LONG)) for _ in range(2)])
@@ -211,9 +209,7 @@ async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy: Mod
 # Loads and unloads
 
 
-async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(
-    own: ModelManager, ends: Counter[int]
-) -> None:
+async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(own, ends):
     running = [await own.submit(request(max_tokens=1000, ignore_eos=True)) for _ in range(2)]
     for stream in running:
         await anext(stream)
@@ -237,9 +233,7 @@ async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(
         await run(own)
 
 
-async def test_an_unload_waits_for_running_requests_no_longer_than_drain_s(
-    long_models: Entries, model_format: Format
-) -> None:
+async def test_an_unload_waits_for_running_requests_no_longer_than_drain_s(long_models, model_format):
     async with ModelManager(replace(FEW, drain_s=0.05)) as manager:
         await manager.load_entry(long_models[model_format])
         streams = await occupy_slots(manager)
@@ -251,7 +245,7 @@ async def test_an_unload_waits_for_running_requests_no_longer_than_drain_s(
         await check_engine_answers(manager)
 
 
-async def test_a_load_waits_for_running_requests(own: ModelManager, chat_models: Entries, model_format: Format) -> None:
+async def test_a_load_waits_for_running_requests(own, chat_models, model_format):
     stream = await own.submit(request(max_tokens=300, ignore_eos=True))
     await anext(stream)
     report = await own.load_entry(chat_models[model_format])
@@ -260,17 +254,13 @@ async def test_a_load_waits_for_running_requests(own: ModelManager, chat_models:
     assert (await run(own))[1].model == "tiny"
 
 
-async def test_a_load_may_wait_for_queued_requests_too(
-    own: ModelManager, chat_models: Entries, model_format: Format
-) -> None:
+async def test_a_load_may_wait_for_queued_requests_too(own, chat_models, model_format):
     streams = [await own.submit(request(max_tokens=50, ignore_eos=True)) for _ in range(4)]
     await own.load_entry(chat_models[model_format], finish_queued=True)
     assert [(await finish(stream))[1].output_tokens for stream in streams] == [50] * 4
 
 
-async def test_a_cancelled_caller_does_not_cancel_its_load(
-    own: ModelManager, chat_models: Entries, model_format: Format
-) -> None:
+async def test_a_cancelled_caller_does_not_cancel_its_load(own, chat_models, model_format):
     loading = asyncio.create_task(own.load_entry(chat_models[model_format]))
     while own.snapshot.model == "long":  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -282,15 +272,13 @@ async def test_a_cancelled_caller_does_not_cancel_its_load(
     await check_engine_answers(own)
 
 
-async def test_loading_the_loaded_model_changes_nothing(
-    busy: ModelManager, long_models: Entries, model_format: Format
-) -> None:
+async def test_loading_the_loaded_model_changes_nothing(busy, long_models, model_format):
     stream = await busy.submit(request(max_tokens=50, ignore_eos=True))
     assert (await busy.load_entry(long_models[model_format])).load_s == 0
     assert (await finish(stream))[1].output_tokens == 50
 
 
-async def test_quiescing_ends_requests_that_take_too_long_and_keeps_the_model(own: ModelManager) -> None:
+async def test_quiescing_ends_requests_that_take_too_long_and_keeps_the_model(own):
     streams = await occupy_slots(own)
     await own.quiesce(0.01)
     for stream in streams:
@@ -300,9 +288,7 @@ async def test_quiescing_ends_requests_that_take_too_long_and_keeps_the_model(ow
     await check_engine_answers(own)
 
 
-async def test_stopping_ends_running_and_queued_requests(
-    long_models: Entries, model_format: Format, ends: Counter[int]
-) -> None:
+async def test_stopping_ends_running_and_queued_requests(long_models, model_format, ends):
     manager = ModelManager(FEW)
     await asyncio.to_thread(manager.start)
     await manager.load_entry(long_models[model_format])
@@ -315,7 +301,7 @@ async def test_stopping_ends_running_and_queued_requests(
     await asyncio.to_thread(manager.stop)
 
 
-async def test_an_engine_can_start_again(long_models: Entries, model_format: Format) -> None:
+async def test_an_engine_can_start_again(long_models, model_format):
     manager = ModelManager(FEW)
     for _ in range(2):
         async with manager:
@@ -324,9 +310,7 @@ async def test_an_engine_can_start_again(long_models: Entries, model_format: For
         assert manager.snapshot.entry is None or not manager.alive
 
 
-async def test_a_model_without_requests_is_unloaded_after_idle_unload_s(
-    long_models: Entries, model_format: Format
-) -> None:
+async def test_a_model_without_requests_is_unloaded_after_idle_unload_s(long_models, model_format):
     async with ModelManager(replace(FEW, idle_unload_s=0.2)) as manager:
         await manager.load_entry(long_models[model_format])
         while manager.snapshot.state == "ready":  # noqa: ASYNC110
@@ -336,7 +320,7 @@ async def test_a_model_without_requests_is_unloaded_after_idle_unload_s(
             await run(manager)
 
 
-async def test_the_snapshot_counts_running_and_queued_requests(busy: ModelManager) -> None:
+async def test_the_snapshot_counts_running_and_queued_requests(busy):
     streams = await occupy_slots(busy)
     waits = await busy.submit(request())
     await until_busy(busy, requests=3)

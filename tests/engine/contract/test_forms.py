@@ -1,14 +1,10 @@
 """Enforced formats, tools and reasoning have the same contract on every engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -16,7 +12,6 @@ from tokenizers import Tokenizer
 from lmx_lab.engine import (
     AnswerFormat,
     ChatPrompt,
-    GenerationRequest,
     ModelManager,
     Sampling,
     TextPrompt,
@@ -24,14 +19,12 @@ from lmx_lab.engine import (
     ToolUse,
 )
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.values.steering import SteeringVector
-from tests.engine.contract.entries import SETTINGS, Entries, echo_entry
+from tests.engine.contract.entries import SETTINGS, echo_entry
 from tests.support.engines import (
     DESCRIBED_TOOLS,
     PLACE_SCHEMA,
     TOOL_CONVERSATION,
-    Answer,
     chat_request,
     engine_of,
     finish_answer,
@@ -52,7 +45,7 @@ LONG = "Where is the river, and where is the sea, and how far is it from here?"
 
 
 @pytest.fixture(scope="module")
-async def _roomy_manager(chat_models: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+async def _roomy_manager(chat_models, model_format):
     async with ModelManager(SETTINGS) as manager:
         # A prompt with tools has more tokens on the echo engine.
         await manager.load_entry(
@@ -62,17 +55,17 @@ async def _roomy_manager(chat_models: Entries, model_format: Format) -> AsyncIte
 
 
 @pytest.fixture
-async def manager(_roomy_manager: ModelManager) -> AsyncIterator[ModelManager]:
+async def manager(_roomy_manager):
     """A manager with ``tiny``, shared by the tests of this module."""
     yield _roomy_manager
     await until_idle(_roomy_manager)
 
 
-async def run(manager: ModelManager, **changes: Any) -> Answer:
+async def run(manager, **changes):
     return await finish_answer(await manager.submit(chat_request(**changes)))
 
 
-async def answer_or_refusal(manager: ModelManager, **changes: Any) -> Answer | InvalidRequestError:
+async def answer_or_refusal(manager, **changes):
     """Return the answer, or the error of a refused request."""
     try:
         return await run(manager, **changes)
@@ -81,15 +74,15 @@ async def answer_or_refusal(manager: ModelManager, **changes: Any) -> Answer | I
 
 
 @pytest.fixture
-def marker(tiny: ModelEntry) -> list[int]:
+def marker(tiny):
     """The tokens of the marker that begins a tool call; all of them are different."""
-    tokens: list[int] = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).encode("<tool_call>").ids
+    tokens = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).encode("<tool_call>").ids
     assert len(set(tokens)) == len(tokens)
     return tokens
 
 
 @pytest.fixture(scope="module")
-async def thinker(thinkers: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+async def thinker(thinkers, model_format):
     """A manager with a model that has markers of reasoning and tool calls, and a template with tools."""
     if model_format == "echo":
         pytest.skip("echo has no template that opens the reasoning; its reasoning is tested in tests/engine/echo")
@@ -101,7 +94,7 @@ async def thinker(thinkers: Entries, model_format: Format) -> AsyncIterator[Mode
 # Formats
 
 
-async def test_a_schema_is_enforced_whatever_the_temperature(manager: ModelManager) -> None:
+async def test_a_schema_is_enforced_whatever_the_temperature(manager):
     for seed in range(4):
         result = await run(manager, answer_format=JSON, sampling=Sampling(temperature=2, seed=seed))
         assert is_place(result.text)
@@ -110,13 +103,13 @@ async def test_a_schema_is_enforced_whatever_the_temperature(manager: ModelManag
 
 
 @pytest.mark.parametrize(("form", "pattern"), [(REGEX, "[a-c]{5}-(left|right)"), (LARK, "x[0-9]{3}")])
-async def test_patterns_and_grammars_are_enforced(manager: ModelManager, form: AnswerFormat, pattern: str) -> None:
+async def test_patterns_and_grammars_are_enforced(manager, form, pattern):
     texts = {(await run(manager, answer_format=form, sampling=Sampling(seed=seed))).text for seed in range(4)}
     assert all(re.fullmatch(pattern, text) for text in texts)
     assert len(texts) > 1
 
 
-async def test_white_space_in_json_is_limited(manager: ModelManager) -> None:
+async def test_white_space_in_json_is_limited(manager):
     # The bias makes white space the likeliest tokens.
     spaces = Sampling(temperature=0, logit_bias=tuple((token, 100.0) for token in (198, 216, 221, 256, 284)))
     schema_format = AnswerFormat(
@@ -134,7 +127,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in BROKEN.items() for text in texts])
-async def test_an_invalid_format_is_refused_before_the_first_token(manager: ModelManager, kind: Any, text: str) -> None:
+async def test_an_invalid_format_is_refused_before_the_first_token(manager, kind, text):
     with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
         await manager.submit(chat_request(answer_format=AnswerFormat(kind=kind, text=text)))
     assert refused.value.param == "response_format"
@@ -147,7 +140,7 @@ async def test_an_invalid_format_is_refused_before_the_first_token(manager: Mode
         AnswerFormat(kind="lark", text="start: <[^300]>"),
     ],
 )
-async def test_a_format_is_either_enforced_or_refused(manager: ModelManager, form: AnswerFormat) -> None:
+async def test_a_format_is_either_enforced_or_refused(manager, form):
     result = await answer_or_refusal(manager, answer_format=form, max_tokens=200)
     if isinstance(result, InvalidRequestError):
         assert result.param == "response_format"
@@ -156,20 +149,20 @@ async def test_a_format_is_either_enforced_or_refused(manager: ModelManager, for
     assert form.kind == "lark" or result.text.startswith('"')
 
 
-async def test_a_format_may_allow_any_text(manager: ModelManager) -> None:
+async def test_a_format_may_allow_any_text(manager):
     for kind, text in (("regex", "(?s:.*)"), ("lark", "start: /(?s:.*)/")):
-        result = await run(manager, answer_format=AnswerFormat(kind=kind, text=text), content=LONG, max_tokens=10)  # type: ignore[arg-type]
+        result = await run(manager, answer_format=AnswerFormat(kind=kind, text=text), content=LONG, max_tokens=10)
         assert result.report.output_tokens == 10
 
 
-async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager) -> None:
+async def test_a_format_cannot_be_combined_with_ignore_eos(manager):
     for changes in ({"answer_format": JSON}, {"tools": NAMED}):
         with pytest.raises(InvalidRequestError) as refused:
             await manager.submit(chat_request(ignore_eos=True, **changes))
         assert refused.value.param == "ignore_eos"
 
 
-async def test_a_format_with_too_few_tokens_ends_with_length(manager: ModelManager) -> None:
+async def test_a_format_with_too_few_tokens_ends_with_length(manager):
     digits = AnswerFormat(kind="regex", text="[0-9]{9}")
     cut = await run(manager, answer_format=digits, max_tokens=5)
     assert (len(cut.text), cut.reason) == (5, "length")
@@ -178,7 +171,7 @@ async def test_a_format_with_too_few_tokens_ends_with_length(manager: ModelManag
 # Tools
 
 
-async def test_a_forced_call_is_the_whole_answer(manager: ModelManager) -> None:
+async def test_a_forced_call_is_the_whole_answer(manager):
     result = await run(manager, tools=FORCED)
     ((name, arguments),) = result.calls
     assert name in ("look", "wait")
@@ -186,14 +179,14 @@ async def test_a_forced_call_is_the_whole_answer(manager: ModelManager) -> None:
     assert (result.text, result.reason) == ("", "tool_calls")
 
 
-async def test_a_named_tool_is_called_once(manager: ModelManager) -> None:
+async def test_a_named_tool_is_called_once(manager):
     result = await run(manager, tools=NAMED)
     assert [name for name, _ in result.calls] == ["wait"]
     assert is_place(result.calls[0][1])
     assert (result.text, result.reason) == ("", "tool_calls")
 
 
-async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager: ModelManager) -> None:
+async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager):
     stream = await manager.submit(chat_request(tools=replace(DESCRIBED_TOOLS, forced=True), max_tokens=400))
     deltas = [delta async for delta in stream]
     pieces = [call for delta in deltas for call in delta.tool_calls]
@@ -204,7 +197,7 @@ async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager
     assert [piece.name for piece in pieces if piece.id is not None].count(None) == 0
 
 
-async def test_a_forced_answer_ends_before_it_repeats_a_call(manager: ModelManager) -> None:
+async def test_a_forced_answer_ends_before_it_repeats_a_call(manager):
     only = {"type": "object", "properties": {"place": {"const": "sea"}}, "required": ["place"]}
     tool = Tool(name="look", parameters=only)
     result = await run(manager, tools=ToolUse(tools=(tool,), forced=True), max_tokens=400)
@@ -212,13 +205,13 @@ async def test_a_forced_answer_ends_before_it_repeats_a_call(manager: ModelManag
     assert (result.text, result.reason) == ("", "tool_calls")
 
 
-async def test_optional_tools_need_not_be_called(manager: ModelManager) -> None:
+async def test_optional_tools_need_not_be_called(manager):
     result = await run(manager, tools=DESCRIBED_TOOLS, content=LONG, max_tokens=10)
     assert (result.calls, result.report.output_tokens, result.reason) == ([], 10, "length")
     assert result.text
 
 
-async def with_bias_toward(marker: list[int], manager: ModelManager, options: GenerationRequest) -> GenerationRequest:
+async def with_bias_toward(marker, manager, options):
     """The request, with a bias by which the answer begins with these tokens."""
     async with await manager.submit(replace(options, max_tokens=0)) as stream:
         said = Counter(stream.prompt)
@@ -228,9 +221,7 @@ async def with_bias_toward(marker: list[int], manager: ModelManager, options: Ge
     return replace(options, sampling=Sampling(temperature=0, logit_bias=bias, frequency_penalty=1000))
 
 
-async def test_a_call_that_the_model_starts_follows_its_schema(
-    manager: ModelManager, marker: list[int], model_format: Format
-) -> None:
+async def test_a_call_that_the_model_starts_follows_its_schema(manager, marker, model_format):
     options = chat_request(tools=replace(DESCRIBED_TOOLS, parallel=False))
     if model_format == "echo":
         # It says what the message says; there is no such place.
@@ -245,14 +236,14 @@ async def test_a_call_that_the_model_starts_follows_its_schema(
     assert (result.text, result.reason) == ("", "tool_calls")
 
 
-async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> None:
+async def test_an_incomplete_call_ends_with_length(manager):
     schema_format = await run(manager, tools=NAMED)
     cut = await run(manager, tools=NAMED, max_tokens=schema_format.report.output_tokens - 8)
     assert cut.reason == "length"
     assert schema_format.calls[0][1].startswith(cut.calls[0][1])
 
 
-async def test_the_error_of_invalid_parameters_names_the_tool(manager: ModelManager) -> None:
+async def test_the_error_of_invalid_parameters_names_the_tool(manager):
     wrong = Tool(name="odd", parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})
     with pytest.raises(InvalidRequestError, match="the parameters of the tool 'odd'") as refused:
         await manager.submit(chat_request(tools=ToolUse(tools=(*DESCRIBED_TOOLS.tools, wrong), forced=True)))
@@ -263,7 +254,7 @@ async def test_the_error_of_invalid_parameters_names_the_tool(manager: ModelMana
     ).report.output_tokens == 5
 
 
-async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager: ModelManager) -> None:
+async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager):
     address = {"type": "object", "properties": {"url": {"type": "string", "format": "uri"}}, "required": ["url"]}
     tools = ToolUse(tools=(*DESCRIBED_TOOLS.tools, Tool(name="fetch", parameters=address)))
     # The tool need not be called, or another tool is called.
@@ -277,7 +268,7 @@ async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager: Model
     assert [name for name, _ in result.calls] == ["fetch"]
 
 
-async def test_results_of_tools_are_part_of_the_prompt(manager: ModelManager) -> None:
+async def test_results_of_tools_are_part_of_the_prompt(manager):
     given = chat_request(prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=DESCRIBED_TOOLS))
     async with await manager.submit(given) as stream:
         shown = await manager.decode(stream.prompt)
@@ -287,7 +278,7 @@ async def test_results_of_tools_are_part_of_the_prompt(manager: ModelManager) ->
     assert is_place((await run(manager, prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=NAMED))).calls[0][1])
 
 
-async def test_formats_tools_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
+async def test_formats_tools_and_free_answers_do_not_affect_each_other(manager):
     result = await asyncio.gather(
         run(manager, answer_format=JSON),
         run(manager, tools=NAMED),
@@ -303,7 +294,7 @@ async def test_formats_tools_and_free_answers_do_not_affect_each_other(manager: 
 # Models with markers of reasoning and tool calls
 
 
-async def test_reasoning_is_separate_from_the_text_and_counted(thinker: ModelManager) -> None:
+async def test_reasoning_is_separate_from_the_text_and_counted(thinker):
     open_ = await run(thinker, open_thoughts=True, max_tokens=12, ignore_eos=True)
     assert (open_.text, open_.report.reasoning_tokens) == ("", 12)
     assert open_.reasoning
@@ -312,7 +303,7 @@ async def test_reasoning_is_separate_from_the_text_and_counted(thinker: ModelMan
     assert closed.text
 
 
-async def test_the_answer_follows_the_reasoning(thinker: ModelManager) -> None:
+async def test_the_answer_follows_the_reasoning(thinker):
     # Words and the marker that ends the reasoning, the likeliest first. Each bias applies once. No prompt has these
     # tokens.
     bias = {2000: 1040.0, 2001: 1030.0, 4: 1020.0, 2002: 1010.0, 2003: 1000.0}
@@ -323,13 +314,13 @@ async def test_the_answer_follows_the_reasoning(thinker: ModelManager) -> None:
     assert "think>" not in result.text + result.reasoning
 
 
-async def test_a_format_is_enforced_after_open_reasoning(thinker: ModelManager) -> None:
+async def test_a_format_is_enforced_after_open_reasoning(thinker):
     result = await run(thinker, open_thoughts=True, answer_format=JSON, bias={2000: 1040.0, 4: 1030.0})
     assert result.reasoning.strip()
     assert is_place(result.text)
 
 
-async def test_a_forced_call_follows_open_reasoning(thinker: ModelManager) -> None:
+async def test_a_forced_call_follows_open_reasoning(thinker):
     result = await run(thinker, open_thoughts=True, tools=NAMED, bias={2000: 1040.0, 4: 1030.0})
     assert [name for name, _ in result.calls] == ["wait"]
     assert result.reasoning.strip()
@@ -338,10 +329,8 @@ async def test_a_forced_call_follows_open_reasoning(thinker: ModelManager) -> No
 # Optional features
 
 
-async def test_a_reasoning_budget_is_enforced_or_refused_as_the_capabilities_state(
-    thinker: ModelManager, model_format: Format
-) -> None:
-    options: dict[str, Any] = {"open_thoughts": True, "thinking_budget": 3, "max_tokens": 9}
+async def test_a_reasoning_budget_is_enforced_or_refused_as_the_capabilities_state(thinker, model_format):
+    options = {"open_thoughts": True, "thinking_budget": 3, "max_tokens": 9}
     if not engine_of(thinker, model_format).capabilities.thinking_budget:
         with pytest.raises(InvalidRequestError, match='engine="mlx"') as refused:
             await run(thinker, **options)
@@ -350,11 +339,9 @@ async def test_a_reasoning_budget_is_enforced_or_refused_as_the_capabilities_sta
     assert (await run(thinker, **options)).report.reasoning_tokens == 4
 
 
-async def test_steering_is_supported_or_refused_as_the_capabilities_state(
-    thinker: ModelManager, model_format: Format
-) -> None:
+async def test_steering_is_supported_or_refused_as_the_capabilities_state(thinker, model_format):
     # 32 components in float32.
-    options: dict[str, Any] = {"steer": (SteeringVector(layer=0, vector="A" * 170 + "A="),), "max_tokens": 4}
+    options = {"steer": (SteeringVector(layer=0, vector="A" * 170 + "A="),), "max_tokens": 4}
     if not engine_of(thinker, model_format).capabilities.steering:
         with pytest.raises(InvalidRequestError, match='engine="mlx"') as refused:
             await run(thinker, **options)
@@ -364,9 +351,9 @@ async def test_steering_is_supported_or_refused_as_the_capabilities_state(
 
 
 async def test_logprobs_with_calls_in_the_models_own_format_are_supported_or_refused_as_the_capabilities_state(
-    thinker: ModelManager, model_format: Format
-) -> None:
-    options: dict[str, Any] = {"tools": DESCRIBED_TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
+    thinker, model_format
+):
+    options = {"tools": DESCRIBED_TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
     if not engine_of(thinker, model_format).capabilities.logprobs_with_own_tools:
         with pytest.raises(InvalidRequestError, match="leave out logprobs or tools") as refused:
             await run(thinker, **options)

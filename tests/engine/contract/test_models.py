@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +21,8 @@ from lmx_lab.errors import (
     OutOfMemoryError,
     UnusableModelError,
 )
-from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.models import Format, LoadSpec, ModelEntry
-from tests.engine.contract.entries import FEW, SETTINGS, Entries
+from lmx_lab.values.models import Format, LoadSpec
+from tests.engine.contract.entries import FEW, SETTINGS
 from tests.support.engines import engine_of, entry_of, numbers, pin, request, run, until_busy, until_idle
 from tests.support.gguf import unknown_architecture
 from tests.support.models import write_tiny_bert
@@ -41,7 +38,7 @@ FINGERPRINTS: dict[Format, str] = {"mlx": "mlx-", "gguf": "llama.cpp-", "echo": 
 
 
 @pytest.fixture(scope="session")
-def broken(tmp_path_factory: pytest.TempPathFactory, chat_models: Entries) -> Entries:
+def broken(tmp_path_factory, chat_models):
     """Models that fail only when their weights are read."""
     folder = tmp_path_factory.mktemp("broken")
     shutil.copytree(chat_models["mlx"].path, folder / "mlx")
@@ -54,7 +51,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory, chat_models: Entries) -> En
 
 
 @pytest.fixture(scope="session")
-def rerankers(tmp_path_factory: pytest.TempPathFactory, reranker_gguf: Path) -> Entries:
+def rerankers(tmp_path_factory, reranker_gguf):
     folder = tmp_path_factory.mktemp("reranker")
     mlx = write_tiny_bert(folder / "reranker", labels=1)
     return {"mlx": replace(mlx, id="reranker"), "gguf": entry_of(reranker_gguf, "reranker")}
@@ -64,9 +61,7 @@ def rerankers(tmp_path_factory: pytest.TempPathFactory, reranker_gguf: Path) -> 
 
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_EACH)
-async def test_a_load_replaces_the_model(
-    chat_models: Entries, long_models: Entries, before: Format, after: Format
-) -> None:
+async def test_a_load_replaces_the_model(chat_models, long_models, before, after):
     async with ModelManager(FEW) as manager:
         await manager.load_entry(chat_models[before])
         report = await manager.load_entry(long_models[after])
@@ -81,7 +76,7 @@ async def test_a_load_replaces_the_model(
         assert manager.snapshot.entry is None
 
 
-async def test_a_load_may_limit_the_context(long_models: Entries, embedders: Entries, model_format: Format) -> None:
+async def test_a_load_may_limit_the_context(long_models, embedders, model_format):
     entry = long_models[model_format]
 
     def spec(**options: Any) -> LoadSpec:
@@ -119,9 +114,7 @@ async def test_a_load_may_limit_the_context(long_models: Entries, embedders: Ent
 
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_FILES)
-async def test_after_a_failed_load_the_previous_model_is_loaded_again(
-    chat_models: Entries, long_models: Entries, broken: Entries, before: Format, after: Format
-) -> None:
+async def test_after_a_failed_load_the_previous_model_is_loaded_again(chat_models, long_models, broken, before, after):
     async with ModelManager(FEW) as manager:
         await manager.load_entry(chat_models[before])
         with pytest.raises(UnusableModelError, match=r"; the previous model tiny is loaded again$"):
@@ -135,8 +128,8 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_FILES)
 async def test_a_model_that_does_not_fit_beside_the_pinned_one_is_refused_before_anything_is_unloaded(
-    chat_models: Entries, long_models: Entries, embedders: Entries, before: Format, after: Format
-) -> None:
+    chat_models, long_models, embedders, before, after
+):
     async with ModelManager(FEW) as manager:
         await manager.load_entry(chat_models[before])
         await pin(manager, embedders[after])
@@ -149,9 +142,7 @@ async def test_a_model_that_does_not_fit_beside_the_pinned_one_is_refused_before
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_after_a_failed_first_load_no_model_is_loaded(
-    broken: Entries, chat_models: Entries, format_: Format
-) -> None:
+async def test_after_a_failed_first_load_no_model_is_loaded(broken, chat_models, format_):
     async with ModelManager(FEW) as manager:
         with pytest.raises(UnusableModelError, match=r"; no model is loaded$") as failed:
             await manager.load_entry(broken[format_])
@@ -167,17 +158,17 @@ async def test_after_a_failed_first_load_no_model_is_loaded(
 
 
 @pytest.fixture(scope="module")
-async def embedder(embedders: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+async def embedder(embedders, model_format):
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(embedders[model_format])
         yield manager
 
 
-async def vectors(manager: ModelManager, *texts: str | tuple[int, ...], model: str | None = None) -> Vectors:
+async def vectors(manager, *texts, model=None):
     return (await manager.embed(EmbeddingRequest(inputs=texts, model=model))).vectors
 
 
-async def test_both_formats_give_the_same_vectors(embedders: Entries) -> None:
+async def test_both_formats_give_the_same_vectors(embedders):
     async with ModelManager(SETTINGS) as mlx, ModelManager(SETTINGS) as gguf:
         for manager, format_ in ((mlx, FORMATS[0]), (gguf, FORMATS[1])):
             await manager.load_entry(embedders[format_])
@@ -190,7 +181,7 @@ async def test_both_formats_give_the_same_vectors(embedders: Entries) -> None:
         assert both[0].report.tokens == both[1].report.tokens
 
 
-async def test_vectors_have_length_one_and_do_not_depend_on_the_other_inputs(embedder: ModelManager) -> None:
+async def test_vectors_have_length_one_and_do_not_depend_on_the_other_inputs(embedder):
     (alone,) = await vectors(embedder, SENTENCES[0])
     crowd = await vectors(embedder, *SENTENCES, *(f"{at} " * (at % 60 + 1) for at in range(40)))
     assert np.allclose(np.linalg.norm(crowd, axis=1), 1, atol=1e-5)
@@ -198,7 +189,7 @@ async def test_vectors_have_length_one_and_do_not_depend_on_the_other_inputs(emb
     assert crowd.shape == (44, 384)
 
 
-async def test_shortened_vectors_have_length_one(embedder: ModelManager) -> None:
+async def test_shortened_vectors_have_length_one(embedder):
     cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
     head = (await vectors(embedder, *SENTENCES))[:, :64]
     assert np.allclose(cut.vectors, head / np.linalg.norm(head, axis=1, keepdims=True), atol=1e-5)
@@ -206,7 +197,7 @@ async def test_shortened_vectors_have_length_one(embedder: ModelManager) -> None
         await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
 
 
-async def test_a_report_counts_texts_tokens_and_times(embedder: ModelManager, model_format: Format) -> None:
+async def test_a_report_counts_texts_tokens_and_times(embedder, model_format):
     # echo has no special tokens around a text.
     tokens = 3 + (2 if model_format == "echo" else 4)
     before = embedder.snapshot.encoded_tokens
@@ -217,7 +208,7 @@ async def test_a_report_counts_texts_tokens_and_times(embedder: ModelManager, mo
     assert embedder.snapshot.encoded_tokens - before == tokens
 
 
-async def test_a_text_that_is_too_long_is_refused_or_truncated(embedder: ModelManager) -> None:
+async def test_a_text_that_is_too_long_is_refused_or_truncated(embedder):
     long = "word " * 700
     with pytest.raises(ContextLengthError, match=r"input\.1 has .*\d+ tokens.* minilm-l6 .*\d+;") as refused:
         await vectors(embedder, "short", long)
@@ -229,20 +220,18 @@ async def test_a_text_that_is_too_long_is_refused_or_truncated(embedder: ModelMa
 @pytest.mark.parametrize(
     ("text", "param"), [((), "input.0"), ((5, 10**9), "input.0"), ((-1,), "input.0"), ("\ud800", "input.0")]
 )
-async def test_invalid_inputs_are_refused(embedder: ModelManager, text: str | tuple[int, ...], param: str) -> None:
+async def test_invalid_inputs_are_refused(embedder, text, param):
     with pytest.raises(InvalidRequestError) as refused:
         await vectors(embedder, text)
     assert refused.value.param == param
 
 
-async def test_a_request_without_texts_is_refused(embedder: ModelManager) -> None:
+async def test_a_request_without_texts_is_refused(embedder):
     with pytest.raises(InvalidRequestError, match="there are no texts"):
         await vectors(embedder)
 
 
-async def test_input_types_are_supported_or_refused_as_the_capabilities_state(
-    embedder: ModelManager, model_format: Format
-) -> None:
+async def test_input_types_are_supported_or_refused_as_the_capabilities_state(embedder, model_format):
     typed_request = EmbeddingRequest(inputs=SENTENCES, input_type="query")
     if not engine_of(embedder, model_format).capabilities.input_types:
         with pytest.raises(InvalidRequestError, match="leave out input_type") as refused:
@@ -253,7 +242,7 @@ async def test_input_types_are_supported_or_refused_as_the_capabilities_state(
     assert np.allclose((await embedder.embed(typed_request)).vectors, await vectors(embedder, *SENTENCES), atol=1e-5)
 
 
-async def test_texts_end_in_time_or_with_an_error(embedder: ModelManager) -> None:
+async def test_texts_end_in_time_or_with_an_error(embedder):
     many = EmbeddingRequest(inputs=tuple(f"{at} " + "of the sea " * 5 for at in range(200)), timeout_s=0.05)
     with pytest.raises(GenerationTimeoutError, match=r"time limit of 0\.05 s"):
         await embedder.embed(many)
@@ -267,7 +256,7 @@ async def test_texts_end_in_time_or_with_an_error(embedder: ModelManager) -> Non
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_a_reranker_scores_pairs(rerankers: Entries, format_: Format) -> None:
+async def test_a_reranker_scores_pairs(rerankers, format_):
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(rerankers[format_])
         rerank_request = RerankRequest(query="sea", documents=SENTENCES[:3])
@@ -297,10 +286,8 @@ async def test_a_reranker_scores_pairs(rerankers: Entries, format_: Format) -> N
 
 
 @pytest.mark.parametrize("pinned", FORMATS)
-async def test_an_embedding_model_stays_beside_a_chat_model(
-    chat_models: Entries, long_models: Entries, embedders: Entries, model_format: Format, pinned: Format
-) -> None:
-    other: Format = "mlx" if model_format == "gguf" else "gguf"
+async def test_an_embedding_model_stays_beside_a_chat_model(chat_models, long_models, embedders, model_format, pinned):
+    other = "mlx" if model_format == "gguf" else "gguf"
     async with ModelManager(SETTINGS) as manager:
         report = await pin(manager, embedders[pinned])
         assert report.memory_bytes > 10_000_000
@@ -316,9 +303,7 @@ async def test_an_embedding_model_stays_beside_a_chat_model(
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_all_engines_refuse_a_model_of_the_wrong_kind_with_the_same_messages(
-    chat_models: Entries, embedders: Entries, format_: Format
-) -> None:
+async def test_all_engines_refuse_a_model_of_the_wrong_kind_with_the_same_messages(chat_models, embedders, format_):
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(chat_models[format_])
         with pytest.raises(NotLoadedError, match="tiny is a chat model, and no embedding model is in memory"):
@@ -338,16 +323,16 @@ async def test_all_engines_refuse_a_model_of_the_wrong_kind_with_the_same_messag
             await run(manager, model="other")
 
 
-async def test_an_embedding_model_that_is_the_main_model_does_not_chat(embedder: ModelManager) -> None:
+async def test_an_embedding_model_that_is_the_main_model_does_not_chat(embedder):
     with pytest.raises(NotLoadedError, match="minilm-l6 is an embedding model and does not chat"):
         await run(embedder)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_a_pin_that_fails_changes_nothing(embedders: Entries, format_: Format, tmp_path: Path) -> None:
+async def test_a_pin_that_fails_changes_nothing(embedders, format_, tmp_path):
     async with ModelManager(SETTINGS) as manager:
         await pin(manager, embedders[format_])
-        missing: ModelEntry = replace(embedders[format_], id="gone", path=tmp_path / "gone.gguf")
+        missing = replace(embedders[format_], id="gone", path=tmp_path / "gone.gguf")
         with pytest.raises(UnusableModelError):
             await pin(manager, missing)
         assert [pinned.entry.id for pinned in manager.snapshot.pinned] == ["minilm-l6"]

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, ModelManager, Sampling, scheduler
+from lmx_lab.engine import AnswerFormat, Sampling, scheduler
 from lmx_lab.engine.llama_cpp import queue
-from lmx_lab.values.models import Format
 from tests.support.engines import finish, numbers, request, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -26,13 +25,13 @@ WITH_STATE: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_turns(monkeypatch):
     monkeypatch.setattr(scheduler, "TURN_S", 0.0)
     monkeypatch.setattr(scheduler, "WAIT_S", 0.0)
     monkeypatch.setattr(queue, "PAUSE_CHECK_S", 0.001)
 
 
-async def test_a_long_answer_is_paused_for_a_request_that_waits(busy: ModelManager, model_format: Format) -> None:
+async def test_a_long_answer_is_paused_for_a_request_that_waits(busy, model_format):
     # llama.cpp cannot continue an answer with a grammar, so it is not paused.
     bodies = [PLAIN, {**PLAIN, "top_logprobs": 1} if model_format == "gguf" else WITH_STATE]
     alone = [await run(busy, **body) for body in bodies]

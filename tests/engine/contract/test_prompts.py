@@ -1,19 +1,14 @@
 """Prompts with a gap, rendered chats and the bytes of tokens have the same contract on every engine."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lmx_lab.engine import ChatPrompt, InfillPrompt, ModelManager, TextPrompt, TokenPrompt
 from lmx_lab.engine.echo.model import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
-from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights.tokenizer_files import can_infill
-from tests.engine.contract.entries import SETTINGS, Entries, echo_entry
+from tests.engine.contract.entries import SETTINGS, echo_entry
 from tests.support.engines import entry_of, finish, request, run
 from tests.support.gguf import with_tokens
 from tests.support.models import rename_tokens, write_tiny_llama
@@ -26,12 +21,12 @@ GAP = InfillPrompt(prefix="def f(a):\n    ", suffix="\n    return b")
 
 
 @pytest.fixture(scope="session")
-def coders(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
+def coders(tmp_path_factory, smollm2, tiny_gguf):
     """The tiny model with tokens for filling gaps."""
     folder = tmp_path_factory.mktemp("coders")
     write_tiny_llama(folder / "mlx", smollm2.path, seed=0)
     rename_tokens(folder / "mlx", MARKS)
-    files: dict[Format, Path] = {
+    files = {
         "mlx": folder / "mlx",
         "gguf": with_tokens(tiny_gguf, MARKS, folder / "coder.gguf", "{{ messages[0].content }}"),
     }
@@ -39,19 +34,17 @@ def coders(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_g
 
 
 @pytest.fixture(scope="module")
-async def coder(coders: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+async def coder(coders, model_format):
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(coders[model_format])
         yield manager
 
 
-async def tokens_of(manager: ModelManager, text: str) -> list[int]:
+async def tokens_of(manager, text):
     return await manager.encode(request(prompt=TextPrompt(text=text, special=False)))
 
 
-async def test_a_gap_is_marked_by_the_tokens_of_the_model(
-    coder: ModelManager, coders: Entries, model_format: Format
-) -> None:
+async def test_a_gap_is_marked_by_the_tokens_of_the_model(coder, coders, model_format):
     before, after = [await tokens_of(coder, text) for text in (GAP.prefix, GAP.suffix)]
     expected = [PREFIX, *before, SUFFIX, *after, MIDDLE]
     if model_format == "echo":
@@ -64,7 +57,7 @@ async def test_a_gap_is_marked_by_the_tokens_of_the_model(
     assert can_infill(coders[model_format])
 
 
-async def test_the_text_in_a_gap_ends_with_a_token_that_ends_a_file(coder: ModelManager, model_format: Format) -> None:
+async def test_the_text_in_a_gap_ends_with_a_token_that_ends_a_file(coder, model_format):
     if model_format == "echo":
         pytest.skip("the echo engine has one token that ends an answer")
     ends = replace(request().sampling, logit_bias=((0, 1000.0),))
@@ -72,9 +65,7 @@ async def test_the_text_in_a_gap_ends_with_a_token_that_ends_a_file(coder: Model
     assert (report.finish_reason, report.output_tokens) == ("stop", 1)
 
 
-async def test_a_model_without_these_tokens_refuses_a_gap(
-    manager: ModelManager, chat_models: Entries, model_format: Format
-) -> None:
+async def test_a_model_without_these_tokens_refuses_a_gap(manager, chat_models, model_format):
     if model_format == "echo":
         pytest.skip("the echo engine fills gaps")
     with pytest.raises(InvalidRequestError, match="tiny cannot fill a gap before a suffix") as refused:
@@ -83,7 +74,7 @@ async def test_a_model_without_these_tokens_refuses_a_gap(
     assert not can_infill(chat_models[model_format])
 
 
-async def test_parts_around_a_gap_are_checked(coder: ModelManager) -> None:
+async def test_parts_around_a_gap_are_checked(coder):
     with pytest.raises(InvalidRequestError, match="suffix has the lone surrogate") as refused:
         await coder.submit(request(prompt=InfillPrompt(prefix="a", suffix="\ud800")))
     assert refused.value.param == "suffix"
@@ -91,7 +82,7 @@ async def test_parts_around_a_gap_are_checked(coder: ModelManager) -> None:
         await coder.submit(request(prompt=InfillPrompt(prefix="a", suffix="word " * 1_000_000)))
 
 
-async def test_the_text_of_a_chat_has_the_tokens_of_its_prompt(manager: ModelManager, model_format: Format) -> None:
+async def test_the_text_of_a_chat_has_the_tokens_of_its_prompt(manager, model_format):
     chat = request(prompt=ChatPrompt(messages=({"role": "user", "content": "Hi there!"},)))
     text = await manager.with_model(chat, lambda it: it.engine.render(it.entry, chat))
     assert "Hi there!" in text
@@ -104,7 +95,7 @@ async def test_the_text_of_a_chat_has_the_tokens_of_its_prompt(manager: ModelMan
         await manager.with_model(empty, lambda it: it.engine.render(it.entry, empty))
 
 
-async def test_the_bytes_of_tokens_are_those_of_their_text(manager: ModelManager, model_format: Format) -> None:
+async def test_the_bytes_of_tokens_are_those_of_their_text(manager, model_format):
     text = "Naïve 東京 😀\n"
     tokens = await tokens_of(manager, text)
     work = request(prompt=TokenPrompt(tokens=()))

@@ -24,9 +24,7 @@ def test_read_only_slots_are_written_and_are_read_only_again() -> None:
 
 @pytest.mark.parametrize(("machine", "types"), list(elf.SLOT_TYPES.items()))
 @pytest.mark.parametrize("relocated", [True, False], ids=["glibc", "musl"])
-def test_slots_are_found_in_the_relocation_tables_of_a_library(
-    machine: str, types: tuple[int, int], relocated: bool
-) -> None:
+def test_slots_are_found_in_the_relocation_tables_of_a_library(machine, types, relocated):
     names = b"\0puts\0cblas_sgemm\0"
     symbols = b"".join(struct.pack("<I20x", at) for at in (0, 1, 6))
     glob_dat, jump_slot = types

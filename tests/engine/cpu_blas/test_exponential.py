@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +15,7 @@ needs_fma = pytest.mark.skipif(not exponential.has_flags(exponential.FLAGS), rea
 
 
 @pytest.fixture
-def library() -> Iterator[elf.Library]:
+def library():
     """MLX's library with its own ``exp``."""
     configure_blas("off")
     yield openblas._mlx_library()
@@ -101,7 +99,7 @@ def test_another_processor_or_build_of_mlx_keeps_its_function(
     assert (report.name, report.fma_exp) == ("openblas", False)
 
 
-def test_a_processor_without_a_list_of_features_has_none(tmp_path: Path) -> None:
+def test_a_processor_without_a_list_of_features_has_none(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: fpu avx fma\n\nprocessor : 1\n")
     assert exponential.has_flags(frozenset({"fma"}), tmp_path / "cpuinfo")
     assert not exponential.has_flags(frozenset({"fma", "avx512f"}), tmp_path / "cpuinfo")

@@ -8,8 +8,6 @@ import itertools
 import logging
 import platform
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -89,13 +87,13 @@ def test_programs_started_while_mlx_computes_get_the_original_environment() -> N
         ("", False),
     ],
 )
-def test_zen_4_is_recognized_by_its_family(tmp_path: Path, facts: str, narrow: bool) -> None:
+def test_zen_4_is_recognized_by_its_family(tmp_path, facts, narrow):
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\n{facts}\n\nprocessor\t: 1\n{facts}\n")
     assert openblas.is_narrow_avx512(file) is narrow
 
 
-def test_without_cpuinfo_no_special_kernels_are_chosen(tmp_path: Path) -> None:
+def test_without_cpuinfo_no_special_kernels_are_chosen(tmp_path):
     assert openblas.is_narrow_avx512(tmp_path / "none") is False
 
 
@@ -108,7 +106,7 @@ def test_kernels_chosen_by_the_user_are_used() -> None:
 
 
 @pytest.fixture
-def mlx_binding() -> Iterator[openblas._Binding]:
+def mlx_binding():
     """MLX with the BLAS of its wheel, and a separate binding for the test."""
     before = configure_blas("off")
     assert before.name == "reference"
@@ -118,7 +116,7 @@ def mlx_binding() -> Iterator[openblas._Binding]:
     configure_blas("auto")
 
 
-def slot_contents() -> list[int]:
+def slot_contents():
     library = next(found for found in elf.libraries() if found.path.endswith(openblas.MLX_LIBRARY))
     slots = elf.slots(library, openblas.FUNCTIONS, platform.machine())
     assert set(slots) == set(openblas.FUNCTIONS)
@@ -186,7 +184,7 @@ def test_a_fault_leaves_mlx_unchanged_and_is_logged_once(
     ]
 
 
-def _refuse(*_: object) -> None:
+def _refuse(*_):
     raise PermissionError(13, "mprotect: Permission denied")
 
 
@@ -224,7 +222,7 @@ def test_another_blas_that_mlx_already_uses_is_kept(
     assert slot_contents() == installed
 
 
-def test_nothing_is_bound_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_bound_on_a_gpu(monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     assert configure_blas().name == "unused"
 
@@ -271,43 +269,41 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     return Machine(monkeypatch)
 
 
-def choice(machine: Machine, threads: int = 2, *, fixed: bool = False) -> ThreadChoice:
+def choice(machine, threads=2, *, fixed=False):
     made = ThreadChoice(BlasReport(name="openblas", detail="", threads=threads, threads_fixed=fixed))
     machine.in_use = threads
     return made
 
 
-def test_an_idle_machine_uses_all_threads(machine: Machine) -> None:
+def test_an_idle_machine_uses_all_threads(machine):
     choice(machine).prepare(100)
     assert machine.in_use == 2
 
 
-def test_a_busy_machine_uses_the_fastest_number_of_threads(machine: Machine) -> None:
+def test_a_busy_machine_uses_the_fastest_number_of_threads(machine):
     machine.seconds = {1: 1.0, 2: 30.0}
     choice(machine).prepare(100)
     assert machine.in_use == 1
 
 
 @pytest.mark.parametrize(("seconds", "best"), [({1: 4, 2: 2, 3: 1.5, 4: 9}, 3), ({1: 4, 2: 2, 3: 8, 4: 9}, 2)])
-def test_with_more_cores_numbers_in_between_are_measured(
-    machine: Machine, seconds: dict[int, float], best: int
-) -> None:
+def test_with_more_cores_numbers_in_between_are_measured(machine, seconds, best):
     machine.seconds = seconds
     choice(machine, 4).prepare(100)
     assert machine.in_use == best
     assert machine.measured == [1, 4, 3, 2]
 
 
-def test_few_rows_have_one_thread_and_nothing_is_measured(machine: Machine) -> None:
+def test_few_rows_have_one_thread_and_nothing_is_measured(machine):
     choice(machine).prepare(3)
     assert (machine.in_use, machine.measured) == (1, [])
 
 
-def test_short_work_after_a_pause_has_one_thread(machine: Machine) -> None:
+def test_short_work_after_a_pause_has_one_thread(machine):
     made = choice(machine)
     made.prepare(63)
     assert (machine.in_use, machine.measured) == (1, [])
@@ -316,7 +312,7 @@ def test_short_work_after_a_pause_has_one_thread(machine: Machine) -> None:
     assert machine.in_use == 2
 
 
-def test_it_measures_again_only_after_the_interval(machine: Machine) -> None:
+def test_it_measures_again_only_after_the_interval(machine):
     made = choice(machine)
     made.prepare(100)
     measured = len(machine.measured)
@@ -329,7 +325,7 @@ def test_it_measures_again_only_after_the_interval(machine: Machine) -> None:
     assert machine.in_use == 1
 
 
-def test_on_a_busy_machine_it_measures_less_often_and_uses_all_threads_again(machine: Machine) -> None:
+def test_on_a_busy_machine_it_measures_less_often_and_uses_all_threads_again(machine):
     made = choice(machine)
     machine.seconds = {1: 1.0, 2: 30.0}
     made.prepare(100)
@@ -343,7 +339,7 @@ def test_on_a_busy_machine_it_measures_less_often_and_uses_all_threads_again(mac
     assert machine.in_use == 2
 
 
-def test_a_fixed_number_of_threads_is_always_used(machine: Machine) -> None:
+def test_a_fixed_number_of_threads_is_always_used(machine):
     made = choice(machine, fixed=True)
     for rows in (1, 100):
         made.prepare(rows)
@@ -351,7 +347,7 @@ def test_a_fixed_number_of_threads_is_always_used(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-def test_lanes_have_one_thread_each_and_later_steps_have_all(machine: Machine, fixed: bool) -> None:
+def test_lanes_have_one_thread_each_and_later_steps_have_all(machine, fixed):
     made = choice(machine, fixed=fixed)
     made.prepare(500, lanes=2)
     assert (machine.in_use, machine.measured) == (1, [])
@@ -359,23 +355,21 @@ def test_lanes_have_one_thread_each_and_later_steps_have_all(machine: Machine, f
     assert machine.in_use == 2
 
 
-def test_with_one_core_nothing_is_measured(machine: Machine) -> None:
+def test_with_one_core_nothing_is_measured(machine):
     made = choice(machine, 1)
     made.prepare(500)
     assert (made.current, machine.measured) == (1, [])
 
 
-def test_a_real_product_is_measured() -> None:
+def test_a_real_product_is_measured():
     assert 0 < openblas._median_product_s(float("inf")) < 10
 
 
-def test_a_slow_number_of_threads_is_measured_once() -> None:
+def test_a_slow_number_of_threads_is_measured_once():
     assert openblas._median_product_s(0.0) > 0
 
 
-def test_the_number_changes_and_is_measured_only_when_the_stream_computes_nothing(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_changes_and_is_measured_only_when_the_stream_computes_nothing(machine, monkeypatch):
     idle = False
 
     def wait(stream: object) -> None:

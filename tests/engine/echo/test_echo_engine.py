@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError,
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO
 from lmx_lab.values.steering import SteeringVector
-from tests.support.engines import ONLY_WAIT, PLACE_FORMAT, PLACE_TOOLS, Answer, chat_request, finish_answer, is_place
+from tests.support.engines import ONLY_WAIT, PLACE_FORMAT, PLACE_TOOLS, chat_request, finish_answer, is_place
 
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "look", "arguments": {"kind": "river", "wet": true}}\n</tool_call>'
@@ -28,29 +28,29 @@ Scripted = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-async def manager() -> AsyncIterator[ModelManager]:
+async def manager():
     async with ModelManager(Settings()) as manager:
         await manager.load_entry(ECHO)
         yield manager
 
 
-async def run(manager: ModelManager, **changes: Any) -> Answer:
+async def run(manager, **changes):
     return await finish_answer(await manager.submit(chat_request(**changes)))
 
 
 @pytest.mark.parametrize("text", ["Hello!", "  spaces \n\n stay ", "東京 é 😀", "<tool_call>", "a <think> b", ""])
-async def test_the_last_message_is_repeated(manager: ModelManager, text: str) -> None:
+async def test_the_last_message_is_repeated(manager, text):
     result = await run(manager, content=text)
     assert (result.text, result.reasoning, result.reason) == (text, "", "stop")
 
 
-async def test_the_last_message_is_repeated_whatever_its_role(manager: ModelManager) -> None:
+async def test_the_last_message_is_repeated_whatever_its_role(manager):
     messages = ({"role": "user", "content": "one"}, {"role": "tool", "tool_call_id": "1", "content": "two"})
     assert (await run(manager, prompt=ChatPrompt(messages=messages))).text == "two"
     assert (await run(manager, prompt=TextPrompt(text="plain <think>text"))).text == "plain <think>text"
 
 
-async def test_a_message_may_contain_reasoning(manager: ModelManager) -> None:
+async def test_a_message_may_contain_reasoning(manager):
     result = await run(manager, content="<think>Is it?</think>It is.")
     assert (result.reasoning, result.text) == ("Is it?", "It is.")
     assert result.report.reasoning_tokens == 10
@@ -61,7 +61,7 @@ async def test_a_message_may_contain_reasoning(manager: ModelManager) -> None:
     assert len(short.reasoning) < 12
 
 
-async def test_a_message_may_contain_calls_of_offered_tools(manager: ModelManager) -> None:
+async def test_a_message_may_contain_calls_of_offered_tools(manager):
     result = await run(manager, content=f"Look.\n{CALL}", tools=PLACE_TOOLS)
     assert (result.text, result.calls, result.reason) == ("Look.", [("look", ARGUMENTS)], "tool_calls")
     assert (await run(manager, content=CALL)).text == CALL
@@ -70,7 +70,7 @@ async def test_a_message_may_contain_calls_of_offered_tools(manager: ModelManage
     assert is_place(forced.calls[0][1])
 
 
-async def test_an_answer_in_a_format_is_short_and_reproducible(manager: ModelManager) -> None:
+async def test_an_answer_in_a_format_is_short_and_reproducible(manager):
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array"}},
@@ -83,18 +83,18 @@ async def test_an_answer_in_a_format_is_short_and_reproducible(manager: ModelMan
     assert (value["name"], value["age"] in range(-9, 10)) == ("", True)
 
 
-async def test_a_message_that_matches_the_format_is_repeated(manager: ModelManager) -> None:
+async def test_a_message_that_matches_the_format_is_repeated(manager):
     message = '{"kind": "mountain", "wet": false}'
     assert (await run(manager, content=message, answer_format=PLACE_FORMAT)).text == message
 
 
-async def test_vectors_are_refused(manager: ModelManager) -> None:
+async def test_vectors_are_refused(manager):
     with pytest.raises(InvalidRequestError, match='engine="mlx"') as refused:
         await run(manager, steer=(SteeringVector(layer=0, vector="AAAAAA=="),))
     assert refused.value.param == "steer"
 
 
-async def test_similar_texts_have_similar_vectors(manager: ModelManager) -> None:
+async def test_similar_texts_have_similar_vectors(manager):
     texts = ("the sea is salty", "salty sea water", "bread and butter")
     sea, water, bread = (await manager.embed(EmbeddingRequest(inputs=texts, model="echo"))).vectors
     assert sea @ water > 0.3 > sea @ bread
@@ -106,9 +106,9 @@ async def test_similar_texts_have_similar_vectors(manager: ModelManager) -> None
 
 
 @pytest.fixture
-async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
+async def scripted(tmp_path):
     """A function that creates an engine whose script has these answers."""
-    engines: list[ModelManager] = []
+    engines = []
 
     async def create(*answers: Any, **settings: Any) -> ModelManager:
         (tmp_path / "script.json").write_text(json.dumps(answers))
@@ -123,7 +123,7 @@ async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
 
 
 @pytest.mark.slow
-async def test_messages_are_repeated_after_the_end_of_a_script(scripted: Scripted) -> None:
+async def test_messages_are_repeated_after_the_end_of_a_script(scripted):
     call = {"name": "look", "arguments": json.loads(ARGUMENTS)}
     manager = await scripted("One.", {"reasoning": "Hm.", "text": "Two.", "tool_calls": [call]})
     assert (await run(manager)).text == "One."
@@ -137,7 +137,7 @@ async def test_messages_are_repeated_after_the_end_of_a_script(scripted: Scripte
 
 
 @pytest.mark.slow
-async def test_a_refused_request_does_not_use_an_answer_of_the_script(scripted: Scripted) -> None:
+async def test_a_refused_request_does_not_use_an_answer_of_the_script(scripted):
     manager = await scripted({"tool_calls": [{"name": "look", "arguments": json.loads(ARGUMENTS)}]}, "Last.")
     with pytest.raises(
         InvalidRequestError, match=r"answer 1 of the echo script calls the tool 'look'; this request offers no"
@@ -148,12 +148,12 @@ async def test_a_refused_request_does_not_use_an_answer_of_the_script(scripted: 
     assert [(await finish_answer(stream)).text for stream in streams] == ["Last."] * 3
 
 
-async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted: Scripted) -> None:
+async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted):
     manager = await scripted({"error": "later", "code": "queue-full"}, {"text": "Half", "error": "broken"})
     with pytest.raises(QueueFullError, match="later"):
         await manager.submit(chat_request())
     stream = await manager.submit(chat_request())
-    pieces: list[str] = []
+    pieces = []
 
     async def lengths() -> None:
         async for delta in stream:
@@ -164,7 +164,7 @@ async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted: Scrip
     assert "".join(pieces) == "Half"
 
 
-async def test_an_answer_is_not_faster_than_its_rate(scripted: Scripted) -> None:
+async def test_an_answer_is_not_faster_than_its_rate(scripted):
     manager = await scripted({"text": "one two three", "delay_s": 0.05, "tokens_per_s": 200}, echo_tokens_per_s=1000)
     slow, usual = (await run(manager)).report, (await run(manager, content="one two three")).report
     assert slow.ttft_s >= 0.05
@@ -173,9 +173,7 @@ async def test_an_answer_is_not_faster_than_its_rate(scripted: Scripted) -> None
     assert usual.output_tokens == slow.output_tokens
 
 
-async def test_an_invalid_script_is_refused_before_the_current_model_is_unloaded(
-    scripted: Scripted, tmp_path: Path
-) -> None:
+async def test_an_invalid_script_is_refused_before_the_current_model_is_unloaded(scripted, tmp_path):
     manager = await scripted("One.")
     (tmp_path / "script.json").write_text('"fine"\n{"text": 1}')
     with pytest.raises(UnusableModelError, match="line 2: text is 1"):
@@ -184,7 +182,7 @@ async def test_an_invalid_script_is_refused_before_the_current_model_is_unloaded
 
 
 @pytest.mark.slow
-def test_a_process_that_uses_only_echo_does_not_import_mlx() -> None:
+def test_a_process_that_uses_only_echo_does_not_import_mlx():
     program = """
 import sys
 from lmx_lab import launch
@@ -197,10 +195,8 @@ with launch("echo", port=0, loop="thread") as lab:
 
 
 @pytest.mark.slow
-async def test_only_the_beginning_of_a_text_that_is_far_too_long_is_tokenized(
-    manager: ModelManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
+async def test_only_the_beginning_of_a_text_that_is_far_too_long_is_tokenized(manager, monkeypatch):
+    lengths = []
     encode = EchoVocabulary.encode
 
     def record_length(vocabulary: EchoVocabulary, text: str) -> list[int]:

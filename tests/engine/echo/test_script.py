@@ -1,10 +1,7 @@
 """Scripts contain answers in order; errors name the line and the problem."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,14 +18,14 @@ FULL = {
 }
 
 
-def write_script(tmp_path: Path, text: str) -> Path:
+def write_script(tmp_path, text):
     path = tmp_path / "answers.jsonl"
     path.write_text(text, encoding="utf-8")
     return path
 
 
 @pytest.mark.parametrize("text", ['"one"\n\n{"text": "two"}\n', '\ufeff["one",\n {"text": "two"}]'])
-def test_a_script_is_lines_or_an_array(tmp_path: Path, text: str) -> None:
+def test_a_script_is_lines_or_an_array(tmp_path, text):
     script = read_script(write_script(tmp_path, text))
     first, second = script.take(), script.take()
     assert first is not None
@@ -36,7 +33,7 @@ def test_a_script_is_lines_or_an_array(tmp_path: Path, text: str) -> None:
     assert (first.text, second.text, script.take()) == ("one", "two", None)
 
 
-def test_an_answer_that_is_put_back_is_the_next_one(tmp_path: Path) -> None:
+def test_an_answer_that_is_put_back_is_the_next_one(tmp_path):
     script = read_script(write_script(tmp_path, '"one"\n"two"'))
     first = script.take()
     script.give_back(first)
@@ -44,7 +41,7 @@ def test_an_answer_that_is_put_back_is_the_next_one(tmp_path: Path) -> None:
     assert script.take() is first
 
 
-def test_an_answer_is_converted_to_the_text_that_a_model_generates(tmp_path: Path) -> None:
+def test_an_answer_is_converted_to_the_text_that_a_model_generates(tmp_path):
     answer = read_script(write_script(tmp_path, json.dumps(FULL))).take()
     assert answer is not None
     assert (answer.delay_s, answer.tokens_per_s) == (0.5, 20)
@@ -55,7 +52,7 @@ def test_an_answer_is_converted_to_the_text_that_a_model_generates(tmp_path: Pat
     )
 
 
-def test_an_error_has_the_class_of_its_code() -> None:
+def test_an_error_has_the_class_of_its_code():
     failure = ScriptAnswer(location="line 1", error="later", code="queue-full").failure()
     assert isinstance(failure, QueueFullError)
     assert (failure.message, failure.retry_after_s) == ("later", 1)
@@ -83,14 +80,14 @@ def test_an_error_has_the_class_of_its_code() -> None:
         ('{"text": "a", "code": "queue-full"}', r'line 2: code is "queue-full"; with an error'),
     ],
 )
-def test_an_invalid_line_is_named_with_its_problem(tmp_path: Path, line: str, problem: str) -> None:
+def test_an_invalid_line_is_named_with_its_problem(tmp_path, line, problem):
     path = write_script(tmp_path, f'"fine"\n{line}\n')
     with pytest.raises(UnusableModelError, match=problem) as refused:
         read_script(path)
     assert f"the script {path} (echo_script)" in refused.value.message
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UnusableModelError, match=r"nowhere \(echo_script\): it cannot be read: No such file"):
         read_script(tmp_path / "nowhere")
     (tmp_path / "latin").write_bytes(b'"fine"\n"caf\xe9"\n')
@@ -99,7 +96,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_a_script_that_is_not_a_regular_file_is_refused_at_once(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_script_that_is_not_a_regular_file_is_refused_at_once(make, tmp_path):
     make(tmp_path / "script.json")
     with pytest.raises(UnusableModelError, match="not a regular file"):
         read_script(tmp_path / "script.json")

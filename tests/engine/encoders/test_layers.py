@@ -1,26 +1,21 @@
 """Activations of encoders; pooling and modules that convert hidden states to vectors as the model's files define."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
+from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.encoders.layers import gelu
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.encoding import Vectors
-from tests.support.models import Load, embed, modules, pooling_files, run
+from tests.support.models import embed, modules, pooling_files, run
 
 TOKENS = ((2, 5, 7, 9, 3), (2, 6, 3))
 
 
-def test_gelu_is_exact_for_small_and_large_numbers() -> None:
+def test_gelu_is_exact_for_small_and_large_numbers():
     small = np.linspace(-8, 8, 20_001, dtype=np.float32)
     expected = [0.5 * x * math.erfc(-x / math.sqrt(2)) for x in small.tolist()]
     assert np.abs(np.array(gelu(mx.array(small))) - expected).max() < 1e-6
@@ -29,13 +24,13 @@ def test_gelu_is_exact_for_small_and_large_numbers() -> None:
     assert float(gelu(mx.array(0.0))) == 0
 
 
-def hidden(model: LoadedEncoder, tokens: tuple[int, ...]) -> Vectors:
+def hidden(model, tokens):
     """(length, size) of one text: the last array that the generator yields."""
     states = [np.array(state) for state in model.forward([TextTokens(tokens)])]
     return np.asarray(states[-1][0])
 
 
-def expected(states: Vectors, mode: str) -> Vectors:
+def expected(states, mode):
     places = np.arange(1, len(states) + 1)[:, None]
     pooled = {
         "cls_token": states[0],
@@ -51,18 +46,18 @@ def expected(states: Vectors, mode: str) -> Vectors:
 @pytest.mark.parametrize(
     "mode", ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"]
 )
-def test_padding_is_not_pooled(bert: Load, mode: str) -> None:
+def test_padding_is_not_pooled(bert, mode):
     model = bert(pooling_files(mode, normalize=False))
     for tokens, vector in zip(TOKENS, embed(model, *TOKENS), strict=True):
         np.testing.assert_allclose(vector, expected(hidden(model, tokens), mode), atol=1e-5)
 
 
-def test_the_new_pooling_key_is_supported(bert: Load) -> None:
+def test_the_new_pooling_key_is_supported(bert):
     model = bert({"modules.json": modules("Pooling"), "1_Pooling/config.json": {"pooling_mode": "cls"}})
     np.testing.assert_allclose(embed(model, TOKENS[0])[0], hidden(model, TOKENS[0])[0], atol=1e-6)
 
 
-def test_the_vectors_of_several_modes_are_concatenated(bert: Load) -> None:
+def test_the_vectors_of_several_modes_are_concatenated(bert):
     model = bert(pooling_files("cls_token", normalize=False, pooling_mode_mean_tokens=True))
     assert model.dimensions == 64
     states = hidden(model, TOKENS[0])
@@ -70,14 +65,12 @@ def test_the_vectors_of_several_modes_are_concatenated(bert: Load) -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_vectors_are_normalized_if_the_files_require_it(bert: Load, normalize: bool) -> None:
+def test_vectors_are_normalized_if_the_files_require_it(bert, normalize):
     lengths = np.linalg.norm(embed(bert(pooling_files("mean_tokens", normalize=normalize)), *TOKENS), axis=1)
     assert np.allclose(lengths, 1, atol=1e-6) == normalize
 
 
-def test_an_encoder_without_pooling_files_uses_the_mean_and_logs_it(
-    bert: Load, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_encoder_without_pooling_files_uses_the_mean_and_logs_it(bert, caplog):
     model = bert({})
     states = hidden(model, TOKENS[0]).mean(0)
     np.testing.assert_allclose(embed(model, TOKENS[0])[0], states / np.linalg.norm(states), atol=1e-5)
@@ -86,13 +79,13 @@ def test_an_encoder_without_pooling_files_uses_the_mean_and_logs_it(
     ]
 
 
-def test_a_decoder_without_pooling_files_uses_the_last_token(qwen3: Load) -> None:
+def test_a_decoder_without_pooling_files_uses_the_last_token(qwen3):
     model = qwen3({"README.md": "---\npipeline_tag: feature-extraction\n---\n"})
     same = qwen3(pooling_files("lasttoken"))
     np.testing.assert_allclose(embed(model, *TOKENS), embed(same, *TOKENS))
 
 
-def test_a_prompt_can_be_excluded_from_pooling(bert: Load) -> None:
+def test_a_prompt_can_be_excluded_from_pooling(bert):
     prompts = {"config_sentence_transformers.json": {"prompts": {"query": "query: "}}}
     model = bert(pooling_files("mean_tokens", normalize=False, include_prompt=False) | prompts)
     tokens = model.texts.texts(["the cat"], input_type="query", truncate=False)
@@ -104,7 +97,7 @@ def test_a_prompt_can_be_excluded_from_pooling(bert: Load) -> None:
 
 
 @pytest.mark.parametrize(("activation", "act"), [("Tanh", np.tanh), ("Identity", lambda x: x)])
-def test_a_dense_module_is_applied_after_the_pooling(tmp_path: Path, bert: Load, activation: str, act: Any) -> None:
+def test_a_dense_module_is_applied_after_the_pooling(tmp_path, bert, activation, act):
     weight, bias = np.random.default_rng(1).normal(0, 1, (8, 32)), np.arange(8) / 10
     config = {"in_features": 32, "out_features": 8, "activation_function": f"torch.nn.modules.activation.{activation}"}
     files = pooling_files("mean_tokens") | {"modules.json": modules("Pooling", "Dense"), "2_Dense/config.json": config}
@@ -142,6 +135,6 @@ def test_a_dense_module_is_applied_after_the_pooling(tmp_path: Path, bert: Load,
         ),
     ],
 )
-def test_an_unsupported_module_or_pooling_is_refused_by_name(bert: Load, files: dict[str, Any], named: str) -> None:
+def test_an_unsupported_module_or_pooling_is_refused_by_name(bert, files, named):
     with pytest.raises(UnusableModelError, match=named):
         bert(pooling_files("mean_tokens") | files)

@@ -1,9 +1,6 @@
 """Loading refuses damaged and unsupported models and names the reason; batches are computed layer by layer."""
 
-from __future__ import annotations
-
 import gc
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +11,6 @@ from lmx_lab.engine.encoders.layers import on_cpu
 from lmx_lab.engine.mlx import memory
 from lmx_lab.errors import EngineError, OutOfMemoryError, UnusableModelError
 from tests.support.models import (
-    Load,
     bert_weights,
     embed,
     load,
@@ -27,7 +23,7 @@ from tests.support.models import (
 WEIGHT = "encoder.layer.1.output.dense.weight"
 
 
-def damaged(number: float) -> dict[str, Any]:
+def damaged(number):
     weight = bert_weights()[WEIGHT]
     weight[3, 4] = number
     return {WEIGHT: weight}
@@ -47,7 +43,7 @@ def damaged(number: float) -> dict[str, Any]:
         ({"encoder.layer.2.output.dense.weight": np.zeros((2, 2), np.float32)}, "first encoder.layer.2.output"),
     ],
 )
-def test_a_damaged_tensor_is_refused_by_name(bert: Load, change: dict[str, Any], message: str) -> None:
+def test_a_damaged_tensor_is_refused_by_name(bert, change, message):
     with pytest.raises(UnusableModelError, match=message) as caught:
         bert(change=change)
     assert caught.value.message.startswith("tiny-bert at /")
@@ -55,18 +51,18 @@ def test_a_damaged_tensor_is_refused_by_name(bert: Load, change: dict[str, Any],
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])
-def test_a_damaged_decoder_is_refused_by_name(qwen3: Load, number: float) -> None:
+def test_a_damaged_decoder_is_refused_by_name(qwen3, number):
     weight = np.full((32, 48), number, np.float32)
     with pytest.raises(UnusableModelError, match=r"model\.layers\.1\.mlp\.down_proj\.weight contains NaN"):
         qwen3(change={"model.layers.1.mlp.down_proj.weight": weight})
 
 
-def test_a_missing_tensor_of_a_decoder_is_refused_by_name(qwen3: Load) -> None:
+def test_a_missing_tensor_of_a_decoder_is_refused_by_name(qwen3):
     with pytest.raises(UnusableModelError, match=r"model\.norm\.weight"):
         qwen3(change={"model.norm.weight": None})
 
 
-def test_unused_tensors_of_other_programs_are_ignored(bert: Load) -> None:
+def test_unused_tensors_of_other_programs_are_ignored(bert):
     same = embed(bert(), "the cat")
     extra = {
         "embeddings.position_ids": np.arange(64)[None],
@@ -76,9 +72,9 @@ def test_unused_tensors_of_other_programs_are_ignored(bert: Load) -> None:
     np.testing.assert_array_equal(embed(bert(change=extra), "the cat"), same)
 
 
-def test_old_tensor_names_are_supported(bert: Load) -> None:
+def test_old_tensor_names_are_supported(bert):
     same = embed(bert(), "the cat")
-    renamed: dict[str, Any] = {}
+    renamed = {}
     for name, tensor in bert_weights(words=tiny_tokenizer().get_vocab_size()).items():
         old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
         renamed |= {name: None} | {f"bert.{old}": tensor}
@@ -97,7 +93,7 @@ def test_old_tensor_names_are_supported(bert: Load) -> None:
         ({"model_type": "no_such_thing"}, "no_such_thing"),
     ],
 )
-def test_an_unsupported_configuration_is_refused(bert: Load, config: dict[str, Any], message: str) -> None:
+def test_an_unsupported_configuration_is_refused(bert, config, message):
     with pytest.raises(UnusableModelError, match=message):
         bert(**config)
 
@@ -110,13 +106,13 @@ def test_an_unsupported_configuration_is_refused(bert: Load, config: dict[str, A
         ({"model_type": "mamba", "architectures": ["MambaModel"]}, "tiny-qwen3"),
     ],
 )
-def test_an_unsupported_decoder_is_refused(qwen3: Load, config: dict[str, Any], message: str) -> None:
+def test_an_unsupported_decoder_is_refused(qwen3, config, message):
     with pytest.raises(UnusableModelError, match=message):
         qwen3(**config)
 
 
 @pytest.mark.parametrize("write", [write_tiny_bert, write_tiny_qwen3])
-def test_a_model_over_the_memory_limit_is_refused_and_leaves_no_memory_in_use(tmp_path: Any, write: Any) -> None:
+def test_a_model_over_the_memory_limit_is_refused_and_leaves_no_memory_in_use(tmp_path, write):
     listed = write(tmp_path / "m")
     gc.collect()
     before = memory.used_bytes()
@@ -126,7 +122,7 @@ def test_a_model_over_the_memory_limit_is_refused_and_leaves_no_memory_in_use(tm
     assert caught.value.__context__ is None
 
 
-def test_a_failed_load_keeps_no_weights(tmp_path: Any) -> None:
+def test_a_failed_load_keeps_no_weights(tmp_path):
     listed = write_tiny_bert(tmp_path / "m", change=damaged(float("nan")))
     gc.collect()
     before = memory.used_bytes()
@@ -137,7 +133,7 @@ def test_a_failed_load_keeps_no_weights(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "auto", "keep"])
-def test_weights_are_converted_to_the_requested_type(tmp_path: Any, dtype: str) -> None:
+def test_weights_are_converted_to_the_requested_type(tmp_path, dtype):
     exact = embed(load(write_tiny_bert(tmp_path / "m")), "the cat sits")
     model = load(write_tiny_bert(tmp_path / "m"), dtype=dtype)
     vectors = embed(model, "the cat sits")
@@ -145,9 +141,9 @@ def test_weights_are_converted_to_the_requested_type(tmp_path: Any, dtype: str) 
     assert (vectors @ exact.T)[0, 0] > 0.999
 
 
-def test_quantized_weights_are_expanded(bert: Load) -> None:
+def test_quantized_weights_are_expanded(bert):
     exact = embed(bert(), "the cat sits")
-    change: dict[str, Any] = {}
+    change = {}
     for name, weight in bert_weights(words=tiny_tokenizer().get_vocab_size()).items():
         if name.endswith("weight") and weight.shape[-1:] == (32,) and weight.ndim == 2:
             stem = name.removesuffix(".weight")
@@ -159,28 +155,28 @@ def test_quantized_weights_are_expanded(bert: Load) -> None:
     assert (embed(model, "the cat sits") @ exact.T)[0, 0] > 0.999
 
 
-def test_numbers_beyond_half_precision_are_reported(tmp_path: Any) -> None:
+def test_numbers_beyond_half_precision_are_reported(tmp_path):
     listed = write_tiny_bert(tmp_path / "m", change=damaged(1e6))
     load(listed)
     with pytest.raises(UnusableModelError, match=f"{WEIGHT} contains NaN or infinite numbers in .*float16"):
         load(listed, dtype="float16")
 
 
-def test_a_result_that_is_not_finite_is_an_error(bert: Load) -> None:
+def test_a_result_that_is_not_finite_is_an_error(bert):
     model = bert(change={WEIGHT: np.full((32, 48), 3e38, np.float32)})
     with pytest.raises(EngineError, match="not finite"):
         embed(model, "the cat sits")
 
 
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
-def test_a_vector_does_not_depend_on_the_rest_of_its_batch(request: pytest.FixtureRequest, kind: str) -> None:
+def test_a_vector_does_not_depend_on_the_rest_of_its_batch(request, kind):
     model = request.getfixturevalue(kind)()
     texts = ["cat", "the big dog sleeps under the tree and the bird sits on the mat", "", "a a a"]
     for text, vector in zip(texts, embed(model, *texts), strict=True):
         np.testing.assert_allclose(embed(model, text)[0], vector, atol=1e-5)
 
 
-def test_a_batch_is_computed_layer_by_layer_and_can_be_cancelled(bert: Load) -> None:
+def test_a_batch_is_computed_layer_by_layer_and_can_be_cancelled(bert):
     model = bert()
     batch = [TextTokens((2, 5, 3)), TextTokens((2, 3))]
     layers = model.forward(batch)
@@ -201,9 +197,7 @@ def test_a_batch_is_computed_layer_by_layer_and_can_be_cancelled(bert: Load) -> 
 
 @pytest.mark.skipif(not on_cpu(), reason="a GPU does not store attention scores, so it needs no blocks")
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
-def test_long_texts_are_computed_in_blocks(
-    request: pytest.FixtureRequest, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_are_computed_in_blocks(request, kind, monkeypatch):
     model = request.getfixturevalue(kind)()
     texts = ["the cat " * 25, "a dog"]
     whole, needed = embed(model, *texts), model.batch_bytes(2, 64)
@@ -214,7 +208,7 @@ def test_long_texts_are_computed_in_blocks(
     assert model.batch_bytes(2, 64) < needed
 
 
-def test_the_memory_estimate_grows_with_the_batch(bert: Load) -> None:
+def test_the_memory_estimate_grows_with_the_batch(bert):
     model = bert(pooling_files("mean_tokens"))
     assert model.batch_bytes(8, 64) > 4 * model.batch_bytes(2, 64) * 0.9
     assert model.batch_bytes(2, 64) > 2 * 64 * 32 * 4

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmx_lab.engine.encoders import LoadedEncoder
-from lmx_lab.values.models import ModelEntry
 from tests.support.models import embed, load
 
 REFERENCE: Mapping[str, Any] = json.loads(Path(__file__).with_name("minilm_reference.json").read_bytes())
@@ -19,11 +17,11 @@ TEXTS = [item["text"] for item in REFERENCE["items"]]
 
 
 @pytest.fixture(scope="module")
-def model(minilm: ModelEntry) -> LoadedEncoder:
+def model(minilm):
     return load(minilm)
 
 
-def test_vectors_equal_the_reference(model: LoadedEncoder) -> None:
+def test_vectors_equal_the_reference(model):
     vectors = embed(model, *TEXTS)
     expected = np.array([item["vector"] for item in REFERENCE["items"]], np.float32)
     assert vectors.dtype == np.float32
@@ -31,12 +29,12 @@ def test_vectors_equal_the_reference(model: LoadedEncoder) -> None:
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
 
 
-def test_properties_are_read_from_the_files(model: LoadedEncoder) -> None:
+def test_properties_are_read_from_the_files(model):
     assert (model.dimensions, model.context_length, model.method) == (384, 256, "cosine")
     assert 90e6 < model.memory_bytes < 95e6
 
 
-def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model: LoadedEncoder) -> None:
+def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model):
     together = embed(model, *TEXTS)
     for text, vector in zip(TEXTS, together, strict=True):
         alone = embed(model, text)[0]
@@ -44,6 +42,6 @@ def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model: LoadedEncoder)
         np.testing.assert_allclose(alone, vector, atol=1e-5)
 
 
-def test_similar_texts_have_similar_vectors(model: LoadedEncoder) -> None:
+def test_similar_texts_have_similar_vectors(model):
     dog, puppy, law = embed(model, "a dog barks", "a puppy is barking", "the court dismissed the appeal")
     assert dog @ puppy > dog @ law + 0.4

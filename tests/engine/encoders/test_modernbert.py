@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,9 @@ Array = npt.NDArray[Any]
 Load = Callable[..., LoadedEncoder]
 
 
-def modernbert_weights(words: int, *, bias: bool, labels: int) -> dict[str, npt.NDArray[np.float32]]:
+def modernbert_weights(words, *, bias, labels):
     random = np.random.default_rng(3)
-    tensors: dict[str, Array] = {"model.embeddings.tok_embeddings.weight": random.normal(0, 0.5, (words, WIDTH))}
+    tensors = {"model.embeddings.tok_embeddings.weight": random.normal(0, 0.5, (words, WIDTH))}
     norms = {"model.embeddings.norm", "model.final_norm", *({"head.norm"} if labels else ())}
     linear = {"head.dense": (WIDTH, WIDTH), "classifier": (labels, WIDTH)} if labels else {}
     for layer in (f"model.layers.{at}" for at in range(LAYERS)):
@@ -46,7 +45,7 @@ def modernbert_weights(words: int, *, bias: bool, labels: int) -> dict[str, npt.
 
 
 @pytest.fixture
-def modernbert(tmp_path: Path) -> Load:
+def modernbert(tmp_path):
     """A ModernBERT of 3 layers: an embedder, or with ``labels`` a classifier. The other arguments are in its config."""
 
     def write(*, labels: int = 0, **config: Any) -> LoadedEncoder:
@@ -117,11 +116,11 @@ class Reference:
         return self.linear(f"model.layers.{at}.attn.Wo", attended.transpose(1, 0, 2).reshape(length, WIDTH))
 
 
-def gelu(x: Array) -> Array:
+def gelu(x):
     return x * (np.vectorize(math.erf)(x / math.sqrt(2)) + 1) / 2
 
 
-def rotate(x: Array, theta: float) -> Array:
+def rotate(x, theta):
     """Rotate pairs of one number of the first half and one of the second, by an angle that grows with the position."""
     half = x.shape[-1] // 2
     angles = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) / half)
@@ -144,9 +143,7 @@ def rotate(x: Array, theta: float) -> Array:
     ],
     ids=["defaults", "biases", "transformers 4", "transformers 5"],
 )
-def test_vectors_equal_the_definition(
-    modernbert: Load, config: dict[str, Any], thetas: tuple[float, ...], local: tuple[bool, ...]
-) -> None:
+def test_vectors_equal_the_definition(modernbert, config, thetas, local):
     model = modernbert(**config)
     reference = Reference(model, thetas, local, bias="norm_bias" in config)
     expected = [reference.hidden(text.tokens).mean(0) for text in TEXTS]
@@ -155,7 +152,7 @@ def test_vectors_equal_the_definition(
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_the_score_of_a_classifier_equals_the_definition(modernbert: Load, pooling: str) -> None:
+def test_the_score_of_a_classifier_equals_the_definition(modernbert, pooling):
     model = modernbert(labels=1, classifier_pooling=pooling)
     reference = Reference(model, (160_000, 10_000, 10_000), (False, True, True), labels=1)
     expected = []
@@ -176,6 +173,6 @@ def test_the_score_of_a_classifier_equals_the_definition(modernbert: Load, pooli
         ({"labels": 2}, "2 labels; a reranker has one"),
     ],
 )
-def test_an_unsupported_configuration_is_refused(modernbert: Load, config: dict[str, Any], message: str) -> None:
+def test_an_unsupported_configuration_is_refused(modernbert, config, message):
     with pytest.raises(UnusableModelError, match=message):
         modernbert(**config)

@@ -1,23 +1,17 @@
 """Rerankers score a query with documents: heads, prompts of decoders and activations."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.errors import UnusableModelError
-from tests.support.models import Load, logit_score_files, modules, pooling_files, run, tiny_tokenizer
+from tests.support.models import logit_score_files, modules, pooling_files, run, tiny_tokenizer
 
 RAW = np.array([-3.0, 0.0, 200.0], np.float32)
 SIGMOID = np.array([0.04742587, 0.5, 1.0], np.float32)
 
 
-def shown(text: str) -> tuple[int, ...]:
+def shown(text):
     return tuple(tiny_tokenizer().encode(text, add_special_tokens=False).ids)
 
 
@@ -36,29 +30,27 @@ def shown(text: str) -> tuple[int, ...]:
         ),
     ],
 )
-def test_the_activation_is_read_from_the_files(
-    bert: Load, settings: dict[str, Any], config: dict[str, Any], expected: Any
-) -> None:
+def test_the_activation_is_read_from_the_files(bert, settings, config, expected):
     model = bert({"config_sentence_transformers.json": settings}, labels=1, **config)
     np.testing.assert_allclose(model.activate(RAW), expected, atol=1e-6)
 
 
-def test_vectors_have_no_activation(bert: Load) -> None:
+def test_vectors_have_no_activation(bert):
     assert bert().activate(RAW) is RAW
 
 
-def test_an_unsupported_activation_is_refused(bert: Load) -> None:
+def test_an_unsupported_activation_is_refused(bert):
     with pytest.raises(UnusableModelError, match=r"my_code\.Sigmoid"):
         bert({"config_sentence_transformers.json": {"activation_fn": "my_code.Sigmoid"}}, labels=1)
 
 
 @pytest.mark.parametrize("labels", [2, 3])
-def test_a_classifier_of_several_labels_is_refused(bert: Load, labels: int) -> None:
+def test_a_classifier_of_several_labels_is_refused(bert, labels):
     with pytest.raises(UnusableModelError, match=f"{labels} labels; a reranker has one"):
         bert(labels=labels)
 
 
-def test_a_cross_encoder_returns_one_score_per_document(bert: Load) -> None:
+def test_a_cross_encoder_returns_one_score_per_document(bert):
     model = bert(labels=1)
     assert (model.method, model.dimensions) == ("cross-encoder", None)
     pairs = model.texts.pairs("where is paris", ["the capital of france", "a cat", ""], truncate=False)
@@ -68,7 +60,7 @@ def test_a_cross_encoder_returns_one_score_per_document(bert: Load) -> None:
     np.testing.assert_allclose(together, alone, atol=1e-5)
 
 
-def test_a_score_can_be_computed_by_pooling_and_modules(tmp_path: Path, bert: Load) -> None:
+def test_a_score_can_be_computed_by_pooling_and_modules(tmp_path, bert):
     random, folder = np.random.default_rng(1), tmp_path / "tiny-bert"
     dense = {"linear.weight": random.normal(0, 1, (1, 32)), "linear.bias": np.ones(1)}
     norm = {"norm.weight": random.normal(0, 1, 32), "norm.bias": np.ones(32)}
@@ -93,26 +85,26 @@ def test_a_score_can_be_computed_by_pooling_and_modules(tmp_path: Path, bert: Lo
         bert(files | {"modules.json": modules("Pooling", "LayerNorm")})
 
 
-def test_segments_change_the_score(bert: Load) -> None:
+def test_segments_change_the_score(bert):
     model = bert(labels=1)
     [pair] = model.texts.pairs("the cat", ["a dog"], truncate=False)
     without = type(pair)(pair.tokens)
     assert abs(run(model.forward([pair])) - run(model.forward([without])))[0] > 1e-3
 
 
-def test_a_decoder_reads_pairs_through_its_chat_template(logit_reranker: LoadedEncoder) -> None:
+def test_a_decoder_reads_pairs_through_its_chat_template(logit_reranker):
     assert logit_reranker.method == "decoder"
     [pair] = logit_reranker.texts.pairs("where is paris", ["the capital of france"], truncate=False)
     assert pair.tokens == shown("query: where is paris [SEP] document: the capital of france [SEP]")
 
 
-def test_the_default_prompt_becomes_the_system_message(qwen3: Load) -> None:
+def test_the_default_prompt_becomes_the_system_message(qwen3):
     model = qwen3(logit_score_files(prompts={"web": "a big red"}, default_prompt_name="web"))
     [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
     assert pair.tokens == shown("system: a big red [SEP] query: cat [SEP] document: dog [SEP]")
 
 
-def test_template_options_in_the_files_are_used(qwen3: Load) -> None:
+def test_template_options_in_the_files_are_used(qwen3):
     files = logit_score_files()
     files["sentence_bert_config.json"]["processing_kwargs"] = {
         "chat_template": {"add_generation_prompt": True, "restore_suffix": True}
@@ -121,7 +113,7 @@ def test_template_options_in_the_files_are_used(qwen3: Load) -> None:
     assert pair.tokens == shown("query: cat [SEP] document: dog [SEP] answer:")
 
 
-def test_a_template_that_strips_documents_is_supported(qwen3: Load) -> None:
+def test_a_template_that_strips_documents_is_supported(qwen3):
     template = "{% for m in messages %}{{ m['content'] | trim }} . {% endfor %}"
     model = qwen3(logit_score_files() | {"chat_template.jinja": template})
     [pair] = model.texts.pairs("cat", [" dog\n"], truncate=False)
@@ -136,12 +128,12 @@ def test_a_template_that_strips_documents_is_supported(qwen3: Load) -> None:
         "{{ raise_exception('only users') }}",
     ],
 )
-def test_a_template_that_does_not_show_query_and_document_is_refused(qwen3: Load, template: str) -> None:
+def test_a_template_that_does_not_show_query_and_document_is_refused(qwen3, template):
     with pytest.raises(UnusableModelError, match="chat template"):
         qwen3(logit_score_files() | {"chat_template.jinja": template})
 
 
-def test_a_long_document_is_truncated_within_the_prompt(logit_reranker: LoadedEncoder) -> None:
+def test_a_long_document_is_truncated_within_the_prompt(logit_reranker):
     before, after = shown("query: cat [SEP] document:"), shown("[SEP]")
     [pair, short] = logit_reranker.texts.pairs("cat", ["dog " * 500, "dog"], truncate=True)
     assert pair.tokens == (*before, *shown("dog") * (64 - len(before) - len(after)), *after)
@@ -151,7 +143,7 @@ def test_a_long_document_is_truncated_within_the_prompt(logit_reranker: LoadedEn
 QWEN_CARD = "---\nbase_model: Qwen/Qwen3-Reranker-0.6B\npipeline_tag: text-ranking\n---\n# Model\n"
 
 
-def qwen_prompt(query: str, document: str) -> tuple[int, ...]:
+def qwen_prompt(query, document):
     return shown(
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -160,14 +152,14 @@ def qwen_prompt(query: str, document: str) -> tuple[int, ...]:
     )
 
 
-def test_the_published_qwen3_reranker_uses_its_documented_prompt(qwen3: Load) -> None:
+def test_the_published_qwen3_reranker_uses_its_documented_prompt(qwen3):
     model = qwen3({"README.md": QWEN_CARD}, max_position_embeddings=1024, tokenizer={"model_max_length": 1024})
     assert (model.entry.kind, model.method) == ("rerank", "decoder")
     [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
     assert pair.tokens == qwen_prompt("cat", "dog")
 
 
-def test_a_qwen3_classifier_ranks_by_its_only_label(qwen3: Load) -> None:
+def test_a_qwen3_classifier_ranks_by_its_only_label(qwen3):
     weight = np.random.default_rng(3).normal(0, 1, (1, 32)).astype(np.float32)
     config = {"architectures": ["Qwen3ForSequenceClassification"], "max_position_embeddings": 1024}
     limits = {"model_max_length": 1024}
@@ -180,7 +172,7 @@ def test_a_qwen3_classifier_ranks_by_its_only_label(qwen3: Load) -> None:
     assert carded.texts.pairs("cat", ["dog"], truncate=False)[0].tokens == qwen_prompt("cat", "dog")
 
 
-def test_a_decoder_without_a_ranking_definition_is_refused(qwen3: Load) -> None:
+def test_a_decoder_without_a_ranking_definition_is_refused(qwen3):
     with pytest.raises(UnusableModelError, match="score"):
         qwen3({}, architectures=["Qwen3ForSequenceClassification"])
     wrong = logit_score_files() | {"1_LogitScore/config.json": {"true_token_id": 99999, "false_token_id": None}}

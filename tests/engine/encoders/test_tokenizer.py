@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
-from tests.support.models import Load, embed, pooling_files, tiny_tokenizer
+from tests.support.models import embed, pooling_files, tiny_tokenizer
 
 PROMPTS = {"prompts": {"query": "query: ", "passage": "passage: "}}
 
 
-def tokens(model: LoadedEncoder, *inputs: str | tuple[int, ...], **options: Any) -> list[tuple[int, ...]]:
+def tokens(model, *inputs, **options):
     options = {"input_type": None, "truncate": False} | options
     return [text.tokens for text in model.texts.texts(inputs, **options)]
 
 
-def words(count: int) -> str:
+def words(count):
     return " ".join(["cat"] * count)
 
 
-def test_a_text_gets_special_tokens_on_both_sides(bert: Load) -> None:
+def test_a_text_gets_special_tokens_on_both_sides(bert):
     assert tokens(bert(), "", "cat") == [(2, 3), (2, 7, 3)]
 
 
-def test_every_text_has_a_vector_even_an_empty_one(bert: Load) -> None:
+def test_every_text_has_a_vector_even_an_empty_one(bert):
     assert embed(bert(), "", "東京 🦊 naïve", "\x00\t\n").shape == (3, 32)
 
 
-def test_token_ids_are_used_unchanged(bert: Load) -> None:
+def test_token_ids_are_used_unchanged(bert):
     assert tokens(bert(), (7, 8), "cat", (5,)) == [(7, 8), (2, 7, 3), (5,)]
 
 
@@ -47,21 +45,19 @@ def test_token_ids_are_used_unchanged(bert: Load) -> None:
         ({}, "query", ""),
     ],
 )
-def test_prompts_of_the_model_are_put_before_texts(
-    bert: Load, settings: dict[str, Any], input_type: Any, front: str
-) -> None:
+def test_prompts_of_the_model_are_put_before_texts(bert, settings, input_type, front):
     plain = bert()
     model = bert(pooling_files("mean_tokens") | {"config_sentence_transformers.json": settings})
     assert tokens(model, "cat", input_type=input_type) == tokens(plain, f"{front}cat")
 
 
-def test_texts_are_lower_cased_if_the_files_require_it(bert: Load, qwen3: Load) -> None:
+def test_texts_are_lower_cased_if_the_files_require_it(bert, qwen3):
     files = pooling_files("mean_tokens")
     model = bert(files | {"sentence_bert_config.json": {"do_lower_case": True}})
     assert tokens(model, "CAT") == tokens(model, "cat")
 
 
-def test_a_text_over_the_limit_is_refused_with_its_length_and_the_limit(bert: Load) -> None:
+def test_a_text_over_the_limit_is_refused_with_its_length_and_the_limit(bert):
     model = bert(pooling_files("mean_tokens") | {"sentence_bert_config.json": {"max_seq_length": 10}})
     assert model.context_length == 10
     assert len(tokens(model, words(8))[0]) == 10
@@ -73,7 +69,7 @@ def test_a_text_over_the_limit_is_refused_with_its_length_and_the_limit(bert: Lo
     assert caught.value.param == "input.1"
 
 
-def test_errors_name_the_index_of_the_input_in_the_request(bert: Load) -> None:
+def test_errors_name_the_index_of_the_input_in_the_request(bert):
     model = bert()
     with pytest.raises(ContextLengthError, match=r"^documents\.513 has 102 tokens"):
         tokens(model, "cat", words(100), param="documents", first=512)
@@ -81,7 +77,7 @@ def test_errors_name_the_index_of_the_input_in_the_request(bert: Load) -> None:
         tokens(model, words(100), param="query", first=None)
 
 
-def test_truncation_keeps_the_last_special_token(bert: Load) -> None:
+def test_truncation_keeps_the_last_special_token(bert):
     model = bert()
     assert tokens(model, words(100), "cat", tuple([7] * 100), truncate=True) == [
         (2, *[7] * 62, 3),
@@ -94,7 +90,7 @@ def test_truncation_keeps_the_last_special_token(bert: Load) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_of_a_megabyte_is_refused_without_tokenizing_all_of_it(bert: Load) -> None:
+def test_a_text_of_a_megabyte_is_refused_without_tokenizing_all_of_it(bert):
     model, text = bert(), words(250_000)
 
     def beginning() -> None:
@@ -110,13 +106,13 @@ def test_a_text_of_a_megabyte_is_refused_without_tokenizing_all_of_it(bert: Load
     assert min(seconds(beginning) for _ in range(3)) < seconds(lambda: model.texts._encoder._backend.encode(text)) / 4
 
 
-def test_a_text_of_many_characters_and_few_tokens_is_used_whole(bert: Load) -> None:
+def test_a_text_of_many_characters_and_few_tokens_is_used_whole(bert):
     text = " " * 1000 + "cat"
     assert tokens(bert(), text) == [(2, 7, 3)]
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-def test_a_text_of_far_too_many_characters_is_refused_without_tokenizing_it(bert: Load, truncate: bool) -> None:
+def test_a_text_of_far_too_many_characters_is_refused_without_tokenizing_it(bert, truncate):
     model, spaces = bert(), " " * 6401
     assert tokens(model, spaces[1:], truncate=truncate) == [(2, 3)]
     with pytest.raises(ContextLengthError, match="has 6401 characters, and the limit of tiny-bert is 6400"):
@@ -136,32 +132,32 @@ def test_a_text_of_far_too_many_characters_is_refused_without_tokenizing_it(bert
         ((), r"input\.1 is empty"),
     ],
 )
-def test_an_invalid_input_is_refused_by_its_index(bert: Load, wrong: Any, message: str) -> None:
+def test_an_invalid_input_is_refused_by_its_index(bert, wrong, message):
     with pytest.raises(InvalidRequestError, match=message):
         tokens(bert(), "cat", wrong)
 
 
-def test_a_text_without_tokens_is_refused(qwen3: Load) -> None:
+def test_a_text_without_tokens_is_refused(qwen3):
     model = qwen3(tokenizer={"tokenizer": tiny_tokenizer(frame=False)})
     with pytest.raises(InvalidRequestError, match=r"input\.0 is empty"):
         tokens(model, "")
 
 
-def test_pairs_have_two_segments(bert: Load) -> None:
+def test_pairs_have_two_segments(bert):
     model = bert(labels=1)
     [pair] = model.texts.pairs("the cat", ["a dog"], truncate=False)
     assert pair.tokens == (2, 5, 7, 3, 6, 8, 3)
     assert pair.second_start == 4
 
 
-def test_the_default_prompt_is_put_before_the_query_of_a_pair(bert: Load) -> None:
+def test_the_default_prompt_is_put_before_the_query_of_a_pair(bert):
     settings = PROMPTS | {"default_prompt_name": "query"}
     model = bert({"config_sentence_transformers.json": settings}, labels=1)
     [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
     assert pair.tokens == (2, *tokens(model, "query: cat", input_type="document")[0][-3:-1], 3, 8, 3)
 
 
-def test_only_the_document_of_a_pair_is_truncated(bert: Load) -> None:
+def test_only_the_document_of_a_pair_is_truncated(bert):
     model = bert(labels=1)
     query = tuple(tokens(model, "where is paris")[0][1:-1])
     [pair, short] = model.texts.pairs("where is paris", [words(500), "cat"], truncate=True)
@@ -172,16 +168,14 @@ def test_only_the_document_of_a_pair_is_truncated(bert: Load) -> None:
 
 
 @pytest.mark.parametrize("length", [62, 200_000])
-def test_a_query_that_leaves_no_room_for_documents_is_refused(
-    bert: Load, logit_reranker: LoadedEncoder, length: int
-) -> None:
+def test_a_query_that_leaves_no_room_for_documents_is_refused(bert, logit_reranker, length):
     for model in (bert(labels=1), logit_reranker):
         with pytest.raises(ContextLengthError, match=r"^query has ") as caught:
             model.texts.pairs(words(length), ["cat"], truncate=True)
         assert caught.value.param == "query"
 
 
-def test_lone_surrogates_in_pairs_are_refused(bert: Load) -> None:
+def test_lone_surrogates_in_pairs_are_refused(bert):
     model = bert(labels=1)
     with pytest.raises(InvalidRequestError, match=r"^query has the lone"):
         model.texts.pairs("\ud800", ["cat"], truncate=False)

@@ -1,32 +1,26 @@
 """Fixtures of the grammar tests."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
-from lmx_lab.values.models import ModelEntry
 from tests.engine.grammar.grammars import WIDTH
 
 
 @pytest.fixture(scope="package")
-def tokenizer(smollm2: ModelEntry) -> Any:
+def tokenizer(smollm2):
     from mlx_lm import tokenizer_utils  # slow to import, and not needed by fast tests
 
     return tokenizer_utils.load(smollm2.path)
 
 
 @pytest.fixture(scope="package")
-def sandbox() -> Iterator[GrammarSandbox]:
+def sandbox():
     sandbox = GrammarSandbox()
     yield sandbox
     sandbox.close()
 
 
 @pytest.fixture(scope="package")
-def compiler(tokenizer: Any, sandbox: GrammarSandbox) -> GrammarCompiler:
+def compiler(tokenizer, sandbox):
     return GrammarCompiler(read_token_table(tokenizer, width=WIDTH, markers=set()), sandbox)

@@ -1,14 +1,9 @@
 """GrammarCompiler allow the requested answers and no others; objects are closed if the schema stays satisfiable."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from lmx_lab.engine import AnswerFormat, ToolUse
 from lmx_lab.engine.grammar.build import ReasoningSection, close_objects
-from lmx_lab.engine.grammar.compile import GrammarCompiler
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, Reading, grammar_for, schema
 
 OPTIONAL = ReasoningSection(start=("<think>",), end=("</think>",), open=False)
@@ -19,7 +14,7 @@ OPEN = ReasoningSection(start=("<think>",), end=("</think>",), open=True)
     "text",
     ['{"name": "Bob", "age": 4}', '{"name":"Bob","age":4}', '{\n  "name": "B\\"ob",\n  "age": 4\n}'],
 )
-def test_json_may_be_formatted_in_any_way(compiler: GrammarCompiler, tokenizer: Any, text: str) -> None:
+def test_json_may_be_formatted_in_any_way(compiler, tokenizer, text):
     reading = Reading(compiler, tokenizer, text, grammar_for(schema(PERSON)))
     assert (reading.read, reading.constraint.complete) == (text, True)
 
@@ -33,18 +28,16 @@ def test_json_may_be_formatted_in_any_way(compiler: GrammarCompiler, tokenizer: 
         ('{"name": "Bob", "age": 4, "x": 1}', '{"name": "Bob", "age": 4'),
     ],
 )
-def test_text_outside_the_schema_is_not_allowed(
-    compiler: GrammarCompiler, tokenizer: Any, text: str, read: str
-) -> None:
+def test_text_outside_the_schema_is_not_allowed(compiler, tokenizer, text, read):
     assert Reading(compiler, tokenizer, text, grammar_for(schema(PERSON))).read.rstrip() == read
 
 
 @pytest.mark.parametrize("text", ["{" + " " * 100, "{" + "\n" * 10, '{"name": "Bob",' + "\n \n \n \n", " " * 30 + "{"])
-def test_whitespace_is_limited(compiler: GrammarCompiler, tokenizer: Any, text: str) -> None:
+def test_whitespace_is_limited(compiler, tokenizer, text):
     assert len(Reading(compiler, tokenizer, text, grammar_for(schema(PERSON))).read) < len(text)
 
 
-def test_whitespace_options_in_a_schema_are_ignored(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_whitespace_options_in_a_schema_are_ignored(compiler, tokenizer):
     loose = {**PERSON, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": r"\s+"}}
     assert Reading(compiler, tokenizer, "{" + "\n" * 40, grammar_for(schema(loose))).read == "{"
 
@@ -53,14 +46,12 @@ def test_whitespace_options_in_a_schema_are_ignored(compiler: GrammarCompiler, t
     ("pattern", "text"),
     [(r"[a-z]+/\d{2}", "abc/12"), (r"a\/b[/]c", "a/b/c"), ("one\ntwo", "one\ntwo"), (r"\\/", "\\/"), ("é+", "éé")],
 )
-def test_a_regex_may_contain_slashes_and_line_breaks(
-    compiler: GrammarCompiler, tokenizer: Any, pattern: str, text: str
-) -> None:
+def test_a_regex_may_contain_slashes_and_line_breaks(compiler, tokenizer, pattern, text):
     reading = Reading(compiler, tokenizer, text, grammar_for(AnswerFormat(kind="regex", text=pattern)))
     assert (reading.read, reading.may_end) == (text, True)
 
 
-def test_a_lark_grammar_is_followed(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_a_lark_grammar_is_followed(compiler, tokenizer):
     lark = AnswerFormat(kind="lark", text='start: "yes" | NO\nNO: /no+/')
     assert Reading(compiler, tokenizer, "nooo", grammar_for(lark)).may_end
     assert Reading(compiler, tokenizer, "maybe", grammar_for(lark)).read == ""
@@ -68,9 +59,7 @@ def test_a_lark_grammar_is_followed(compiler: GrammarCompiler, tokenizer: Any) -
 
 @pytest.mark.parametrize("reasoning", [OPTIONAL, OPEN])
 @pytest.mark.parametrize("answer", ['{"name": "Bob", "age": 4}', CALL])
-def test_reasoning_comes_before_the_format(
-    compiler: GrammarCompiler, tokenizer: Any, reasoning: ReasoningSection, answer: str
-) -> None:
+def test_reasoning_comes_before_the_format(compiler, tokenizer, reasoning, answer):
     thought = ("" if reasoning.open else "<think>") + 'Is it {"x"} or <tool_call>?\n</think>\n\n'
     text = grammar_for(schema(PERSON), TOOLS, reasoning)
     reading = Reading(compiler, tokenizer, thought + answer, text)
@@ -81,7 +70,7 @@ def test_reasoning_comes_before_the_format(
     assert Reading(compiler, tokenizer, answer, text).may_end is not reasoning.open
 
 
-def test_an_optional_call_is_enforced_after_its_start_marker(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_an_optional_call_is_enforced_after_its_start_marker(compiler, tokenizer):
     text = grammar_for(None, TOOLS)
     for free in ("Hello <tool_", f"See: {CALL}", f"{CALL}\n{CALL} and so on"):
         reading = Reading(compiler, tokenizer, free, text)
@@ -90,7 +79,7 @@ def test_an_optional_call_is_enforced_after_its_start_marker(compiler: GrammarCo
         assert Reading(compiler, tokenizer, broken, text).read != broken
 
 
-def test_an_answer_ends_with_its_call_if_calls_are_not_parallel(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_an_answer_ends_with_its_call_if_calls_are_not_parallel(compiler, tokenizer):
     single = ToolUse(tools=TOOLS.tools, parallel=False)
     assert Reading(compiler, tokenizer, f"See: {CALL} more", grammar_for(None, single)).read == f"See: {CALL}"
     assert Reading(
@@ -98,7 +87,7 @@ def test_an_answer_ends_with_its_call_if_calls_are_not_parallel(compiler: Gramma
     ).may_end
 
 
-def test_a_forced_answer_consists_of_a_limited_number_of_calls(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_a_forced_answer_consists_of_a_limited_number_of_calls(compiler, tokenizer):
     forced = grammar_for(None, ToolUse(tools=TOOLS.tools, forced=True))
     assert Reading(compiler, tokenizer, "Hello", forced).read == ""
     assert Reading(compiler, tokenizer, f"{CALL}\n{CALL}", forced).may_end
@@ -106,7 +95,7 @@ def test_a_forced_answer_consists_of_a_limited_number_of_calls(compiler: Grammar
     assert Reading(compiler, tokenizer, many, forced).read == "\n".join([CALL] * 16)
 
 
-def test_a_named_tool_is_called_once(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_a_named_tool_is_called_once(compiler, tokenizer):
     named = grammar_for(None, ToolUse(tools=TOOLS.tools, forced=True, only="time-of"))
     other = CALL.replace("weather", "time-of")
     assert Reading(compiler, tokenizer, CALL, named).read != CALL
@@ -119,10 +108,10 @@ def test_a_named_tool_is_called_once(compiler: GrammarCompiler, tokenizer: Any) 
 STRING = {"type": "string"}
 
 
-def test_objects_are_closed_wherever_they_are() -> None:
+def test_objects_are_closed_wherever_they_are():
     inner = {"type": "object", "properties": {"a": STRING}}
     shut = {**inner, "additionalProperties": False}
-    places: list[Any] = [
+    places = [
         lambda part: part,
         lambda part: {"type": "object", "properties": {"b": part}, "additionalProperties": True},
         lambda part: {"type": "array", "items": part},
@@ -155,26 +144,26 @@ def test_objects_are_closed_wherever_they_are() -> None:
         {"properties": {"a": STRING}, "required": [{}]},
     ],
 )
-def test_a_schema_that_defines_more_is_unchanged(given: Any) -> None:
+def test_a_schema_that_defines_more_is_unchanged(given):
     assert close_objects(given) == given
 
 
-def test_an_object_without_properties_is_closed() -> None:
+def test_an_object_without_properties_is_closed():
     assert close_objects({"type": "object", "properties": {}})["additionalProperties"] is False
 
 
-def test_the_given_schema_is_not_modified() -> None:
+def test_the_given_schema_is_not_modified():
     given = {"properties": {"a": {"properties": {"b": STRING}}}}
     close_objects(given)
     assert given == {"properties": {"a": {"properties": {"b": STRING}}}}
 
 
-def test_a_property_may_be_named_like_a_keyword() -> None:
+def test_a_property_may_be_named_like_a_keyword():
     given = {"properties": {"allOf": STRING, "properties": STRING}}
     assert close_objects(given) == {**given, "additionalProperties": False}
 
 
-def test_formats_without_meaning_for_the_text_are_removed() -> None:
+def test_formats_without_meaning_for_the_text_are_removed():
     given = {"allOf": [{"properties": {"a": {"type": "string", "format": "password"}, "format": STRING}}]}
     assert close_objects(given) == {"allOf": [{"properties": {"a": STRING, "format": STRING}}]}
     assert close_objects({"format": "date"}) == {"format": "date"}

@@ -1,14 +1,9 @@
 """Grammars are compiled once; one that cannot be compiled is refused with the reason."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
-from lmx_lab.engine.grammar.compile import CACHE_SIZE, GrammarCompiler
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.compile import CACHE_SIZE
 from lmx_lab.errors import InvalidRequestError
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, grammar_for, schema
 
@@ -30,9 +25,7 @@ pytestmark = pytest.mark.slow
         (AnswerFormat(kind="lark", text=""), "no start rule"),
     ],
 )
-def test_a_format_that_cannot_be_enforced_is_refused_with_the_reason(
-    compiler: GrammarCompiler, bad: AnswerFormat, reason: str
-) -> None:
+def test_a_format_that_cannot_be_enforced_is_refused_with_the_reason(compiler, bad, reason):
     with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
         compiler.matchers(grammar_for(bad), 1)
     assert reason in refused.value.message
@@ -40,14 +33,14 @@ def test_a_format_that_cannot_be_enforced_is_refused_with_the_reason(
     assert "<state>" not in refused.value.message
 
 
-def test_the_tool_with_invalid_parameters_is_named(compiler: GrammarCompiler) -> None:
+def test_the_tool_with_invalid_parameters_is_named(compiler):
     tools = ToolUse(tools=(*TOOLS.tools, Tool(name="odd", parameters={"not": {}})), forced=True)
     with pytest.raises(InvalidRequestError, match=r"the tool 'odd'.*not") as refused:
         compiler.matchers(grammar_for(None, tools), 1, tools)
     assert refused.value.param == "tools.2.function.parameters"
 
 
-def test_a_refusal_is_cached(compiler: GrammarCompiler, sandbox: GrammarSandbox) -> None:
+def test_a_refusal_is_cached(compiler, sandbox):
     bad = grammar_for(AnswerFormat(kind="regex", text="(never"))
     messages = []
     for _ in range(2):
@@ -60,7 +53,7 @@ def test_a_refusal_is_cached(compiler: GrammarCompiler, sandbox: GrammarSandbox)
     assert not sandbox._process.is_running
 
 
-def test_an_optional_tool_may_have_a_schema_that_cannot_be_enforced(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_an_optional_tool_may_have_a_schema_that_cannot_be_enforced(compiler, tokenizer):
     odd = (Tool(name="odd", parameters={"not": {}}), Tool(name="far", parameters={"$ref": "https://example.com/x"}))
     tools = ToolUse(tools=(*TOOLS.tools, *odd))
     text = grammar_for(None, tools)
@@ -71,7 +64,7 @@ def test_an_optional_tool_may_have_a_schema_that_cannot_be_enforced(compiler: Gr
     assert matcher.try_consume_tokens(tokenizer.encode(CALL.replace("city", "town"), add_special_tokens=False)) < 20
 
 
-def test_compiled_grammars_are_cached_within_a_limit(compiler: GrammarCompiler) -> None:
+def test_compiled_grammars_are_cached_within_a_limit(compiler):
     text = grammar_for(schema(PERSON))
     compiler.matchers(text, 1)
     kept = compiler._compiled[text]
@@ -82,7 +75,7 @@ def test_compiled_grammars_are_cached_within_a_limit(compiler: GrammarCompiler) 
     assert len(compiler._compiled) == CACHE_SIZE
 
 
-def test_known_grammars_do_not_wait_for_the_compiler(compiler: GrammarCompiler) -> None:
+def test_known_grammars_do_not_wait_for_the_compiler(compiler):
     grammar = grammar_for(schema({"const": "known"}))
     assert compiler.known_matchers(grammar, 2) is None
     compiler.matchers(grammar, 1)

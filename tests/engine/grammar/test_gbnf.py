@@ -1,9 +1,7 @@
 """Grammars in GBNF accept the same texts after their conversion; invalid ones are refused with their line."""
 
-from __future__ import annotations
-
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from lmx_lab.engine.echo.model import echo_vocabulary
 from lmx_lab.engine.grammar.build import build_grammar
@@ -25,11 +23,11 @@ space ::= | " " | "\n" [ \t]{0,4}
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> LLTokenizer:
+def tokenizer():
     return build_tokenizer(echo_vocabulary().token_table)
 
 
-def accepts(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
+def accepts(tokenizer, grammar, text):
     built = build_grammar(AnswerFormat(kind="gbnf", text=grammar), None, None, markers={})
     matcher = LLMatcher(tokenizer, built, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -49,9 +47,7 @@ def accepts(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
         ("root ::= [-a] [+-] [\\]x]", ["-+]", "a-x"], ["b+x"]),
     ],
 )
-def test_a_grammar_accepts_its_texts_and_no_others(
-    tokenizer: LLTokenizer, grammar: str, texts: list[str], others: list[str]
-) -> None:
+def test_a_grammar_accepts_its_texts_and_no_others(tokenizer, grammar, texts, others):
     assert [text for text in texts if not accepts(tokenizer, grammar, text)] == []
     assert [text for text in others if accepts(tokenizer, grammar, text)] == []
 
@@ -74,7 +70,7 @@ def test_a_grammar_accepts_its_texts_and_no_others(
         ("(" * 10_000, "does not begin a rule"),
     ],
 )
-def test_an_invalid_grammar_is_refused_with_the_place(grammar: str, message: str) -> None:
+def test_an_invalid_grammar_is_refused_with_the_place(grammar, message):
     with pytest.raises(InvalidRequestError, match=message) as refused:
         build_grammar(AnswerFormat(kind="gbnf", text=grammar), None, None, markers={})
     assert refused.value.param == "grammar"

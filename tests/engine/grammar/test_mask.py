@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from lmx_lab.engine import AnswerFormat
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.grammar.worker import build_tokenizer, compile_grammar
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler
 from lmx_lab.errors import InvalidRequestError
@@ -21,7 +19,7 @@ from tests.engine.grammar.grammars import PERSON, WIDTH, grammar_for, schema
 AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
 
 
-def test_a_grammar_that_becomes_too_complex_fails_with_a_reason(tokenizer: Any) -> None:
+def test_a_grammar_that_becomes_too_complex_fails_with_a_reason(tokenizer):
     words = read_token_table(tokenizer, width=WIDTH, markers=set())
     matcher = compile_grammar(build_tokenizer(words), grammar_for(AnswerFormat(kind="lark", text=AMBIGUOUS)))
     constraint = Constraint(matcher, None)
@@ -37,7 +35,7 @@ def test_a_grammar_that_becomes_too_complex_fails_with_a_reason(tokenizer: Any) 
 
 
 @pytest.mark.parametrize("text", ["x <|im_end|> y", "<|endoftext|>", "a" * 3000])
-def test_a_constant_may_be_long_or_spell_a_special_token(compiler: GrammarCompiler, text: str) -> None:
+def test_a_constant_may_be_long_or_spell_a_special_token(compiler, text):
     (matcher,) = compiler.matchers(grammar_for(schema({"const": text})), 1)
     constraint, said = Constraint(matcher, None), b""
     while not constraint.complete and constraint.failure is None:
@@ -49,7 +47,7 @@ def test_a_constant_may_be_long_or_spell_a_special_token(compiler: GrammarCompil
     assert json.loads(said) == text
 
 
-def test_a_token_outside_the_grammar_is_a_failure(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_a_token_outside_the_grammar_is_a_failure(compiler, tokenizer):
     (matcher,) = compiler.matchers(grammar_for(schema(PERSON)), 1)
     constraint = Constraint(matcher, None)
     constraint.advance(tokenizer.encode("no")[0])
@@ -57,7 +55,7 @@ def test_a_token_outside_the_grammar_is_a_failure(compiler: GrammarCompiler, tok
     assert constraint.mask(WIDTH) is None
 
 
-def test_matchers_of_one_grammar_advance_independently(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_matchers_of_one_grammar_advance_independently(compiler, tokenizer):
     first, second = (Constraint(matcher, None) for matcher in compiler.matchers(grammar_for(schema(PERSON)), 2))
     first.advance(tokenizer.encode("{")[0])
     before, after = second.mask(WIDTH), first.mask(WIDTH)
@@ -66,7 +64,7 @@ def test_matchers_of_one_grammar_advance_independently(compiler: GrammarCompiler
     assert (before != after).any()
 
 
-def test_ids_without_a_token_are_never_allowed(tokenizer: Any, sandbox: GrammarSandbox) -> None:
+def test_ids_without_a_token_are_never_allowed(tokenizer, sandbox):
     wide = GrammarCompiler(read_token_table(tokenizer, width=WIDTH + 100, markers=set()), sandbox)
     (matcher,) = wide.matchers(grammar_for(AnswerFormat(kind="regex", text="(?s:.*)")), 1)
     mask = Constraint(matcher, None).mask(WIDTH + 100)
@@ -79,12 +77,10 @@ def test_ids_without_a_token_are_never_allowed(tokenizer: Any, sandbox: GrammarS
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_the_sampler_draws_the_most_likely_allowed_token(
-    compiler: GrammarCompiler, tokenizer: Any, normalize: bool
-) -> None:
+def test_the_sampler_draws_the_most_likely_allowed_token(compiler, tokenizer, normalize):
     (matcher,) = compiler.matchers(grammar_for(AnswerFormat(kind="regex", text="(yes|no)")), 1)
     logits = mx.random.normal((1, WIDTH), key=mx.random.key(3))
-    seen: list[mx.array] = []
+    seen = []
 
     def most_likely(logprobs: mx.array) -> mx.array:
         seen.append(logprobs)
@@ -114,11 +110,11 @@ NAMES = {
 }
 
 
-def budget(tokens: int, *, open: bool, end: tuple[int, ...] = (END,)) -> ThinkingBudget:
+def budget(tokens, *, open, end=(END,)):
     return ThinkingBudget(tokens, markers=("<think>", "</think>"), end=end, open=open, bytes_of=lambda id_: NAMES[id_])
 
 
-def forced(budget: ThinkingBudget, *tokens: int) -> list[int | None]:
+def forced(budget, *tokens):
     """Return the forced token before each token, and after the last one."""
     seen = [budget.forced]
     for token in tokens:
@@ -127,31 +123,31 @@ def forced(budget: ThinkingBudget, *tokens: int) -> list[int | None]:
     return seen
 
 
-def test_reasoning_is_ended_when_the_budget_is_used_up() -> None:
+def test_reasoning_is_ended_when_the_budget_is_used_up():
     assert forced(budget(2, open=True), 10, 10, END, 10, 10) == [None, None, END, None, None, None]
 
 
-def test_a_budget_of_zero_ends_reasoning_immediately() -> None:
+def test_a_budget_of_zero_ends_reasoning_immediately():
     assert forced(budget(0, open=True), END, 10) == [END, None, None]
     assert forced(budget(0, open=False), START, END, 10) == [None, END, None, None]
 
 
-def test_an_answer_without_reasoning_is_not_limited() -> None:
+def test_an_answer_without_reasoning_is_not_limited():
     assert forced(budget(1, open=False), 10, 10, 10) == [None] * 4
 
 
-def test_a_start_marker_within_an_answer_does_not_begin_reasoning() -> None:
+def test_a_start_marker_within_an_answer_does_not_begin_reasoning():
     assert forced(budget(0, open=False), 10, START, 10) == [None] * 4
 
 
-def test_reasoning_that_has_ended_is_not_ended_again() -> None:
+def test_reasoning_that_has_ended_is_not_ended_again():
     assert forced(budget(2, open=True), 10, END, 10, 10, 10) == [None] * 6
     assert forced(budget(3, open=True), 10, 13, 14, 10, 10, 10) == [None] * 7
 
 
-def test_all_tokens_of_an_end_marker_are_forced() -> None:
+def test_all_tokens_of_an_end_marker_are_forced():
     assert forced(budget(1, open=True, end=(13, 14)), 10, 13, 14, 10) == [None, 13, 14, None, None]
 
 
-def test_a_budget_waits_for_the_end_of_a_character() -> None:
+def test_a_budget_waits_for_the_end_of_a_character():
     assert forced(budget(1, open=True), 11, 12, END) == [None, None, END, None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,15 +15,13 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def grammars() -> Iterator[GrammarQueue]:
+def grammars():
     grammars = GrammarQueue("test")
     yield grammars
     grammars.close()
 
 
-async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_checked(
-    grammars: GrammarQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_checked(grammars, monkeypatch):
     monkeypatch.setattr(queue, "WAIT_S", 0.01)
     started, released = threading.Event(), threading.Event()
 
@@ -46,9 +43,7 @@ async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_check
     assert grammars._unfinished == 0
 
 
-async def test_grammars_behind_a_slow_one_that_was_refused_are_refused_earlier(
-    grammars: GrammarQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_grammars_behind_a_slow_one_that_was_refused_are_refused_earlier(grammars, monkeypatch):
     monkeypatch.setattr(queue, "WAIT_BEHIND_SLOW_S", 0.01)
     started, ended = threading.Event(), threading.Event()
 
@@ -70,7 +65,7 @@ async def test_grammars_behind_a_slow_one_that_was_refused_are_refused_earlier(
     assert await second
 
 
-async def test_cancelling_removes_a_grammar_that_waits(grammars: GrammarQueue) -> None:
+async def test_cancelling_removes_a_grammar_that_waits(grammars):
     released = threading.Event()
     first = asyncio.create_task(grammars.run(lambda: released.wait(60)))
     second = asyncio.create_task(grammars.run(pytest.fail))

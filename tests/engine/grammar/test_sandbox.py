@@ -1,9 +1,6 @@
 """GrammarCompiler that crash the compiler or run forever do so in the sandbox and are refused."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import Any
 
 import pytest
 
@@ -25,24 +22,22 @@ AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
     ],
     ids=["ambiguous", "optional"],
 )
-def test_a_grammar_that_takes_too_long_is_refused(compiler: GrammarCompiler, bomb: AnswerFormat, reason: str) -> None:
+def test_a_grammar_that_takes_too_long_is_refused(compiler, bomb, reason):
     with pytest.raises(InvalidRequestError, match=reason):
         compiler.matchers(grammar_for(bomb), 1)
     assert compiler.matchers(grammar_for(schema(PERSON)), 1)
 
 
 @pytest.mark.parametrize("links", [2000, 7000])
-def test_long_chains_of_references_do_not_crash(compiler: GrammarCompiler, tokenizer: Any, links: int) -> None:
-    chain: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(links)}
+def test_long_chains_of_references_do_not_crash(compiler, tokenizer, links):
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(links)}
     chained = grammar_for(schema({"$defs": {**chain, f"d{links}": {"const": "x"}}, "$ref": "#/$defs/d0"}))
     with contextlib.suppress(InvalidRequestError):
         assert Reading(compiler, tokenizer, '"x"', chained).constraint.complete
     assert compiler.matchers(grammar_for(schema(PERSON)), 1)
 
 
-def test_only_the_grammar_that_crashes_the_sandbox_is_refused(
-    compiler: GrammarCompiler, sandbox: GrammarSandbox
-) -> None:
+def test_only_the_grammar_that_crashes_the_sandbox_is_refused(compiler, sandbox):
     assert compiler.matchers(grammar_for(schema({"const": "before"})), 1)
     # The stack is large enough for every known grammar within the limits of a request, so the process is killed here.
     process = sandbox._process._process
@@ -53,7 +48,7 @@ def test_only_the_grammar_that_crashes_the_sandbox_is_refused(
     assert compiler.matchers(grammar_for(schema({"const": "now"})), 1)
 
 
-def test_a_slow_grammar_is_refused_while_others_wait(compiler: GrammarCompiler) -> None:
+def test_a_slow_grammar_is_refused_while_others_wait(compiler):
     hurried = GrammarSandbox(has_waiting=lambda: True)
     with pytest.raises(QueueFullError, match="other requests wait") as busy:
         GrammarCompiler(compiler._table, hurried).matchers(
@@ -63,7 +58,7 @@ def test_a_slow_grammar_is_refused_while_others_wait(compiler: GrammarCompiler) 
     hurried.close()
 
 
-def test_closing_the_sandbox_ends_its_process(compiler: GrammarCompiler) -> None:
+def test_closing_the_sandbox_ends_its_process(compiler):
     sandbox = GrammarSandbox()
     GrammarCompiler(compiler._table, sandbox).matchers(grammar_for(schema({"const": "x"})), 1)
     process = sandbox._process._process

@@ -1,10 +1,7 @@
 """The worker of the grammar sandbox names the part that cannot be enforced. It is called in this process."""
 
-from __future__ import annotations
-
 import json
 import pickle
-from typing import Any
 
 import pytest
 
@@ -17,28 +14,28 @@ PLAIN = grammar_for(schema(PERSON))
 EMPTY = grammar_for(AnswerFormat(kind="regex", text="a[^\\s\\S]"))
 
 
-def ask(message: Any) -> Any:
+def ask(message):
     return json.loads(worker.handle(pickle.dumps(message)))
 
 
 @pytest.fixture(autouse=True)
-def _table() -> None:
+def _table():
     table = echo_vocabulary().token_table
     assert ask((table.tokens, table.special_token_ids, table.eos_tokens)) == {}
 
 
-def test_a_grammar_that_can_be_enforced_has_no_problem() -> None:
+def test_a_grammar_that_can_be_enforced_has_no_problem():
     answer = ask([PLAIN])
     assert (answer["reason"], answer["part"]) == ("", None)
     assert answer["compile_s"] >= 0
 
 
-def test_the_part_that_causes_a_problem_is_named() -> None:
+def test_the_part_that_causes_a_problem_is_named():
     answer = ask([EMPTY, PLAIN, EMPTY])
     assert answer["reason"]
     assert answer["part"] == 1
 
 
-def test_a_grammar_whose_tokens_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_whose_tokens_take_too_long_is_refused(monkeypatch):
     monkeypatch.setattr(worker, "SLOWEST_S", -1.0)
     assert "ms to check; simplify it" in ask([PLAIN])["reason"]

@@ -1,10 +1,5 @@
 """Provide the llama.cpp engine with small models, and access to its process."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from lmx_lab.engine import ModelManager
@@ -12,7 +7,7 @@ from tests.support.engines import LLAMA_SETTINGS, entry_of
 
 
 @pytest.fixture
-async def manager(long_gguf: Path) -> AsyncIterator[ModelManager]:
+async def manager(long_gguf):
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(long_gguf))
         yield manager

@@ -1,18 +1,13 @@
 """The events that llama.cpp streams become the pieces of an answer."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from lmx_lab.engine import GenerationRequest, TextPrompt
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
-from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
-from lmx_lab.values.generation import Delta, PromptProgress, TokenLogprob, merge_tool_calls
+from lmx_lab.values.generation import Delta, PromptProgress, merge_tool_calls
 
 REQUEST = GenerationRequest(prompt=TextPrompt(text="a"))
 THOUGHTS = ChannelFormat(
@@ -22,40 +17,38 @@ THOUGHTS = ChannelFormat(
 )
 
 
-def reader(
-    *, request: GenerationRequest = REQUEST, route: Route = "/completion", channel_format: ChannelFormat | None = None
-) -> AnswerReader:
+def reader(*, request=REQUEST, route="/completion", channel_format=None):
     answer = AnswerReader(request, route, channel_format, model="m", prompt_tokens=10, arrived_at=100.0)
     answer.begin(101.0)
     return answer
 
 
-def probability(token: int, data: bytes, logprob: float = -1.0, top: Iterable[int] = ()) -> dict[str, Any]:
+def probability(token, data, logprob=-1.0, top=()):
     others = [{"id": at, "token": "x", "bytes": [120], "logprob": -2.0 - at} for at in top]
     return {"id": token, "token": "?", "bytes": list(data), "logprob": logprob, "top_logprobs": others}
 
 
-def piece(text: str, predicted: int, *entries: Mapping[str, Any]) -> dict[str, Any]:
-    items: dict[str, Any] = {"content": text, "tokens": [0], "stop": False, "tokens_predicted": predicted}
+def piece(text, predicted, *entries):
+    items = {"content": text, "tokens": [0], "stop": False, "tokens_predicted": predicted}
     return {**items, "completion_probabilities": list(entries)} if entries else items
 
 
-def end(predicted: int, why: str = "eos", text: str = "") -> dict[str, Any]:
+def end(predicted, why="eos", text=""):
     return {"content": text, "tokens": [], "stop": True, "tokens_predicted": predicted, "stop_type": why}
 
 
-def progress(processed: int, cache: int = 0) -> dict[str, Any]:
+def progress(processed, cache=0):
     state = {"total": 10, "cache": cache, "processed": processed, "time_ms": 1}
     # The other fields have no meaning here.
     return {"prompt_progress": state, "content": "", "tokens": [0], "stop": False, "tokens_predicted": 0}
 
 
-def deltas(answer: AnswerReader, *events: Mapping[str, Any], start: float = 102.0) -> list[Delta]:
+def deltas(answer, *events, start=102.0):
     items = [item for at, event in enumerate(events) for item in answer.read(event, start + at)]
     return [item for item in items if isinstance(item, Delta)]
 
 
-def summarize(items: Sequence[Delta]) -> tuple[str, str, int]:
+def summarize(items):
     return (
         "".join(item.text for item in items),
         "".join(item.reasoning for item in items),
@@ -66,7 +59,7 @@ def summarize(items: Sequence[Delta]) -> tuple[str, str, int]:
 # Texts
 
 
-def test_pieces_form_the_text_and_their_tokens_are_counted() -> None:
+def test_pieces_form_the_text_and_their_tokens_are_counted():
     answer = reader()
     items = deltas(answer, progress(10), piece("Hel", 1), piece("lo", 2), piece(" 😀", 5), end(6))
     assert summarize(items) == ("Hello 😀", "", 5 + 1)
@@ -74,32 +67,32 @@ def test_pieces_form_the_text_and_their_tokens_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("why", "finish"), [("eos", "stop"), ("limit", "length"), ("word", "stop")])
-def test_the_reason_of_the_end_is_read(why: str, finish: str) -> None:
+def test_the_reason_of_the_end_is_read(why, finish):
     answer = reader()
     deltas(answer, piece("a", 1), end(1, why))
     assert answer.finish == finish
 
 
-def test_events_after_the_end_are_ignored() -> None:
+def test_events_after_the_end_are_ignored():
     answer = reader(request=replace(REQUEST, stop=("lo",)))
     items = deltas(answer, piece("Hel", 1), piece("lo", 2), piece(" there", 3), end(3, "limit"))
     assert summarize(items) == ("Hel", "", 2)
     assert (answer.finish, answer.output_tokens) == ("stop", 2)
 
 
-def test_a_stop_string_may_end_with_the_last_text() -> None:
+def test_a_stop_string_may_end_with_the_last_text():
     answer = reader(request=replace(REQUEST, stop=("END",)))
     items = deltas(answer, piece("a E", 1), piece("N", 2), end(3, "limit", "D"))
     assert (summarize(items)[0], answer.finish) == ("a ", "stop")
 
 
-def test_an_incomplete_stop_string_is_text() -> None:
+def test_an_incomplete_stop_string_is_text():
     answer = reader(request=replace(REQUEST, stop=("END",)))
     assert summarize(deltas(answer, piece("a E", 1), piece("N", 2), end(3, "limit")))[0] == "a EN"
     assert answer.finish == "length"
 
 
-def test_reasoning_is_separated_from_the_answer_and_counted() -> None:
+def test_reasoning_is_separated_from_the_answer_and_counted():
     answer = reader(channel_format=THOUGHTS)
     items = deltas(answer, piece("hm", 1), piece("</thi", 2), piece("nk>", 3), piece("\n\nyes", 4), end(5))
     assert summarize(items)[:2] == ("yes", "hm")
@@ -109,11 +102,11 @@ def test_reasoning_is_separated_from_the_answer_and_counted() -> None:
 # Log-probabilities
 
 
-def logprobs(items: Sequence[Delta]) -> list[TokenLogprob]:
+def logprobs(items):
     return [entry for item in items for entry in item.logprobs]
 
 
-def test_each_token_has_its_logprob_and_the_requested_number_of_alternatives() -> None:
+def test_each_token_has_its_logprob_and_the_requested_number_of_alternatives():
     answer = reader(request=replace(REQUEST, top_logprobs=2))
     items = logprobs(deltas(answer, piece("a", 1, probability(7, b"a", -0.5, top=range(5))), end(1, "limit")))
     assert [(item.token, item.text, item.bytes, item.logprob) for item in items] == [(7, "a", b"a", -0.5)]
@@ -121,45 +114,45 @@ def test_each_token_has_its_logprob_and_the_requested_number_of_alternatives() -
     assert not items[0].ends
 
 
-def test_zero_alternatives_are_different_from_no_logprobs() -> None:
+def test_zero_alternatives_are_different_from_no_logprobs():
     event = piece("a", 1, probability(7, b"a", top=[1]))
     assert [item.top for item in logprobs(deltas(reader(request=replace(REQUEST, top_logprobs=0)), event))] == [()]
     assert logprobs(deltas(reader(), event)) == []
 
 
-def test_a_part_of_a_character_is_shown_as_bytes() -> None:
+def test_a_part_of_a_character_is_shown_as_bytes():
     answer = reader(request=replace(REQUEST, top_logprobs=0))
     (items,) = logprobs(deltas(answer, piece("�", 1, probability(7, b"\xe2\x82")), end(1)))
     assert (items.text, items.bytes) == ("bytes:\\xe2\\x82", b"\xe2\x82")
 
 
-def test_the_token_that_ends_the_text_is_marked() -> None:
+def test_the_token_that_ends_the_text_is_marked():
     for why, ends in (("eos", True), ("limit", False)):
         answer = reader(request=replace(REQUEST, top_logprobs=0))
         events = [piece("a", 1, probability(7, b"a")), piece("", 2, probability(2, b"")), end(2, why)]
         assert [(item.token, item.ends) for item in logprobs(deltas(answer, *events))] == [(7, False), (2, ends)]
 
 
-def test_a_token_without_text_in_the_middle_is_not_an_end() -> None:
+def test_a_token_without_text_in_the_middle_is_not_an_end():
     answer = reader(request=replace(REQUEST, top_logprobs=0))
     events = [piece("", 1, probability(1, b"")), piece("a", 2, probability(7, b"a")), piece("", 3, probability(2, b""))]
     items = logprobs(deltas(answer, *events, end(3)))
     assert [(item.token, item.ends) for item in items] == [(1, False), (7, False), (2, True)]
 
 
-def test_all_tokens_of_a_piece_have_logprobs() -> None:
+def test_all_tokens_of_a_piece_have_logprobs():
     answer = reader(request=replace(REQUEST, top_logprobs=0))
     event = piece("東", 2, probability(7, b"\xe6\x9d"), probability(8, b"\xb1"))
     assert [item.token for item in logprobs(deltas(answer, event, end(2)))] == [7, 8]
 
 
-def test_tokens_of_a_stop_string_have_no_logprobs() -> None:
+def test_tokens_of_a_stop_string_have_no_logprobs():
     answer = reader(request=replace(REQUEST, top_logprobs=0, stop=("c",)))
     events = [piece(text, at, probability(at, text.encode())) for at, text in enumerate("abcd", start=1)]
     assert [item.token for item in logprobs(deltas(answer, *events))] == [1, 2]
 
 
-def test_drafts_before_a_pause_are_counted() -> None:
+def test_drafts_before_a_pause_are_counted():
     answer = reader()
     for draft_n, accepted in ((3, 2), (6, 4)):
         deltas(answer, {**piece("a", 1), "timings": {"draft_n": draft_n, "draft_n_accepted": accepted}})
@@ -174,20 +167,20 @@ def test_drafts_before_a_pause_are_counted() -> None:
 # The chat route
 
 
-def chunk(predicted: int, finish: str | None = None, entries: Any = None, **delta: Any) -> dict[str, Any]:
+def chunk(predicted, finish=None, entries=None, **delta):
     choice = {"index": 0, "delta": delta, "finish_reason": finish}
     if entries is not None:
         choice["logprobs"] = {"content": entries}
     return {"choices": [choice], "timings": {"predicted_n": predicted}}
 
 
-def call(index: int, arguments: str = "", **first: Any) -> dict[str, Any]:
+def call(index, arguments="", **first):
     id_, name = first.get("id"), first.get("name")
     function = {"arguments": arguments} | ({"name": name} if name else {})
     return {"index": index, "function": function} | ({"id": id_, "type": "function"} if id_ else {})
 
 
-def test_a_chat_has_reasoning_text_and_calls() -> None:
+def test_a_chat_has_reasoning_text_and_calls():
     answer = reader(route="/v1/chat/completions")
     items = deltas(
         answer,
@@ -210,20 +203,20 @@ def test_a_chat_has_reasoning_text_and_calls() -> None:
     ("stop", False, "stop"), ("stop", True, "tool_calls"), ("length", True, "length"), ("length", False, "length"),
     ("odd", False, "stop"),
 ])  # fmt: skip
-def test_a_chat_with_calls_ends_with_tool_calls(reason: str, called: bool, finish: str) -> None:
+def test_a_chat_with_calls_ends_with_tool_calls(reason, called, finish):
     answer = reader(route="/v1/chat/completions")
     calls = [chunk(1, tool_calls=[call(0, "{}", id="a", name="look")])] if called else []
     deltas(answer, *calls, chunk(2, reason))
     assert answer.finish == finish
 
 
-def test_a_chat_stops_before_a_stop_string_too() -> None:
+def test_a_chat_stops_before_a_stop_string_too():
     answer = reader(route="/v1/chat/completions", request=replace(REQUEST, stop=("STOP",)))
     items = deltas(answer, chunk(1, content="a ST"), chunk(2, content="OP b"), chunk(3, "stop"))
     assert (summarize(items), answer.finish) == (("a ", "", 2), "stop")
 
 
-def test_a_chat_has_logprobs_whose_end_is_marked() -> None:
+def test_a_chat_has_logprobs_whose_end_is_marked():
     answer = reader(route="/v1/chat/completions", request=replace(REQUEST, top_logprobs=0))
     events = [
         chunk(1, entries=[probability(7, b"a")], content="a"),
@@ -236,7 +229,7 @@ def test_a_chat_has_logprobs_whose_end_is_marked() -> None:
 # Costs
 
 
-def test_progress_includes_cached_tokens() -> None:
+def test_progress_includes_cached_tokens():
     answer = reader()
     items = [
         item
@@ -247,13 +240,13 @@ def test_progress_includes_cached_tokens() -> None:
     assert (answer.cached_tokens, answer.computed_tokens) == (4, 6)
 
 
-def test_one_token_of_a_cached_prompt_is_computed() -> None:
+def test_one_token_of_a_cached_prompt_is_computed():
     answer = reader()
     list(answer.read(progress(10, cache=10), 102.0))
     assert answer.cached_tokens == 9
 
 
-def test_decode_time_includes_the_first_token() -> None:
+def test_decode_time_includes_the_first_token():
     answer = reader()
     deltas(answer, progress(5), progress(10), piece("a", 1), piece("b", 2), piece("c", 3), end(3, "limit"))
     report = answer.report(105.0, peak_memory_bytes=5)
@@ -262,7 +255,7 @@ def test_decode_time_includes_the_first_token() -> None:
     assert (report.prompt_tokens, report.output_tokens, report.model, report.peak_memory_bytes) == (10, 3, "m", 5)
 
 
-def test_the_decode_time_of_a_single_token_is_estimated_from_the_prompt() -> None:
+def test_the_decode_time_of_a_single_token_is_estimated_from_the_prompt():
     answer = reader()
     deltas(answer, progress(4), piece("a", 1), end(1))
     report = answer.report(103.0)
@@ -270,7 +263,7 @@ def test_the_decode_time_of_a_single_token_is_estimated_from_the_prompt() -> Non
 
 
 @pytest.mark.parametrize("events", [[], [piece("a", 1), end(1)], [progress(10, 10), piece("a", 1), end(1)]])
-def test_times_add_up_whatever_was_streamed(events: list[dict[str, Any]]) -> None:
+def test_times_add_up_whatever_was_streamed(events):
     answer = reader()
     deltas(answer, *events)
     answer.finish = answer.finish or "length"

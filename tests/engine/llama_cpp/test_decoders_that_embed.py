@@ -1,35 +1,27 @@
 """Embedding models that are decoders, such as Qwen3-Embedding, and have a key-value cache."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from lmx_lab.engine import EmbeddingRequest, ModelManager, RerankRequest
 from lmx_lab.engine.llama_cpp.memory_plan import BATCH_TOKENS
 from lmx_lab.errors import ContextLengthError
-from lmx_lab.values.models import ModelEntry
 from tests.support.engines import LLAMA_SETTINGS, entry_of, pin
-from tests.support.gguf import Value, with_values
+from tests.support.gguf import with_values
 
 pytestmark = pytest.mark.anyio
 MEAN, LAST, RANK = 1, 3, 4
 CONTEXT = 4 * BATCH_TOKENS
 
 
-def decoder_entry(source: Path, folder: Path, values: Mapping[str, Value]) -> ModelEntry:
+def decoder_entry(source, folder, values):
     """Write the tiny decoder as an embedding model or a reranker, and return its entry."""
     return entry_of(with_values(source, folder / "decoder.gguf", {"llama.context_length": CONTEXT, **values}))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("pooling", [MEAN, LAST])
-async def test_texts_of_all_lengths_have_the_same_vectors_alone_and_together(
-    tiny_gguf: Path, tmp_path: Path, pooling: int
-) -> None:
+async def test_texts_of_all_lengths_have_the_same_vectors_alone_and_together(tiny_gguf, tmp_path, pooling):
     entry = decoder_entry(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     assert entry.kind == "embedding"
     texts = ("the sea", "the sea " * BATCH_TOKENS, *(f"{at} " + "of the land " * 20 * at for at in range(12)))
@@ -45,9 +37,7 @@ async def test_texts_of_all_lengths_have_the_same_vectors_alone_and_together(
 
 
 @pytest.mark.parametrize("pooling", [MEAN, LAST])
-async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_truncated(
-    tiny_gguf: Path, tmp_path: Path, pooling: int
-) -> None:
+async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_truncated(tiny_gguf, tmp_path, pooling):
     entry = decoder_entry(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     longest = (tuple(range(100, 100 + CONTEXT - (pooling == LAST))),)
     async with ModelManager(LLAMA_SETTINGS) as manager:
@@ -57,7 +47,7 @@ async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_truncate
         assert np.allclose(whole, cut, atol=1e-3)
 
 
-async def test_the_template_around_a_pair_counts_toward_its_length(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_the_template_around_a_pair_counts_toward_its_length(tiny_gguf, tmp_path):
     around = "Judge whether the document answers the query. " * 8
     values = {
         "llama.pooling_type": RANK,

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
@@ -20,7 +17,6 @@ from lmx_lab.engine.llama_cpp import grammar as grammar_module
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, check_whole, read_token_table, to_lark
 from lmx_lab.errors import InvalidRequestError, QueueFullError
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.gguf.header import read_header
 from tests.support.gguf import with_values
 from tests.support.model_server import raw_server
@@ -44,24 +40,24 @@ class Server(LlamaConnection):
 
 
 @pytest.fixture
-def server() -> Server:
+def server():
     return Server()
 
 
 @pytest.fixture
-async def checker(tiny_gguf: Path, server: Server) -> AsyncIterator[GrammarChecker]:
+async def checker(tiny_gguf, server):
     queue = GrammarQueue("test")
     yield GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), queue, server)
     queue.close()
 
 
-def grammar_of(kind: Any, text: str) -> str:
+def grammar_of(kind, text):
     grammar = build_grammar(AnswerFormat(kind=kind, text=text), None, None, markers={})
     assert grammar is not None
     return grammar
 
 
-async def test_a_grammar_is_tried_once(checker: GrammarChecker, server: Server) -> None:
+async def test_a_grammar_is_tried_once(checker, server):
     digits = grammar_of("regex", "[0-9]+")
     assert await checker.check(digits, None) == await checker.check(digits, None)
     (body,) = server.bodies
@@ -69,7 +65,7 @@ async def test_a_grammar_is_tried_once(checker: GrammarChecker, server: Server) 
     assert "/[0-9]+/" in body["grammar"]
 
 
-async def test_a_grammar_that_llama_cpp_ignores_is_refused_each_time(checker: GrammarChecker, server: Server) -> None:
+async def test_a_grammar_that_llama_cpp_ignores_is_refused_each_time(checker, server):
     server.enforces = False
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match=r"cannot be enforced by llama\.cpp") as refused:
@@ -78,9 +74,7 @@ async def test_a_grammar_that_llama_cpp_ignores_is_refused_each_time(checker: Gr
     assert len(server.bodies) == 4
 
 
-async def test_a_grammar_that_could_not_be_tried_is_refused(
-    checker: GrammarChecker, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_grammar_that_could_not_be_tried_is_refused(checker, server, monkeypatch):
     monkeypatch.setattr(grammar_module, "TRIAL_S", 0.01)
     server.enforces = None
     digits = grammar_of("regex", "[0-9]+")
@@ -98,7 +92,7 @@ TOOLS = ToolUse(tools=(Tool(name="add", parameters=SCHEMA), Tool(name="wait", pa
 THOUGHTS = ReasoningSection(start=("<think>",), end=("</think>",), open=True)
 
 
-def lark_of(form: AnswerFormat | None, tools: ToolUse | None = None, thoughts: ReasoningSection | None = None) -> str:
+def lark_of(form, tools=None, thoughts=None):
     grammar = build_grammar(form, tools, thoughts, markers={})
     assert grammar is not None
     return to_lark(grammar)
@@ -116,27 +110,27 @@ def lark_of(form: AnswerFormat | None, tools: ToolUse | None = None, thoughts: R
         (AnswerFormat(kind="regex", text="x+"), TOOLS, None),
     ],
 )
-def test_every_generated_grammar_can_be_written_in_llama_cpps_syntax(form: Any, tools: Any, thoughts: Any) -> None:
+def test_every_generated_grammar_can_be_written_in_llama_cpps_syntax(form, tools, thoughts):
     lark = lark_of(form, tools, thoughts)
     assert lark.startswith("%llguidance")
     assert LLMatcher.validate_grammar(lark) == ""
     check_whole(lark)
 
 
-def test_references_in_the_callers_text_are_not_replaced() -> None:
+def test_references_in_the_callers_text_are_not_replaced():
     lark = lark_of(AnswerFormat(kind="lark", text='start: "see @answer and (@answer"'))
     assert '"see @answer and (@answer"' in lark
     assert lark.splitlines()[1] == "start: answer"
 
 
-def test_json_is_written_on_one_line() -> None:
+def test_json_is_written_on_one_line():
     lark = lark_of(AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA)))
     schema = json.loads(lark.partition("%json ")[2])
     assert schema["x-guidance"] == {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     assert schema["properties"] == SCHEMA["properties"]
 
 
-def test_parts_that_do_not_fit_together_are_refused() -> None:
+def test_parts_that_do_not_fit_together_are_refused():
     with pytest.raises(InvalidRequestError, match="this format cannot be enforced") as refused:
         check_whole("start: nothing_of_that_name")
     assert refused.value.param == "response_format"
@@ -145,7 +139,7 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
 # Vocabularies
 
 
-def test_the_token_table_has_the_bytes_of_tokens(tiny: ModelEntry, tiny_gguf: Path) -> None:
+def test_the_token_table_has_the_bytes_of_tokens(tiny, tiny_gguf):
     words = read_token_table(read_header(tiny_gguf, arrays=True))
     tokenizer = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
     for text in ("Hello, wörld! 東京 😀\n\t x", '{"a": [1, 2]}'):
@@ -155,7 +149,7 @@ def test_the_token_table_has_the_bytes_of_tokens(tiny: ModelEntry, tiny_gguf: Pa
     assert len(words.tokens) == 49152
 
 
-def test_grammars_need_a_token_that_ends_answers(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_grammars_need_a_token_that_ends_answers(tiny_gguf, tmp_path):
     tokens = ["a", "b", "c"]
     path = with_values(
         tiny_gguf,
@@ -173,12 +167,12 @@ def test_grammars_need_a_token_that_ends_answers(tiny_gguf: Path, tmp_path: Path
 # The reason for the trials
 
 
-def answer(client: httpx2.Client, lark: str) -> str:
+def answer(client, lark):
     body = {"prompt": [300], "n_predict": 12, "temperature": 0, "grammar": lark}
     return str(client.post("/completion", json=body).json()["content"])
 
 
-def test_llama_cpp_ignores_a_grammar_that_it_cannot_compile(tiny_gguf: Path) -> None:
+def test_llama_cpp_ignores_a_grammar_that_it_cannot_compile(tiny_gguf):
     uri = '%llguidance {}\nstart: %json {"type": "string", "format": "uri"}'
     assert LLMatcher.validate_grammar(uri) == ""
     with raw_server(tiny_gguf) as client:

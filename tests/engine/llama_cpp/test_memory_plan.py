@@ -1,7 +1,5 @@
 """The planned context length fits in memory, for any header."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from lmx_lab.engine.llama_cpp.memory_plan import (
     plan_context,
 )
 from lmx_lab.errors import OutOfMemoryError
-from lmx_lab.values.models import Kind, KvCacheDtype, LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights.facts import POOLING_LAST, POOLING_RANK
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
 
@@ -32,7 +30,7 @@ GB = 10**9
 VOCABULARY = 1000
 
 
-def header(**values: int) -> GgufHeader:
+def header(**values):
     shape = {"block_count": 4, "embedding_length": 64, "attention.head_count": 4} | values
     metadata = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in shape.items()}}
     embedding = GgufTensor(
@@ -41,7 +39,7 @@ def header(**values: int) -> GgufHeader:
     return GgufHeader(path=Path("m.gguf"), size_bytes=1, metadata=metadata, tensors=(embedding,))
 
 
-def entry(context: int | None = 4096, size: int = 10_000_000) -> ModelEntry:
+def entry(context=4096, size=10_000_000):
     return ModelEntry(
         id="m", path=Path("m.gguf"), source="path", kind="chat", format="gguf", architecture="llama",
         size_bytes=size, quantization=None, context_length=context,
@@ -63,12 +61,12 @@ PER_TOKEN = 4 * 4 * (16 + 16) * 2
         ({"block_count": 0}, 0),
     ],
 )
-def test_the_cache_of_a_token_has_keys_and_values_of_all_layers(values: dict[str, int], expected: int) -> None:
+def test_the_cache_of_a_token_has_keys_and_values_of_all_layers(values, expected):
     assert kv_bytes_per_token(header(**values)) == expected
 
 
 @pytest.mark.parametrize(("dtype", "block_bytes"), [("q8_0", 34), ("q4_0", 18)])
-def test_in_the_same_memory_a_quantized_cache_has_more_tokens(dtype: KvCacheDtype, block_bytes: int) -> None:
+def test_in_the_same_memory_a_quantized_cache_has_more_tokens(dtype, block_bytes):
     heads = {"attention.head_count": 2}
     per_token = kv_bytes_per_token(header(**heads), dtype)
     assert per_token == 4 * 2 * (1 + 1) * block_bytes
@@ -87,7 +85,7 @@ def test_in_the_same_memory_a_quantized_cache_has_more_tokens(dtype: KvCacheDtyp
     assert quantized.bytes == FIXED + per_token * quantized.cache_tokens <= limit
 
 
-def test_a_draft_model_has_weights_and_a_cache_of_the_same_length() -> None:
+def test_a_draft_model_has_weights_and_a_cache_of_the_same_length():
     with_draft = replace(entry(), draft=entry(size=1_000_000))
     plan = plan_context(with_draft, header(), slots=4, limit_bytes=GB, draft=header(block_count=2))
     assert (plan.slots, plan.context_length) == (4, 4096)
@@ -96,7 +94,7 @@ def test_a_draft_model_has_weights_and_a_cache_of_the_same_length() -> None:
         plan_context(with_draft, header(), slots=4, limit_bytes=FIXED, draft=header(block_count=2))
 
 
-def test_with_enough_memory_each_slot_has_the_whole_context() -> None:
+def test_with_enough_memory_each_slot_has_the_whole_context():
     plan = plan_context(entry(), header(), slots=4, limit_bytes=GB)
     assert (plan.context_length, plan.total_tokens, plan.slots, plan.unified) == (4096, 4 * 4096, 4, False)
     assert plan.bytes == FIXED + PER_TOKEN * 5 * 4096
@@ -120,7 +118,7 @@ def test_with_enough_memory_each_slot_has_the_whole_context() -> None:
         (2 * 2 * 2048, 2048, 1, 2048),
     ],
 )
-def test_slots_and_context_are_planned_together(tokens: int, requested: int | None, slots: int, context: int) -> None:
+def test_slots_and_context_are_planned_together(tokens, requested, slots, context):
     limit = FIXED + PER_TOKEN * tokens
     plan = plan_context(
         entry(), header(), slots=4, limit_bytes=limit, spec=LoadSpec(model="m", context_length=requested)
@@ -129,7 +127,7 @@ def test_slots_and_context_are_planned_together(tokens: int, requested: int | No
     assert plan.bytes == FIXED + PER_TOKEN * plan.cache_tokens <= limit
 
 
-def test_a_model_with_a_long_context_has_fewer_slots_on_request() -> None:
+def test_a_model_with_a_long_context_has_fewer_slots_on_request():
     plans = [
         plan_context(
             entry(context=131_072),
@@ -143,7 +141,7 @@ def test_a_model_with_a_long_context_has_fewer_slots_on_request() -> None:
     assert [(plan.slots, plan.context_length) for plan in plans] == [(1, MIN_SLOT_TOKENS + 512), (3, 2000), (1, 20_000)]
 
 
-def test_a_requested_context_without_memory_is_refused_with_its_length() -> None:
+def test_a_requested_context_without_memory_is_refused_with_its_length():
     limit = FIXED + PER_TOKEN * (2 * 4096 - 1)
     with pytest.raises(OutOfMemoryError, match=r"with a context_length of 4000, .* choose a smaller context_length"):
         plan_context(entry(), header(), slots=4, limit_bytes=limit, spec=LoadSpec(model="m", context_length=4000))
@@ -152,7 +150,7 @@ def test_a_requested_context_without_memory_is_refused_with_its_length() -> None
 @pytest.mark.parametrize(
     ("kind", "same"), [("Q4_0", True), ("Q4_1", True), ("Q8_0", True), ("Q4_K", False), ("F16", False)]
 )
-def test_only_some_types_of_weights_are_independent_of_the_batch(kind: str, same: bool) -> None:
+def test_only_some_types_of_weights_are_independent_of_the_batch(kind, same):
     norm = replace(header().tensors[0], name="output_norm.weight", shape=(64,), type="F32")
     weight = replace(header().tensors[0], type=kind)
     shape = replace(header(), tensors=(norm, weight))
@@ -163,18 +161,18 @@ def test_only_some_types_of_weights_are_independent_of_the_batch(kind: str, same
     assert (plan.slots, plan.one_by_one) == ((4, False) if same else (1, True))
 
 
-def test_a_file_without_a_context_length_gets_the_usual_one() -> None:
+def test_a_file_without_a_context_length_gets_the_usual_one():
     assert plan_context(entry(context=None), header(), slots=1, limit_bytes=GB).context_length == 8192
 
 
-def test_the_size_of_the_cache_is_limited() -> None:
+def test_the_size_of_the_cache_is_limited():
     plan = plan_context(entry(context=1_000_000), header(), slots=8, limit_bytes=4 * GB)
     assert 0.9 * MIN_CACHE_BYTES < plan.cache_tokens * PER_TOKEN <= MIN_CACHE_BYTES
     assert (plan.slots, plan.context_length) == (8, plan.total_tokens // 8)
 
 
 @pytest.mark.parametrize("limit", [0, -5, FIXED, FIXED + PER_TOKEN * (2 * MIN_TOKENS - 1)])
-def test_a_model_without_memory_for_the_shortest_context_is_refused(limit: int) -> None:
+def test_a_model_without_memory_for_the_shortest_context_is_refused(limit):
     with pytest.raises(OutOfMemoryError, match=r"m needs 0\.\d\d GB, and \d\.\d\d GB are allowed; choose a smaller"):
         plan_context(entry(), header(), slots=4, limit_bytes=limit)
 
@@ -186,7 +184,7 @@ EMBEDDER = replace(entry(context=32768), kind="embedding")
 
 
 @pytest.mark.parametrize("kind", ["embedding", "rerank"])
-def test_an_encoder_has_no_cache(kind: Kind) -> None:
+def test_an_encoder_has_no_cache(kind):
     encoder, of_bert = replace(ENCODER, kind=kind), replace(header(), metadata={"general.architecture": "bert"})
     plan = plan_context(encoder, of_bert, slots=2, limit_bytes=FIXED)
     assert (plan.slots, plan.context_length, plan.cache_tokens, plan.bytes) == (TEXTS_AT_ONCE, 512, 4096, FIXED)
@@ -206,9 +204,7 @@ SCORES = VOCABULARY * STEP_BYTES
     # Like Qwen3-Embedding-0.6B, for which eight texts of 32,768 tokens would use 30 GB.
     [(POOLING_LAST, 8192, BATCH_TOKENS, 1.65), (POOLING_RANK, 5120, 5120, 1.33)],
 )
-def test_the_memory_of_a_decoder_that_embeds_is_limited(
-    pooling: int, context: int, batch: int, gigabytes: float
-) -> None:
+def test_the_memory_of_a_decoder_that_embeds_is_limited(pooling, context, batch, gigabytes):
     shape = header(**QWEN3, pooling_type=pooling)
     plan = plan_context(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
     assert (plan.slots, plan.context_length) == (1, context - (pooling == POOLING_LAST))
@@ -217,7 +213,7 @@ def test_the_memory_of_a_decoder_that_embeds_is_limited(
     assert plan.bytes / GB == pytest.approx(gigabytes, abs=0.01)
 
 
-def test_a_large_vocabulary_shortens_texts_that_are_computed_in_one_step() -> None:
+def test_a_large_vocabulary_shortens_texts_that_are_computed_in_one_step():
     """Like Qwen3-Reranker-0.6B: for 8,192 tokens, the scores of 151,669 tokens of the vocabulary would use 10 GB."""
     table = replace(header().tensors[0], shape=(64, 151_669))
     shape = replace(header(**QWEN3, pooling_type=POOLING_RANK), tensors=(table,))
@@ -231,16 +227,14 @@ def test_a_large_vocabulary_shortens_texts_that_are_computed_in_one_step() -> No
     [(GB, (8, 32768)), (50_000 * (PER_TOKEN + SCORES), (5, 32768)), (5000 * (PER_TOKEN + SCORES), (1, 4864)),
      (256 * (PER_TOKEN + SCORES), (1, 256))],
 )  # fmt: skip
-def test_with_less_memory_there_are_fewer_texts_at_once_and_then_shorter_ones(
-    room: int, expected: tuple[int, int]
-) -> None:
+def test_with_less_memory_there_are_fewer_texts_at_once_and_then_shorter_ones(room, expected):
     plan = plan_context(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + room)
     assert (plan.slots, plan.context_length) == expected
     assert plan.batch_tokens == plan.context_length
     assert plan.bytes <= 10_000_000 + BASE_BYTES + room
 
 
-def test_a_decoder_without_memory_for_the_shortest_text_is_refused() -> None:
+def test_a_decoder_without_memory_for_the_shortest_text_is_refused():
     with pytest.raises(OutOfMemoryError, match="choose a smaller"):
         plan_context(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + 255 * (PER_TOKEN + SCORES))
 
@@ -251,9 +245,7 @@ def test_a_decoder_without_memory_for_the_shortest_text_is_refused() -> None:
     limit=st.integers(0, 8 * GB),
     layers=st.integers(1, 80),
 )
-def test_a_plan_never_exceeds_its_limit_and_fits_one_request(
-    context: int | None, slots: int, limit: int, layers: int
-) -> None:
+def test_a_plan_never_exceeds_its_limit_and_fits_one_request(context, slots, limit, layers):
     try:
         plan = plan_context(entry(context=context), header(block_count=layers), slots=slots, limit_bytes=limit)
     except OutOfMemoryError:

@@ -1,18 +1,16 @@
 """Test how the ids of tokens that llama.cpp did not report are found."""
 
-from __future__ import annotations
-
 from lmx_lab.engine.llama_cpp.missing_tokens import Gap, TokenIndex, choose
 
 TOKENS = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"\xf0", b"\x9f\x98", b"\x98\x80"]
 FACE = "\N{GRINNING FACE}"
 
 
-def gap(text: str, count: int, *last: int) -> Gap:
+def gap(text, count, *last):
     return Gap(at=0, count=count, text=text, last=last)
 
 
-def test_the_missing_tokens_are_those_with_the_bytes_of_the_text() -> None:
+def test_the_missing_tokens_are_those_with_the_bytes_of_the_text():
     index = TokenIndex(TOKENS)
     only = gap(f"a{FACE}", 2, 6)
     assert choose(index.candidates(only), only, []) == (0, 1)

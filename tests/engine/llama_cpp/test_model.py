@@ -1,14 +1,12 @@
 """The chat format of a model on llama.cpp is detected from its template and its capabilities."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.engine.llama_cpp.model import ALL_MARKERS, detect_chat_format
 from tests.support.gguf import NO_SYSTEM_TEMPLATE, THINKS_FIRST_TEMPLATE, TOOLS_TEMPLATE
 
 
-def test_the_markers_of_reasoning_are_read_from_the_template() -> None:
+def test_the_markers_of_reasoning_are_read_from_the_template():
     chat_format = detect_chat_format(
         THINKS_FIRST_TEMPLATE, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)}
     )
@@ -26,24 +24,24 @@ def test_the_markers_of_reasoning_are_read_from_the_template() -> None:
 @pytest.mark.parametrize(
     ("template", "markers"), [("", None), (TOOLS_TEMPLATE, ("<think>", "</think>")), (NO_SYSTEM_TEMPLATE, None)]
 )
-def test_not_every_template_has_reasoning(template: str, markers: tuple[str, str] | None) -> None:
+def test_not_every_template_has_reasoning(template, markers):
     assert detect_chat_format(template, {}, {}).reasoning_markers == markers
 
 
-def test_the_capabilities_of_a_template_come_from_llama_cpp() -> None:
+def test_the_capabilities_of_a_template_come_from_llama_cpp():
     assert detect_chat_format(TOOLS_TEMPLATE, {"supports_tools": True}, {}).supports_tools
     assert not detect_chat_format(TOOLS_TEMPLATE, {}, {}).supports_tools
     assert not detect_chat_format(NO_SYSTEM_TEMPLATE, {"supports_system_role": False}, {}).supports_system
     assert detect_chat_format(NO_SYSTEM_TEMPLATE, {}, {}).supports_system
 
 
-def test_templates_with_headers_are_recognized_by_their_markers() -> None:
+def test_templates_with_headers_are_recognized_by_their_markers():
     harmony = detect_chat_format("<|channel|> <|message|> <|call|>", {"supports_tools": True}, {})
     assert harmony.has_headers
     assert harmony.reasoning_markers is None
     assert not detect_chat_format("<|message|> alone", {}, {}).has_headers
 
 
-def test_each_marker_is_looked_up_once() -> None:
+def test_each_marker_is_looked_up_once():
     assert len(set(ALL_MARKERS)) == len(ALL_MARKERS)
     assert {"<think>", "</think>", "<tool_call>", "</tool_call>"} <= set(ALL_MARKERS)

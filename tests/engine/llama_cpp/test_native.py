@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +23,9 @@ from lmx_lab.engine import (
 )
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
 from lmx_lab.values.generation import Delta, TokenLogprob, merge_deltas
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec
 from tests.support.engines import (
     LLAMA_SETTINGS,
-    Answer,
     entry_of,
     finish_answer,
     finish_with_logprobs,
@@ -52,19 +48,17 @@ CALL = ["Ċ", '{"', "name", '":"', "look", '","', "arguments", '":', "Ġ{}", "}"
 """A call as pieces. Each of them occurs once, so equal characters are written with different tokens."""
 
 
-def chat(**changes: Any) -> GenerationRequest:
+def chat(**changes):
     prompt = ChatPrompt(messages=({"role": "user", "content": "Where?"},), **changes)
     return GenerationRequest(prompt=prompt, sampling=Sampling(temperature=0), max_tokens=60)
 
 
-async def force_tokens(manager: ModelManager, tool_request: GenerationRequest, tokens: list[int]) -> Answer:
+async def force_tokens(manager, tool_request, tokens):
     """Force the model to generate these tokens, which must all be different, and return its answer."""
     return await finish_answer(await manager.submit(await forced_request(manager, tool_request, tokens)))
 
 
-async def forced_request(
-    manager: ModelManager, tool_request: GenerationRequest, tokens: list[int]
-) -> GenerationRequest:
+async def forced_request(manager, tool_request, tokens):
     """Return the request whose answer consists of these tokens."""
     assert len(set(tokens)) == len(tokens)
     async with await manager.submit(replace(tool_request, max_tokens=0)) as stream:
@@ -76,20 +70,20 @@ async def forced_request(
 
 
 @pytest.fixture(scope="module")
-def pieces(tiny: ModelEntry) -> Mapping[str, int]:
-    vocabulary: Mapping[str, int] = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).get_vocab()
+def pieces(tiny):
+    vocabulary = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).get_vocab()
     return vocabulary
 
 
 @pytest.fixture(scope="module")
-def caller_gguf(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def caller_gguf(tiny_gguf, tmp_path_factory):
     return with_tokens(tiny_gguf, MARKERS, tmp_path_factory.mktemp("caller") / "caller.gguf", TOOLS_TEMPLATE)
 
 
 # Tool calls
 
 
-async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf: Path, pieces: Mapping[str, int]) -> None:
+async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf, pieces):
     tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
@@ -102,7 +96,7 @@ async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf: Path
         assert free.text
 
 
-async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf: Path, pieces: Mapping[str, int]) -> None:
+async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf, pieces):
     tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
@@ -114,7 +108,7 @@ async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf: Pat
             assert answer.ids == (tuple(tokens) if needs_ids else ())
 
 
-def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(caller_gguf: Path, tmp_path: Path) -> None:
+def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(caller_gguf, tmp_path):
     tool = {"type": "function", "function": {"name": LOOK.name, "parameters": dict(LOOK.parameters)}}
     with lmx_lab.Lab(replace(LLAMA_SETTINGS, home=tmp_path, port=0), loop="thread") as lab:
         lab.load(str(caller_gguf))
@@ -126,7 +120,7 @@ def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(call
         assert replay.replayed.answer is not None
 
 
-async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(caller_gguf: Path) -> None:
+async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(caller_gguf):
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
         tool_request = replace(chat(tools=ALL), sampling=Sampling(temperature=1, seed=4), max_tokens=20)
@@ -139,7 +133,7 @@ async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(c
         assert (cut.text, cut.reason) == (whole.text[: whole.text.index(stop)], "stop")
 
 
-async def test_logprobs_are_refused_if_calls_in_the_models_own_format_are_possible(caller_gguf: Path) -> None:
+async def test_logprobs_are_refused_if_calls_in_the_models_own_format_are_possible(caller_gguf):
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
         with pytest.raises(InvalidRequestError, match="leave out logprobs or tools"):
@@ -150,7 +144,7 @@ async def test_logprobs_are_refused_if_calls_in_the_models_own_format_are_possib
 # Reasoning
 
 
-async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf, tmp_path):
     path = with_tokens(tiny_gguf, MARKERS, tmp_path / "tiny.gguf", THINKS_FIRST_TEMPLATE)
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(path))
@@ -163,9 +157,7 @@ async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf: Path
         assert (endless.text, endless.report.reasoning_tokens) == ("", 9)
 
 
-async def test_for_a_template_without_system_messages_the_user_message_contains_them(
-    tiny_gguf: Path, tmp_path: Path
-) -> None:
+async def test_for_a_template_without_system_messages_the_user_message_contains_them(tiny_gguf, tmp_path):
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where?"})
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(with_template(tiny_gguf, NO_SYSTEM_TEMPLATE, tmp_path)))
@@ -180,9 +172,7 @@ async def test_for_a_template_without_system_messages_the_user_message_contains_
 # Exact repetition
 
 
-async def test_a_deterministic_load_gives_the_same_bits_with_other_requests_and_cached_prompts(
-    tiny_gguf: Path,
-) -> None:
+async def test_a_deterministic_load_gives_the_same_bits_with_other_requests_and_cached_prompts(tiny_gguf):
     """The weights of ``tiny`` are float32, whose products depend on the number of rows."""
     settings = replace(LLAMA_SETTINGS, slots=8, queue_limit=8)
     requests = [
@@ -207,9 +197,7 @@ async def test_a_deterministic_load_gives_the_same_bits_with_other_requests_and_
         assert [await answer(each) for each in reversed(requests)] == alone[::-1]
 
 
-async def test_a_text_of_many_characters_and_few_tokens_is_not_truncated(
-    manager: ModelManager, minilm_gguf: Path
-) -> None:
+async def test_a_text_of_many_characters_and_few_tokens_is_not_truncated(manager, minilm_gguf):
     long = "sea" + " " * 20_000 + "mountain"
     await pin(manager, entry_of(minilm_gguf, "minilm"))
     result = await manager.embed(EmbeddingRequest(inputs=(long, "sea mountain", "sea")))
@@ -218,9 +206,7 @@ async def test_a_text_of_many_characters_and_few_tokens_is_not_truncated(
 
 
 @pytest.mark.long
-async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_disk(
-    smollm2_gguf: Path, tmp_path: Path
-) -> None:
+async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_disk(smollm2_gguf, tmp_path):
     story = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the weather. " * 3
     found = []
     for dtype in (None, "q8_0", "q8_0"):
@@ -240,9 +226,7 @@ async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_d
 
 
 @pytest.mark.long
-async def test_a_draft_model_does_not_change_answers(
-    smollm2_gguf: Path, tiny_gguf: Path, tmp_path: Path, caller_gguf: Path
-) -> None:
+async def test_a_draft_model_does_not_change_answers(smollm2_gguf, tiny_gguf, tmp_path, caller_gguf):
     """The model itself drafts only accepted tokens, at temperature 0; a random model drafts almost none."""
     prompt = ChatPrompt(messages=({"role": "user", "content": "Name three colors, and describe each of them."},))
     sampled = (Sampling(temperature=0), Sampling(temperature=0.8, seed=7))
@@ -279,7 +263,7 @@ async def test_a_draft_model_does_not_change_answers(
 
 
 @pytest.mark.long
-async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_gguf: Path) -> None:
+async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_gguf):
     listed = "\n".join(f"{number}. item number {number} of the list" for number in range(1, 9))
     prompt = ChatPrompt(messages=({"role": "user", "content": f"Repeat this list without changes:\n{listed}"},))
     answers = []

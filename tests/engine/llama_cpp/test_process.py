@@ -16,7 +16,7 @@ import httpx2
 import psutil
 import pytest
 
-from lmx_lab.engine import ChatPrompt, EmbeddingRequest, ModelManager, TextPrompt, TokenStream
+from lmx_lab.engine import ChatPrompt, EmbeddingRequest, ModelManager, TextPrompt
 from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.llama_cpp import engine as engine_module
 from lmx_lab.engine.llama_cpp import process as process_module
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.anyio
 LONG: dict[str, Any] = {"max_tokens": 8192, "ignore_eos": True}
 
 
-async def busy_streams(manager: ModelManager) -> list[TokenStream]:
+async def busy_streams(manager):
     """Submit two requests that decode, and one that stays in the queue; return their streams."""
     streams = [await manager.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200, 300)]
     for stream in streams[:2]:
@@ -53,7 +53,7 @@ async def busy_streams(manager: ModelManager) -> list[TokenStream]:
     return streams
 
 
-async def death_message(stream: TokenStream) -> str:
+async def death_message(stream):
     """Check that the stream ends with ``EngineDeadError``, and return the message."""
     with pytest.raises(EngineDeadError) as died:
         await asyncio.wait_for(finish(stream), 60)
@@ -63,9 +63,7 @@ async def death_message(stream: TokenStream) -> str:
 # The end of the process
 
 
-async def test_the_death_of_the_process_ends_all_requests_and_a_load_starts_another(
-    manager: ModelManager, long_gguf: Path
-) -> None:
+async def test_the_death_of_the_process_ends_all_requests_and_a_load_starts_another(manager, long_gguf):
     streams = await busy_streams(manager)
     system_process_of(manager).kill()
     for stream in streams:
@@ -82,14 +80,14 @@ async def test_the_death_of_the_process_ends_all_requests_and_a_load_starts_anot
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_process_that_exceeds_its_memory_limit_is_ended(manager: ModelManager) -> None:
+async def test_a_process_that_exceeds_its_memory_limit_is_ended(manager):
     streams = await busy_streams(manager)
     process_of(manager)._max_bytes = 2**20
     for stream in streams:
         assert "used more than 0.0 GB of memory" in await death_message(stream)
 
 
-async def test_a_pinned_model_survives_the_death_of_the_main_one(manager: ModelManager, minilm_gguf: Path) -> None:
+async def test_a_pinned_model_survives_the_death_of_the_main_one(manager, minilm_gguf):
     await pin(manager, entry_of(minilm_gguf, "minilm"))
     system_process_of(manager).kill()
     while manager.snapshot.state != "dead":  # noqa: ASYNC110
@@ -97,9 +95,7 @@ async def test_a_pinned_model_survives_the_death_of_the_main_one(manager: ModelM
     assert (await manager.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
 
 
-async def test_the_death_of_a_pinned_model_ends_only_its_requests(
-    manager: ModelManager, minilm_gguf: Path, long_gguf: Path
-) -> None:
+async def test_the_death_of_a_pinned_model_ends_only_its_requests(manager, minilm_gguf, long_gguf):
     entry = entry_of(minilm_gguf, "minilm")
     await pin(manager, entry)
     core = llama_core(manager)
@@ -120,7 +116,7 @@ async def test_the_death_of_a_pinned_model_ends_only_its_requests(
     assert (await manager.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
 
 
-async def test_a_file_that_is_truncated_while_it_is_used_ends_only_the_process(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_a_file_that_is_truncated_while_it_is_used_ends_only_the_process(tiny_gguf, tmp_path):
     path = tmp_path / "cut.gguf"
     shutil.copy(tiny_gguf, path)
     async with ModelManager(LLAMA_SETTINGS) as manager:
@@ -135,7 +131,7 @@ async def test_a_file_that_is_truncated_while_it_is_used_ends_only_the_process(t
         assert (await run(manager))[1].output_tokens == 8
 
 
-def test_the_process_ends_when_its_parent_is_killed(tiny_gguf: Path) -> None:
+def test_the_process_ends_when_its_parent_is_killed(tiny_gguf):
     script = f"""
 import asyncio, sys
 from pathlib import Path
@@ -159,7 +155,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS does not limit the memory of a process")
-async def test_the_memory_of_the_process_has_a_hard_limit_in_proportion_to_the_model(manager: ModelManager) -> None:
+async def test_the_memory_of_the_process_has_a_hard_limit_in_proportion_to_the_model(manager):
     soft, hard = system_process_of(manager).rlimit(psutil.RLIMIT_DATA)
     assert soft == hard
     assert 2**30 < hard < 4 * 2**30
@@ -168,7 +164,7 @@ async def test_the_memory_of_the_process_has_a_hard_limit_in_proportion_to_the_m
 # Cleanup
 
 
-async def test_an_unload_ends_the_process_and_removes_its_folder(long_gguf: Path) -> None:
+async def test_an_unload_ends_the_process_and_removes_its_folder(long_gguf):
     async with ModelManager(LLAMA_SETTINGS) as manager:
         seen = []
         for _ in range(2):
@@ -184,7 +180,7 @@ async def test_an_unload_ends_the_process_and_removes_its_folder(long_gguf: Path
         assert not folder.exists()
 
 
-async def test_a_failed_load_leaves_no_process(manager: ModelManager, tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_a_failed_load_leaves_no_process(manager, tiny_gguf, tmp_path):
     with pytest.raises(UnusableModelError):
         await manager.load_entry(entry_of(unknown_architecture(tiny_gguf, tmp_path)))
     children = [
@@ -196,7 +192,7 @@ async def test_a_failed_load_leaves_no_process(manager: ModelManager, tiny_gguf:
 # Access
 
 
-async def test_the_process_requires_its_key_and_listens_on_no_port(manager: ModelManager) -> None:
+async def test_the_process_requires_its_key_and_listens_on_no_port(manager):
     assert [
         connection
         for connection in system_process_of(manager).net_connections("inet")
@@ -217,7 +213,7 @@ async def test_the_process_requires_its_key_and_listens_on_no_port(manager: Mode
 # The event loop
 
 
-async def test_loads_and_unloads_do_not_block_the_event_loop(smollm2_gguf: Path, tiny_gguf: Path) -> None:
+async def test_loads_and_unloads_do_not_block_the_event_loop(smollm2_gguf, tiny_gguf):
     loop = asyncio.get_running_loop()
     longest, ending = 0.0, False
 
@@ -245,7 +241,7 @@ async def test_loads_and_unloads_do_not_block_the_event_loop(smollm2_gguf: Path,
 # Bad files
 
 
-async def load_bad_file(manager: ModelManager, path: Path) -> str:
+async def load_bad_file(manager, path):
     """Load a bad file, and check that ``tiny`` is loaded afterwards; return the error message."""
     good = manager.snapshot.entry
     assert good is not None
@@ -259,14 +255,12 @@ async def load_bad_file(manager: ModelManager, path: Path) -> str:
     return failed.value.message
 
 
-def _entry_before_damage(good: Any, path: Path) -> Any:
+def _entry_before_damage(good, path):
     """Return an entry like that of the file before it was damaged."""
     return type(good)(**{**vars(good), "id": "bad", "path": path})
 
 
-async def test_the_error_of_a_bad_file_names_it_and_the_previous_model_stays(
-    manager: ModelManager, tiny_gguf: Path, tmp_path: Path
-) -> None:
+async def test_the_error_of_a_bad_file_names_it_and_the_previous_model_stays(manager, tiny_gguf, tmp_path):
     message = await load_bad_file(manager, unknown_architecture(tiny_gguf, tmp_path / "unknown"))
     assert "unknown model architecture: 'zzzzz'" in message
     assert message.endswith("; the previous model tiny is loaded again")
@@ -285,9 +279,7 @@ async def test_the_error_of_a_bad_file_names_it_and_the_previous_model_stays(
     assert process_of(manager) is process
 
 
-async def test_the_error_of_an_incomplete_set_of_files_names_the_missing_one(
-    manager: ModelManager, tiny_gguf: Path, tmp_path: Path
-) -> None:
+async def test_the_error_of_an_incomplete_set_of_files_names_the_missing_one(manager, tiny_gguf, tmp_path):
     first, second, third = split_gguf(tiny_gguf, 3, tmp_path)
     whole = entry_of(first, "parts")
     await manager.load_entry(whole)
@@ -299,9 +291,7 @@ async def test_the_error_of_an_incomplete_set_of_files_names_the_missing_one(
     assert third.exists()
 
 
-async def test_a_model_with_an_invalid_template_is_refused(
-    manager: ModelManager, tiny_gguf: Path, tmp_path: Path
-) -> None:
+async def test_a_model_with_an_invalid_template_is_refused(manager, tiny_gguf, tmp_path):
     path = with_template(tiny_gguf, "{% for message in messages %}{{ message.content", tmp_path)
     with pytest.raises(UnusableModelError, match=r"chat template; the previous model tiny is loaded again") as failed:
         await manager.load_entry(entry_of(path, "bad"))
@@ -309,7 +299,7 @@ async def test_a_model_with_an_invalid_template_is_refused(
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_model_without_a_template_refuses_messages(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_a_model_without_a_template_refuses_messages(tiny_gguf, tmp_path):
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(with_template(tiny_gguf, None, tmp_path)))
         with pytest.raises(LabError, match="tiny has no chat template; send a prompt to /v1/completions instead"):
@@ -320,9 +310,7 @@ async def test_a_model_without_a_template_refuses_messages(tiny_gguf: Path, tmp_
 # Without llama.cpp
 
 
-async def test_without_the_package_the_error_names_the_command_that_installs_it(
-    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_the_package_the_error_names_the_command_that_installs_it(tiny_gguf, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         process_module.importlib.util,
@@ -343,8 +331,8 @@ async def test_without_the_package_the_error_names_the_command_that_installs_it(
 
 
 async def test_after_an_error_of_a_full_disk_the_previous_model_is_loaded_again(
-    manager: ModelManager, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    manager, tiny_gguf, tmp_path, monkeypatch
+):
     full, real = [True], process_module.tempfile.mkdtemp
 
     def mkdtemp(*args: Any, **options: Any) -> str:
@@ -360,9 +348,7 @@ async def test_after_an_error_of_a_full_disk_the_previous_model_is_loaded_again(
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_suspended_process_delays_neither_deadlines_nor_the_stop(
-    long_gguf: Path,
-) -> None:
+async def test_a_suspended_process_delays_neither_deadlines_nor_the_stop(long_gguf):
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(long_gguf))
         process = system_process_of(manager)
@@ -375,9 +361,7 @@ async def test_a_suspended_process_delays_neither_deadlines_nor_the_stop(
 
 
 @pytest.mark.long
-async def test_the_process_ends_with_its_parent_even_if_a_fork_of_the_parent_is_running(
-    manager: ModelManager, long_gguf: Path
-) -> None:
+async def test_the_process_ends_with_its_parent_even_if_a_fork_of_the_parent_is_running(manager, long_gguf):
     program = f"""
 import asyncio, os, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
@@ -406,7 +390,7 @@ asyncio.run(main())
     assert gone
 
 
-def test_a_worker_that_gets_no_parameters_removes_its_folder(tmp_path: Path) -> None:
+def test_a_worker_that_gets_no_parameters_removes_its_folder(tmp_path):
     folder = tmp_path / "lmx-folder"
     folder.mkdir()
     command = [sys.executable, "-P", str(process_module.SCRIPT), str(folder), str(os.getpid())]
@@ -415,9 +399,7 @@ def test_a_worker_that_gets_no_parameters_removes_its_folder(tmp_path: Path) -> 
     assert not folder.exists()
 
 
-async def test_a_stop_waits_for_the_end_of_a_process_whose_model_is_being_unloaded(
-    long_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stop_waits_for_the_end_of_a_process_whose_model_is_being_unloaded(long_gguf, monkeypatch):
     ended = False
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await manager.load_entry(entry_of(long_gguf))
@@ -439,10 +421,8 @@ async def test_a_stop_waits_for_the_end_of_a_process_whose_model_is_being_unload
     assert ended
 
 
-async def test_a_load_that_is_cancelled_when_its_model_becomes_ready_leaves_no_process(
-    long_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[HostedModel] = []
+async def test_a_load_that_is_cancelled_when_its_model_becomes_ready_leaves_no_process(long_gguf, monkeypatch):
+    started = []
 
     async def host_and_cancel(*arguments: Any, **options: Any) -> HostedModel:
         started.append(await host_model(*arguments, **options))
@@ -459,8 +439,8 @@ async def test_a_load_that_is_cancelled_when_its_model_becomes_ready_leaves_no_p
 
 
 async def test_a_load_that_is_cancelled_when_the_engine_has_completed_it_leaves_no_model(
-    manager: ModelManager, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    manager, tiny_gguf, monkeypatch
+):
     await manager.unload()  # otherwise the previous model is loaded again
     engine = manager.engine("llama.cpp")
     load_model, loop, completed = engine.load, asyncio.get_running_loop(), asyncio.Event()
@@ -481,10 +461,8 @@ async def test_a_load_that_is_cancelled_when_the_engine_has_completed_it_leaves_
     assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
 
 
-async def test_a_load_that_is_cancelled_repeatedly_waits_for_the_end_of_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loading: list[LlamaProcess] = []
+async def test_a_load_that_is_cancelled_repeatedly_waits_for_the_end_of_its_process(tmp_path, monkeypatch):
+    loading = []
     hangs = asyncio.Event()
 
     async def hang(process: LlamaProcess, *_: object) -> None:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,9 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp import quantize as quantize_module
 from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.errors import StorageFullError, UnusableModelError
-from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadSpec, ModelEntry, QuantizedCopy
+from lmx_lab.values.models import LoadSpec, QuantizedCopy
 from lmx_lab.weights import Catalog, Progress
-from lmx_lab.weights.gguf.header import GgufTensor, read_header
+from lmx_lab.weights.gguf.header import read_header
 from tests.support.engines import LLAMA_SETTINGS
 from tests.support.gguf import EXACT
 
@@ -33,30 +31,30 @@ Q8_0 = GGMLQuantizationType.Q8_0
 NAME = "tiny.gguf"
 
 
-def settings_of(home: Path, original: Path, **changes: object) -> Settings:
+def settings_of(home, original, **changes):
     """Return settings with a folder of models that contains a copy of the file, with the id ``NAME``."""
     folder = home / "files"
     folder.mkdir(parents=True)
     shutil.copy(original, folder / NAME)
-    return replace(LLAMA_SETTINGS, home=home, model_folders=(folder,), **changes)  # type: ignore[arg-type]
+    return replace(LLAMA_SETTINGS, home=home, model_folders=(folder,), **changes)
 
 
-def listed(settings: Settings) -> list[tuple[str, str]]:
+def listed(settings):
     return [(entry.id, entry.copy.type if entry.copy else "") for entry in Catalog(settings).scan()]
 
 
-def left_files(settings: Settings) -> list[Path]:
+def left_files(settings):
     """Return the files of unfinished copies."""
     return list((settings.quantized_folder / ".tmp").glob("*"))
 
 
 @pytest.fixture(scope="module")
-def with_copy(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> tuple[Settings, ModelEntry]:
+def with_copy(tmp_path_factory, tiny_gguf):
     settings = settings_of(tmp_path_factory.mktemp("home"), tiny_gguf)
     return settings, quantize(settings, NAME, "Q8_0")
 
 
-def values_of(path: Path, tensor: GgufTensor) -> np.ndarray:
+def values_of(path, tensor):
     data = np.fromfile(path, np.uint8, tensor.size_bytes, offset=read_header(path).data_offset + tensor.offset)
     kind = GGMLQuantizationType[tensor.type]
     blocks = data.view(np.float32) if tensor.type == "F32" else data
@@ -64,9 +62,7 @@ def values_of(path: Path, tensor: GgufTensor) -> np.ndarray:
 
 
 @pytest.mark.long
-def test_a_copy_has_the_values_of_llama_cpp_and_is_measured_against_the_original(
-    with_copy: tuple[Settings, ModelEntry],
-) -> None:
+def test_a_copy_has_the_values_of_llama_cpp_and_is_measured_against_the_original(with_copy):
     settings, entry = with_copy
     original = settings.model_folders[0] / NAME
     before, after = (read_header(path, arrays=True) for path in (original, entry.path))
@@ -90,9 +86,9 @@ def test_a_copy_has_the_values_of_llama_cpp_and_is_measured_against_the_original
 
 
 @pytest.fixture
-def fast_worker(with_copy: tuple[Settings, ModelEntry], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def fast_worker(with_copy, monkeypatch):
     """Replace the process that makes copies by one that takes the copy of ``with_copy``; return the files it wrote."""
-    made: list[str] = []
+    made = []
 
     def run(parameters: Mapping[str, Any], *_: object) -> QuantizedCopy:
         made.append(parameters["target"])
@@ -103,9 +99,7 @@ def fast_worker(with_copy: tuple[Settings, ModelEntry], monkeypatch: pytest.Monk
     return made
 
 
-def test_a_copy_is_made_once_by_two_threads_and_listed_with_its_original(
-    fast_worker: list[str], tmp_path: Path, tiny_gguf: Path
-) -> None:
+def test_a_copy_is_made_once_by_two_threads_and_listed_with_its_original(fast_worker, tmp_path, tiny_gguf):
     settings = settings_of(tmp_path, tiny_gguf)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: quantize(settings, NAME, "Q8_0"), range(2))
@@ -114,7 +108,7 @@ def test_a_copy_is_made_once_by_two_threads_and_listed_with_its_original(
     assert sorted(listed(settings)) == [(NAME, ""), (NAME, "Q8_0")]
 
 
-async def test_the_load_names_the_copy_and_a_path_loads_the_original(with_copy: tuple[Settings, ModelEntry]) -> None:
+async def test_the_load_names_the_copy_and_a_path_loads_the_original(with_copy):
     settings, entry = with_copy
     assert entry.copy is not None
     async with ModelManager(settings) as manager:
@@ -125,9 +119,7 @@ async def test_the_load_names_the_copy_and_a_path_loads_the_original(with_copy: 
         assert "copy" not in manager.fingerprint
 
 
-def test_a_copy_of_a_changed_original_is_not_used_and_the_next_one_replaces_it(
-    with_copy: tuple[Settings, ModelEntry], fast_worker: list[str], tmp_path: Path
-) -> None:
+def test_a_copy_of_a_changed_original_is_not_used_and_the_next_one_replaces_it(with_copy, fast_worker, tmp_path):
     settings = settings_of(tmp_path, with_copy[0].model_folders[0] / NAME)
     folder = settings.quantized_folder / "old"
     shutil.copytree(with_copy[1].path.parent, folder)
@@ -143,7 +135,7 @@ def test_a_copy_of_a_changed_original_is_not_used_and_the_next_one_replaces_it(
     assert len(fast_worker) == 1
 
 
-def test_an_interrupted_copy_leaves_no_file_and_no_process(tmp_path: Path, tiny_gguf: Path) -> None:
+def test_an_interrupted_copy_leaves_no_file_and_no_process(tmp_path, tiny_gguf):
     settings = settings_of(tmp_path, tiny_gguf)
 
     def interrupt(progress: Progress) -> None:
@@ -158,7 +150,7 @@ def test_an_interrupted_copy_leaves_no_file_and_no_process(tmp_path: Path, tiny_
     assert not any("quantize_worker" in name for name in names)
 
 
-def test_a_disk_that_is_full_or_cannot_be_written_to_is_named(tmp_path: Path, tiny_gguf: Path) -> None:
+def test_a_disk_that_is_full_or_cannot_be_written_to_is_named(tmp_path, tiny_gguf):
     settings = settings_of(tmp_path, tiny_gguf, disk_reserve_bytes=2**60)
     with pytest.raises(StorageFullError, match="in addition to a reserve"):
         quantize(settings, NAME, "Q8_0")
@@ -168,9 +160,7 @@ def test_a_disk_that_is_full_or_cannot_be_written_to_is_named(tmp_path: Path, ti
         quantize(settings, NAME, "Q8_0")
 
 
-def test_a_model_without_gguf_file_and_one_that_llama_cpp_cannot_load_are_refused(
-    tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path
-) -> None:
+def test_a_model_without_gguf_file_and_one_that_llama_cpp_cannot_load_are_refused(tmp_path, tiny, tiny_gguf):
     with pytest.raises(UnusableModelError, match="has no GGUF file"):
         quantize(replace(LLAMA_SETTINGS, home=tmp_path), str(tiny.path), "Q8_0")
     settings = settings_of(tmp_path, tiny_gguf)

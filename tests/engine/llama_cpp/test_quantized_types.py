@@ -1,7 +1,5 @@
 """Tests of the types of tensors in a quantized copy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,18 +7,17 @@ import pytest
 
 from lmx_lab.engine.llama_cpp.quantized_types import copy_bytes, refuse_unsupported, type_after
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.models import QuantizedType
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
 from tests.support.models import TINY_ENTRY
 
 CHAT = replace(TINY_ENTRY, id="m", format="gguf")
 
 
-def tensor(name: str, type_name: str, *shape: int) -> GgufTensor:
+def tensor(name, type_name, *shape):
     return GgufTensor(name=f"{name}.weight", shape=shape, type=type_name, offset=0, size_bytes=0)
 
 
-def header(*tensors: GgufTensor, name: str = "m.gguf") -> GgufHeader:
+def header(*tensors, name="m.gguf"):
     return GgufHeader(path=Path(name), size_bytes=1, metadata={}, tensors=tensors)
 
 
@@ -39,13 +36,11 @@ def header(*tensors: GgufTensor, name: str = "m.gguf") -> GgufHeader:
         (tensor("blk.0.attn_v", "I32", 64, 8), "Q8_0", "I32"),
     ],
 )
-def test_matrices_of_layers_change_and_the_vocabulary_keeps_eight_bits(
-    found: GgufTensor, wanted: QuantizedType, expected: str
-) -> None:
+def test_matrices_of_layers_change_and_the_vocabulary_keeps_eight_bits(found, wanted, expected):
     assert type_after(found, wanted) == expected
 
 
-def test_a_model_that_would_not_change_or_cannot_be_measured_is_refused_with_the_reason() -> None:
+def test_a_model_that_would_not_change_or_cannot_be_measured_is_refused_with_the_reason():
     matrix = tensor("blk.0.attn_q", "Q4_1", 64, 8)
     refuse_unsupported(CHAT, header(matrix), "Q8_0")
     with pytest.raises(UnusableModelError, match="no matrices that could become Q8_0: they are Q8_0"):
@@ -56,5 +51,5 @@ def test_a_model_that_would_not_change_or_cannot_be_measured_is_refused_with_the
         refuse_unsupported(CHAT, header(matrix, name="m-00001-of-00002.gguf"), "Q8_0")
 
 
-def test_the_size_of_the_copy_is_that_of_its_types() -> None:
+def test_the_size_of_the_copy_is_that_of_its_types():
     assert copy_bytes(header(tensor("blk.0.attn_q", "F32", 64, 8)), "Q8_0") == 64 * 8 // 32 * 34 + 64

@@ -1,10 +1,7 @@
 """Each request is converted to the right route of llama.cpp and the right body."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -25,7 +22,7 @@ PLAIN, NATIVE = ChatFormat(), ChatFormat(supports_tools=True)
 HARMONY = detect_chat_format("<|channel|> <|message|> <|call|>", {"supports_tools": True}, {})
 
 
-def chat_request(tools: ToolUse | None = None, **changes: Any) -> GenerationRequest:
+def chat_request(tools=None, **changes):
     prompt = ChatPrompt(messages=({"role": "user", "content": "1+1?"},), tools=tools)
     return replace(GenerationRequest(prompt=prompt), **changes)
 
@@ -49,9 +46,7 @@ def chat_request(tools: ToolUse | None = None, **changes: Any) -> GenerationRequ
         (chat_request(FORCED, top_logprobs=2), NATIVE, COMPLETION),
     ],
 )
-def test_the_chat_route_is_for_headers_and_calls_in_the_models_own_format(
-    request_: GenerationRequest, chat_format: ChatFormat, route: str
-) -> None:
+def test_the_chat_route_is_for_headers_and_calls_in_the_models_own_format(request_, chat_format, route):
     assert route_of(request_, chat_format) == route
 
 
@@ -64,7 +59,7 @@ def test_the_chat_route_is_for_headers_and_calls_in_the_models_own_format(
         (chat_request(top_logprobs=0, logprob_tokens=(1,)), HARMONY, "logprob_tokens"),
     ],
 )
-def test_unsupported_requests_are_refused(request_: GenerationRequest, chat_format: ChatFormat, param: str) -> None:
+def test_unsupported_requests_are_refused(request_, chat_format, param):
     with pytest.raises(InvalidRequestError) as refused:
         route_of(request_, chat_format)
     assert refused.value.param == param
@@ -73,7 +68,7 @@ def test_unsupported_requests_are_refused(request_: GenerationRequest, chat_form
 # Sampling
 
 
-def test_all_sampling_parameters_are_sent() -> None:
+def test_all_sampling_parameters_are_sent():
     body_ = sampling(GenerationRequest(prompt=TextPrompt(text="a")), choice=0, context_length=512)
     assert body_ == {
         "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "presence_penalty": 0.0,
@@ -82,24 +77,24 @@ def test_all_sampling_parameters_are_sent() -> None:
     }  # fmt: skip
 
 
-def seed(value: int | None, choice: int = 0) -> int:
+def seed(value, choice=0):
     request_ = GenerationRequest(prompt=TextPrompt(text="a"), sampling=Sampling(seed=value))
     return int(sampling(request_, choice=choice, context_length=512)["seed"])
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**32 - 2])
-def test_a_valid_seed_is_sent_unchanged(value: int) -> None:
+def test_a_valid_seed_is_sent_unchanged(value):
     assert seed(value) == value
 
 
 @pytest.mark.parametrize("value", [-1, -5, 2**32 - 1, 2**32, 2**70])
-def test_other_seeds_are_mapped_to_valid_ones(value: int) -> None:
+def test_other_seeds_are_mapped_to_valid_ones(value):
     assert 0 <= seed(value) < SEEDS
     assert seed(value) == seed(value)
     assert seed(value) != seed(value + 1)
 
 
-def test_answers_to_one_request_have_seeds_of_their_own() -> None:
+def test_answers_to_one_request_have_seeds_of_their_own():
     assert len({seed(7, choice) for choice in range(16)}) == 16
     assert [seed(7, choice) for choice in range(4)] == [seed(7, choice) for choice in range(4)]
     assert {seed(None, choice) for choice in range(4)} == {-1}
@@ -108,13 +103,13 @@ def test_answers_to_one_request_have_seeds_of_their_own() -> None:
 # Bodies
 
 
-def body(request_: GenerationRequest, **changes: Any) -> dict[str, Any]:
-    options: dict[str, Any] = {"choice": 0, "max_tokens": 9, "context_length": 512, "grammar": None, "markers": []}
+def body(request_, **changes):
+    options = {"choice": 0, "max_tokens": 9, "context_length": 512, "grammar": None, "markers": []}
     options |= {"vocabulary_size": 1000, "may_end": True}
     return completion_body(request_, [1, 2], **{**options, **changes})
 
 
-def test_a_completion_has_tokens_and_reports_progress() -> None:
+def test_a_completion_has_tokens_and_reports_progress():
     body_ = body(chat_request(), markers=["<think>"])
     assert (body_["prompt"], body_["n_predict"], body_["stream"], body_["return_progress"]) == ([1, 2], 9, True, True)
     assert body_["preserved_tokens"] == ["<think>"]
@@ -122,7 +117,7 @@ def test_a_completion_has_tokens_and_reports_progress() -> None:
 
 
 @pytest.mark.parametrize(("top", "sent"), [(0, 1), (1, 1), (20, 20)])
-def test_at_least_one_alternative_is_requested_with_logprobs(top: int, sent: int) -> None:
+def test_at_least_one_alternative_is_requested_with_logprobs(top, sent):
     assert body(chat_request(top_logprobs=top))["n_probs"] == sent
     # A named token may have any rank.
     assert body(chat_request(top_logprobs=top, logprob_tokens=(7,)))["n_probs"] == 1000
@@ -130,11 +125,11 @@ def test_at_least_one_alternative_is_requested_with_logprobs(top: int, sent: int
     assert (options["logprobs"], options["top_logprobs"]) == (True, sent)
 
 
-def test_a_grammar_is_sent() -> None:
+def test_a_grammar_is_sent():
     assert body(chat_request(), grammar="start: x")["grammar"] == "start: x"
 
 
-def test_the_chat_route_counts_tokens_and_separates_reasoning() -> None:
+def test_the_chat_route_counts_tokens_and_separates_reasoning():
     body_ = chat_body(chat_request(OPTIONAL), {"messages": [], "tools": []}, choice=0, max_tokens=9, context_length=512)
     assert (body_["max_tokens"], body_["timings_per_token"], body_["reasoning_format"]) == (9, True, "deepseek")
     assert (body_["messages"], body_["tools"]) == ([], [])
@@ -147,7 +142,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": 
 ANSWERED = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]})
 
 
-def test_arguments_of_calls_are_sent_as_json_strings() -> None:
+def test_arguments_of_calls_are_sent_as_json_strings():
     prompt = ChatPrompt(messages=ANSWERED, tools=OPTIONAL)
     body_ = chat_input(GenerationRequest(prompt=prompt), prompt, NATIVE, CHAT)
     assert body_["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
@@ -156,7 +151,7 @@ def test_arguments_of_calls_are_sent_as_json_strings() -> None:
     assert body_["parallel_tool_calls"] is True
 
 
-def test_tools_are_written_into_messages_for_a_template_without_tools() -> None:
+def test_tools_are_written_into_messages_for_a_template_without_tools():
     prompt = ChatPrompt(messages=ANSWERED, tools=OPTIONAL)
     body_ = chat_input(GenerationRequest(prompt=prompt), prompt, PLAIN, COMPLETION)
     assert body_.keys() == {"messages"}
@@ -164,7 +159,7 @@ def test_tools_are_written_into_messages_for_a_template_without_tools() -> None:
     assert "tool_calls" not in json.dumps(body_)
 
 
-def test_template_options_of_the_request_take_precedence() -> None:
+def test_template_options_of_the_request_take_precedence():
     thinks = detect_chat_format(THINKS_FIRST_TEMPLATE, {}, {})
     prompt = ChatPrompt(messages=ANSWERED[:1], template_options={"enable_thinking": False, "x": 1})
     body_ = chat_input(GenerationRequest(prompt=prompt), prompt, thinks, COMPLETION)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -30,13 +28,13 @@ TURN = TokenPrompt(tokens=(*FIRST.tokens, *range(700, 760)))
 
 
 @asynccontextmanager
-async def server(folder: Path, path: Path) -> AsyncIterator[ModelManager]:
+async def server(folder, path):
     async with ModelManager(replace(LLAMA_SETTINGS, prefix_cache_dir=folder)) as manager:
         await manager.load_entry(entry_of(path))
         yield manager
 
 
-async def test_a_new_process_computes_only_what_was_not_saved(tmp_path: Path, long_gguf: Path) -> None:
+async def test_a_new_process_computes_only_what_was_not_saved(tmp_path, long_gguf):
     async with server(tmp_path, long_gguf) as manager:
         async with until_written(manager):
             await run(manager, prompt=FIRST)
@@ -49,7 +47,7 @@ async def test_a_new_process_computes_only_what_was_not_saved(tmp_path: Path, lo
         assert manager.snapshot.disk_cached_tokens == report.cached_tokens >= 200
 
 
-def flip_a_bit(folder: Path) -> str:
+def flip_a_bit(folder):
     """Damage the only file of the folder, and return its name."""
     (path,) = folder.glob("*.safetensors")
     data = bytearray(path.read_bytes())
@@ -58,9 +56,7 @@ def flip_a_bit(folder: Path) -> str:
     return path.name
 
 
-async def test_a_damaged_file_does_not_reach_the_process(
-    tmp_path: Path, long_gguf: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_damaged_file_does_not_reach_the_process(tmp_path, long_gguf, caplog):
     async with server(tmp_path, long_gguf) as manager, until_written(manager):
         text, _ = await run(manager, prompt=FIRST)
     name = flip_a_bit(tmp_path)
@@ -74,7 +70,7 @@ async def test_a_damaged_file_does_not_reach_the_process(
     assert name in caplog.text
 
 
-async def test_simultaneous_answers_are_saved_and_restored(tmp_path: Path, long_gguf: Path) -> None:
+async def test_simultaneous_answers_are_saved_and_restored(tmp_path, long_gguf):
     prompts = [numbers(150, start=1000 * number) for number in range(1, 4)]
 
     async def answers(manager: ModelManager) -> list[tuple[str, GenerationReport]]:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from lmx_lab.engine import AnswerFormat, ModelManager, Sampling
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.support.engines import (
     ONLY_WAIT,
     PLACE_FORMAT,
     PLACE_TOOLS,
     Answer,
-    Shared,
     chat_request,
     finish_answer,
     is_place,
@@ -37,19 +33,19 @@ FOUR_SLOTS = Settings(slots=4, queue_limit=8)
 
 
 @pytest.fixture
-def manager(shared: Shared, thinker: ModelEntry) -> Iterator[ModelManager]:
+def manager(shared, thinker):
     with shared.use(FOUR_SLOTS, thinker) as manager:
         yield manager
 
 
 @pytest.fixture
-async def own_manager(no_shared_model: None, thinker: ModelEntry) -> AsyncIterator[ModelManager]:
+async def own_manager(no_shared_model, thinker):
     async with ModelManager(FOUR_SLOTS) as manager:
         await manager.load_entry(thinker)
         yield manager
 
 
-async def run(manager: ModelManager, **changes: Any) -> Answer:
+async def run(manager, **changes):
     return await finish_answer(await manager.submit(chat_request(**changes)))
 
 
@@ -59,18 +55,18 @@ async def run(manager: ModelManager, **changes: Any) -> Answer:
 WORDS: dict[int, float] = {WORD + number: 1000.0 - 40 * number for number in range(10)}
 
 
-def without_white_space(*texts: str) -> str:
+def without_white_space(*texts):
     """Join the texts without white space, which is removed at the ends of reasoning."""
     return "".join("".join(texts).split())
 
 
-async def test_a_budget_of_0_leaves_only_the_end_marker(manager: ModelManager) -> None:
+async def test_a_budget_of_0_leaves_only_the_end_marker(manager):
     answer = await run(manager, open_thoughts=True, thinking_budget=0, bias=WORDS, max_tokens=8)
     assert (answer.reasoning, answer.report.reasoning_tokens, answer.report.output_tokens) == ("", 1, 8)
     assert answer.text
 
 
-async def test_reasoning_ends_exactly_at_its_budget(manager: ModelManager) -> None:
+async def test_reasoning_ends_exactly_at_its_budget(manager):
     free = await run(manager, open_thoughts=True, bias=WORDS, max_tokens=8)
     cut = await run(manager, open_thoughts=True, thinking_budget=5, bias=WORDS, max_tokens=9)
     assert (free.text, free.report.reasoning_tokens) == ("", 8)
@@ -79,7 +75,7 @@ async def test_reasoning_ends_exactly_at_its_budget(manager: ModelManager) -> No
     assert without_white_space(cut.reasoning, cut.text) == without_white_space(free.reasoning)
 
 
-async def test_a_budget_counts_from_the_start_of_the_reasoning(manager: ModelManager) -> None:
+async def test_a_budget_counts_from_the_start_of_the_reasoning(manager):
     answer = await run(manager, thinking_budget=2, bias={THINK: 1040, **WORDS}, max_tokens=7)
     plain = await run(manager, thinking_budget=2, bias=WORDS, max_tokens=5)
     assert (plain.reasoning, plain.report.reasoning_tokens) == ("", 0)
@@ -89,12 +85,12 @@ async def test_a_budget_counts_from_the_start_of_the_reasoning(manager: ModelMan
     assert without_white_space(answer.reasoning, answer.text) == without_white_space(plain.text)
 
 
-async def test_a_budget_has_no_effect_if_the_prompt_has_closed_the_reasoning(manager: ModelManager) -> None:
+async def test_a_budget_has_no_effect_if_the_prompt_has_closed_the_reasoning(manager):
     answer = await run(manager, enable_thinking=False, thinking_budget=0, bias=WORDS, max_tokens=8)
     assert (answer.reasoning, answer.report.reasoning_tokens, answer.report.output_tokens) == ("", 0, 8)
 
 
-async def test_a_format_is_enforced_after_the_reasoning(manager: ModelManager) -> None:
+async def test_a_format_is_enforced_after_the_reasoning(manager):
     answer = await run(manager, open_thoughts=True, thinking_budget=3, answer_format=PLACE_FORMAT, bias=WORDS)
     assert answer.report.reasoning_tokens == 4
     assert answer.reasoning
@@ -106,7 +102,7 @@ async def test_a_format_is_enforced_after_the_reasoning(manager: ModelManager) -
 
 
 @pytest.mark.parametrize("open_thoughts", [False, True])
-async def test_a_forced_call_is_the_whole_answer(manager: ModelManager, open_thoughts: bool) -> None:
+async def test_a_forced_call_is_the_whole_answer(manager, open_thoughts):
     answer = await run(manager, tools=FORCED, open_thoughts=open_thoughts, thinking_budget=2)
     ((name, arguments),) = answer.calls
     assert name in ("look", "wait")
@@ -115,21 +111,21 @@ async def test_a_forced_call_is_the_whole_answer(manager: ModelManager, open_tho
     assert (answer.report.reasoning_tokens > 0) is open_thoughts
 
 
-async def test_a_named_tool_is_called_once(manager: ModelManager) -> None:
+async def test_a_named_tool_is_called_once(manager):
     answer = await run(manager, tools=ONLY_WAIT)
     ((name, arguments),) = answer.calls
     assert (name, answer.text, answer.reason) == ("wait", "", "tool_calls")
     assert is_place(arguments)
 
 
-async def test_forced_parallel_calls_are_all_calls(manager: ModelManager) -> None:
+async def test_forced_parallel_calls_are_all_calls(manager):
     answer = await run(manager, tools=replace(PLACE_TOOLS, forced=True), max_tokens=400)
     assert 1 <= len(answer.calls) <= 16
     assert answer.text == ""
     assert all(is_place(arguments) for _, arguments in answer.calls)
 
 
-async def test_a_call_that_the_model_starts_follows_its_schema(manager: ModelManager) -> None:
+async def test_a_call_that_the_model_starts_follows_its_schema(manager):
     free = await run(manager, tools=PLACE_TOOLS, enable_thinking=False, max_tokens=10)
     assert (free.calls, free.report.output_tokens) == ([], 10)
     called = await run(manager, tools=replace(PLACE_TOOLS, parallel=False), enable_thinking=False, bias={CALL: 1000.0})
@@ -138,7 +134,7 @@ async def test_a_call_that_the_model_starts_follows_its_schema(manager: ModelMan
     assert (called.text, called.reason) == ("", "tool_calls")
 
 
-async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> None:
+async def test_an_incomplete_call_ends_with_length(manager):
     whole = await run(manager, tools=ONLY_WAIT)
     cut = await run(manager, tools=ONLY_WAIT, max_tokens=whole.report.output_tokens - 8)
     assert cut.reason == "length"
@@ -148,8 +144,8 @@ async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> Non
 # In one batch
 
 
-async def test_constrained_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
-    options: list[dict[str, Any]] = [
+async def test_constrained_and_free_answers_do_not_affect_each_other(manager):
+    options = [
         {"answer_format": PLACE_FORMAT, "enable_thinking": False},
         {"tools": ONLY_WAIT, "content": "Who?"},
         {"max_tokens": 40, "content": "Why?"},
@@ -166,9 +162,9 @@ async def test_constrained_and_free_answers_do_not_affect_each_other(manager: Mo
         assert (one.text, one.reasoning, one.calls) == (other.text, other.reasoning, other.calls)
 
 
-async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(manager: ModelManager) -> None:
+async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(manager):
     drawn = Sampling(temperature=1, top_p=0.95, seed=7)
-    options: dict[str, Any] = {
+    options = {
         "sampling": drawn,
         "answer_format": AnswerFormat(kind="regex", text="[a-z]{30}"),
         "enable_thinking": False,
@@ -189,7 +185,7 @@ async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(manager:
 # Log-probabilities, ends, errors
 
 
-async def test_each_token_of_a_constrained_answer_has_a_logprob(manager: ModelManager) -> None:
+async def test_each_token_of_a_constrained_answer_has_a_logprob(manager):
     answer = await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False, top_logprobs=2)
     assert is_place(answer.text)
     assert len(answer.logprobs) == answer.report.output_tokens
@@ -202,13 +198,13 @@ async def test_each_token_of_a_constrained_answer_has_a_logprob(manager: ModelMa
             assert one.logprob <= 0
 
 
-async def test_a_call_has_logprobs_too(manager: ModelManager) -> None:
+async def test_a_call_has_logprobs_too(manager):
     answer = await run(manager, tools=ONLY_WAIT, open_thoughts=True, thinking_budget=3, top_logprobs=0)
     assert len(answer.logprobs) == answer.report.output_tokens
     assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in answer.logprobs)
 
 
-async def test_an_answer_needs_no_more_tokens_than_its_format(manager: ModelManager) -> None:
+async def test_an_answer_needs_no_more_tokens_than_its_format(manager):
     pattern = AnswerFormat(kind="regex", text="[0-9]{7}")
     plenty = await run(manager, answer_format=pattern, enable_thinking=False)
     # SmolLM2's tokenizer has a token for each digit; the one that ends the text is not needed.
@@ -218,7 +214,7 @@ async def test_an_answer_needs_no_more_tokens_than_its_format(manager: ModelMana
     assert plenty.text == enough.text == short.text + plenty.text[-1]
 
 
-async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager) -> None:
+async def test_a_format_cannot_be_combined_with_ignore_eos(manager):
     for changes in ({"answer_format": PLACE_FORMAT}, {"tools": PLACE_TOOLS}, {"tools": ONLY_WAIT}):
         with pytest.raises(InvalidRequestError) as refused:
             await run(manager, ignore_eos=True, **changes)
@@ -226,7 +222,7 @@ async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager
     assert (await run(manager, ignore_eos=True, max_tokens=5)).report.output_tokens == 5
 
 
-async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager: ModelManager) -> None:
+async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager):
     # The grammar compiles and is valid for more tokens than its check tries, but then allows no token.
     dead_end = AnswerFormat(kind="lark", text="start: WAY END\nWAY: /[qz]{100}/\nEND: /a+/ & /b+/")
     accepted = await manager.submit(chat_request(answer_format=dead_end, enable_thinking=False, max_tokens=200))
@@ -242,7 +238,7 @@ async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager: M
     assert is_place((await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False)).text)
 
 
-async def test_a_constrained_answer_can_be_cancelled(manager: ModelManager) -> None:
+async def test_a_constrained_answer_can_be_cancelled(manager):
     long = AnswerFormat(kind="regex", text="[ab]{400}")
     stream = await manager.submit(chat_request(answer_format=long, enable_thinking=False, max_tokens=400))
     await anext(stream)
@@ -252,7 +248,7 @@ async def test_a_constrained_answer_can_be_cancelled(manager: ModelManager) -> N
     assert is_place((await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False)).text)
 
 
-async def test_grammars_do_not_keep_the_model_in_memory(own_manager: ModelManager) -> None:
+async def test_grammars_do_not_keep_the_model_in_memory(own_manager):
     loaded = own_manager.snapshot.model_memory_bytes
     kept = await own_manager.submit(chat_request(answer_format=PLACE_FORMAT, open_thoughts=True, thinking_budget=2))
     await finish_answer(kept)
@@ -262,7 +258,7 @@ async def test_grammars_do_not_keep_the_model_in_memory(own_manager: ModelManage
     assert own_manager.snapshot.memory_used_bytes < loaded * 0.05
 
 
-async def test_the_first_two_grammars_may_be_compiled_at_the_same_time(own_manager: ModelManager) -> None:
+async def test_the_first_two_grammars_may_be_compiled_at_the_same_time(own_manager):
     answer = await asyncio.gather(
         run(own_manager, answer_format=PLACE_FORMAT, enable_thinking=False),
         run(own_manager, tools=ONLY_WAIT),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +15,6 @@ from mlx_lm.utils import _get_classes
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from tests.support.engines import finish, mlx_thread, numbers, request, run, until_written
 
@@ -51,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, config: dict[str, Any], tokenizer_from: Path) -> None:
+def write_model(folder, config, tokenizer_from):
     """Write a model of this architecture with random weights and SmolLM2's tokenizer."""
     mx.random.seed(0)
     model_class, args_class = _get_classes(config)
@@ -70,7 +67,7 @@ OTHER_TURN = replace(LONG, tokens=(*LONG.tokens[:60], *range(5000, 5040)))
 
 
 @pytest.fixture(params=list(CONFIGS))
-async def other(request: pytest.FixtureRequest, tmp_path: Path, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+async def other(request, tmp_path, tiny):
     config = {**SHARED, **CONFIGS[request.param]}
     # On a thread of its own, whose MLX stream ends with it.
     await asyncio.to_thread(write_model, tmp_path / "models" / request.param, config, tiny.path)
@@ -79,7 +76,7 @@ async def other(request: pytest.FixtureRequest, tmp_path: Path, tiny: ModelEntry
         yield manager
 
 
-async def test_prompts_of_different_lengths_have_the_same_answers_together_as_alone(other: ModelManager) -> None:
+async def test_prompts_of_different_lengths_have_the_same_answers_together_as_alone(other):
     await mlx_thread(other).call(lambda core: core.generating.batch.prefixes.__init__(0))
     prompts = [numbers(length, start=300 * length) for length in (120, 7, 55, 100)]
     alone = [(await run(other, prompt=prompt, max_tokens=12))[0] for prompt in prompts]
@@ -87,7 +84,7 @@ async def test_prompts_of_different_lengths_have_the_same_answers_together_as_al
     assert [text for text, _ in await asyncio.gather(*map(finish, streams))] == alone
 
 
-async def test_a_cached_prefix_does_not_change_the_answer(other: ModelManager) -> None:
+async def test_a_cached_prefix_does_not_change_the_answer(other):
     first = numbers(90)
     text, _ = await run(other, prompt=first, max_tokens=12)
     again, report = await run(other, prompt=first, max_tokens=12)
@@ -99,7 +96,7 @@ async def test_a_cached_prefix_does_not_change_the_answer(other: ModelManager) -
     assert (await run(other, prompt=turn, max_tokens=12))[0] == kept
 
 
-async def test_a_state_on_disk_continues_in_another_process(other: ModelManager, tmp_path: Path) -> None:
+async def test_a_state_on_disk_continues_in_another_process(other, tmp_path):
     entry, settings = other.snapshot.entry, Settings(slots=4, prefix_cache_dir=tmp_path / "cache")
     assert entry is not None
     plain = [await run(other, prompt=prompt, max_tokens=12) for prompt in (LONG, OTHER_TURN)]
@@ -115,7 +112,7 @@ async def test_a_state_on_disk_continues_in_another_process(other: ModelManager,
         assert kept[0][1].disk_cached_tokens == 89
 
 
-async def test_the_choices_of_a_request_share_its_prompt(other: ModelManager) -> None:
+async def test_the_choices_of_a_request_share_its_prompt(other):
     streams = await other.submit_all(request(prompt=numbers(90)), choices=3)
     reports = [report for _, report in await asyncio.gather(*map(finish, streams))]
     assert [report.cached_tokens for report in reports] == [0, 89, 89]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -16,7 +14,6 @@ from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.mlx import thread as thread_module
 from lmx_lab.engine.mlx import weights_dtype
 from lmx_lab.errors import NotLoadedError
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from tests.support.engines import TWO_SLOTS, run
 
@@ -43,7 +40,7 @@ class SlowTensors:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowTensors]:
+def slow(monkeypatch):
     slow = SlowTensors()
     monkeypatch.setattr(weights_dtype, "check_cancelled", slow.check)
     yield slow
@@ -51,13 +48,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowTensors]:
 
 
 @pytest.fixture
-def two(tiny_home: Path, tiny: ModelEntry) -> ModelEntry:
+def two(tiny_home, tiny):
     return Catalog(replace(TWO_SLOTS, home=tiny_home)).resolve("tiny-two")
 
 
-async def test_a_load_is_cancelled_between_tensors_and_its_memory_is_released(
-    tiny: ModelEntry, two: ModelEntry, slow: SlowTensors
-) -> None:
+async def test_a_load_is_cancelled_between_tensors_and_its_memory_is_released(tiny, two, slow):
     async with ModelManager(TWO_SLOTS) as manager:
         await manager.load_entry(tiny)
         used = mx.get_active_memory()
@@ -72,9 +67,7 @@ async def test_a_load_is_cancelled_between_tensors_and_its_memory_is_released(
         assert mx.get_active_memory() < 1.5 * used
 
 
-async def test_an_engine_thread_that_hangs_in_a_load_is_replaced(
-    tiny: ModelEntry, two: ModelEntry, slow: SlowTensors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_thread_that_hangs_in_a_load_is_replaced(tiny, two, slow, monkeypatch):
     monkeypatch.setattr(thread_module, "CANCEL_S", 0.1)
     async with ModelManager(replace(TWO_SLOTS, load_timeout_s=20)) as manager:
         await manager.load_entry(tiny)

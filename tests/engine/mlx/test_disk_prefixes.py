@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -16,7 +13,6 @@ import pytest
 from lmx_lab.engine import ModelManager, TokenPrompt
 from lmx_lab.engine.mlx import disk_prefixes
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from tests.support.engines import finish, numbers, request, run, until_written
 
@@ -27,18 +23,18 @@ THIRD = TokenPrompt(tokens=(*SECOND.tokens, *range(700, 760)))
 
 
 @asynccontextmanager
-async def server(folder: Path, entry: ModelEntry, **settings: Any) -> AsyncIterator[ModelManager]:
+async def server(folder, entry, **settings):
     """A manager with a cache of its own in memory, and the folder on disk."""
     async with ModelManager(Settings(prefix_cache_dir=folder, **settings)) as manager:
         await manager.load_entry(entry)
         yield manager
 
 
-def files(folder: Path) -> list[Path]:
+def files(folder):
     return sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
 
 
-async def write(folder: Path, entry: ModelEntry, *prompts: TokenPrompt, **settings: Any) -> list[str]:
+async def write(folder, entry, *prompts, **settings):
     """Answer the prompts, each after the state of the previous one was written, and return the answers."""
     texts = []
     async with server(folder, entry, **settings) as manager:
@@ -48,7 +44,7 @@ async def write(folder: Path, entry: ModelEntry, *prompts: TokenPrompt, **settin
     return texts
 
 
-async def test_a_new_server_computes_only_what_no_file_has(tmp_path: Path, tiny: ModelEntry) -> None:
+async def test_a_new_server_computes_only_what_no_file_has(tmp_path, tiny):
     texts = await write(tmp_path, tiny, FIRST, SECOND, THIRD)
     # Each turn wrote only its own tokens.
     sizes = [path.stat().st_size for path in files(tmp_path)]
@@ -70,7 +66,7 @@ async def test_a_new_server_computes_only_what_no_file_has(tmp_path: Path, tiny:
         assert (await run(manager, prompt=turn))[0] == text
 
 
-async def test_a_file_is_read_once_for_all_requests_that_wait_for_it(tmp_path: Path, tiny: ModelEntry) -> None:
+async def test_a_file_is_read_once_for_all_requests_that_wait_for_it(tmp_path, tiny):
     (text,) = await write(tmp_path, tiny, FIRST)
     async with server(tmp_path, tiny) as manager:
         streams = [await manager.submit(request(prompt=FIRST)) for _ in range(4)]
@@ -78,9 +74,7 @@ async def test_a_file_is_read_once_for_all_requests_that_wait_for_it(tmp_path: P
         assert [(again, report.cached_tokens) for again, report in answers] == [(text, 99)] * 4
 
 
-async def test_answers_run_while_states_are_written_and_read(
-    tmp_path: Path, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_run_while_states_are_written_and_read(tmp_path, tiny, monkeypatch):
     # Each step copies a small part of a state.
     monkeypatch.setattr(disk_prefixes, "PIECE_BYTES", 100)
     prompts = [numbers(60, start=1000 * number) for number in range(6)]
@@ -96,9 +90,7 @@ async def test_answers_run_while_states_are_written_and_read(
         assert manager.snapshot.disk_cached_tokens == 6 * 59
 
 
-async def test_damaged_files_and_changed_weights_never_change_an_answer(
-    tmp_path: Path, tiny: ModelEntry, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_damaged_files_and_changed_weights_never_change_an_answer(tmp_path, tiny, caplog):
     cache, models = tmp_path / "cache", tmp_path / "models"
     shutil.copytree(tiny.path, models / "own")
     own = Catalog(Settings(home=tmp_path)).resolve("own")
@@ -123,7 +115,7 @@ async def test_damaged_files_and_changed_weights_never_change_an_answer(
         assert (text != texts[0], report.cached_tokens) == (True, 0)
 
 
-def negate_weights(folder: Path) -> None:
+def negate_weights(folder):
     (path,) = folder.glob("*.safetensors")
     weights = mx.load(str(path))
     mx.eval(weights)
@@ -132,9 +124,7 @@ def negate_weights(folder: Path) -> None:
     mx.clear_streams()
 
 
-async def test_a_folder_that_cannot_be_used_turns_off_only_the_cache_on_disk(
-    tmp_path: Path, tiny: ModelEntry, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_folder_that_cannot_be_used_turns_off_only_the_cache_on_disk(tmp_path, tiny, caplog):
     folder = tmp_path / "cache"
     folder.write_text("a file")
     async with server(folder, tiny) as manager:
@@ -144,7 +134,7 @@ async def test_a_folder_that_cannot_be_used_turns_off_only_the_cache_on_disk(
     assert len([record for record in caplog.records if str(folder) in record.message]) == 1
 
 
-async def test_two_servers_use_one_folder(tmp_path: Path, tiny: ModelEntry) -> None:
+async def test_two_servers_use_one_folder(tmp_path, tiny):
     limit = 200_000
     async with (
         server(tmp_path, tiny, prefix_cache_disk_bytes=limit) as one,

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lmx_lab.engine.admission import AdmissionControl, Permit
+from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.mlx import memory
@@ -78,37 +78,37 @@ class DeliveringLoop(EncodingLoop):
         self.deliver()
 
 
-def create_loop(*, threads: int = 1, **changes: Any) -> EncodingLoop:
+def create_loop(*, threads=1, **changes):
     limits = {"limit_bytes": 2**40, "make_room": lambda _: None, "note_peak": lambda _: None}
     report = BlasReport(name="openblas", detail="", threads=threads, threads_fixed=False)
     return DeliveringLoop(ThreadChoice(report), **(limits | changes))
 
 
-def permit() -> Permit:
+def permit():
     (permit_,) = AdmissionControl("watched", limit=1).admit(1, retry_after_s=1.0)
     return permit_
 
 
-def job(encoder: FakeEncoder, lengths: Sequence[int], *, first: int = 0, **changes: Any) -> EncodeJob:
+def job(encoder, lengths, *, first=0, **changes):
     """A job of texts with these lengths; the first token of each text is its number."""
     texts = [TextTokens((first + at,) + (0,) * (length - 1)) for at, length in enumerate(lengths)]
-    fields: dict[str, Any] = {"model_id": "watched", "arrived_at": time.perf_counter(), "timeout_s": 60.0}
-    reference: Any = weakref.ref(encoder)
+    fields = {"model_id": "watched", "arrived_at": time.perf_counter(), "timeout_s": 60.0}
+    reference = weakref.ref(encoder)
     return EncodeJob(texts=texts, encoder=reference, permit=permit(), **(fields | changes))
 
 
-def run(loop: EncodingLoop, *, busy: bool = False) -> None:
+def run(loop, *, busy=False):
     while not loop.idle:
         loop.step(0.0, busy=busy)
 
 
-def failure(of: EncodeJob) -> LabError:
+def failure(of):
     error = of.done.exception(timeout=0)
     assert isinstance(error, LabError)
     return error
 
 
-def test_rows_are_in_the_order_of_the_texts() -> None:
+def test_rows_are_in_the_order_of_the_texts():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [3, 9, 1, 2, 9])
     loop.add(submitted)
@@ -116,7 +116,7 @@ def test_rows_are_in_the_order_of_the_texts() -> None:
     assert submitted.done.result(timeout=0).rows.ravel().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
 
 
-def test_equal_texts_are_computed_once() -> None:
+def test_equal_texts_are_computed_once():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = EncodeJob(
         texts=[TextTokens((1, 2)), TextTokens((5,)), TextTokens((1, 2)), TextTokens((1, 2), second_start=1)],
@@ -134,7 +134,7 @@ def test_equal_texts_are_computed_once() -> None:
     assert encoded.report.tokens == 7
 
 
-def test_raw_scores_are_returned_without_activation() -> None:
+def test_raw_scores_are_returned_without_activation():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [3], raw=True)
     loop.add(submitted)
@@ -142,7 +142,7 @@ def test_raw_scores_are_returned_without_activation() -> None:
     assert submitted.done.result(timeout=0).rows.tolist() == [[0.0]]
 
 
-def test_the_report_counts_texts_and_tokens() -> None:
+def test_the_report_counts_texts_and_tokens():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [3, 9])
     loop.add(submitted)
@@ -154,7 +154,7 @@ def test_the_report_counts_texts_and_tokens() -> None:
     assert loop.tokens == 12
 
 
-def test_the_texts_of_a_batch_have_similar_lengths() -> None:
+def test_the_texts_of_a_batch_have_similar_lengths():
     loop, encoder = create_loop(), FakeEncoder()
     loop.add(job(encoder, [10, 100, 11, 90, 50, 12]))
     shortest_shares = []
@@ -166,7 +166,7 @@ def test_the_texts_of_a_batch_have_similar_lengths() -> None:
 
 
 @pytest.mark.parametrize(("busy", "tokens"), [(False, PART_TOKENS), (True, BUSY_PART_TOKENS)])
-def test_the_number_of_tokens_of_a_batch_is_limited(busy: bool, tokens: int) -> None:
+def test_the_number_of_tokens_of_a_batch_is_limited(busy, tokens):
     loop, encoder = create_loop(), FakeEncoder()
     loop.add(job(encoder, [64] * 500))
     loop.step(0.0, busy=busy)
@@ -174,7 +174,7 @@ def test_the_number_of_tokens_of_a_batch_is_limited(busy: bool, tokens: int) -> 
 
 
 @pytest.mark.skipif(not ON_CPU, reason="on a GPU a batch has a single part")
-def test_a_batch_has_a_part_for_each_core() -> None:
+def test_a_batch_has_a_part_for_each_core():
     loop, encoder = create_loop(threads=2), FakeEncoder()
     submitted = job(encoder, [64] * 7)
     loop.add(submitted)
@@ -185,7 +185,7 @@ def test_a_batch_has_a_part_for_each_core() -> None:
 
 
 @pytest.mark.skipif(not ON_CPU, reason="on a GPU a batch has a single part")
-def test_cancelling_ends_all_parts_of_a_batch() -> None:
+def test_cancelling_ends_all_parts_of_a_batch():
     loop, encoder = create_loop(threads=2), FakeEncoder(layers=5)
     submitted = job(encoder, [64] * 7)
     loop.add(submitted)
@@ -194,7 +194,7 @@ def test_cancelling_ends_all_parts_of_a_batch() -> None:
     assert encoder.closed == 2
 
 
-def test_a_text_longer_than_a_batch_is_computed_alone() -> None:
+def test_a_text_longer_than_a_batch_is_computed_alone():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [PART_TOKENS * 2, PART_TOKENS * 2])
     loop.add(submitted)
@@ -204,7 +204,7 @@ def test_a_text_longer_than_a_batch_is_computed_alone() -> None:
 
 
 @pytest.mark.slow
-def test_one_text_does_not_wait_for_ten_thousand() -> None:
+def test_one_text_does_not_wait_for_ten_thousand():
     loop, encoder = create_loop(), FakeEncoder(layers=1)
     flood, single = job(encoder, [30] * 10_000), job(encoder, [5], first=20_000)
     loop.add(flood)
@@ -216,7 +216,7 @@ def test_one_text_does_not_wait_for_ten_thousand() -> None:
     assert len(flood.done.result(timeout=0).rows) == 10_000
 
 
-def run_until(loop: EncodingLoop, awaited: EncodeJob) -> None:
+def run_until(loop, awaited):
     for _ in range(1000):
         if awaited.done.done():
             return
@@ -224,7 +224,7 @@ def run_until(loop: EncodingLoop, awaited: EncodeJob) -> None:
     pytest.fail("never computed")
 
 
-def test_texts_of_several_requests_share_a_batch() -> None:
+def test_texts_of_several_requests_share_a_batch():
     loop, encoder = create_loop(), FakeEncoder()
     one, two = job(encoder, [30] * 3), job(encoder, [29], first=100)
     loop.add(one)
@@ -234,7 +234,7 @@ def test_texts_of_several_requests_share_a_batch() -> None:
     assert two.done.result(timeout=0).rows.tolist() == [[100.5]]
 
 
-def test_texts_for_different_models_do_not_share_a_batch() -> None:
+def test_texts_for_different_models_do_not_share_a_batch():
     loop, encoder, other = create_loop(), FakeEncoder(), FakeEncoder()
     loop.add(job(encoder, [30]))
     loop.add(job(other, [30], first=7))
@@ -242,7 +242,7 @@ def test_texts_for_different_models_do_not_share_a_batch() -> None:
     assert (encoder.batches, other.batches) == ([[0]], [[7]])
 
 
-def test_cancelling_ends_a_batch_between_two_layers() -> None:
+def test_cancelling_ends_a_batch_between_two_layers():
     loop, encoder = create_loop(), FakeEncoder(layers=5)
     submitted = job(encoder, [300])
     loop.add(submitted)
@@ -253,7 +253,7 @@ def test_cancelling_ends_a_batch_between_two_layers() -> None:
     assert isinstance(failure(submitted), EngineError)
 
 
-def test_cancelling_one_request_does_not_end_others_of_the_batch() -> None:
+def test_cancelling_one_request_does_not_end_others_of_the_batch():
     loop, encoder = create_loop(), FakeEncoder(layers=5)
     leaves, stays = job(encoder, [100]), job(encoder, [100], first=9)
     loop.add(leaves)
@@ -265,7 +265,7 @@ def test_cancelling_one_request_does_not_end_others_of_the_batch() -> None:
     assert stays.done.result(timeout=0).rows.tolist() == [[9.5]]
 
 
-def test_cancelling_twice_or_too_late_does_nothing() -> None:
+def test_cancelling_twice_or_too_late_does_nothing():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [3])
     loop.add(submitted)
@@ -275,7 +275,7 @@ def test_cancelling_twice_or_too_late_does_nothing() -> None:
     assert submitted.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
-def test_a_request_ends_at_its_deadline() -> None:
+def test_a_request_ends_at_its_deadline():
     loop, encoder = create_loop(), FakeEncoder(layers=5)
     late = job(encoder, [300], arrived_at=time.perf_counter() - 10, timeout_s=5.0)
     fine = job(encoder, [300])
@@ -286,7 +286,7 @@ def test_a_request_ends_at_its_deadline() -> None:
     assert fine.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
-def test_only_the_requests_of_a_failed_batch_fail() -> None:
+def test_only_the_requests_of_a_failed_batch_fail():
     loop, encoder, other = create_loop(), FakeEncoder(), FakeEncoder()
     broken, fine = job(encoder, [300]), job(other, [10])
     encoder.failure_to_raise = ValueError("no such shape")
@@ -297,7 +297,7 @@ def test_only_the_requests_of_a_failed_batch_fail() -> None:
     assert fine.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
-def test_an_error_of_the_encoder_is_passed_on_without_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_encoder_is_passed_on_without_a_traceback_in_the_log(caplog):
     loop, encoder = create_loop(), FakeEncoder()
     encoder.failure_to_raise = EngineError("watched computed numbers that are not finite")
     submitted = job(encoder, [3])
@@ -307,7 +307,7 @@ def test_an_error_of_the_encoder_is_passed_on_without_a_traceback_in_the_log(cap
     assert caplog.records == []
 
 
-def test_the_error_of_a_batch_that_ran_out_of_memory_names_the_next_step() -> None:
+def test_the_error_of_a_batch_that_ran_out_of_memory_names_the_next_step():
     loop, encoder = create_loop(), FakeEncoder()
     encoder.failure_to_raise = MemoryError("no more")
     submitted = job(encoder, [300])
@@ -316,7 +316,7 @@ def test_the_error_of_a_batch_that_ran_out_of_memory_names_the_next_step() -> No
     assert "send fewer or shorter texts" in failure(submitted).message
 
 
-def test_a_result_that_cannot_be_made_fails_its_request_only() -> None:
+def test_a_result_that_cannot_be_made_fails_its_request_only():
     loop, encoder = create_loop(), FakeEncoder()
     broken, fine = job(encoder, [30]), job(encoder, [30], first=9, raw=True)
     loop.add(broken)
@@ -327,7 +327,7 @@ def test_a_result_that_cannot_be_made_fails_its_request_only() -> None:
     assert fine.done.result(timeout=0).rows.tolist() == [[9.0]]
 
 
-def test_a_running_batch_keeps_the_activation_of_its_model() -> None:
+def test_a_running_batch_keeps_the_activation_of_its_model():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [30])
     loop.add(submitted)
@@ -337,7 +337,7 @@ def test_a_running_batch_keeps_the_activation_of_its_model() -> None:
     assert submitted.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
-def test_while_answers_are_generated_a_batch_waits_for_memory() -> None:
+def test_while_answers_are_generated_a_batch_waits_for_memory():
     encoder = FakeEncoder(bytes_per_token=1_000_000)
     loop = create_loop(limit_bytes=memory.used_bytes() + 10_000_000)
     submitted = job(encoder, [64])
@@ -349,7 +349,7 @@ def test_while_answers_are_generated_a_batch_waits_for_memory() -> None:
     assert isinstance(failure(submitted), ContextLengthError)
 
 
-def test_too_many_tokens_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_tokens_at_once_are_refused(monkeypatch):
     monkeypatch.setattr("lmx_lab.engine.mlx.encoding.MAX_TOKENS", 100)
     loop, encoder = create_loop(), FakeEncoder()
     loop.add(job(encoder, [150]))
@@ -357,7 +357,7 @@ def test_too_many_tokens_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         loop.add(job(encoder, [3]))
 
 
-def test_requests_for_an_unloaded_encoder_end() -> None:
+def test_requests_for_an_unloaded_encoder_end():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [3])
     del encoder
@@ -366,8 +366,8 @@ def test_requests_for_an_unloaded_encoder_end() -> None:
     assert "was unloaded" in failure(submitted).message
 
 
-def test_a_batch_is_as_large_as_memory_allows() -> None:
-    room: list[int] = []
+def test_a_batch_is_as_large_as_memory_allows():
+    room = []
     encoder = FakeEncoder(bytes_per_token=1000)
     loop = create_loop(limit_bytes=memory.used_bytes() + 100_000, make_room=room.append)
     submitted = job(encoder, [64] * 3)
@@ -378,7 +378,7 @@ def test_a_batch_is_as_large_as_memory_allows() -> None:
     assert submitted.done.done()
 
 
-def test_the_refusal_of_a_text_too_large_for_memory_has_the_numbers() -> None:
+def test_the_refusal_of_a_text_too_large_for_memory_has_the_numbers():
     encoder = FakeEncoder(bytes_per_token=1_000_000)
     loop = create_loop(limit_bytes=memory.used_bytes() + 10_000_000)
     submitted = job(encoder, [64])
@@ -388,7 +388,7 @@ def test_the_refusal_of_a_text_too_large_for_memory_has_the_numbers() -> None:
     assert "64 tokens needs 0.06 GB" in failure(submitted).message
 
 
-def test_all_jobs_can_be_ended_each_once() -> None:
+def test_all_jobs_can_be_ended_each_once():
     loop, encoder = create_loop(), FakeEncoder(layers=5)
     jobs = [job(encoder, [300]), job(encoder, [10])]
     for submitted in jobs:

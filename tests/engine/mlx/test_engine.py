@@ -9,13 +9,11 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lmx_lab.engine import ChatPrompt, ModelManager, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.mlx.state import MlxCore
-from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -31,7 +29,6 @@ from lmx_lab.errors import (
 from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import GenerationReport
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest
 from tests.support.asking import chat_body
@@ -51,7 +48,7 @@ from tests.support.engines import (
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_report_counts_tokens_and_times(manager: ModelManager) -> None:
+async def test_a_report_counts_tokens_and_times(manager):
     text, report = await run(manager)
     assert text
     assert (report.prompt_tokens, report.output_tokens, report.finish_reason) == (3, 8, "length")
@@ -61,21 +58,21 @@ async def test_a_report_counts_tokens_and_times(manager: ModelManager) -> None:
     assert report.peak_memory_bytes > 0
 
 
-async def test_requests_in_one_batch_answer_as_they_do_alone(manager: ModelManager) -> None:
+async def test_requests_in_one_batch_answer_as_they_do_alone(manager):
     other = TokenPrompt(tokens=(500, 501, 502, 503, 504))
     alone = [(await run(manager))[0], (await run(manager, prompt=other))[0]]
     together = await asyncio.gather(run(manager), run(manager, prompt=other))
     assert [text for text, _ in together] == alone
 
 
-async def test_different_samplings_share_a_batch(manager: ModelManager) -> None:
+async def test_different_samplings_share_a_batch(manager):
     hot = Sampling(temperature=1.5, top_p=0.9)
     (greedy, _), (_, report) = await asyncio.gather(run(manager), run(manager, sampling=hot))
     assert greedy == (await run(manager))[0]
     assert report.output_tokens == 8
 
 
-async def test_sampling_differs_between_engines(tiny: ModelEntry) -> None:
+async def test_sampling_differs_between_engines(tiny):
     texts = set()
     for _ in range(3):
         async with ModelManager(Settings()) as manager:
@@ -84,7 +81,7 @@ async def test_sampling_differs_between_engines(tiny: ModelEntry) -> None:
     assert len(texts) > 1, "every new engine thread starts with the same random state"
 
 
-async def test_a_stop_string_ends_the_text_before_it(manager: ModelManager) -> None:
+async def test_a_stop_string_ends_the_text_before_it(manager):
     whole, _ = await run(manager)
     stop = whole[len(whole) // 2 :][:2]
     text, report = await run(manager, stop=(stop,))
@@ -92,18 +89,18 @@ async def test_a_stop_string_ends_the_text_before_it(manager: ModelManager) -> N
     assert report.finish_reason == "stop"
 
 
-async def test_the_context_limits_the_answer(manager: ModelManager) -> None:
+async def test_the_context_limits_the_answer(manager):
     _, report = await run(manager, prompt=TokenPrompt(tokens=(7,) * 508), max_tokens=100)
     assert report.prompt_tokens + report.output_tokens <= 512
     assert report.finish_reason == "length"
 
 
-async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(manager: ModelManager) -> None:
+async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(manager):
     with pytest.raises(ContextLengthError, match=r"512.*512"):
         await run(manager, prompt=TokenPrompt(tokens=(7,) * 512))
 
 
-async def test_a_prompt_that_is_far_too_long_is_refused_without_tokenizing_it(manager: ModelManager) -> None:
+async def test_a_prompt_that_is_far_too_long_is_refused_without_tokenizing_it(manager):
     huge = "word " * 2_000_000
     for prompt in (TextPrompt(text=huge), ChatPrompt(messages=({"role": "user", "content": huge},))):
         with pytest.raises(ContextLengthError, match=r"more than \d{6} tokens, and tiny takes 512"):
@@ -113,17 +110,17 @@ async def test_a_prompt_that_is_far_too_long_is_refused_without_tokenizing_it(ma
     assert report.prompt_tokens < 512
 
 
-async def test_an_empty_prompt_is_refused(manager: ModelManager) -> None:
+async def test_an_empty_prompt_is_refused(manager):
     with pytest.raises(InvalidRequestError):
         await run(manager, prompt=TokenPrompt(tokens=()))
 
 
-async def test_messages_that_the_template_refuses_are_an_invalid_request(manager: ModelManager) -> None:
+async def test_messages_that_the_template_refuses_are_an_invalid_request(manager):
     with pytest.raises(InvalidRequestError):
         await run(manager, prompt=ChatPrompt(messages=({"content": "no role"},)))
 
 
-async def test_closing_a_stream_frees_its_slot(manager: ModelManager) -> None:
+async def test_closing_a_stream_frees_its_slot(manager):
     streams = [await manager.submit(request(max_tokens=400)) for _ in range(3)]
     await anext(streams[0])
     await streams[0].aclose()
@@ -135,7 +132,7 @@ async def test_closing_a_stream_frees_its_slot(manager: ModelManager) -> None:
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_stream_that_is_dropped_is_cancelled(manager: ModelManager) -> None:
+async def test_a_stream_that_is_dropped_is_cancelled(manager):
     stream = await manager.submit(request(max_tokens=400))
     await anext(stream)
     del stream
@@ -143,7 +140,7 @@ async def test_a_stream_that_is_dropped_is_cancelled(manager: ModelManager) -> N
     await until_idle(manager)
 
 
-async def test_cancelling_the_submit_leaves_nothing_behind(manager: ModelManager) -> None:
+async def test_cancelling_the_submit_leaves_nothing_behind(manager):
     task = asyncio.create_task(manager.submit(request(max_tokens=400)))
     await asyncio.sleep(0)
     task.cancel()
@@ -154,7 +151,7 @@ async def test_cancelling_the_submit_leaves_nothing_behind(manager: ModelManager
     await until_idle(manager)
 
 
-async def test_a_full_queue_refuses_and_loses_nothing(manager: ModelManager) -> None:
+async def test_a_full_queue_refuses_and_loses_nothing(manager):
     async with engine_paused(manager):
         submits = [await submit_while_paused(manager, manager.submit(request(max_tokens=60))) for _ in range(2)]
         mlx_thread(manager).post(MlxCore.step)
@@ -166,13 +163,13 @@ async def test_a_full_queue_refuses_and_loses_nothing(manager: ModelManager) -> 
     assert [report.output_tokens for report in reports] == [60] * 4
 
 
-async def test_a_request_ends_at_its_deadline(manager: ModelManager) -> None:
+async def test_a_request_ends_at_its_deadline(manager):
     with pytest.raises(GenerationTimeoutError):
         await run(manager, max_tokens=400, timeout_s=0.001)
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_slow_reader_gets_everything_merged(manager: ModelManager) -> None:
+async def test_a_slow_reader_gets_everything_merged(manager):
     whole, _ = await run(manager, max_tokens=50)
     stream = await manager.submit(request(max_tokens=50))
     await until_idle(manager)
@@ -183,18 +180,18 @@ async def test_a_slow_reader_gets_everything_merged(manager: ModelManager) -> No
     assert len(deltas) <= 2
 
 
-async def test_the_refusal_of_an_unknown_model_names_it_and_the_loaded_one(manager: ModelManager) -> None:
+async def test_the_refusal_of_an_unknown_model_names_it_and_the_loaded_one(manager):
     with pytest.raises(ModelNotFoundError, match=r"other.*tiny"):
         await run(manager, model="other")
 
 
-async def test_without_a_model_the_error_says_what_to_do(tiny: ModelEntry) -> None:
+async def test_without_a_model_the_error_says_what_to_do(tiny):
     async with ModelManager(Settings()) as manager:
         with pytest.raises(NotLoadedError, match="/admin/models/load"):
             await run(manager)
 
 
-async def test_an_ended_stream_does_not_keep_the_weights_in_memory(own_manager: ModelManager) -> None:
+async def test_an_ended_stream_does_not_keep_the_weights_in_memory(own_manager):
     loaded = own_manager.snapshot.model_memory_bytes
     kept = await own_manager.submit(request())
     await finish(kept)
@@ -204,7 +201,7 @@ async def test_an_ended_stream_does_not_keep_the_weights_in_memory(own_manager: 
     assert await own_manager.unload() == 0
 
 
-async def test_a_load_waits_for_running_requests(own_manager: ModelManager, tiny_home: Path) -> None:
+async def test_a_load_waits_for_running_requests(own_manager, tiny_home):
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     stream = await own_manager.submit(request(max_tokens=100))
     await anext(stream)
@@ -213,9 +210,7 @@ async def test_a_load_waits_for_running_requests(own_manager: ModelManager, tiny
     assert report.model == own_manager.snapshot.model == "tiny-two"
 
 
-async def test_queued_requests_are_refused_when_another_model_is_loaded(
-    own_manager: ModelManager, tiny_home: Path
-) -> None:
+async def test_queued_requests_are_refused_when_another_model_is_loaded(own_manager, tiny_home):
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     first, second, queued = [await own_manager.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
     await anext(first)
@@ -228,7 +223,7 @@ async def test_queued_requests_are_refused_when_another_model_is_loaded(
 
 
 @pytest.mark.usefixtures("no_shared_model")
-async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, tiny_home: Path) -> None:
+async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny, tiny_home):
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     async with ModelManager(Settings(drain_s=0.0)) as manager:
         await manager.load_entry(tiny)
@@ -241,9 +236,7 @@ async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, ti
             await finish(stream)
 
 
-async def test_loads_and_unloads_happen_in_order_even_if_their_callers_leave(
-    own_manager: ModelManager, tiny_home: Path
-) -> None:
+async def test_loads_and_unloads_happen_in_order_even_if_their_callers_leave(own_manager, tiny_home):
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     stream = await own_manager.submit(request(max_tokens=100))
     await anext(stream)
@@ -262,16 +255,16 @@ async def test_loads_and_unloads_happen_in_order_even_if_their_callers_leave(
     assert own_manager.snapshot.state == "empty"
 
 
-async def test_loading_the_loaded_model_changes_nothing(manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_loading_the_loaded_model_changes_nothing(manager, tiny):
     assert (await manager.load_entry(tiny)).load_s == 0
 
 
-async def test_a_tiny_temperature_is_greedy(manager: ModelManager) -> None:
+async def test_a_tiny_temperature_is_greedy(manager):
     cold = generation_request(ChatRequest.model_validate(chat_body(temperature=1e-38))).sampling
     assert (await run(manager, sampling=cold))[0] == (await run(manager))[0]
 
 
-async def test_the_queue_limit_counts_prompts_that_are_still_tokenized(manager: ModelManager) -> None:
+async def test_the_queue_limit_counts_prompts_that_are_still_tokenized(manager):
     long = ChatPrompt(messages=({"role": "user", "content": "word " * 100_000},))
     tasks = [asyncio.create_task(run(manager, prompt=long)) for _ in range(8)]
     refused = [type(result) for result in await asyncio.gather(*tasks, return_exceptions=True)]
@@ -280,9 +273,7 @@ async def test_the_queue_limit_counts_prompts_that_are_still_tokenized(manager: 
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_failed_load_leaves_nothing_in_memory(
-    own_manager: ModelManager, tiny: ModelEntry, tmp_path: Path
-) -> None:
+async def test_a_failed_load_leaves_nothing_in_memory(own_manager, tiny, tmp_path):
     before = own_manager.snapshot.memory_used_bytes
     shutil.copytree(tiny.path, tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text(
@@ -297,9 +288,7 @@ async def test_a_failed_load_leaves_nothing_in_memory(
 
 
 @pytest.mark.long
-async def test_after_a_failed_load_the_previous_model_is_loaded_again(
-    own_manager: ModelManager, tiny: ModelEntry, tmp_path: Path
-) -> None:
+async def test_after_a_failed_load_the_previous_model_is_loaded_again(own_manager, tiny, tmp_path):
     shutil.copytree(tiny.path, tmp_path / "broken")
     config = json.loads((tiny.path / "config.json").read_text())
     (tmp_path / "broken" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
@@ -313,7 +302,7 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(
 
 
 @pytest.mark.usefixtures("no_shared_model")
-async def test_a_model_larger_than_the_limit_is_refused_before_the_loaded_one_is_unloaded(tiny: ModelEntry) -> None:
+async def test_a_model_larger_than_the_limit_is_refused_before_the_loaded_one_is_unloaded(tiny):
     async with ModelManager(Settings(memory_limit_bytes=50_000_000)) as manager:
         await manager.load_entry(tiny)
         with pytest.raises(OutOfMemoryError, match=r"60\.00 GB"):
@@ -323,14 +312,14 @@ async def test_a_model_larger_than_the_limit_is_refused_before_the_loaded_one_is
         assert (await run(manager))[1].model == "tiny"
 
 
-async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(own_manager: ModelManager) -> None:
+async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(own_manager):
     await fail_next_step(own_manager, ValueError("a kernel went wrong"))
     with pytest.raises(EngineError, match="a kernel went wrong"):
         await run(own_manager)
     assert (await run(own_manager))[1].output_tokens == 8
 
 
-async def test_running_out_of_memory_unloads_the_model(own_manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_running_out_of_memory_unloads_the_model(own_manager, tiny):
     await fail_next_step(own_manager, RuntimeError("[malloc] Unable to allocate 1 bytes."))
     with pytest.raises(OutOfMemoryError, match="unloaded"):
         await run(own_manager)
@@ -344,7 +333,7 @@ async def test_running_out_of_memory_unloads_the_model(own_manager: ModelManager
     assert own_manager.snapshot.unload_cause is None
 
 
-async def test_queued_requests_end_when_memory_runs_out(own_manager: ModelManager) -> None:
+async def test_queued_requests_end_when_memory_runs_out(own_manager):
     async with engine_paused(own_manager):
         submits = [
             await submit_while_paused(own_manager, own_manager.submit(request(max_tokens=300))) for _ in range(4)
@@ -355,9 +344,7 @@ async def test_queued_requests_end_when_memory_runs_out(own_manager: ModelManage
             await finish(await submit)
 
 
-async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unload_s(
-    own_manager: ModelManager, tiny: ModelEntry
-) -> None:
+async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unload_s(own_manager, tiny):
     stream = await own_manager.submit(request(max_tokens=300, ignore_eos=True))
     await anext(stream)
     await unload_when_idle_for(own_manager, 0.001)
@@ -372,7 +359,7 @@ async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unlo
     assert (await run(own_manager))[1].output_tokens == 8
 
 
-async def test_a_load_may_wait_for_queued_requests_too(own_manager: ModelManager, tiny_home: Path) -> None:
+async def test_a_load_may_wait_for_queued_requests_too(own_manager, tiny_home):
     streams = [await own_manager.submit(request(max_tokens=30)) for _ in range(4)]
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     report = await own_manager.load_entry(other, finish_queued=True)
@@ -380,9 +367,7 @@ async def test_a_load_may_wait_for_queued_requests_too(own_manager: ModelManager
     assert [(await finish(stream))[1].output_tokens for stream in streams] == [30] * 4
 
 
-async def test_a_load_that_waits_for_queued_requests_waits_no_longer_than_drain_s(
-    tiny: ModelEntry, tiny_home: Path
-) -> None:
+async def test_a_load_that_waits_for_queued_requests_waits_no_longer_than_drain_s(tiny, tiny_home):
     async with ModelManager(Settings(slots=1, drain_s=0.05)) as manager:
         await manager.load_entry(tiny)
         streams = [await manager.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
@@ -391,9 +376,7 @@ async def test_a_load_that_waits_for_queued_requests_waits_no_longer_than_drain_
             await finish(streams[2])
 
 
-async def test_a_short_prompt_overtakes_long_ones(
-    tiny: ModelEntry, delivered_items: list[tuple[Mailbox, Item]]
-) -> None:
+async def test_a_short_prompt_overtakes_long_ones(tiny, delivered_items):
     async with ModelManager(Settings(slots=8)) as manager:
         await manager.load_entry(tiny)
         long = [request(prompt=numbers(500, start=500 * at), max_tokens=10) for at in range(4)]
@@ -408,9 +391,7 @@ async def test_a_short_prompt_overtakes_long_ones(
         assert ended.index(streams[-1]._mailbox) <= 2
 
 
-async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_started(
-    tiny: ModelEntry, delivered_items: list[tuple[Mailbox, Item]]
-) -> None:
+async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_started(tiny, delivered_items):
     async with ModelManager(Settings(slots=1)) as manager:
         await manager.load_entry(tiny)
         async with engine_paused(manager):
@@ -427,9 +408,7 @@ async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_
         assert receivers.index(waits._mailbox) > delivered_items.index((first._mailbox, report))
 
 
-async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(
-    own_manager: ModelManager, tiny: ModelEntry
-) -> None:
+async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(own_manager, tiny):
     await fail_next_step(own_manager, SystemExit("killed"))
     with pytest.raises(EngineDeadError):
         await run(own_manager)
@@ -440,7 +419,7 @@ async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(
     assert (await run(own_manager))[1].output_tokens == 8
 
 
-async def test_stopping_ends_running_requests(tiny: ModelEntry) -> None:
+async def test_stopping_ends_running_requests(tiny):
     manager = ModelManager(Settings())
     await asyncio.to_thread(manager.start)
     await manager.load_entry(tiny)
@@ -452,7 +431,7 @@ async def test_stopping_ends_running_requests(tiny: ModelEntry) -> None:
 
 
 @pytest.mark.long
-def test_a_script_that_generated_exits_with_0(tiny_home: Path) -> None:
+def test_a_script_that_generated_exits_with_0(tiny_home):
     script = f"""
 import asyncio
 from lmx_lab.engine import GenerationRequest, ModelManager, TokenPrompt
@@ -472,7 +451,7 @@ raise SystemExit(0)
     assert (done.returncode, int(done.stdout) > 0) == (0, True), done.stderr
 
 
-async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may_end(tiny: ModelEntry) -> None:
+async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may_end(tiny):
     async with ModelManager(Settings(slots=1, queue_limit=0)) as manager:
         await manager.load_entry(tiny)
         async with await manager.submit(request(max_tokens=400, ignore_eos=True)) as stream:
@@ -488,13 +467,13 @@ async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may
     assert refused.value.retry_after_s > 100
 
 
-async def test_loading_the_loaded_model_ends_no_requests(manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_loading_the_loaded_model_ends_no_requests(manager, tiny):
     streams = [await manager.submit(request(max_tokens=60, ignore_eos=True)) for _ in range(4)]
     assert (await manager.load_entry(tiny)).load_s == 0
     assert [(await finish(stream))[1].output_tokens for stream in streams] == [60] * 4
 
 
-async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager: ModelManager) -> None:
+async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager):
     def break_text(core: MlxCore) -> None:
         (generation,) = (each for each in core.generating.running if len(each.prompt) == 5)
         generation.splitter.add = None
@@ -512,9 +491,7 @@ async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager: M
     assert (await finish(await good))[1].output_tokens == 60
 
 
-async def test_commands_behind_a_cancelled_one_end_when_the_thread_dies(
-    own_manager: ModelManager, tiny: ModelEntry
-) -> None:
+async def test_commands_behind_a_cancelled_one_end_when_the_thread_dies(own_manager, tiny):
     def die(core: MlxCore) -> None:
         raise SystemExit("killed")
 

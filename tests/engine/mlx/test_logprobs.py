@@ -19,7 +19,7 @@ class Letters:
         return "".join(chr(ord("a") + token) for token in tokens)
 
 
-def test_rank_and_entropy_equal_those_of_numpy() -> None:
+def test_rank_and_entropy_equal_those_of_numpy():
     logits = np.random.default_rng(0).normal(size=20).astype(np.float32) * 3
     logits[7] = -np.inf
     exact = logits.astype(np.float64)

@@ -30,15 +30,15 @@ class FakeState:
         return FakeState(self.tokens[: len(self.tokens) - tokens])
 
 
-def array(tokens: tuple[int, ...]) -> np.ndarray:
+def array(tokens):
     return np.asarray(tokens, dtype=np.int32)
 
 
-def store(cache: PrefixCache[FakeState], tokens: tuple[int, ...], *, can_be_trimmed: bool = True) -> None:
+def store(cache, tokens, *, can_be_trimmed=True):
     cache.store(tokens, FakeState(tokens, can_be_trimmed))
 
 
-def cached_prefix(cache: PrefixCache[FakeState], tokens: tuple[int, ...]) -> tuple[int, ...] | None:
+def cached_prefix(cache, tokens):
     longest = cache.longest(array(tokens))
     hit = cache.find(array(tokens))
     if hit is None:
@@ -52,38 +52,38 @@ FIRST = tuple(range(100))
 
 
 @pytest.fixture
-def cache() -> PrefixCache[FakeState]:
+def cache():
     return PrefixCache(limit_bytes=10_000)
 
 
-def test_a_later_turn_of_a_session_finds_the_earlier_ones(cache: PrefixCache[FakeState]) -> None:
+def test_a_later_turn_of_a_session_finds_the_earlier_ones(cache):
     store(cache, FIRST)
     assert cached_prefix(cache, (*FIRST, 7, 8, 9)) == FIRST
 
 
-def test_one_token_of_a_fully_cached_prompt_is_computed(cache: PrefixCache[FakeState]) -> None:
+def test_one_token_of_a_fully_cached_prompt_is_computed(cache):
     store(cache, FIRST)
     assert cached_prefix(cache, FIRST) == FIRST[:-1]
 
 
-def test_a_prompt_that_differs_in_the_middle_finds_the_common_prefix(cache: PrefixCache[FakeState]) -> None:
+def test_a_prompt_that_differs_in_the_middle_finds_the_common_prefix(cache):
     store(cache, FIRST)
     assert cached_prefix(cache, (*FIRST[:50], 7, 7, 7)) == FIRST[:50]
 
 
-def test_a_state_that_cannot_be_trimmed_is_used_only_as_a_whole(cache: PrefixCache[FakeState]) -> None:
+def test_a_state_that_cannot_be_trimmed_is_used_only_as_a_whole(cache):
     store(cache, FIRST, can_be_trimmed=False)
     assert cached_prefix(cache, (*FIRST[:50], 7, 7, 7)) is None
     assert cached_prefix(cache, FIRST) is None
     assert cached_prefix(cache, (*FIRST, 7)) == FIRST
 
 
-def test_a_very_short_common_prefix_is_ignored(cache: PrefixCache[FakeState]) -> None:
+def test_a_very_short_common_prefix_is_ignored(cache):
     store(cache, FIRST)
     assert cached_prefix(cache, (*FIRST[: MIN_TOKENS - 1], 999, 999)) is None
 
 
-def test_a_longer_turn_replaces_the_shorter_one(cache: PrefixCache[FakeState]) -> None:
+def test_a_longer_turn_replaces_the_shorter_one(cache):
     store(cache, FIRST[:50])
     store(cache, FIRST)
     store(cache, FIRST[:70])
@@ -91,13 +91,13 @@ def test_a_longer_turn_replaces_the_shorter_one(cache: PrefixCache[FakeState]) -
     assert cache.nbytes == 1000
 
 
-def test_shorter_states_are_kept_if_longer_ones_cannot_be_trimmed(cache: PrefixCache[FakeState]) -> None:
+def test_shorter_states_are_kept_if_longer_ones_cannot_be_trimmed(cache):
     store(cache, FIRST[:50], can_be_trimmed=False)
     store(cache, FIRST, can_be_trimmed=False)
     assert cached_prefix(cache, (*FIRST[:50], 7)) == FIRST[:50]
 
 
-def test_the_least_recently_used_state_is_dropped_first(cache: PrefixCache[FakeState]) -> None:
+def test_the_least_recently_used_state_is_dropped_first(cache):
     sessions = [tuple(range(start, start + 400)) for start in (0, 1000, 2000)]
     store(cache, sessions[0])
     store(cache, sessions[1])
@@ -107,19 +107,19 @@ def test_the_least_recently_used_state_is_dropped_first(cache: PrefixCache[FakeS
     assert cached_prefix(cache, (*sessions[0], 7)) is not None
 
 
-def test_a_state_larger_than_the_limit_is_not_stored(cache: PrefixCache[FakeState]) -> None:
+def test_a_state_larger_than_the_limit_is_not_stored(cache):
     store(cache, FIRST)
     store(cache, tuple(range(5000, 7000)))
     assert len(cache) == 1
 
 
-def test_with_a_limit_of_zero_nothing_is_stored() -> None:
-    cache: PrefixCache[FakeState] = PrefixCache(limit_bytes=0)
+def test_with_a_limit_of_zero_nothing_is_stored():
+    cache = PrefixCache(limit_bytes=0)
     store(cache, FIRST)
     assert len(cache) == 0
 
 
-def test_shrinking_does_not_change_the_limit(cache: PrefixCache[FakeState]) -> None:
+def test_shrinking_does_not_change_the_limit(cache):
     store(cache, FIRST)
     store(cache, tuple(range(1000, 1100)))
     cache.shrink(1500)
@@ -131,8 +131,8 @@ PROMPTS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=60).map(tuple)
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(PROMPTS, st.booleans()), max_size=20), PROMPTS)
-def test_a_hit_is_the_longest_usable_prefix(kept: list[tuple[tuple[int, ...], bool]], prompt: tuple) -> None:
-    cache: PrefixCache[FakeState] = PrefixCache(limit_bytes=2000)
+def test_a_hit_is_the_longest_usable_prefix(kept, prompt):
+    cache = PrefixCache(limit_bytes=2000)
     for tokens, can_be_trimmed in kept:
         store(cache, tokens, can_be_trimmed=can_be_trimmed)
         assert cache.nbytes == sum(value.nbytes for _, value, _ in cache._entries) <= 2000

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lmx_lab.engine import ModelManager, Sampling, TokenPrompt
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.kv_cache import Footprint
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.support.engines import (
     engine_paused,
     finish,
@@ -30,7 +26,7 @@ pytestmark = pytest.mark.anyio
 FIRST = numbers(100)
 
 
-async def test_a_later_turn_of_a_session_computes_only_its_new_tokens(manager: ModelManager) -> None:
+async def test_a_later_turn_of_a_session_computes_only_its_new_tokens(manager):
     before = manager.snapshot
     stream = await manager.submit(request(prompt=FIRST))
     _, first = await finish(stream)
@@ -42,14 +38,14 @@ async def test_a_later_turn_of_a_session_computes_only_its_new_tokens(manager: M
     assert manager.snapshot.prompt_tokens - before.prompt_tokens == 210
 
 
-async def test_a_fully_cached_prompt_has_the_same_answer_again(manager: ModelManager) -> None:
+async def test_a_fully_cached_prompt_has_the_same_answer_again(manager):
     text, _ = await run(manager, prompt=FIRST)
     again, report = await run(manager, prompt=FIRST)
     assert again == text
     assert report.cached_tokens == 99
 
 
-async def test_a_cached_prefix_does_not_change_the_answer(manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_a_cached_prefix_does_not_change_the_answer(manager, tiny):
     await run(manager, prompt=FIRST)
     different = TokenPrompt(tokens=(*FIRST.tokens[:60], *range(7000, 7030)))
     with_cache, report = await run(manager, prompt=different, max_tokens=20)
@@ -60,7 +56,7 @@ async def test_a_cached_prefix_does_not_change_the_answer(manager: ModelManager,
         assert (await run(fresh, prompt=different, max_tokens=20))[1].cached_tokens == 0
 
 
-async def test_choices_are_scored_after_their_cached_question(manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_choices_are_scored_after_their_cached_question(manager, tiny):
     async def score(by: ModelManager, *choice: int, start: int = 100) -> tuple[list[float | None], int]:
         prompt = TokenPrompt(tokens=(*FIRST.tokens, *choice))
         changes = {"max_tokens": 0, "score_prompt": True, "score_from": start}
@@ -88,7 +84,7 @@ async def test_choices_are_scored_after_their_cached_question(manager: ModelMana
             assert scores[100:] == pytest.approx(expected[100:], abs=1e-5)
 
 
-async def test_the_cache_of_a_stopped_or_cancelled_answer_is_stored_too(manager: ModelManager) -> None:
+async def test_the_cache_of_a_stopped_or_cancelled_answer_is_stored_too(manager):
     stopped = numbers(100, start=3000)
     words, _ = await run(manager, prompt=stopped)
     await run(manager, prompt=stopped, stop=(words[3:6],))
@@ -100,7 +96,7 @@ async def test_the_cache_of_a_stopped_or_cancelled_answer_is_stored_too(manager:
     assert (await run(manager, prompt=TokenPrompt(tokens=(*left.tokens, 7))))[1].cached_tokens == 100
 
 
-async def test_simultaneous_requests_compute_their_common_prefix_once(manager: ModelManager) -> None:
+async def test_simultaneous_requests_compute_their_common_prefix_once(manager):
     prompts = [TokenPrompt(tokens=(*FIRST.tokens, 2000 + at)) for at in range(4)]
     async with engine_paused(manager):
         submits = [await submit_while_paused(manager, manager.submit(request(prompt=prompt))) for prompt in prompts]
@@ -108,9 +104,7 @@ async def test_simultaneous_requests_compute_their_common_prefix_once(manager: M
     assert [report.cached_tokens for report in reports] == [0, 100, 100, 100]
 
 
-async def test_a_request_that_waits_for_a_cancelled_one_computes_the_prefix_itself(
-    manager: ModelManager, tiny: ModelEntry
-) -> None:
+async def test_a_request_that_waits_for_a_cancelled_one_computes_the_prefix_itself(manager, tiny):
     long = numbers(400)
     async with await manager.submit(request(prompt=long)):
         waits = await manager.submit(request(prompt=TokenPrompt(tokens=(*long.tokens, 7))))
@@ -118,7 +112,7 @@ async def test_a_request_that_waits_for_a_cancelled_one_computes_the_prefix_itse
     assert report.output_tokens == 8
 
 
-async def test_the_answers_to_one_request_share_its_prompt(manager: ModelManager) -> None:
+async def test_the_answers_to_one_request_share_its_prompt(manager):
     streams = await manager.submit_all(request(prompt=FIRST, sampling=Sampling(temperature=1.5)), choices=3)
     texts = {text for text, _ in await asyncio.gather(*map(finish, streams))}
     assert len(texts) == 3
@@ -126,14 +120,14 @@ async def test_the_answers_to_one_request_share_its_prompt(manager: ModelManager
 
 
 @pytest.fixture
-async def small(tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+async def small(tiny):
     """A cache for about 200 tokens, of 512 bytes each."""
     async with ModelManager(Settings(prefix_cache_bytes=100_000)) as manager:
         await manager.load_entry(tiny)
         yield manager
 
 
-async def test_the_cache_stays_within_its_limit(small: ModelManager) -> None:
+async def test_the_cache_stays_within_its_limit(small):
     for start in range(1000, 3000, 200):
         await run(small, prompt=numbers(100, start=start))
         assert small.snapshot.prefix_cache_bytes <= 100_000
@@ -141,7 +135,7 @@ async def test_the_cache_stays_within_its_limit(small: ModelManager) -> None:
     assert (await run(small, prompt=numbers(100, start=1000)))[1].cached_tokens == 0
 
 
-async def test_unloading_drops_the_cache(own_manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_unloading_drops_the_cache(own_manager, tiny):
     await run(own_manager, prompt=FIRST)
     assert own_manager.snapshot.prefix_cache_bytes > 0
     await own_manager.unload()
@@ -150,7 +144,7 @@ async def test_unloading_drops_the_cache(own_manager: ModelManager, tiny: ModelE
     assert (await run(own_manager, prompt=FIRST))[1].cached_tokens == 0
 
 
-async def footprint(model: ModelEntry) -> Footprint:
+async def footprint(model):
     async with ModelManager(Settings()) as manager:
         await manager.load_entry(model)
         # Only the numbers: a reference to the model would keep its weights in the memory that is measured next.
@@ -158,7 +152,7 @@ async def footprint(model: ModelEntry) -> Footprint:
 
 
 @pytest.mark.usefixtures("no_shared_model")
-async def test_the_cache_is_dropped_first_when_memory_is_short(tiny: ModelEntry, tiny_home: Path) -> None:
+async def test_the_cache_is_dropped_first_when_memory_is_short(tiny, tiny_home):
     # Beside the weights there is memory for one request of 300 tokens and the computation of its prompt.
     needed = (await footprint(tiny)).running_bytes([300], chunk=memory.MAX_CHUNK_TOKENS)
     async with ModelManager(Settings(memory_limit_bytes=needed + 60_000, prefix_cache_bytes=200_000)) as manager:
@@ -172,7 +166,7 @@ async def test_the_cache_is_dropped_first_when_memory_is_short(tiny: ModelEntry,
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_shared_model")
-async def test_requests_wait_for_memory(tiny: ModelEntry) -> None:
+async def test_requests_wait_for_memory(tiny):
     two = (await footprint(tiny)).running_bytes([200, 200], chunk=memory.MAX_CHUNK_TOKENS)
     async with ModelManager(Settings(memory_limit_bytes=two + 1000, prefix_cache_bytes=0)) as manager:
         await manager.load_entry(tiny)
@@ -194,7 +188,7 @@ async def test_requests_wait_for_memory(tiny: ModelEntry) -> None:
 
 
 @pytest.mark.usefixtures("no_shared_model")
-async def test_the_error_names_the_context_that_memory_allows_and_that_of_the_model(tiny: ModelEntry) -> None:
+async def test_the_error_names_the_context_that_memory_allows_and_that_of_the_model(tiny):
     limit = (await footprint(tiny)).running_bytes([256], chunk=256)
     async with ModelManager(Settings(memory_limit_bytes=limit)) as manager:
         await manager.load_entry(tiny)
@@ -205,9 +199,7 @@ async def test_the_error_names_the_context_that_memory_allows_and_that_of_the_mo
         assert report.output_tokens == 10
 
 
-async def test_memory_above_the_limit_drops_the_cache_and_then_the_model(
-    own_manager: ModelManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_memory_above_the_limit_drops_the_cache_and_then_the_model(own_manager, monkeypatch):
     from lmx_lab.engine.mlx import memory
     from lmx_lab.errors import OutOfMemoryError
 
@@ -222,7 +214,7 @@ async def test_memory_above_the_limit_drops_the_cache_and_then_the_model(
         await run(own_manager)
 
 
-async def test_long_prompts_with_a_cached_beginning_are_computed_together(manager: ModelManager) -> None:
+async def test_long_prompts_with_a_cached_beginning_are_computed_together(manager):
     beginning = numbers(300, start=12_000)
     await run(manager, prompt=beginning)
     prompts = [TokenPrompt(tokens=(*beginning.tokens, 2000 + at, *range(3000, 3008))) for at in range(2)]
@@ -235,7 +227,7 @@ async def test_long_prompts_with_a_cached_beginning_are_computed_together(manage
     assert len({step.step for step in prefills}) == 1
 
 
-async def test_a_request_from_another_event_loop_uses_the_cache(manager: ModelManager) -> None:
+async def test_a_request_from_another_event_loop_uses_the_cache(manager):
     """The arrays of the cache are used on the engine thread only."""
     await run(manager, prompt=FIRST)
 
@@ -248,7 +240,7 @@ async def test_a_request_from_another_event_loop_uses_the_cache(manager: ModelMa
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_shared_model")
-async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny: ModelEntry) -> None:
+async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny):
     sizes = await footprint(tiny)
     two, one = (
         sizes.running_bytes([500, 500], chunk=memory.MAX_CHUNK_TOKENS),
@@ -269,7 +261,7 @@ async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny: Mod
         assert (await finish(waits))[1].output_tokens > 0
 
 
-async def test_without_a_cache_no_request_waits_for_the_prefix_of_another(tiny: ModelEntry) -> None:
+async def test_without_a_cache_no_request_waits_for_the_prefix_of_another(tiny):
     async with ModelManager(Settings(prefix_cache_bytes=0)) as manager:
         await manager.load_entry(tiny)
         first = await manager.submit(request(prompt=numbers(400), max_tokens=50))

@@ -6,17 +6,13 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from lmx_lab.engine import EmbeddingRequest, ModelManager, Ranking, RerankRequest, TokenPrompt
 from lmx_lab.engine.mlx.state import MlxCore
-from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.errors import (
     EngineDeadError,
     EngineError,
@@ -30,11 +26,7 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.settings import Settings
-from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.models import ModelEntry
 from tests.support.engines import (
-    Gate,
-    Shared,
     finish,
     mlx_engine,
     mlx_thread,
@@ -55,20 +47,20 @@ ONE, TWO = Settings(), Settings(slots=2)
 
 
 @pytest.fixture
-def embedder(shared: Shared, minilm: ModelEntry) -> Iterator[ModelManager]:
+def embedder(shared, minilm):
     with shared.use(ONE, minilm) as manager:
         yield manager
 
 
 @pytest.fixture
-def both(shared: Shared, tiny: ModelEntry, minilm: ModelEntry) -> Iterator[ModelManager]:
+def both(shared, tiny, minilm):
     """A chat model, and an embedding model pinned beside it."""
     with shared.use(TWO, tiny, minilm) as manager:
         yield manager
 
 
 @pytest.fixture
-async def own_embedder(no_shared_model: None, minilm: ModelEntry) -> AsyncIterator[ModelManager]:
+async def own_embedder(no_shared_model, minilm):
     """A manager for one test, which may unload or pin models, or end the thread."""
     async with ModelManager(ONE) as manager:
         await manager.load_entry(minilm)
@@ -76,7 +68,7 @@ async def own_embedder(no_shared_model: None, minilm: ModelEntry) -> AsyncIterat
 
 
 @pytest.fixture
-async def own_both(no_shared_model: None, tiny: ModelEntry, minilm: ModelEntry) -> AsyncIterator[ModelManager]:
+async def own_both(no_shared_model, tiny, minilm):
     """The same with both models."""
     async with ModelManager(TWO) as manager:
         await pin(manager, minilm)
@@ -85,12 +77,12 @@ async def own_both(no_shared_model: None, tiny: ModelEntry, minilm: ModelEntry) 
 
 
 @pytest.fixture(scope="module")
-def reranker(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+def reranker(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reranker") / "tiny-reranker"
     return write_tiny_bert(folder, labels=1)
 
 
-async def end_thread_with_error(manager: ModelManager) -> None:
+async def end_thread_with_error(manager):
     """End the engine thread as an unexpected error would."""
 
     def command(core: MlxCore) -> None:
@@ -98,19 +90,19 @@ async def end_thread_with_error(manager: ModelManager) -> None:
 
     with contextlib.suppress(EngineDeadError):
         await mlx_thread(manager).call(command)
-    await asyncio.to_thread(mlx_thread(manager)._thread.join)  # type: ignore[union-attr]
+    await asyncio.to_thread(mlx_thread(manager)._thread.join)
 
 
-async def vectors(manager: ModelManager, *texts: str, model: str | None = None) -> Vectors:
+async def vectors(manager, *texts, model=None):
     return (await manager.embed(EmbeddingRequest(inputs=texts, model=model))).vectors
 
 
-def long(count: int) -> EmbeddingRequest:
+def long(count):
     """Return a request whose texts keep the engine busy for a while."""
     return EmbeddingRequest(inputs=tuple(f"text number {at} " + "of the sea " * 40 for at in range(count)))
 
 
-async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedder: ModelManager) -> None:
+async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedder):
     (alone,) = await vectors(embedder, SENTENCES[0])
     crowd = [*SENTENCES, *(f"{at} " * (at + 1) for at in range(60))]
     beside = (await vectors(embedder, *crowd))[0]
@@ -118,14 +110,14 @@ async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedde
     assert alone @ beside > 0.999999
 
 
-async def test_simultaneous_requests_get_their_own_vectors(embedder: ModelManager) -> None:
+async def test_simultaneous_requests_get_their_own_vectors(embedder):
     alone = [await vectors(embedder, text) for text in SENTENCES]
     together = await asyncio.gather(*(vectors(embedder, text) for text in SENTENCES))
     for one, other in zip(alone, together, strict=True):
         assert np.allclose(one, other, atol=1e-5)
 
 
-async def test_shortened_vectors_have_length_one(embedder: ModelManager) -> None:
+async def test_shortened_vectors_have_length_one(embedder):
     whole = await embedder.embed(EmbeddingRequest(inputs=SENTENCES))
     cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
     assert cut.vectors.shape == (3, 64)
@@ -134,17 +126,17 @@ async def test_shortened_vectors_have_length_one(embedder: ModelManager) -> None
     assert np.allclose(cut.vectors, head / np.linalg.norm(head, axis=1, keepdims=True), atol=1e-6)
 
 
-async def test_all_dimensions_are_the_whole_vector(embedder: ModelManager) -> None:
+async def test_all_dimensions_are_the_whole_vector(embedder):
     request_ = EmbeddingRequest(inputs=SENTENCES, dimensions=384)
     assert np.array_equal((await embedder.embed(request_)).vectors, await vectors(embedder, *SENTENCES))
 
 
-async def test_more_dimensions_than_vectors_have_are_refused(embedder: ModelManager) -> None:
+async def test_more_dimensions_than_vectors_have_are_refused(embedder):
     with pytest.raises(InvalidRequestError, match="dimensions is 385; vectors of minilm-l6 have 384"):
         await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
 
 
-async def test_an_embedding_model_ranks_by_cosine(embedder: ModelManager) -> None:
+async def test_an_embedding_model_ranks_by_cosine(embedder):
     ranking = await embedder.rerank(RerankRequest(query="ocean water", documents=SENTENCES))
     rows = await vectors(embedder, "ocean water", *SENTENCES)
     assert ranking.method == "cosine"
@@ -153,7 +145,7 @@ async def test_an_embedding_model_ranks_by_cosine(embedder: ModelManager) -> Non
     assert ranking.report.texts == 4
 
 
-async def test_a_reranker_is_preferred_to_an_embedding_model(own_both: ModelManager, reranker: ModelEntry) -> None:
+async def test_a_reranker_is_preferred_to_an_embedding_model(own_both, reranker):
     await pin(own_both, reranker)
     ranking = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES))
     assert (ranking.method, ranking.report.model) == ("cross-encoder", "tiny-reranker")
@@ -164,9 +156,9 @@ async def test_a_reranker_is_preferred_to_an_embedding_model(own_both: ModelMana
     assert named.method == "cosine"
 
 
-def test_the_order_is_stable() -> None:
+def test_the_order_is_stable():
     scores = np.array([0.5, 0.9, 0.5, 0.9, 0.1], np.float32)
-    ranking = Ranking(scores=scores, method="cosine", report=None)  # type: ignore[arg-type]
+    ranking = Ranking(scores=scores, method="cosine", report=None)
     assert ranking.order() == [1, 3, 0, 2, 4]
     assert ranking.order(2) == [1, 3]
     assert ranking.order(99) == [1, 3, 0, 2, 4]
@@ -176,7 +168,7 @@ def test_the_order_is_stable() -> None:
 
 
 @pytest.mark.long
-async def test_answers_and_texts_are_computed_in_turns(both: ModelManager) -> None:
+async def test_answers_and_texts_are_computed_in_turns(both):
     stream = await both.submit(request(max_tokens=400, ignore_eos=True))
     await anext(stream)
     embedding = asyncio.create_task(both.embed(long(20)))
@@ -191,7 +183,7 @@ async def test_answers_and_texts_are_computed_in_turns(both: ModelManager) -> No
     await stream.aclose()
 
 
-async def test_texts_do_not_change_an_answer(both: ModelManager) -> None:
+async def test_texts_do_not_change_an_answer(both):
     text, _ = await run(both, max_tokens=60)
     stream = await both.submit(request(max_tokens=60))
     embedding = asyncio.create_task(both.embed(long(10)))
@@ -200,7 +192,7 @@ async def test_texts_do_not_change_an_answer(both: ModelManager) -> None:
     assert again == text
 
 
-async def test_a_request_of_one_text_does_not_wait_for_one_of_many(embedder: ModelManager, gate: Gate) -> None:
+async def test_a_request_of_one_text_does_not_wait_for_one_of_many(embedder, gate):
     gate.shut()
     flood = asyncio.create_task(embedder.embed(long(300)))
     await gate.reached()
@@ -213,7 +205,7 @@ async def test_a_request_of_one_text_does_not_wait_for_one_of_many(embedder: Mod
 # Loads and unloads
 
 
-async def test_pinned_models_stay_through_loads_and_unloads(own_both: ModelManager, tiny: ModelEntry) -> None:
+async def test_pinned_models_stay_through_loads_and_unloads(own_both, tiny):
     before = await vectors(own_both, SENTENCES[0])
     await own_both.load_entry(replace(tiny, id="tiny-again", path=tiny.path.parent / "tiny-two"))
     await own_both.unload()
@@ -222,7 +214,7 @@ async def test_pinned_models_stay_through_loads_and_unloads(own_both: ModelManag
     assert np.array_equal(await vectors(own_both, SENTENCES[0]), before)
 
 
-async def test_requests_of_pinned_models_continue_during_an_unload(own_both: ModelManager, gate: Gate) -> None:
+async def test_requests_of_pinned_models_continue_during_an_unload(own_both, gate):
     gate.shut()
     embedding = asyncio.create_task(own_both.embed(long(4)))
     await gate.reached()
@@ -235,9 +227,7 @@ async def test_requests_of_pinned_models_continue_during_an_unload(own_both: Mod
     assert (await embedding).vectors.shape == (4, 384)
 
 
-async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(
-    own_embedder: ModelManager, gate: Gate
-) -> None:
+async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(own_embedder, gate):
     gate.shut()
     running = asyncio.create_task(own_embedder.embed(long(4)))
     await gate.reached()
@@ -260,7 +250,7 @@ async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(
 
 
 @pytest.mark.usefixtures("no_shared_model")
-async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm: ModelEntry, gate: Gate) -> None:
+async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm, gate):
     async with ModelManager(Settings(drain_s=0)) as manager:
         await manager.load_entry(minilm)
         gate.shut()
@@ -275,9 +265,7 @@ async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm: ModelEnt
 
 
 @pytest.mark.usefixtures("no_shared_model")
-async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory(
-    tiny: ModelEntry, minilm: ModelEntry
-) -> None:
+async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory(tiny, minilm):
     async with ModelManager(Settings(idle_unload_s=0.4)) as manager:
         await pin(manager, minilm)
         await manager.load_entry(tiny)
@@ -289,7 +277,7 @@ async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory(
         assert manager.snapshot.pinned
 
 
-async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm: ModelEntry) -> None:
+async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm):
     async with ModelManager(Settings(idle_unload_s=1000)) as manager:
         await manager.load_entry(minilm)
         main = manager.residents.main
@@ -300,12 +288,12 @@ async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm: ModelEnt
         assert main.admission.used_at > before + 900
 
 
-async def test_a_chat_model_is_not_pinned(both: ModelManager, tiny: ModelEntry) -> None:
+async def test_a_chat_model_is_not_pinned(both, tiny):
     with pytest.raises(UnusableModelError, match="tiny is a chat model"):
         await pin(both, tiny)
 
 
-async def test_a_pin_that_fails_changes_nothing(own_both: ModelManager, tmp_path: Path) -> None:
+async def test_a_pin_that_fails_changes_nothing(own_both, tmp_path):
     broken = write_tiny_bert(tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UnusableModelError):
@@ -315,14 +303,14 @@ async def test_a_pin_that_fails_changes_nothing(own_both: ModelManager, tmp_path
 
 
 @pytest.mark.usefixtures("no_shared_model")
-async def test_a_model_too_large_to_be_pinned_is_refused_before_it_is_loaded(minilm: ModelEntry) -> None:
+async def test_a_model_too_large_to_be_pinned_is_refused_before_it_is_loaded(minilm):
     async with ModelManager(Settings(memory_limit_bytes=50_000_000)) as manager:
         with pytest.raises(OutOfMemoryError, match=r"needs 0\.09 GB"):
             await pin(manager, minilm)
 
 
 @pytest.mark.usefixtures("no_shared_model")
-async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny: ModelEntry, minilm: ModelEntry) -> None:
+async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny, minilm):
     async with ModelManager(Settings(memory_limit_bytes=95_000_000)) as manager:
         await manager.load_entry(tiny)
         await manager.unload()
@@ -331,9 +319,7 @@ async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny: Mo
             await manager.load_entry(tiny)
 
 
-async def test_after_the_thread_has_died_a_load_also_restores_pinned_models(
-    own_both: ModelManager, tiny: ModelEntry
-) -> None:
+async def test_after_the_thread_has_died_a_load_also_restores_pinned_models(own_both, tiny):
     await end_thread_with_error(own_both)
     with pytest.raises(EngineDeadError):
         await vectors(own_both, SENTENCES[0])
@@ -341,9 +327,7 @@ async def test_after_the_thread_has_died_a_load_also_restores_pinned_models(
     assert (await vectors(own_both, SENTENCES[0])).shape == (1, 384)
 
 
-async def test_a_pinned_model_that_cannot_be_restored_does_not_prevent_a_load(
-    tiny: ModelEntry, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_pinned_model_that_cannot_be_restored_does_not_prevent_a_load(tiny, tmp_path, caplog):
     pinned = write_tiny_bert(tmp_path / "pinned")
     async with ModelManager(Settings()) as manager:
         await pin(manager, pinned)
@@ -355,9 +339,7 @@ async def test_a_pinned_model_that_cannot_be_restored_does_not_prevent_a_load(
     assert "pinned, which was pinned, could not be loaded again" in caplog.text
 
 
-async def test_a_model_that_is_loaded_and_pinned_is_in_memory_once(
-    own_embedder: ModelManager, minilm: ModelEntry
-) -> None:
+async def test_a_model_that_is_loaded_and_pinned_is_in_memory_once(own_embedder, minilm):
     used = own_embedder.snapshot.memory_used_bytes
     await pin(own_embedder, minilm)
     assert own_embedder.snapshot.memory_used_bytes == used
@@ -365,7 +347,7 @@ async def test_a_model_that_is_loaded_and_pinned_is_in_memory_once(
     assert (await vectors(own_embedder, SENTENCES[0])).shape == (1, 384)
 
 
-async def test_a_model_whose_texts_are_being_tokenized_is_not_idle(own_embedder: ModelManager) -> None:
+async def test_a_model_whose_texts_are_being_tokenized_is_not_idle(own_embedder):
     resume = threading.Event()
     await vectors(own_embedder, SENTENCES[0])
     executor = mlx_engine(own_embedder)._texts._executor
@@ -380,11 +362,11 @@ async def test_a_model_whose_texts_are_being_tokenized_is_not_idle(own_embedder:
     assert (await embedding).shape == (3, 384)
 
 
-async def idle_timer(control: ModelControl) -> asyncio.TimerHandle | None:
+async def idle_timer(control):
     return control._idle_timer
 
 
-async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_embedder: ModelManager) -> None:
+async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_embedder):
     kept = []
     for refused in (
         EmbeddingRequest(inputs=("text",), dimensions=385),
@@ -401,9 +383,7 @@ async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_
 
 @pytest.mark.parametrize("changes", [{"model": "other"}, {"prompt": TokenPrompt(tokens=(1,) * 10_000)}])
 @pytest.mark.usefixtures("no_shared_model")
-async def test_errors_of_chat_requests_do_not_keep_the_model_in_memory(
-    tiny: ModelEntry, changes: dict[str, Any]
-) -> None:
+async def test_errors_of_chat_requests_do_not_keep_the_model_in_memory(tiny, changes):
     async with ModelManager(Settings()) as manager:
         await manager.load_entry(tiny)
         with pytest.raises(LabError) as kept:
@@ -415,16 +395,14 @@ async def test_errors_of_chat_requests_do_not_keep_the_model_in_memory(
 # Ends
 
 
-async def test_a_request_without_texts_is_refused(embedder: ModelManager) -> None:
+async def test_a_request_without_texts_is_refused(embedder):
     with pytest.raises(InvalidRequestError, match="no texts"):
         await embedder.embed(EmbeddingRequest(inputs=()))
     with pytest.raises(InvalidRequestError, match="no texts"):
         await embedder.rerank(RerankRequest(query="q", documents=()))
 
 
-async def test_the_number_of_characters_in_all_requests_is_limited(
-    embedder: ModelManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_number_of_characters_in_all_requests_is_limited(embedder, monkeypatch):
     monkeypatch.setattr("lmx_lab.engine.mlx.prepare_texts.MAX_CHARACTERS", 10_000)
     running = asyncio.create_task(embedder.embed(long(1000)))
     await asyncio.sleep(0)
@@ -433,7 +411,7 @@ async def test_the_number_of_characters_in_all_requests_is_limited(
     running.cancel()
 
 
-async def test_quiescing_ends_requests_of_pinned_models_too(own_both: ModelManager, gate: Gate) -> None:
+async def test_quiescing_ends_requests_of_pinned_models_too(own_both, gate):
     gate.shut()
     embedding = asyncio.create_task(own_both.embed(long(4)))
     await gate.reached()
@@ -449,7 +427,7 @@ TOKENS = 2000 * 100
 """Fewer than ``long(2000)`` has."""
 
 
-async def test_cancelling_a_request_cancels_its_computation(embedder: ModelManager, gate: Gate) -> None:
+async def test_cancelling_a_request_cancels_its_computation(embedder, gate):
     before = embedder.snapshot.encoded_tokens
     gate.shut()
     embedding = asyncio.create_task(embedder.embed(long(2000)))
@@ -462,7 +440,7 @@ async def test_cancelling_a_request_cancels_its_computation(embedder: ModelManag
     assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
 
 
-async def test_an_accepted_request_that_is_dropped_is_cancelled(embedder: ModelManager) -> None:
+async def test_an_accepted_request_that_is_dropped_is_cancelled(embedder):
     before = embedder.snapshot.encoded_tokens
     pending = await embedder.submit_embedding(long(2000))
     del pending
@@ -470,7 +448,7 @@ async def test_an_accepted_request_that_is_dropped_is_cancelled(embedder: ModelM
     assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
 
 
-async def test_a_request_ends_at_its_deadline(embedder: ModelManager) -> None:
+async def test_a_request_ends_at_its_deadline(embedder):
     before = embedder.snapshot.encoded_tokens
     with pytest.raises(GenerationTimeoutError, match=r"0\.3 s"):
         await embedder.embed(replace(long(2000), timeout_s=0.3))
@@ -478,7 +456,7 @@ async def test_a_request_ends_at_its_deadline(embedder: ModelManager) -> None:
     assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
 
 
-async def test_too_many_requests_are_refused(minilm: ModelEntry) -> None:
+async def test_too_many_requests_are_refused(minilm):
     async with ModelManager(Settings(slots=1, queue_limit=1)) as manager:
         await manager.load_entry(minilm)
         running = [asyncio.create_task(manager.embed(long(100))) for _ in range(2)]
@@ -489,7 +467,7 @@ async def test_too_many_requests_are_refused(minilm: ModelEntry) -> None:
             task.cancel()
 
 
-async def test_stopping_ends_running_requests(minilm: ModelEntry, gate: Gate) -> None:
+async def test_stopping_ends_running_requests(minilm, gate):
     manager = ModelManager(Settings())
     await asyncio.to_thread(manager.start)
     await manager.load_entry(minilm)
@@ -502,9 +480,7 @@ async def test_stopping_ends_running_requests(minilm: ModelEntry, gate: Gate) ->
         await embedding
 
 
-async def test_an_error_in_a_layer_fails_only_its_request(
-    embedder: ModelManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_in_a_layer_fails_only_its_request(embedder, monkeypatch):
     good = await vectors(embedder, SENTENCES[0])
 
     def fail(*_: object) -> None:
@@ -520,7 +496,7 @@ async def test_an_error_in_a_layer_fails_only_its_request(
 # Models of another kind
 
 
-async def test_the_refusal_without_a_model_names_the_next_step() -> None:
+async def test_the_refusal_without_a_model_names_the_next_step():
     async with ModelManager(Settings()) as manager:
         with pytest.raises(NotLoadedError, match="--embedder"):
             await vectors(manager, "text")
@@ -528,12 +504,12 @@ async def test_the_refusal_without_a_model_names_the_next_step() -> None:
             await manager.rerank(RerankRequest(query="q", documents=("d",)))
 
 
-async def test_a_chat_model_does_not_embed(both: ModelManager) -> None:
+async def test_a_chat_model_does_not_embed(both):
     with pytest.raises(InvalidRequestError, match="tiny is a chat model; this needs an embedding model"):
         await vectors(both, "text", model="tiny")
 
 
-async def test_a_reranker_does_not_embed(reranker: ModelEntry) -> None:
+async def test_a_reranker_does_not_embed(reranker):
     async with ModelManager(Settings()) as manager:
         await manager.load_entry(reranker)
         with pytest.raises(NotLoadedError, match="tiny-reranker is a reranker"):
@@ -542,11 +518,11 @@ async def test_a_reranker_does_not_embed(reranker: ModelEntry) -> None:
             await vectors(manager, "text", model="tiny-reranker")
 
 
-async def test_an_embedding_model_does_not_chat(both: ModelManager) -> None:
+async def test_an_embedding_model_does_not_chat(both):
     with pytest.raises(InvalidRequestError, match="minilm-l6 is an embedding model"):
         await both.submit(request(model="minilm-l6"))
 
 
-async def test_an_unknown_embedding_model_is_refused(both: ModelManager) -> None:
+async def test_an_unknown_embedding_model_is_refused(both):
     with pytest.raises(ModelNotFoundError, match="no model here has the id 'bge'"):
         await vectors(both, "text", model="bge")

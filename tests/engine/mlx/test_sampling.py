@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import mlx.core as mx
@@ -17,11 +16,9 @@ from lmx_lab.engine.mlx.sampling import RandomSampler
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from tests.support.engines import (
     GREEDY,
     PROMPT,
-    Shared,
     finish,
     finish_with_logprobs,
     mlx_thread,
@@ -40,25 +37,25 @@ EIGHT_SLOTS = Settings(slots=8)
 
 
 @pytest.fixture
-def wide(shared: Shared, tiny: ModelEntry) -> Iterator[ModelManager]:
+def wide(shared, tiny):
     with shared.use(EIGHT_SLOTS, tiny) as manager:
         yield manager
 
 
 @pytest.fixture
-async def own_wide(no_shared_model: None, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+async def own_wide(no_shared_model, tiny):
     async with ModelManager(EIGHT_SLOTS) as manager:
         await manager.load_entry(tiny)
         yield manager
 
 
-async def tokens(manager: ModelManager, sampling: Sampling, count: int = 12) -> list[int]:
+async def tokens(manager, sampling, count=12):
     stream = await manager.submit(request(sampling=sampling, max_tokens=count, top_logprobs=0, ignore_eos=True))
     return [entry.token for entry in (await finish_with_logprobs(stream))[1]]
 
 
 @pytest.mark.parametrize("neighbours", [0, 1, 7])
-async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(wide: ModelManager, neighbours: int) -> None:
+async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(wide, neighbours):
     seeded = replace(WILD, seed=7)
     alone = await tokens(wide, seeded)
     others = [
@@ -69,7 +66,7 @@ async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(wide: Mo
     await asyncio.gather(*map(finish, others))
 
 
-async def test_seeds_in_one_batch_are_independent(wide: ModelManager) -> None:
+async def test_seeds_in_one_batch_are_independent(wide):
     seeds = [0, 1, -1, 2**64, 2**64 + 1, 10**400, -(10**400)]
     alone = [await tokens(wide, replace(WILD, seed=seed)) for seed in seeds]
     together = await asyncio.gather(*(tokens(wide, replace(WILD, seed=seed)) for seed in seeds))
@@ -77,11 +74,11 @@ async def test_seeds_in_one_batch_are_independent(wide: ModelManager) -> None:
     assert len({tuple(drawn) for drawn in alone}) == len(seeds)
 
 
-async def test_without_a_seed_every_answer_differs(manager: ModelManager) -> None:
+async def test_without_a_seed_every_answer_differs(manager):
     assert await tokens(manager, WILD) != await tokens(manager, WILD)
 
 
-async def test_the_choices_of_a_seeded_request_differ_and_are_reproducible(wide: ModelManager) -> None:
+async def test_the_choices_of_a_seeded_request_differ_and_are_reproducible(wide):
     async def choices() -> list[str]:
         streams = await wide.submit_all(request(sampling=replace(WILD, seed=3)), choices=3)
         return [text for text, _ in await asyncio.gather(*map(finish, streams))]
@@ -91,25 +88,25 @@ async def test_the_choices_of_a_seeded_request_differ_and_are_reproducible(wide:
     assert len(set(first)) == 3
 
 
-async def test_choices_are_accepted_all_or_none(manager: ModelManager) -> None:
+async def test_choices_are_accepted_all_or_none(manager):
     async with await manager.submit(request(max_tokens=300, ignore_eos=True)):
         with pytest.raises(QueueFullError):
             await manager.submit_all(request(max_tokens=300), choices=4)
         assert manager.snapshot.queued_requests + manager.snapshot.active_requests == 1
 
 
-async def test_more_choices_than_the_queue_can_ever_hold_are_an_invalid_request(manager: ModelManager) -> None:
+async def test_more_choices_than_the_queue_can_ever_hold_are_an_invalid_request(manager):
     with pytest.raises(InvalidRequestError, match="n is 5; this server takes 4") as refused:
         await manager.submit_all(request(), choices=5)
     assert refused.value.param == "n"
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6, 1e-3])
-async def test_a_tiny_temperature_is_greedy(manager: ModelManager, temperature: float) -> None:
+async def test_a_tiny_temperature_is_greedy(manager, temperature):
     assert await tokens(manager, replace(WILD, temperature=temperature)) == await tokens(manager, GREEDY)
 
 
-async def test_penalties_of_one_request_do_not_change_the_precision_of_others(own_wide: ModelManager) -> None:
+async def test_penalties_of_one_request_do_not_change_the_precision_of_others(own_wide):
     def narrow(core: MlxCore) -> None:
         assert core.main is not None
         core.main.model.set_dtype(mx.bfloat16)
@@ -125,7 +122,7 @@ async def test_penalties_of_one_request_do_not_change_the_precision_of_others(ow
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-async def test_greedy_is_the_same_in_a_batch_of_any_size(wide: ModelManager, size: int) -> None:
+async def test_greedy_is_the_same_in_a_batch_of_any_size(wide, size):
     prompts = [numbers(3 + at, start=300 * at + 5) for at in range(size)]
     alone = [(await run(wide, prompt=prompt, max_tokens=30))[0] for prompt in prompts]
     streams = await asyncio.gather(*(wide.submit(request(prompt=prompt, max_tokens=30)) for prompt in prompts))
@@ -135,11 +132,11 @@ async def test_greedy_is_the_same_in_a_batch_of_any_size(wide: ModelManager, siz
 @pytest.mark.parametrize(
     "cut", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.5, "min_p": 0.5}]
 )
-async def test_a_filter_that_leaves_one_token_is_greedy(manager: ModelManager, cut: dict[str, float]) -> None:
+async def test_a_filter_that_leaves_one_token_is_greedy(manager, cut):
     assert await tokens(manager, replace(WILD, **cut)) == await tokens(manager, GREEDY)
 
 
-async def test_top_k_samples_only_the_most_likely_tokens(manager: ModelManager) -> None:
+async def test_top_k_samples_only_the_most_likely_tokens(manager):
     stream = await manager.submit(
         request(sampling=replace(WILD, top_k=3), max_tokens=60, top_logprobs=3, ignore_eos=True)
     )
@@ -149,46 +146,46 @@ async def test_top_k_samples_only_the_most_likely_tokens(manager: ModelManager) 
 
 
 @pytest.mark.parametrize("top_k", [VOCABULARY, VOCABULARY + 1, 10**9])
-async def test_top_k_of_the_whole_vocabulary_removes_nothing(manager: ModelManager, top_k: int) -> None:
+async def test_top_k_of_the_whole_vocabulary_removes_nothing(manager, top_k):
     seeded = replace(WILD, seed=5)
     assert await tokens(manager, replace(seeded, top_k=top_k)) == await tokens(manager, seeded)
 
 
-async def test_a_bias_can_force_and_forbid_tokens(manager: ModelManager) -> None:
+async def test_a_bias_can_force_and_forbid_tokens(manager):
     assert await tokens(manager, replace(GREEDY, logit_bias=((777, 100.0),)), 5) == [777] * 5
     usual = await tokens(manager, GREEDY, 1)
     assert await tokens(manager, replace(GREEDY, logit_bias=((usual[0], -100.0),)), 1) != usual
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY, 10**12])
-async def test_a_bias_on_an_unknown_token_is_refused_with_the_range(manager: ModelManager, token: int) -> None:
+async def test_a_bias_on_an_unknown_token_is_refused_with_the_range(manager, token):
     with pytest.raises(InvalidRequestError, match=f"{token}.*0 to {VOCABULARY - 1}") as refused:
         await run(manager, sampling=replace(GREEDY, logit_bias=((token, 1.0),)))
     assert refused.value.param == "logit_bias"
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
-async def test_a_prompt_with_an_unknown_token_is_refused(manager: ModelManager, token: int) -> None:
+async def test_a_prompt_with_an_unknown_token_is_refused(manager, token):
     with pytest.raises(InvalidRequestError) as refused:
         await run(manager, prompt=TokenPrompt(tokens=(1, token)))
     assert refused.value.param == "prompt"
 
 
-async def test_a_presence_penalty_counts_the_whole_output(manager: ModelManager) -> None:
+async def test_a_presence_penalty_counts_the_whole_output(manager):
     # The bias leaves thirty tokens. With a penalty larger than their differences, each of them is chosen once.
     few = replace(GREEDY, logit_bias=tuple((token, 100.0) for token in range(700, 730)))
     assert len(set(await tokens(manager, few, 30))) < 30
     assert sorted(await tokens(manager, replace(few, presence_penalty=50.0), 30)) == list(range(700, 730))
 
 
-async def test_a_frequency_penalty_grows_with_each_occurrence(manager: ModelManager) -> None:
+async def test_a_frequency_penalty_grows_with_each_occurrence(manager):
     bias = ((700, 60.0), (701, 59.0))
     drawn = await tokens(manager, replace(GREEDY, logit_bias=bias, frequency_penalty=0.25), 40)
     assert set(drawn) == {700, 701}
     assert max(Counter(drawn).values()) <= 30
 
 
-async def test_a_repetition_penalty_does_not_count_the_prompt(manager: ModelManager) -> None:
+async def test_a_repetition_penalty_does_not_count_the_prompt(manager):
     plain = await tokens(manager, GREEDY, 1)
     prompt = TokenPrompt(tokens=(*PROMPT.tokens, *plain))
     first = await manager.submit(request(prompt=prompt, max_tokens=1, top_logprobs=0))
@@ -204,7 +201,7 @@ async def test_a_repetition_penalty_does_not_count_the_prompt(manager: ModelMana
     assert len(set(spread)) > 15
 
 
-async def test_ignore_eos_continues_after_the_end_of_the_text(manager: ModelManager) -> None:
+async def test_ignore_eos_continues_after_the_end_of_the_text(manager):
     ends = replace(GREEDY, logit_bias=((2, 100.0),))
     _, report = await run(manager, sampling=ends)
     assert (report.finish_reason, report.output_tokens) == ("stop", 1)
@@ -213,7 +210,7 @@ async def test_ignore_eos_continues_after_the_end_of_the_text(manager: ModelMana
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-async def test_a_limit_does_not_change_the_tokens_before_it(manager: ModelManager, limit: int) -> None:
+async def test_a_limit_does_not_change_the_tokens_before_it(manager, limit):
     # The last token is returned before mlx-lm returns it, and must have the same id, log-probabilities and reason.
     _, usual = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=8)))
     text, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=limit)))
@@ -224,7 +221,7 @@ async def test_a_limit_does_not_change_the_tokens_before_it(manager: ModelManage
     assert (await run(manager, sampling=ends, max_tokens=1, ignore_eos=True))[1].finish_reason == "length"
 
 
-async def test_an_answer_of_one_token_takes_one_forward_pass(own_manager: ModelManager) -> None:
+async def test_an_answer_of_one_token_takes_one_forward_pass(own_manager):
     passes = 0
 
     def count(core: MlxCore) -> None:
@@ -242,7 +239,7 @@ async def test_an_answer_of_one_token_takes_one_forward_pass(own_manager: ModelM
     assert passes == 1
 
 
-async def test_logprobs_are_those_of_the_sampled_tokens(manager: ModelManager) -> None:
+async def test_logprobs_are_those_of_the_sampled_tokens(manager):
     stream = await manager.submit(request(top_logprobs=20))
     text, entries = await finish_with_logprobs(stream)
     assert len(entries) == 8
@@ -255,7 +252,7 @@ async def test_logprobs_are_those_of_the_sampled_tokens(manager: ModelManager) -
         assert entry.top[0].logprob == entry.logprob
 
 
-async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -> None:
+async def test_tokens_of_a_stop_string_have_no_logprobs(manager):
     text, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=0)))
     stop = entries[4].text
     assert stop not in text[: text.index(stop)]
@@ -264,7 +261,7 @@ async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -
     assert remaining == entries[:4]
 
 
-async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: ModelManager) -> None:
+async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager):
     ends = replace(GREEDY, logit_bias=((2, 100.0),))
     _, (entry,) = await finish_with_logprobs(await manager.submit(request(top_logprobs=1, sampling=ends)))
     assert (entry.token, entry.text, entry.bytes, entry.ends) == (2, "<|im_end|>", b"", True)
@@ -275,7 +272,7 @@ async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: M
     assert [(one.bytes, one.ends) for one in entries] == [(b"", False)] * 8
 
 
-async def test_scores_of_a_prompt_equal_the_logprobs_of_generating_it(manager: ModelManager) -> None:
+async def test_scores_of_a_prompt_equal_the_logprobs_of_generating_it(manager):
     _, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=20)))
     whole_text = TokenPrompt(tokens=(*PROMPT.tokens, *(entry.token for entry in entries)))
     stream = await manager.submit(request(prompt=whole_text, top_logprobs=2, score_prompt=True, max_tokens=0))
@@ -290,7 +287,7 @@ async def test_scores_of_a_prompt_equal_the_logprobs_of_generating_it(manager: M
         assert score.top[0].token == score.token
 
 
-async def test_generation_follows_scoring(manager: ModelManager) -> None:
+async def test_generation_follows_scoring(manager):
     plain, _ = await run(manager, prompt=numbers(150))
     stream = await manager.submit(request(prompt=numbers(150), score_prompt=True))
     text, report = await finish(stream)
@@ -300,21 +297,21 @@ async def test_generation_follows_scoring(manager: ModelManager) -> None:
     assert len(stream.prompt_scores.tokens) == 150
 
 
-async def test_a_prompt_that_fills_the_context_can_be_scored(manager: ModelManager) -> None:
+async def test_a_prompt_that_fills_the_context_can_be_scored(manager):
     stream = await manager.submit(request(prompt=numbers(512), score_prompt=True, max_tokens=0))
     await finish(stream)
     assert stream.prompt_scores is not None
     assert len(stream.prompt_scores.tokens) == 512
 
 
-async def test_cancelling_while_a_prompt_is_scored_frees_the_slot(manager: ModelManager) -> None:
+async def test_cancelling_while_a_prompt_is_scored_frees_the_slot(manager):
     streams = [await manager.submit(request(prompt=numbers(500, start=9 * at), score_prompt=True)) for at in range(3)]
     for stream in streams:
         await stream.aclose()
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_max_tokens_0_only_checks_the_prompt(manager: ModelManager) -> None:
+async def test_max_tokens_0_only_checks_the_prompt(manager):
     before = manager.snapshot.prompt_tokens
     text, report = await run(manager, max_tokens=0)
     assert (text, report.output_tokens, report.finish_reason, report.prompt_tokens) == ("", 0, "length", 3)
@@ -324,7 +321,7 @@ async def test_max_tokens_0_only_checks_the_prompt(manager: ModelManager) -> Non
 
 
 @pytest.mark.slow
-def test_rounding_errors_do_not_change_seeded_sampling() -> None:
+def test_rounding_errors_do_not_change_seeded_sampling():
     random = np.random.default_rng(0)
     cut = RandomSampler(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0)
     logprobs = random.normal(0, 1.7, (1, 49_152)).astype(np.float32)

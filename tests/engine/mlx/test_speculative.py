@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from lmx_lab.engine.mlx.speculative import (
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights import Catalog
 from tests.support.engines import finish_with_logprobs, request, run
 from tests.support.models import teach_thinking
@@ -33,7 +32,7 @@ from tests.support.models import teach_thinking
 PAST = [*range(10, 40), 90, 91, 10, 11, 12]
 
 
-def test_the_tokens_after_the_last_occurrence_are_drafted() -> None:
+def test_the_tokens_after_the_last_occurrence_are_drafted():
     lookup = PromptLookup()
     # The first token is the one that has been sampled but not computed.
     assert list(lookup.expect(PAST, limit=100)) == [13, 14, 15, 16, 17]
@@ -43,11 +42,11 @@ def test_the_tokens_after_the_last_occurrence_are_drafted() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3], [1, 2, 3, 4, 2, 3], list(range(100))])
-def test_nothing_is_drafted_without_an_earlier_occurrence(tokens: list[int]) -> None:
+def test_nothing_is_drafted_without_an_earlier_occurrence(tokens):
     assert list(PromptLookup().expect(tokens, limit=100)) == []
 
 
-def test_accepted_drafts_become_longer_and_rejected_ones_shorter() -> None:
+def test_accepted_drafts_become_longer_and_rejected_ones_shorter():
     lookup, lengths = PromptLookup(), []
     for accepted in (1, 1, 1, 1, 0):
         draft = len(lookup.expect(PAST, limit=100)) - 1
@@ -58,7 +57,7 @@ def test_accepted_drafts_become_longer_and_rejected_ones_shorter() -> None:
     assert lookup.accepted < lookup.drafted == sum(lengths)
 
 
-def test_drafts_pause_while_they_save_no_time() -> None:
+def test_drafts_pause_while_they_save_no_time():
     lookup, passes = PromptLookup(), 0
     while lookup.expect(PAST, limit=100):
         lookup.record(at=len(PAST), drafted=4, accepted=0, cost=1.8)
@@ -73,7 +72,7 @@ def test_drafts_pause_while_they_save_no_time() -> None:
 
 
 @pytest.fixture
-def drafts_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def drafts_always_pay(monkeypatch):
     """Use drafts wherever possible, independently of measured durations."""
     monkeypatch.setattr(SpeculativeBatch, "_cost", 1.0)
 
@@ -100,7 +99,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def repetitive(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+def repetitive(tiny, tmp_path_factory):
     """``tiny`` with larger embeddings of a few tokens, so that its answers consist of these tokens and repeat."""
     home = tmp_path_factory.mktemp("repetitive-home")
     folder = shutil.copytree(tiny.path, home / "models" / "repetitive")
@@ -120,7 +119,7 @@ class Answers:
     """Texts of simultaneous answers, and of one after a cached prefix that a draft has written."""
 
 
-async def answers(entry: ModelEntry, **options: Any) -> Answers:
+async def answers(entry, **options):
     async with ModelManager(Settings(slots=4)) as manager:
         report = await manager.load_entry(entry, LoadSpec(model=entry.id, **options))
         alone = {name: await run(manager, **changes) for name, changes in REQUESTS.items()}
@@ -144,7 +143,7 @@ async def answers(entry: ModelEntry, **options: Any) -> Answers:
 @pytest.mark.long
 @pytest.mark.anyio
 @pytest.mark.usefixtures("no_shared_model", "drafts_always_pay")
-async def test_answers_are_the_same_with_and_without_drafts(repetitive: ModelEntry, tiny: ModelEntry) -> None:
+async def test_answers_are_the_same_with_and_without_drafts(repetitive, tiny):
     plain = await answers(repetitive, prompt_lookup=False)
     assert plain.alone["greedy"][1].drafted_tokens == 0
     lookup = await answers(repetitive)
@@ -171,7 +170,7 @@ async def test_answers_are_the_same_with_and_without_drafts(repetitive: ModelEnt
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("no_shared_model")
-async def test_a_draft_model_that_cannot_be_used_is_refused(tiny: ModelEntry, tmp_path: Path) -> None:
+async def test_a_draft_model_that_cannot_be_used_is_refused(tiny, tmp_path):
     folder = shutil.copytree(tiny.path, tmp_path / "other")
     teach_thinking(folder)
     async with ModelManager(Settings()) as manager:
@@ -187,7 +186,7 @@ async def test_a_draft_model_that_cannot_be_used_is_refused(tiny: ModelEntry, tm
         assert manager.snapshot.state == "ready"
 
 
-def test_a_draft_model_computes_a_long_text_in_parts_and_only_what_is_new(tiny: ModelEntry) -> None:
+def test_a_draft_model_computes_a_long_text_in_parts_and_only_what_is_new(tiny):
     model, _ = load_model(tiny.path)
     drafter, text = (
         DraftModel(model, tokens=49152),

@@ -1,13 +1,10 @@
 """Vectors steer single requests of a batch, and change nothing in the others."""
 
-from __future__ import annotations
-
 import array
 import asyncio
 import os
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -16,14 +13,13 @@ from mlx_lm.generate import BatchGenerator
 
 from lmx_lab.engine import ModelManager, Sampling, TokenPrompt, scheduler
 from lmx_lab.engine.mlx.capture.parts import find_parts
-from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
+from lmx_lab.engine.mlx.capture.points import find_points
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.speculative import SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.values.generation import TokenLogprob
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.steering import SteeringVector, encode_components
 from tests.support.engines import (
     engine_paused,
@@ -42,7 +38,7 @@ PROMPT = numbers(40)
 WIDTH, LAYERS = 32, 2
 
 
-def vector(layer: int = 0, *, seed: int = 0, scale: float = 3.0, width: int = WIDTH, **changes: Any) -> SteeringVector:
+def vector(layer=0, *, seed=0, scale=3.0, width=WIDTH, **changes):
     values = np.random.default_rng(seed).normal(size=width).astype(np.float32)
     text = encode_components(array.array("f", values.tobytes()))
     return SteeringVector(layer=layer, vector=text, scale=scale, **changes)
@@ -52,22 +48,22 @@ LONG = 1e5
 """A scale with which a vector exceeds the range of float16."""
 
 
-def options(*steer: SteeringVector, **changes: Any) -> dict[str, Any]:
+def options(*steer, **changes):
     return {"prompt": PROMPT, "max_tokens": 16, "ignore_eos": True, "top_logprobs": 2, "steer": steer, **changes}
 
 
-async def together(manager: ModelManager, *requests: dict[str, Any]) -> list[tuple[str, list[TokenLogprob]]]:
+async def together(manager, *requests):
     """Return the answers to requests that are computed in one batch from their first tokens."""
     async with engine_paused(manager):
         submits = [await submit_while_paused(manager, manager.submit(request(**each))) for each in requests]
     return list(await asyncio.gather(*[finish_with_logprobs(await submit) for submit in submits]))
 
 
-async def alone(manager: ModelManager, **changes: Any) -> tuple[str, list[TokenLogprob]]:
+async def alone(manager, **changes):
     return await finish_with_logprobs(await manager.submit(request(**changes)))
 
 
-def assert_same(answer: tuple[str, list[TokenLogprob]], expected: tuple[str, list[TokenLogprob]]) -> None:
+def assert_same(answer, expected):
     """Compare two answers that may have been computed in batches and chunks of other sizes."""
     assert answer[0] == expected[0]
     assert [it.token for it in answer[1]] == [it.token for it in expected[1]]
@@ -75,14 +71,14 @@ def assert_same(answer: tuple[str, list[TokenLogprob]], expected: tuple[str, lis
 
 
 @pytest.fixture
-async def fresh(no_shared_model: None, tiny: ModelEntry) -> Any:
+async def fresh(no_shared_model, tiny):
     """A manager without a prefix cache, so that every request computes its whole prompt."""
     async with ModelManager(Settings(slots=4, prefix_cache_bytes=0)) as manager:
         await manager.load_entry(tiny)
         yield manager
 
 
-def logprobs_of(rows: list[RequestSteering | None], kind: str, dtype: mx.Dtype) -> list[list[bytes]]:
+def logprobs_of(rows, kind, dtype):
     """Return the log-probabilities of each token of several answers to one prompt, which begin in the same step."""
     model = build_model(kind)
     model.set_dtype(dtype)
@@ -94,7 +90,7 @@ def logprobs_of(rows: list[RequestSteering | None], kind: str, dtype: mx.Dtype) 
     uids = generator.insert([[1, 2, 3, 4, 5, 6, 7]] * len(rows), max_tokens=[6] * len(rows))
     for uid, row in zip(uids, rows, strict=True):
         steering.add(uid, row)
-    found: dict[int, list[bytes]] = {uid: [] for uid in uids}
+    found = {uid: [] for uid in uids}
     while any(len(each) < 6 for each in found.values()):
         for response in generator.next()[1]:
             found[response.uid].append(np.array(response.logprobs.astype(mx.float32)).tobytes())
@@ -102,12 +98,12 @@ def logprobs_of(rows: list[RequestSteering | None], kind: str, dtype: mx.Dtype) 
     return [found[uid] for uid in uids]
 
 
-def points_of(model: Any) -> HookPoints:
+def points_of(model):
     return find_points(find_parts(model, "tiny"), "tiny")
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", mx.float32), ("qwen3", mx.bfloat16), ("phi3", mx.float32)])
-def test_no_bit_of_the_other_rows_changes(kind: str, dtype: mx.Dtype) -> None:
+def test_no_bit_of_the_other_rows_changes(kind, dtype):
     points = points_of(build_model(kind))
     steered = RequestSteering.of([vector(1), vector(0, seed=1)], points)
     plain = logprobs_of([None, None, None], kind, dtype)
@@ -116,7 +112,7 @@ def test_no_bit_of_the_other_rows_changes(kind: str, dtype: mx.Dtype) -> None:
     assert all(one != other for one, other in zip(mixed[1], plain[1], strict=True))
 
 
-def test_values_that_are_not_finite_change_no_bit_of_the_other_rows() -> None:
+def test_values_that_are_not_finite_change_no_bit_of_the_other_rows():
     long = RequestSteering.of([vector(1, scale=LONG)], points_of(build_model("llama")))
     assert long is not None
     plain = logprobs_of([None, None, None], "llama", mx.float16)
@@ -126,7 +122,7 @@ def test_values_that_are_not_finite_change_no_bit_of_the_other_rows() -> None:
         long.check(mx.array(np.frombuffer(mixed[1][0], np.float32)))
 
 
-def test_vectors_whose_sum_is_zero_have_no_effect() -> None:
+def test_vectors_whose_sum_is_zero_have_no_effect():
     points = points_of(build_model("llama"))
     assert RequestSteering.of([vector(0, scale=0.0), vector(1, scale=2.0), vector(1, scale=-2.0)], points) is None
     one, both = [RequestSteering.of(steer, points) for steer in ([vector(1)], [vector(0, scale=0.0), vector(1)])]
@@ -135,7 +131,7 @@ def test_vectors_whose_sum_is_zero_have_no_effect() -> None:
     assert one.key == both.key
 
 
-async def test_one_of_two_identical_requests_is_steered_and_the_other_unchanged(fresh: ModelManager) -> None:
+async def test_one_of_two_identical_requests_is_steered_and_the_other_unchanged(fresh):
     plain, steered, other = options(), options(vector()), options(vector(1, seed=1), vector(0, seed=2, scale=-1))
     answers = await together(fresh, plain, steered, other)
     assert len({text for text, _ in answers}) == 3
@@ -143,7 +139,7 @@ async def test_one_of_two_identical_requests_is_steered_and_the_other_unchanged(
         assert_same(found, await alone(fresh, **each))
 
 
-async def test_zero_vectors_change_nothing(fresh: ModelManager) -> None:
+async def test_zero_vectors_change_nothing(fresh):
     plain = options()
     expected = await alone(fresh, **plain)
     zero = [vector(layer, scale=0.0) for layer in range(LAYERS)]
@@ -153,7 +149,7 @@ async def test_zero_vectors_change_nothing(fresh: ModelManager) -> None:
         assert_same(answer, expected)
 
 
-async def test_steered_rows_stay_the_same_while_others_join_and_leave(fresh: ModelManager) -> None:
+async def test_steered_rows_stay_the_same_while_others_join_and_leave(fresh):
     requests = [
         options(max_tokens=4),
         options(vector(seed=3), max_tokens=30),
@@ -169,7 +165,7 @@ async def test_steered_rows_stay_the_same_while_others_join_and_leave(fresh: Mod
     assert texts == expected
 
 
-async def test_the_scores_of_a_steered_prompt_are_its_log_probabilities(fresh: ModelManager) -> None:
+async def test_the_scores_of_a_steered_prompt_are_its_log_probabilities(fresh):
     steered = options(vector())
     _, logprobs = await alone(fresh, **steered)
     tokens = tuple(it.token for it in logprobs if it.token is not None)
@@ -182,7 +178,7 @@ async def test_the_scores_of_a_steered_prompt_are_its_log_probabilities(fresh: M
     assert [it.logprob for it in scored] == pytest.approx([it.logprob for it in logprobs], abs=1e-4)
 
 
-async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tmp_path: Path, tiny: ModelEntry) -> None:
+async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tmp_path, tiny):
     async with ModelManager(Settings(prefix_cache_dir=tmp_path)) as manager:
         await manager.load_entry(tiny)
         steered, _ = await run(manager, prompt=PROMPT, steer=(vector(),))
@@ -204,9 +200,7 @@ async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tm
         assert (again, report.cached_tokens) == (steered, 0)
 
 
-async def test_drafts_do_not_change_a_steered_answer(
-    no_shared_model: None, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_drafts_do_not_change_a_steered_answer(no_shared_model, tiny, monkeypatch):
     monkeypatch.setattr(SpeculativeBatch, "_cost", 1.0)
     repeated = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040), *range(1000, 1004)))
     # A large vector before the last norm makes the answer repeat one token.
@@ -215,7 +209,7 @@ async def test_drafts_do_not_change_a_steered_answer(
     # The draft model is not steered, so it drafts other tokens.
     for options_ in ({"prompt_lookup": False}, {"prompt_lookup": True}, {"draft": str(tiny.path)}):
         async with ModelManager(Settings()) as manager:
-            await manager.load_entry(tiny, LoadSpec(model=tiny.id, **options_))  # type: ignore[arg-type]
+            await manager.load_entry(tiny, LoadSpec(model=tiny.id, **options_))
             answers.append(await run(manager, **asked))
     (plain, report), (looked_up, with_lookup), (drafted, with_draft) = answers
     assert plain == looked_up == drafted
@@ -223,9 +217,7 @@ async def test_drafts_do_not_change_a_steered_answer(
     assert with_draft.drafted_tokens > 0
 
 
-async def test_a_steered_answer_continues_after_a_pause(
-    no_shared_model: None, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_steered_answer_continues_after_a_pause(no_shared_model, tiny, monkeypatch):
     monkeypatch.setattr(scheduler, "TURN_S", 0.0)
     monkeypatch.setattr(scheduler, "WAIT_S", 0.0)
     bodies = [options(vector(seed=seed), max_tokens=150, top_logprobs=None) for seed in range(2)]
@@ -253,9 +245,7 @@ async def test_a_steered_answer_continues_after_a_pause(
         (vector(scale=1e17), r"layer 0 have a sum of length [0-9.]+e\+18, and the limit is 1e\+18"),
     ],
 )
-async def test_a_vector_that_does_not_fit_is_refused(
-    manager: ModelManager, wrong: SteeringVector, message: str
-) -> None:
+async def test_a_vector_that_does_not_fit_is_refused(manager, wrong, message):
     with pytest.raises(InvalidRequestError, match=message) as refused:
         await manager.submit(request(steer=(wrong,) * 4))
     assert refused.value.param == "steer"
@@ -271,9 +261,7 @@ async def test_a_vector_that_does_not_fit_is_refused(
         {"max_tokens": 0, "score_prompt": True},
     ],
 )
-async def test_an_answer_whose_values_are_not_finite_ends_with_an_error(
-    no_shared_model: None, tiny: ModelEntry, changes: dict[str, Any]
-) -> None:
+async def test_an_answer_whose_values_are_not_finite_ends_with_an_error(no_shared_model, tiny, changes):
     async with ModelManager(Settings(slots=4, dtype="float16")) as manager:
         await manager.load_entry(tiny)
         neighbour = asyncio.create_task(alone(manager, **options(max_tokens=20)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, Trace
 from tests.support.engines import finish, mlx_thread, numbers, request, run
 
@@ -28,17 +27,17 @@ POST = "blocks.*.hook_resid_post"
 
 
 @pytest.fixture
-async def manager(tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+async def manager(tiny):
     async with ModelManager(Settings(slots=8, trace_bytes=2_000_000)) as made:
         await made.load_entry(tiny)
         yield made
 
 
-def activations(length: int = 30, *hooks: str, positions: tuple[int, ...] | None = None) -> TraceRequest:
+def activations(length=30, *hooks, positions=None):
     return TraceRequest(prompt=numbers(length), work=Activations(hooks=hooks or (POST,), positions=positions))
 
 
-async def test_logits_of_a_trace_are_those_of_the_scores(manager: ModelManager) -> None:
+async def test_logits_of_a_trace_are_those_of_the_scores(manager):
     prompt = numbers(100)
     trace = await manager.trace(TraceRequest(prompt=prompt, work=Activations(hooks=("logits",), positions=(-2, 98, 3))))
     assert trace.details["positions"] == [3, 98]
@@ -54,7 +53,7 @@ async def test_logits_of_a_trace_are_those_of_the_scores(manager: ModelManager) 
     assert len(trace.texts) == 100
 
 
-async def test_running_answers_are_not_changed_by_traces(manager: ModelManager) -> None:
+async def test_running_answers_are_not_changed_by_traces(manager):
     prompts = [numbers(40, start=100 * at) for at in range(8)]
     alone = [(await run(manager, prompt=prompt, max_tokens=20))[0] for prompt in prompts]
     expected = (await manager.trace(activations(200))).arrays
@@ -68,9 +67,7 @@ async def test_running_answers_are_not_changed_by_traces(manager: ModelManager) 
             np.testing.assert_allclose(trace.arrays[name], values, atol=1e-3)
 
 
-async def test_a_draft_model_does_not_change_traces(
-    no_shared_model: None, manager: ModelManager, tiny: ModelEntry
-) -> None:
+async def test_a_draft_model_does_not_change_traces(no_shared_model, manager, tiny):
     expected = (await manager.trace(activations(60, POST, "*.hook_pattern"))).arrays
     await manager.load_entry(tiny, LoadSpec(model=tiny.id, draft=str(tiny.path)))
     prompt = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040)))
@@ -81,7 +78,7 @@ async def test_a_draft_model_does_not_change_traces(
         np.testing.assert_allclose(traced[name], values, atol=1e-4, err_msg=name)
 
 
-async def test_a_cancelled_trace_ends_and_releases_its_place(manager: ModelManager) -> None:
+async def test_a_cancelled_trace_ends_and_releases_its_place(manager):
     waiting = asyncio.create_task(manager.trace(activations(500)))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -93,7 +90,7 @@ async def test_a_cancelled_trace_ends_and_releases_its_place(manager: ModelManag
     assert await mlx_thread(manager).call(lambda core: core.tracing.idle)
 
 
-async def test_an_unload_ends_traces_with_one_error_each(manager: ModelManager) -> None:
+async def test_an_unload_ends_traces_with_one_error_each(manager):
     thread, released = mlx_thread(manager), threading.Event()
     thread.post(lambda _: released.wait(60))
     waiting = [asyncio.create_task(manager.trace(activations(500))) for _ in range(3)]
@@ -108,7 +105,7 @@ async def test_an_unload_ends_traces_with_one_error_each(manager: ModelManager) 
         await manager.trace(activations())
 
 
-def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch):
     now, durations = 0.0, iter((0.6, 0.3, 0.3, 2.0))
 
     class Clock(TraceLoop):
@@ -129,7 +126,7 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch: pyte
         assert now == pytest.approx(end)
 
 
-def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch):
     now, limits = 0.0, list[float]()
 
     def advance(seconds: float = 1.0) -> None:
@@ -141,7 +138,7 @@ def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch: p
         advance(limit_s)
 
     monkeypatch.setattr(state, "time", SimpleNamespace(perf_counter=lambda: now))
-    core: Any = MlxCore.__new__(MlxCore)
+    core = MlxCore.__new__(MlxCore)
     core.generating = SimpleNamespace(idle=False, step=advance, decode_s=0.0)
     core.encoding, core.tracing = (SimpleNamespace(idle=False, step=work) for _ in range(2))
     core._threads, core._publish, core._mean_s = SimpleNamespace(wait=advance), lambda: None, 0.0
@@ -159,7 +156,7 @@ def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch: p
     assert limits[4:] == pytest.approx([0.5])
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition):
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
@@ -192,14 +189,12 @@ async def until(condition: Callable[[], bool]) -> None:
         ),
     ],
 )
-async def test_a_refused_trace_names_the_limit(
-    manager: ModelManager, made: TraceRequest, kind: type[Exception], message: str
-) -> None:
+async def test_a_refused_trace_names_the_limit(manager, made, kind, message):
     with pytest.raises(kind, match=message):
         await manager.trace(made)
 
 
-async def test_hooks_that_are_installed_for_answers_do_not_change_a_trace(manager: ModelManager) -> None:
+async def test_hooks_that_are_installed_for_answers_do_not_change_a_trace(manager):
     names = (await manager.trace(TraceRequest(work=HookNames()))).details["hooks"]
     assert names["blocks.1.attn.hook_pattern"] == [2, 0]
     before = await manager.trace(activations())
@@ -221,7 +216,7 @@ async def test_hooks_that_are_installed_for_answers_do_not_change_a_trace(manage
 
 
 @pytest.mark.long
-async def test_memory_does_not_grow_with_the_number_of_traces(manager: ModelManager) -> None:
+async def test_memory_does_not_grow_with_the_number_of_traces(manager):
     process = psutil.Process()
 
     async def trace(count: int) -> int:

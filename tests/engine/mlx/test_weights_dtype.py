@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from mlx_lm.utils import load_model, quantize_model
 from lmx_lab.engine import ModelManager, memory
 from lmx_lab.engine.mlx.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from tests.support.engines import run
 
@@ -25,14 +23,14 @@ AMPLE = 2**40
 
 
 @pytest.fixture(scope="module")
-def quantized(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+def quantized(tiny, tmp_path_factory):
     """The tiny model in 4 bits with float16 scales."""
     folder = tmp_path_factory.mktemp("quantized") / "tiny-4bit"
     folder.mkdir()
     model, config = load_model(tiny.path)
     model.set_dtype(mx.float16)
     model, config = quantize_model(model, config, group_size=32, bits=4)
-    weights: Any = dict(tree_flatten(model.parameters()))
+    weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -41,7 +39,7 @@ def quantized(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> Mod
 
 
 @pytest.fixture
-def fitted(quantized: ModelEntry) -> Callable[..., Any]:
+def fitted(quantized):
     def fit(dtype: str, limit_bytes: int = AMPLE) -> Any:
         model, _ = load_model(quantized.path, lazy=True)
         fit_weights(model, dtype, limit_bytes=limit_bytes)
@@ -50,57 +48,55 @@ def fitted(quantized: ModelEntry) -> Callable[..., Any]:
     return fit
 
 
-def dtypes(model: Any) -> set[mx.Dtype]:
+def dtypes(model):
     return {value.dtype for _, value in tree_flatten(model.parameters())}
 
 
-def weights_bytes(model: Any) -> int:
+def weights_bytes(model):
     return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
 
 
-def test_quantized_weights_are_expanded_if_they_fit(fitted: Callable[..., Any]) -> None:
+def test_quantized_weights_are_expanded_if_they_fit(fitted):
     assert dtypes(fitted("auto")) == {mx.float32}
 
 
-def test_the_size_of_expanded_weights_is_known_before(quantized: ModelEntry, fitted: Callable[..., Any]) -> None:
+def test_the_size_of_expanded_weights_is_known_before(quantized, fitted):
     lazy, _ = load_model(quantized.path, lazy=True)
     assert expanded_bytes(lazy, mx.float32) == weights_bytes(fitted("auto"))
 
 
-def test_expanding_is_exact(fitted: Callable[..., Any]) -> None:
+def test_expanding_is_exact(fitted):
     prompt = mx.array([[300, 301, 302, 303]])
     difference = mx.abs(fitted("auto")(prompt) - fitted("keep")(prompt)).max()
     assert difference.item() < 1e-3
 
 
-def test_weights_that_do_not_fit_stay_quantized_with_float32_activations(fitted: Callable[..., Any]) -> None:
+def test_weights_that_do_not_fit_stay_quantized_with_float32_activations(fitted):
     needed = weights_bytes(fitted("auto"))
     model = fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) - 1000)
     assert dtypes(model) == {mx.uint32, mx.float32}
     assert dtypes(fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) + 1000)) == {mx.float32}
 
 
-def test_memory_of_other_programs_is_not_available(
-    quantized: ModelEntry, fitted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_other_programs_is_not_available(quantized, fitted, monkeypatch):
     needed = expanded_bytes(fitted("keep"), mx.float32)
     for free, expanded in ((needed / EXPANDED_SHARE + 1e3, True), (needed / EXPANDED_SHARE - 1e3, False)):
         monkeypatch.setattr(memory, "free_bytes", lambda free=free: round(free))
         assert (weights_bytes(fitted("auto")) >= needed) is expanded
 
 
-def test_keep_leaves_weights_quantized(fitted: Callable[..., Any]) -> None:
+def test_keep_leaves_weights_quantized(fitted):
     assert dtypes(fitted("keep")) == {mx.uint32, mx.float32}
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_a_named_type_expands_weights_even_if_they_do_not_fit(fitted: Callable[..., Any], name: str) -> None:
+def test_a_named_type_expands_weights_even_if_they_do_not_fit(fitted, name):
     assert dtypes(fitted(name, limit_bytes=1)) == {getattr(mx, name)}
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("dtype", "times"), [("auto", (3.0, 9.0)), ("keep", (0.5, 2.0))])
-async def test_the_setting_reaches_the_engine(quantized: ModelEntry, dtype: str, times: tuple[float, float]) -> None:
+async def test_the_setting_reaches_the_engine(quantized, dtype, times):
     async with ModelManager(Settings(dtype=dtype)) as manager:
         report = await manager.load_entry(quantized)
         low, high = times
@@ -109,12 +105,12 @@ async def test_the_setting_reaches_the_engine(quantized: ModelEntry, dtype: str,
         assert text
 
 
-def test_an_unknown_type_is_refused_with_the_valid_ones() -> None:
+def test_an_unknown_type_is_refused_with_the_valid_ones():
     with pytest.raises(Exception, match="dtype is 'float8'; it must be one of auto, keep, float32, float16, bfloat16"):
         Settings(dtype="float8")
 
 
-def test_the_folder_of_the_model_is_not_changed(quantized: ModelEntry) -> None:
+def test_the_folder_of_the_model_is_not_changed(quantized):
     assert sorted(path.name for path in Path(quantized.path).iterdir()) == [
         "config.json",
         "model.safetensors",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,7 +51,7 @@ STOPS = st.lists(st.sampled_from(["ab", "b b", "a<t>", "!</t>b", "\n", "<<", "b"
 INITIAL = st.sampled_from([CONTENT, REASONING, TOOL, "header"])
 
 
-def parse(text: str) -> dict[str, Any]:
+def parse(text):
     if not text.isalpha():
         raise ValueError(text)
     return {"name": text, "arguments": {"of": text}}
@@ -62,7 +60,7 @@ def parse(text: str) -> dict[str, Any]:
 CALLS = CallFormat(start="<t>", end="</t>", parse=parse)
 
 
-def channel_format(initial: str = CONTENT, calls: CallFormat | None = CALLS) -> ChannelFormat:
+def channel_format(initial=CONTENT, calls=CALLS):
     return ChannelFormat(initial=initial, transitions=TRANSITIONS, calls=calls)
 
 
@@ -75,7 +73,7 @@ class Parsed:
     """Index in the raw text where a stop string ends the answer."""
 
 
-def streamed(channel_format: ChannelFormat, pieces: Sequence[str], stops: Sequence[str] = ()) -> Parsed:
+def streamed(channel_format, pieces, stops=()):
     channels, parts, last = ChannelParser(channel_format, stops), list[ChannelOutput](), 0
     raw = sum(map(len, pieces))
     for piece in pieces:
@@ -101,9 +99,9 @@ Item = tuple[str, str, int, str]
 """A section: its kind, its text, the index of its text, and the state after it (``""`` for the last one)."""
 
 
-def find_items(raw: str, state: str) -> list[Item]:
+def find_items(raw, state):
     """Return the sections of the raw text. An invalid call is content, and is joined with adjacent content."""
-    found: list[Item] = []
+    found = []
     at, begin = 0, 0
     while True:
         ends = [(raw.index(text, at) + len(text), text, to) for text, to in TRANSITIONS[state] if text in raw[at:]]
@@ -118,7 +116,7 @@ def find_items(raw: str, state: str) -> list[Item]:
         begin, at, state = end - len(marker), end, after
 
 
-def _append_item(found: list[Item], item: Item) -> None:
+def _append_item(found, item):
     kind, text, begin, after = item
     # Content is joined only at the beginning or end of an invalid call.
     if kind == CONTENT and found and found[-1][0] == CONTENT and begin == found[-1][2] + len(found[-1][1]):
@@ -127,7 +125,7 @@ def _append_item(found: list[Item], item: Item) -> None:
         found.append(item)
 
 
-def parse_whole(raw: str, initial: str, stops: Sequence[str] = ()) -> Parsed:
+def parse_whole(raw, initial, stops=()):
     out, leading, after_call = Parsed(), False, False
     found = find_items(raw, initial)
     for number, (kind, text, start, after) in enumerate(found):
@@ -154,7 +152,7 @@ def parse_whole(raw: str, initial: str, stops: Sequence[str] = ()) -> Parsed:
     return out
 
 
-def split(raw: str, sizes: Sequence[int]) -> list[str]:
+def split(raw, sizes):
     out, at = [], 0
     while at < len(raw):
         out.append(raw[at : at + sizes[len(out) % len(sizes)]])
@@ -163,9 +161,7 @@ def split(raw: str, sizes: Sequence[int]) -> list[str]:
 
 
 @given(TEXTS, INITIAL, STOPS, st.lists(st.integers(1, 7), min_size=1))
-def test_streamed_channels_are_those_of_the_whole_text(
-    raw: str, initial: str, stops: list[str], sizes: list[int]
-) -> None:
+def test_streamed_channels_are_those_of_the_whole_text(raw, initial, stops, sizes):
     expected = parse_whole(raw, initial, stops)
     assert streamed(channel_format(initial), [raw], stops) == expected
     assert streamed(channel_format(initial), list(raw), stops) == expected
@@ -174,9 +170,7 @@ def test_streamed_channels_are_those_of_the_whole_text(
 
 @pytest.mark.slow
 @given(TEXTS, INITIAL, STOPS, st.sets(st.integers(1, 40)))
-def test_entries_are_those_of_the_tokens_that_begin_before_the_stop_string(
-    raw: str, initial: str, stops: list[str], cuts: set[int]
-) -> None:
+def test_entries_are_those_of_the_tokens_that_begin_before_the_stop_string(raw, initial, stops, cuts):
     tokens = Tokens(raw, cuts)
     cut = parse_whole(raw, initial, stops).cut
     expected = [
@@ -187,7 +181,7 @@ def test_entries_are_those_of_the_tokens_that_begin_before_the_stop_string(
 
 @pytest.mark.slow
 @given(TEXTS)
-def test_whitespace_is_not_held_back_in_a_format_without_calls(raw: str) -> None:
+def test_whitespace_is_not_held_back_in_a_format_without_calls(raw):
     channels, out = ChannelParser(ChannelFormat(transitions={CONTENT: [("<r>", REASONING)]}), ()), ""
     raw = raw.replace("<", "")
     for character in raw:
@@ -199,7 +193,7 @@ def test_whitespace_is_not_held_back_in_a_format_without_calls(raw: str) -> None
 
 @pytest.mark.slow
 @given(TEXTS, st.lists(st.integers(1, 7), min_size=1))
-def test_calls_that_cannot_be_parsed_are_content(raw: str, sizes: list[int]) -> None:
+def test_calls_that_cannot_be_parsed_are_content(raw, sizes):
     transitions = {CONTENT: [("<t>", TOOL)], TOOL: [("</t>", CONTENT)]}
     for calls in (CallFormat(start="<t>", end="</t>", parse=json.loads), CallFormat(start="<t>", end="</t>")):
         found = streamed(ChannelFormat(transitions=transitions, calls=calls), split(raw, sizes))
@@ -208,7 +202,7 @@ def test_calls_that_cannot_be_parsed_are_content(raw: str, sizes: list[int]) -> 
 
 @pytest.mark.slow
 @given(TEXTS, st.lists(st.integers(1, 7), min_size=1))
-def test_reasoning_and_content_are_the_text_between_the_markers(raw: str, sizes: list[int]) -> None:
+def test_reasoning_and_content_are_the_text_between_the_markers(raw, sizes):
     transitions = {CONTENT: [("<r>", REASONING)], REASONING: [("</r>", CONTENT)]}
     # Without whitespace, because whitespace beside markers is dropped.
     raw = "".join(raw.split())
@@ -225,7 +219,7 @@ def test_reasoning_and_content_are_the_text_between_the_markers(raw: str, sizes:
 # Examples
 
 
-def feed_all(channels: ChannelParser, *texts: str) -> list[tuple[str, str, int]]:
+def feed_all(channels, *texts):
     given = []
     for text in texts:
         parts = channels.feed(text)
@@ -233,7 +227,7 @@ def feed_all(channels: ChannelParser, *texts: str) -> list[tuple[str, str, int]]
     return given
 
 
-def test_possible_markers_and_stop_strings_are_held_back_until_they_are_decided() -> None:
+def test_possible_markers_and_stop_strings_are_held_back_until_they_are_decided():
     channels = ChannelParser(channel_format(REASONING), ["END"])
     assert feed_all(channels, " \n", "so ", "it", " is <", "/r", ">\n", "\nA E", "N", "x\n", " y") == [
         ("", "", 2),
@@ -251,14 +245,14 @@ def test_possible_markers_and_stop_strings_are_held_back_until_they_are_decided(
     assert channels.finish() == ChannelOutput(content=[""], reasoning=[""])
 
 
-def test_a_call_is_passed_at_its_end_marker_and_whitespace_after_it_with_the_next_text() -> None:
+def test_a_call_is_passed_at_its_end_marker_and_whitespace_after_it_with_the_next_text():
     channels = ChannelParser(channel_format(), ["xyz"])
     texts = ["ok x", " ", "<t", ">", "f", "</t>", "\n", "<t>g</t>", " ", "!"]
     assert [passed for _, _, passed in feed_all(channels, *texts)] == [3, 3, 3, 3, 3, 13, 13, 22, 22, 24]
     assert channels.has_called
 
 
-def test_repeated_beginnings_of_markers_are_not_held_back() -> None:
+def test_repeated_beginnings_of_markers_are_not_held_back():
     channels = ChannelParser(channel_format(), ())
     given = "".join(text for text, _, _ in feed_all(channels, *"<" * 1000))
     assert 990 <= len(given) <= 1000
@@ -266,42 +260,42 @@ def test_repeated_beginnings_of_markers_are_not_held_back() -> None:
     assert channels.state == REASONING
 
 
-def test_a_call_is_dropped_without_a_call_format() -> None:
+def test_a_call_is_dropped_without_a_call_format():
     found = streamed(ChannelFormat(transitions=TRANSITIONS), list("a <t>f</t> b"))
     assert (found.content, found.calls) == ("a  b", [])
 
 
-def test_a_marker_can_lead_to_a_state_without_transitions() -> None:
+def test_a_marker_can_lead_to_a_state_without_transitions():
     channels = ChannelParser(ChannelFormat(transitions={CONTENT: [("<x>", "elsewhere")]}), ())
     assert feed_all(channels, "a<x>b") == [("a", "", 5)]
 
 
-def test_whitespace_before_a_call_is_kept_if_a_marker_follows_it() -> None:
+def test_whitespace_before_a_call_is_kept_if_a_marker_follows_it():
     assert streamed(channel_format(), ["a <|s|><t>f</t>"]).content == "a "
 
 
-def test_a_marker_inside_reasoning_is_passed_with_the_whitespace_before_it() -> None:
+def test_a_marker_inside_reasoning_is_passed_with_the_whitespace_before_it():
     channels = ChannelParser(ChannelFormat(initial=REASONING, transitions={REASONING: [("<x>", REASONING)]}), ())
     assert feed_all(channels, "a ", "<x>", "b") == [("", "a", 1), ("", " ", 5), ("", "b", 6)]
 
 
-def test_the_shorter_of_two_markers_with_the_same_beginning_matches() -> None:
+def test_the_shorter_of_two_markers_with_the_same_beginning_matches():
     transitions = {CONTENT: [("<think>!", TOOL), ("<think>", REASONING), ("", TOOL)]}
     for pieces in (["a<think>!b"], list("a<think>!b")):
         assert streamed(ChannelFormat(transitions=transitions), pieces) == Parsed("a", "!b")
 
 
-def test_content_after_a_call_keeps_its_leading_space_even_after_reasoning() -> None:
+def test_content_after_a_call_keeps_its_leading_space_even_after_reasoning():
     assert streamed(channel_format(REASONING), ["x</r> <t>f</t> b"]) == Parsed(" b", "x", [("f", '{"of": "f"}')])
 
 
-def test_one_marker_can_end_a_call_and_begin_the_next() -> None:
+def test_one_marker_can_end_a_call_and_begin_the_next():
     transitions = {CONTENT: [("<t>", TOOL)], TOOL: [("<n>", TOOL)]}
     found = streamed(ChannelFormat(transitions=transitions, calls=CALLS), ["<t>f<n>!"])
     assert found == Parsed("!", calls=[("f", '{"of": "f"}')])
 
 
-def test_a_stop_string_before_a_call_prevents_the_call() -> None:
+def test_a_stop_string_before_a_call_prevents_the_call():
     for pieces in (["a END <t>f</t>"], list("a END <t>f</t>")):
         assert streamed(channel_format(), pieces, ["END"]) == Parsed("a ", cut=2)
 
@@ -309,12 +303,12 @@ def test_a_stop_string_before_a_call_prevents_the_call() -> None:
 @pytest.mark.parametrize(
     "raw", ["<t>STOP</t>", "<r>STOP</r>", "<|h|>STOP<|m|>", "ST<t>a</t>OP", "ST<r></r>OP", "a\n<t>a</t>"]
 )
-def test_stop_strings_apply_only_to_content(raw: str) -> None:
+def test_stop_strings_apply_only_to_content(raw):
     for pieces in ([raw], list(raw)):
         assert streamed(channel_format(), pieces, ["STOP", "\n"]).cut is None
 
 
-def test_holding_back_whitespace_takes_linear_time() -> None:
+def test_holding_back_whitespace_takes_linear_time():
     def seconds(count: int) -> float:
         space = TrailingWhitespace()
         begun = time.thread_time()
@@ -331,7 +325,7 @@ def test_holding_back_whitespace_takes_linear_time() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [" ", "x", "<", "<t", "é"])
 @pytest.mark.parametrize("opened", ["", "<r>", "<t>"])
-def test_parsing_takes_time_linear_in_the_length_of_the_answer(opened: str, text: str) -> None:
+def test_parsing_takes_time_linear_in_the_length_of_the_answer(opened, text):
     def seconds(count: int) -> float:
         channels = ChannelParser(channel_format(), ["xxxy"])
         channels.feed(opened)

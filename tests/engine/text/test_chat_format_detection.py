@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,9 @@ from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextProm
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.text.channels import CONTENT, REASONING
-from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, ReasoningState, detect_chat_format
+from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, detect_chat_format
 from lmx_lab.engine.text.tool_prompt import template_tools, write_tools_as_text
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.models import ModelEntry
 from tests.support.families import (
     FAMILIES,
     HERMES,
@@ -42,7 +39,7 @@ ADD: tuple[str, dict[str, Any]] = ("add", {"a": 1})
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Mapping[str, Known]:
+def families(tmp_path_factory, smollm2):
     known = {}
     for name, family in FAMILIES.items():
         folder = tmp_path_factory.mktemp(name)
@@ -69,9 +66,7 @@ def families(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> M
         ("seed", (("<seed:think>", "</seed:think>"), False, None, False, False)),
     ],
 )
-def test_the_chat_format_is_detected_from_the_tokenizer(
-    families: Mapping[str, Known], family: str, expected: tuple[Any, ...]
-) -> None:
+def test_the_chat_format_is_detected_from_the_tokenizer(families, family, expected):
     chat_format = families[family].chat_format
     reasoning_markers, supports_tools, start, has_headers, supports_system = expected
     assert (chat_format.reasoning_markers, chat_format.supports_tools, chat_format.has_headers) == (
@@ -94,17 +89,13 @@ def test_the_chat_format_is_detected_from_the_tokenizer(
         ({"open": True}, "open"),
     ],
 )
-def test_the_end_of_the_prompt_determines_the_reasoning_state(
-    families: Mapping[str, Known], options: dict[str, Any], thinking: ReasoningState
-) -> None:
+def test_the_end_of_the_prompt_determines_the_reasoning_state(families, options, thinking):
     known = families["hermes"]
     assert known.chat_format.reasoning_state(rendered(known, asked(options=options))) == thinking
     assert families["mistral"].chat_format.reasoning_state("<think>") == "closed"
 
 
-def test_reasoning_markers_without_tokens_of_their_own_are_found_in_the_template(
-    tmp_path: Path, smollm2: ModelEntry
-) -> None:
+def test_reasoning_markers_without_tokens_of_their_own_are_found_in_the_template(tmp_path, smollm2):
     write_tokenizer(tmp_path, smollm2.path, Family(HERMES))
     tokenizer = tokenizer_utils.load(tmp_path)
     assert not tokenizer.has_thinking
@@ -145,9 +136,7 @@ RECORDED = {
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("family", RECORDED)
-def test_a_recorded_answer_is_divided_into_content_reasoning_and_calls(
-    families: Mapping[str, Known], family: str, whole: bool
-) -> None:
+def test_a_recorded_answer_is_divided_into_content_reasoning_and_calls(families, family, whole):
     known = families[family]
     thinking = known.chat_format.reasoning_state(rendered(known, asked(TOOLS)))
     text, reasoning, calls = divided(known, RECORDED[family], asked(TOOLS), thinking, whole=whole)
@@ -158,9 +147,7 @@ def test_a_recorded_answer_is_divided_into_content_reasoning_and_calls(
 
 
 @pytest.mark.parametrize("family", ["hermes", "coder", "glm", "mistral", "harmony"])
-def test_an_answer_that_the_template_rendered_is_parsed_to_the_same_parts(
-    families: Mapping[str, Known], family: str
-) -> None:
+def test_an_answer_that_the_template_rendered_is_parsed_to_the_same_parts(families, family):
     known = families[family]
     answer = said(PARIS, content="" if family == "harmony" else "Look.", thoughts="Hm.")
     before = rendered(known, asked(TOOLS))
@@ -197,13 +184,11 @@ def test_an_answer_that_the_template_rendered_is_parsed_to_the_same_parts(
         ),
     ],
 )
-def test_harmony_answers_are_divided_by_their_headers(
-    families: Mapping[str, Known], raw: str, parts: tuple[Any, ...], whole: bool
-) -> None:
+def test_harmony_answers_are_divided_by_their_headers(families, raw, parts, whole):
     assert divided(families["harmony"], raw, asked(TOOLS), "closed", whole=whole) == parts
 
 
-def test_harmony_calls_are_dropped_in_a_request_without_tools(families: Mapping[str, Known]) -> None:
+def test_harmony_calls_are_dropped_in_a_request_without_tools(families):
     for whole in (True, False):
         assert divided(families["harmony"], RECORDED["harmony"], asked(), "closed", whole=whole) == ("Look.", "Hm.", [])
 
@@ -214,9 +199,7 @@ def test_harmony_calls_are_dropped_in_a_request_without_tools(families: Mapping[
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("offered", [True, False])
 @pytest.mark.parametrize("content", ["", "Look."])
-def test_every_template_renders_a_history_with_calls_and_results(
-    families: Mapping[str, Known], family: str, offered: bool, content: str
-) -> None:
+def test_every_template_renders_a_history_with_calls_and_results(families, family, offered, content):
     results = [{"role": "tool", "content": "rain", "tool_call_id": "abcdefg00", "name": "weather"}]
     history = (USER, said(PARIS, content=content, thoughts="Hm."), *results, said(content="It rains."), USER)
     text = rendered(families[family], asked(TOOLS if offered else None, messages=history))
@@ -226,7 +209,7 @@ def test_every_template_renders_a_history_with_calls_and_results(
     assert ('"add"' in text) is offered
 
 
-def test_the_template_writes_the_tools_unless_the_generic_call_format_is_needed(families: Mapping[str, Known]) -> None:
+def test_the_template_writes_the_tools_unless_the_generic_call_format_is_needed(families):
     for family, request in product(("hermes", "coder", "plain"), (asked(TOOLS), asked(TOOLS, JSON), asked(None, JSON))):
         chat_format, prompt = families[family].chat_format, request.prompt
         assert isinstance(prompt, ChatPrompt)
@@ -240,7 +223,7 @@ def test_the_template_writes_the_tools_unless_the_generic_call_format_is_needed(
             assert given.get("tools") == (template_tools(TOOLS) if prompt.tools is not None else None)
 
 
-def test_thinking_is_enabled_in_the_template_unless_the_caller_sets_an_option(families: Mapping[str, Known]) -> None:
+def test_thinking_is_enabled_in_the_template_unless_the_caller_sets_an_option(families):
     for options, expected in (({}, True), ({"enable_thinking": False}, None), ({"thinking": False}, None)):
         request = asked(options=options)
         assert isinstance(request.prompt, ChatPrompt)
@@ -266,7 +249,7 @@ THOUGHT = {"open": ("Hm.</think>\n\n",), "possible": ("", "<think>Hm.</think>\n\
 ALL_CASES = list(product(("hermes", "coder", "none"), TOOL_USES, (False, True), ("open", "possible", "closed")))
 
 
-def allowed(use: str, formatted: bool) -> set[str]:
+def allowed(use, formatted):
     calls = {"none": set[str](), "named": {"call"}}.get(use, {"call", "other", "two"})
     if use in ("forced", "named"):
         return calls
@@ -274,7 +257,7 @@ def allowed(use: str, formatted: bool) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str], bool]]:
+def accepts(families):
     sandbox = GrammarSandbox()
     # With and without tokens of their own for reasoning and calls.
     compilers = {
@@ -298,11 +281,7 @@ def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str],
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: "-".join(map(str, case)))
-def test_calls_are_enforced_by_a_grammar_or_parsed_in_the_models_own_format(
-    families: Mapping[str, Known],
-    accepts: Callable[[str, str, str], bool],
-    case: tuple[str, str, bool, ReasoningState],
-) -> None:
+def test_calls_are_enforced_by_a_grammar_or_parsed_in_the_models_own_format(families, accepts, case):
     family, use, formatted, thinking = case
     named = "mistral" if family == "none" else family
     chat_format = (
@@ -340,7 +319,7 @@ def test_calls_are_enforced_by_a_grammar_or_parsed_in_the_models_own_format(
         assert accepted == expected
 
 
-def test_text_prompts_have_no_channels(families: Mapping[str, Known]) -> None:
+def test_text_prompts_have_no_channels(families):
     request = GenerationRequest(prompt=TextPrompt(text="<think>"), answer_format=JSON)
     for known in families.values():
         assert known.chat_format.channel_format(request, "closed") is None
@@ -348,9 +327,7 @@ def test_text_prompts_have_no_channels(families: Mapping[str, Known]) -> None:
     assert families["hermes"].chat_format.grammar(request, "closed") is not None
 
 
-def test_a_call_is_enforced_after_its_special_token(
-    families: Mapping[str, Known], accepts: Callable[[str, str, str], bool]
-) -> None:
+def test_a_call_is_enforced_after_its_special_token(families, accepts):
     grammar = families["hermes"].chat_format.grammar(asked(TOOLS), "closed")
     assert grammar is not None
     assert accepts("hermes", grammar, f"Look: {CALL}\nAnd {OTHER} so")
@@ -366,9 +343,7 @@ def test_a_call_is_enforced_after_its_special_token(
         ({"tools": TOOLS, "answer_format": JSON}, "response_format"),
     ],
 )
-def test_a_chat_format_with_headers_rejects_enforced_formats(
-    families: Mapping[str, Known], changes: dict[str, Any], param: str
-) -> None:
+def test_a_chat_format_with_headers_rejects_enforced_formats(families, changes, param):
     chat_format = families["harmony"].chat_format
     with pytest.raises(InvalidRequestError, match="headers") as refused:
         chat_format.grammar(asked(**changes), "closed")
@@ -378,9 +353,7 @@ def test_a_chat_format_with_headers_rejects_enforced_formats(
 
 
 @pytest.mark.parametrize("changes", [{"answer_format": JSON}, {"tools": TOOLS}, {"tools": TOOL_USES["forced"]}])
-def test_ignore_eos_is_rejected_together_with_an_enforced_format(
-    families: Mapping[str, Known], changes: dict[str, Any]
-) -> None:
+def test_ignore_eos_is_rejected_together_with_an_enforced_format(families, changes):
     with pytest.raises(InvalidRequestError) as refused:
         families["hermes"].chat_format.grammar(asked(**changes, ignore_eos=True), "closed")
     assert refused.value.param == "ignore_eos"

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat, StopStrings
-from lmx_lab.engine.text.splitter import Decode, Detokenizer, SplitText, TextSplitter
+from lmx_lab.engine.text.splitter import Detokenizer, SplitText, TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
-from lmx_lab.values.models import ModelEntry
 from tests.support.engines import Tokens, answer, channel_format_of, places, tool_parser
 
 json_tools = tool_parser("json_tools")
@@ -32,17 +31,17 @@ BYTES = st.lists(
 SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=40)
 
 
-def decode_bytes(tokens: Sequence[int]) -> str:
+def decode_bytes(tokens):
     """Decode tokens that are single bytes, the most difficult case for streaming."""
     return bytes(tokens).decode("utf-8", "replace")
 
 
-def decode_with_leading_space(tokens: Sequence[int]) -> str:
+def decode_with_leading_space(tokens):
     """Decode as SentencePiece does: the leading space of a text is removed."""
     return decode_bytes(tokens).removeprefix(" ")
 
 
-def decode_with_byte_fallback(tokens: Sequence[int]) -> str:
+def decode_with_byte_fallback(tokens):
     """Decode as the byte fallback decoder of Hugging Face does: a run of bytes from 128 is invalid if any byte is."""
 
     def run(match: re.Match[bytes]) -> bytes:
@@ -67,7 +66,7 @@ class Chunks:
         return self.decode(tokens).removeprefix(" ")
 
 
-def chunks(data: bytes, sizes: Sequence[int]) -> Chunks:
+def chunks(data, sizes):
     """Return a tokenizer that divides the data into tokens of these sizes, repeatedly."""
     out, at = [], 0
     while at < len(data):
@@ -77,7 +76,7 @@ def chunks(data: bytes, sizes: Sequence[int]) -> Chunks:
     return Chunks(out)
 
 
-def streamed(decode: Decode, tokens: Iterable[int]) -> str:
+def streamed(decode, tokens):
     detokenizer = Detokenizer(decode)
     pieces = [detokenizer.add(token) for token in tokens]
     assert sum(map(len, pieces)) <= detokenizer.length
@@ -87,26 +86,26 @@ def streamed(decode: Decode, tokens: Iterable[int]) -> str:
 
 
 @given(TEXTS)
-def test_streamed_single_bytes_give_the_text(text: str) -> None:
+def test_streamed_single_bytes_give_the_text(text):
     assert streamed(decode_bytes, text.encode()) == text
 
 
 @pytest.mark.slow
 @given(BYTES)
-def test_invalid_bytes_are_streamed_as_they_are_decoded_at_once(data: bytes) -> None:
+def test_invalid_bytes_are_streamed_as_they_are_decoded_at_once(data):
     assert streamed(decode_bytes, data) == data.decode("utf-8", "replace")
 
 
 @pytest.mark.slow
 @given(BYTES, SIZES)
-def test_tokens_of_several_or_no_bytes_are_streamed_as_they_are_decoded_at_once(data: bytes, sizes: list[int]) -> None:
+def test_tokens_of_several_or_no_bytes_are_streamed_as_they_are_decoded_at_once(data, sizes):
     tokenizer = chunks(data, sizes)
     assert streamed(tokenizer.decode, range(len(tokenizer.chunks))) == data.decode("utf-8", "replace")
 
 
 @pytest.mark.slow
 @given(BYTES, st.lists(st.integers(1, 5), min_size=1))
-def test_only_the_leading_space_of_the_whole_text_is_dropped(data: bytes, sizes: list[int]) -> None:
+def test_only_the_leading_space_of_the_whole_text_is_dropped(data, sizes):
     expected = data.decode("utf-8", "replace").removeprefix(" ")
     tokenizer = chunks(data, sizes)
     assert streamed(decode_with_leading_space, data) == expected
@@ -115,7 +114,7 @@ def test_only_the_leading_space_of_the_whole_text_is_dropped(data: bytes, sizes:
 
 @pytest.mark.slow
 @given(BYTES)
-def test_text_that_a_further_byte_could_change_is_held_back(data: bytes) -> None:
+def test_text_that_a_further_byte_could_change_is_held_back(data):
     detokenizer, settled, out = Detokenizer(decode_bytes), codecs.getincrementaldecoder("utf-8")("replace"), ""
     final = ""
     for token in data:
@@ -128,7 +127,7 @@ def test_text_that_a_further_byte_could_change_is_held_back(data: bytes) -> None
 
 @pytest.mark.slow
 @given(BYTES.filter(lambda data: "\ufffd".encode() not in data))
-def test_byte_fallback_loses_no_byte_and_breaks_no_valid_character(data: bytes) -> None:
+def test_byte_fallback_loses_no_byte_and_breaks_no_valid_character(data):
     text = streamed(decode_with_byte_fallback, data)
     data = data.removeprefix(b" ")
     valid = data.decode("utf-8", "ignore")
@@ -136,7 +135,7 @@ def test_byte_fallback_loses_no_byte_and_breaks_no_valid_character(data: bytes) 
     assert text.count("\ufffd") == len(data) - len(valid.encode())
 
 
-def test_a_complete_character_is_streamed_immediately_even_after_an_invalid_byte() -> None:
+def test_a_complete_character_is_streamed_immediately_even_after_an_invalid_byte():
     detokenizer = Detokenizer(decode_with_byte_fallback)
     pieces = [detokenizer.add(token) for token in b"\x80\xe2\x82\xac\x80\xc3\xa9"]
     assert pieces == ["", "", "", "\ufffd€", "", "", "\ufffdé"]
@@ -146,7 +145,7 @@ def test_a_complete_character_is_streamed_immediately_even_after_an_invalid_byte
 @pytest.mark.parametrize(
     "run", [b"\x80", b"\xff", b"\xf0\x9f\x98", b"\xe2\x82\xac", b"\xe2\x82", b"a", b" ", b"\xc3\xa9\x80"]
 )
-def test_decoding_takes_time_linear_in_the_number_of_tokens(decode: Decode, run: bytes) -> None:
+def test_decoding_takes_time_linear_in_the_number_of_tokens(decode, run):
     decoded = 0
 
     def counting(tokens: Sequence[int]) -> str:
@@ -160,7 +159,7 @@ def test_decoding_takes_time_linear_in_the_number_of_tokens(decode: Decode, run:
 
 
 @pytest.mark.parametrize("before", [b"", b"a", b"\xe2"])
-def test_the_cost_of_a_skipped_token_does_not_grow_with_their_number(before: bytes) -> None:
+def test_the_cost_of_a_skipped_token_does_not_grow_with_their_number(before):
     tokenizer = Chunks([before, b""])
     decoded = 0
 
@@ -173,14 +172,14 @@ def test_the_cost_of_a_skipped_token_does_not_grow_with_their_number(before: byt
     assert decoded <= 200 * 4000
 
 
-def test_skipped_tokens_between_the_bytes_of_a_character_do_not_break_it() -> None:
+def test_skipped_tokens_between_the_bytes_of_a_character_do_not_break_it():
     tokenizer = Chunks([b"", b"\xf0", b"\x9f", b"\x98\x80"])
     for before in range(20):
         for between in range(30):
             assert streamed(tokenizer.decode, [*[0] * before, 1, 2, *[0] * between, 3]) == "😀"
 
 
-def test_tokens_that_end_one_character_and_begin_the_next_are_streamed() -> None:
+def test_tokens_that_end_one_character_and_begin_the_next_are_streamed():
     count = 500
     tokenizer = Chunks([b"x\xe2", *[b"\x82\xac\xe2"] * count, b"\x82\xac"])
     detokenizer = Detokenizer(tokenizer.decode)
@@ -188,7 +187,7 @@ def test_tokens_that_end_one_character_and_begin_the_next_are_streamed() -> None
     assert pieces == ["x", *["€"] * (count + 1)]
 
 
-def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+def cut(text, stops):
     """Cut the whole text before the stop string that is complete first (the leftmost of several)."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
@@ -197,7 +196,7 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return text, False
 
 
-def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[SplitText[int]]:
+def run(splitter, tokens):
     """Feed all tokens, each as its own entry, and return what the splitter returned."""
     pieces = []
     for token in tokens:
@@ -209,14 +208,14 @@ def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[SplitText[in
 
 @pytest.mark.slow
 @given(TEXTS, STOPS)
-def test_stop_strings_cut_streamed_text_as_they_cut_the_whole_text(text: str, stops: list[str]) -> None:
+def test_stop_strings_cut_streamed_text_as_they_cut_the_whole_text(text, stops):
     pieces = run(TextSplitter(decode_bytes, stops), text.encode())
     assert ("".join(piece.text for piece in pieces), pieces[-1].stopped) == cut(text, stops)
 
 
 @pytest.mark.slow
 @given(TEXTS, STOPS, st.lists(st.integers(1, 5), max_size=30))
-def test_stop_strings_are_found_at_any_division_of_the_text(text: str, stops: list[str], sizes: list[int]) -> None:
+def test_stop_strings_are_found_at_any_division_of_the_text(text, stops, sizes):
     matcher, out, rest = StopStrings(stops), "", text
     for size in [*sizes, len(text) + 1]:
         piece, stopped = matcher.feed(rest[:size])
@@ -228,12 +227,12 @@ def test_stop_strings_are_found_at_any_division_of_the_text(text: str, stops: li
     assert (out, stopped) == cut(text, stops)
 
 
-def test_the_stop_string_that_is_complete_first_ends_the_text() -> None:
+def test_the_stop_string_that_is_complete_first_ends_the_text():
     assert StopStrings(["bc", "abcd"]).feed("abcd") == ("a", True)
 
 
 @pytest.mark.parametrize("pieces", [["a", "bb", "c"], ["ab", "bc"], ["abbc"], ["a", "b", "b", "c"]])
-def test_a_stop_string_is_found_across_pieces(pieces: list[str]) -> None:
+def test_a_stop_string_is_found_across_pieces(pieces):
     stops = StopStrings(["bb"])
     out = ""
     for piece in pieces:
@@ -244,7 +243,7 @@ def test_a_stop_string_is_found_across_pieces(pieces: list[str]) -> None:
     assert (out, stopped) == ("a", True)
 
 
-def test_the_beginning_of_a_stop_string_is_returned_at_the_end_of_the_text() -> None:
+def test_the_beginning_of_a_stop_string_is_returned_at_the_end_of_the_text():
     stops = StopStrings(["END"])
     assert stops.feed("the EN") == ("the ", False)
     assert stops.finish() == "EN"
@@ -255,9 +254,7 @@ def test_the_beginning_of_a_stop_string_is_returned_at_the_end_of_the_text() -> 
 
 @pytest.mark.slow
 @given(TEXTS, STOPS, SIZES)
-def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(
-    text: str, stops: list[str], sizes: list[int]
-) -> None:
+def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(text, stops, sizes):
     tokenizer = chunks(text.encode(), sizes)
     pieces = run(TextSplitter(tokenizer.decode, stops), range(len(tokenizer.chunks)))
     kept, stopped = cut(text, stops)
@@ -271,7 +268,7 @@ def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(
 
 @pytest.mark.slow
 @given(TEXTS, STOPS, SIZES)
-def test_an_entry_is_returned_with_the_last_part_of_its_text(text: str, stops: list[str], sizes: list[int]) -> None:
+def test_an_entry_is_returned_with_the_last_part_of_its_text(text, stops, sizes):
     tokenizer = chunks(text.encode(), sizes)
     ends = [end for _, end in places(tokenizer.chunks)]
     out, taken = 0, 0
@@ -283,9 +280,7 @@ def test_an_entry_is_returned_with_the_last_part_of_its_text(text: str, stops: l
 
 @pytest.mark.slow
 @given(BYTES, SIZES, st.sampled_from([decode_bytes, decode_with_byte_fallback]), STOPS)
-def test_entries_of_invalid_text_are_in_order_and_complete(
-    data: bytes, sizes: list[int], decode: Decode, stops: list[str]
-) -> None:
+def test_entries_of_invalid_text_are_in_order_and_complete(data, sizes, decode, stops):
     for splitter, tokens in (
         (TextSplitter[int](decode, stops), list(enumerate(data))),
         (
@@ -293,7 +288,7 @@ def test_entries_of_invalid_text_are_in_order_and_complete(
             [(i, i) for i in range(len(chunks(data, sizes).chunks))],
         ),
     ):
-        out: list[int] = []
+        out = []
         for at, token in tokens:
             piece = splitter.add(token, at)
             out += piece.entries
@@ -322,20 +317,18 @@ def test_entries_of_invalid_text_are_in_order_and_complete(
         ([b"E", b"", b""], [("", []), ("", []), ("", []), ("E", [0, 1, 2])]),
     ],
 )
-def test_entries_are_returned_with_the_text_of_their_tokens(
-    tokens: list[bytes], expected: list[tuple[str, list[int]]]
-) -> None:
+def test_entries_are_returned_with_the_text_of_their_tokens(tokens, expected):
     pieces = run(TextSplitter(Chunks(tokens).decode, ["END"]), range(len(tokens)))
     assert [(piece.text, list(piece.entries)) for piece in pieces] == expected
 
 
-def test_the_entries_of_one_character_are_returned_together() -> None:
+def test_the_entries_of_one_character_are_returned_together():
     pieces = run(TextSplitter(decode_with_byte_fallback, ["x"]), b"\xe2\x82\xacx")
     assert [list(piece.entries) for piece in pieces] == [[], [], [0xE2, 0x82, 0xAC], []]
 
 
-def test_tokens_without_entries_return_none() -> None:
-    splitter: TextSplitter[object] = TextSplitter(decode_bytes, ())
+def test_tokens_without_entries_return_none():
+    splitter = TextSplitter(decode_bytes, ())
     assert [splitter.add(token) for token in b"ab"] == [SplitText("a", False), SplitText("b", False)]
     assert splitter.finish() == SplitText("", False)
 
@@ -347,7 +340,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é€😀"}}\n</tool_call
 
 @pytest.mark.slow
 @given(BYTES, SIZES, STOPS)
-def test_an_empty_channel_format_changes_nothing(data: bytes, sizes: list[int], stops: list[str]) -> None:
+def test_an_empty_channel_format_changes_nothing(data, sizes, stops):
     tokenizer = chunks(data, sizes)
     tokens = range(len(tokenizer.chunks))
     plain, shaped = (
@@ -358,7 +351,7 @@ def test_an_empty_channel_format_changes_nothing(data: bytes, sizes: list[int], 
 
 @pytest.mark.slow
 @given(TEXTS, TEXTS, st.sets(st.integers(0, 100)))
-def test_a_literal_after_an_incomplete_character_changes_no_other_text(before: str, after: str, cuts: set[int]) -> None:
+def test_a_literal_after_an_incomplete_character_changes_no_other_text(before, after, cuts):
     half = len(before.encode()) + 1
     tokenizer = Tokens(f"{before}€[X]{after}", {*cuts, half}, ["[X]"])
     tokens = [token for token, start in enumerate(tokenizer.edges[:-1]) if start != half]
@@ -370,17 +363,17 @@ def test_a_literal_after_an_incomplete_character_changes_no_other_text(before: s
     assert [entry for piece in pieces for entry in piece.entries] == tokens
 
 
-def test_a_space_after_a_literal_is_kept() -> None:
+def test_a_space_after_a_literal_is_kept():
     tokenizer = Chunks([b" a", b" b"])
     channel_format = ChannelFormat(
         transitions={CONTENT: [("[X]", CONTENT), ("[Y]z", CONTENT)]}, literals={2: "[X]", 3: "[Y]"}
     )
-    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode_with_leading_space, (), channel_format)
+    splitter = TextSplitter(tokenizer.decode_with_leading_space, (), channel_format)
     pieces = [splitter.add(token) for token in [0, 1, 2, 1, 3, 1, 0]]
     assert [piece.text for piece in pieces] == ["a", " b", "", " b", "", "[Y] b", " a"]
 
 
-def test_a_special_token_is_text_only_in_markers_and_calls() -> None:
+def test_a_special_token_is_text_only_in_markers_and_calls():
     literals = {0: "<s>", 1: "</s>", 2: "<arg>"}
     tokenizer = Chunks([b"", b"", b"", b"f", b"x"])
     seen = []
@@ -394,7 +387,7 @@ def test_a_special_token_is_text_only_in_markers_and_calls() -> None:
         calls=CallFormat(start="<s>", end="</s>", parse=parse),
         literals=literals,
     )
-    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode, (), channel_format)
+    splitter = TextSplitter(tokenizer.decode, (), channel_format)
     pieces = [splitter.add(token, at) for at, token in enumerate([4, 2, 0, 3, 2, 1, 2, 4])]
     assert [piece.text for piece in pieces] == ["x", "", "", "", "", "", "", "x"]
     assert [list(piece.entries) for piece in pieces] == [[0], [1], [], [], [], [2, 3, 4, 5], [6], [7]]
@@ -414,8 +407,8 @@ def test_a_special_token_is_text_only_in_markers_and_calls() -> None:
         (["a", CALL, "c"], REASONING, 2),
     ],
 )
-def test_reasoning_tokens_are_counted(texts: list[str], initial: str, expected: int) -> None:
-    splitter: TextSplitter[int] = TextSplitter(
+def test_reasoning_tokens_are_counted(texts, initial, expected):
+    splitter = TextSplitter(
         Chunks(text.encode() for text in texts).decode, (), channel_format_of(json_tools, initial=initial)
     )
     run(splitter, range(len(texts)))
@@ -424,7 +417,7 @@ def test_reasoning_tokens_are_counted(texts: list[str], initial: str, expected: 
 
 @pytest.mark.slow
 @given(st.sets(st.integers(1, 200)), TEXTS)
-def test_stop_strings_do_not_apply_to_reasoning_and_calls(cuts: set[int], content: str) -> None:
+def test_stop_strings_do_not_apply_to_reasoning_and_calls(cuts, content):
     raw = f"<think>b</think>x{content}{CALL}"
     found = answer(Tokens(raw, cuts), channel_format_of(json_tools), ["b", '"'])
     kept, stopped = cut(f"x{content}".rstrip(), ["b", '"'])
@@ -432,7 +425,7 @@ def test_stop_strings_do_not_apply_to_reasoning_and_calls(cuts: set[int], conten
     assert found.calls == ([] if stopped else [("f", '{"x": "é€😀"}')])
 
 
-def test_answers_of_a_real_tokenizer_are_divided_in_the_same_way(smollm2: ModelEntry) -> None:
+def test_answers_of_a_real_tokenizer_are_divided_in_the_same_way(smollm2):
     from transformers import AutoTokenizer  # slow to import, and not needed by fast tests
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2.path)
@@ -454,9 +447,9 @@ def test_answers_of_a_real_tokenizer_are_divided_in_the_same_way(smollm2: ModelE
         assert [entry for piece in pieces for entry in piece.entries] == tokens
 
 
-def test_each_piece_has_the_channel_of_its_own_token() -> None:
+def test_each_piece_has_the_channel_of_its_own_token():
     texts = ["hm", "</think>", "ok", CALL, "!"]
-    splitter: TextSplitter[int] = TextSplitter(
+    splitter = TextSplitter(
         Chunks(text.encode() for text in texts).decode, (), channel_format_of(json_tools, initial=REASONING)
     )
     pieces = run(splitter, range(len(texts)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
 from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader
-from tests.support.engines import SplitAnswer, Tokens, answer, channel_format_of, merge, tool_parser
+from tests.support.engines import Tokens, answer, channel_format_of, merge, tool_parser
 
 glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder = map(
     tool_parser, ("glm47", "json_tools", "kimi_k2", "mistral", "pythonic", "qwen3_coder")
@@ -187,7 +186,7 @@ CASES = {
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def check(case: Case, found: SplitAnswer) -> None:
+def check(case, found):
     assert (found.text, found.reasoning) == (case.text, case.reasoning)
     assert found.calls == [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in case.calls]
     assert len(set(found.ids)) == len(found.ids)
@@ -216,11 +215,11 @@ def test_an_answer_in_tokens_of_one_byte(case: Case) -> None:
 
 @pytest.mark.slow
 @given(st.sampled_from(list(CASES.values())), st.sets(st.integers(1, 400)))
-def test_an_answer_in_random_tokens(case: Case, cuts: set[int]) -> None:
+def test_an_answer_in_random_tokens(case, cuts):
     check(case, answer(Tokens(case.raw, cuts, case.specials), case.channel_format))
 
 
-def test_special_tokens_that_are_not_part_of_the_format_have_no_text() -> None:
+def test_special_tokens_that_are_not_part_of_the_format_have_no_text():
     case = CASES["hermes, content after"]
     assert answer(Tokens("a<|x|>b", [], ["<|x|>"]), case.channel_format).text == "ab"
     # In a call in the model's own format they can be part of the call.
@@ -233,7 +232,7 @@ def test_special_tokens_that_are_not_part_of_the_format_have_no_text() -> None:
 # Ids
 
 
-def test_ids_have_nine_letters_and_digits() -> None:
+def test_ids_have_nine_letters_and_digits():
     for _ in range(50):
         id_ = CallNumbering().begin("f").id
         assert id_ is not None
@@ -242,7 +241,7 @@ def test_ids_have_nine_letters_and_digits() -> None:
         assert id_.isalnum()
 
 
-def test_the_id_that_a_model_wrote_is_kept_unless_it_is_repeated() -> None:
+def test_the_id_that_a_model_wrote_is_kept_unless_it_is_repeated():
     numbering = CallNumbering()
     deltas = [numbering.begin("f", "{}", id_) for id_ in ("one", "one", "", None, "two")]
     ids = [delta.id for delta in deltas]
@@ -254,15 +253,15 @@ def test_the_id_that_a_model_wrote_is_kept_unless_it_is_repeated() -> None:
 # Parsers that fail
 
 
-def fail(error: type[BaseException]) -> Callable[[str], Any]:
+def fail(error):
     def parse(_: str) -> Any:
         raise error("no call")
 
     return parse
 
 
-def endless() -> Any:
-    loop: dict[str, Any] = {"name": "f", "arguments": {}}
+def endless():
+    loop = {"name": "f", "arguments": {}}
     loop["arguments"]["x"] = loop
     return loop
 
@@ -292,7 +291,7 @@ def endless() -> Any:
         ),
     ],
 )
-def test_the_text_is_returned_if_the_parser_fails_or_returns_an_invalid_call(parse: Callable[[str], Any]) -> None:
+def test_the_text_is_returned_if_the_parser_fails_or_returns_an_invalid_call(parse):
     calls = ParsedCallReader(parse, "<t>", CallNumbering())
     assert calls.feed("so") == calls.feed("me") == calls.close("</t>") == []
     assert not calls.accepted
@@ -300,7 +299,7 @@ def test_the_text_is_returned_if_the_parser_fails_or_returns_an_invalid_call(par
 
 
 @pytest.mark.parametrize("id_", [7, "", "\ud800"])
-def test_an_invalid_id_is_replaced(id_: Any) -> None:
+def test_an_invalid_id_is_replaced(id_):
     calls = ParsedCallReader(lambda _: {"name": "f", "arguments": {}, "id": id_}, "", CallNumbering())
     (delta,) = calls.close("")
     assert delta.id != id_
@@ -334,7 +333,7 @@ def enforced(draw: st.DrawFn) -> tuple[str, str, str]:
 @pytest.mark.long
 @pytest.mark.slow
 @given(enforced(), st.lists(st.integers(1, 6), min_size=1))
-def test_an_enforced_call_is_returned_as_written(call: tuple[str, str, str], sizes: list[int]) -> None:
+def test_an_enforced_call_is_returned_as_written(call, sizes):
     text, name, arguments = call
     calls, at, deltas = EnforcedCallReader("<t>", CallNumbering()), 0, []
     for size in sizes * len(text):
@@ -347,7 +346,7 @@ def test_an_enforced_call_is_returned_as_written(call: tuple[str, str, str], siz
 
 @pytest.mark.slow
 @given(enforced(), enforced(), st.sets(st.integers(1, 200)))
-def test_enforced_calls_in_an_answer(one: tuple[str, str, str], two: tuple[str, str, str], cuts: set[int]) -> None:
+def test_enforced_calls_in_an_answer(one, two, cuts):
     raw = f"So.\n<tool_call>{one[0]}</tool_call>\n<tool_call>{two[0]}</tool_call>\n"
     tokens = Tokens(raw, cuts)
     found = answer(tokens, channel_format_of(json_tools, parsed=False))
@@ -364,7 +363,7 @@ REPEATED = [
 
 
 @pytest.mark.parametrize(("calls", "kept"), REPEATED)
-def test_an_answer_may_end_before_a_repeated_call(calls: list[tuple[str, str]], kept: int) -> None:
+def test_an_answer_may_end_before_a_repeated_call(calls, kept):
     written = [f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in calls]
     raw = "\n".join(written)
     always = channel_format_of(json_tools, parsed=False)
@@ -378,7 +377,7 @@ def test_an_answer_may_end_before_a_repeated_call(calls: list[tuple[str, str]], 
         assert found.entries == list(range(len(found.entries)))
 
 
-def test_an_enforced_call_is_streamed() -> None:
+def test_an_enforced_call_is_streamed():
     calls = EnforcedCallReader("<t>", CallNumbering())
     fed = ['\n{"na', 'me": "f', 'g"', ', "arguments"', ": {", '"x": "}\\', '"', '{"', "}", "} "]
     given = [[(delta.name, delta.arguments) for delta in calls.feed(text)] for text in fed]
@@ -391,21 +390,21 @@ def test_an_enforced_call_is_streamed() -> None:
     ["", " ", "x", '{"nam', '{"name": "f', '{"nome": "f"}', '{"name": 7}', '{"name": ""}', "{} {", '{"name": "\n"'],
 )
 @pytest.mark.parametrize("end", ["", "</tool_call>"])
-def test_text_that_does_not_begin_like_a_call_is_content(text: str, end: str) -> None:
+def test_text_that_does_not_begin_like_a_call_is_content(text, end):
     raw = f"So. <tool_call>{text}{end}"
     for cuts in [(), range(len(raw))]:
         found = answer(Tokens(raw, cuts), channel_format_of(json_tools, parsed=False))
         assert (found.text, found.calls) == (raw, [])
 
 
-def test_an_enforced_call_that_is_cut_off_is_returned_incomplete() -> None:
+def test_an_enforced_call_that_is_cut_off_is_returned_incomplete():
     raw = 'So. <tool_call>{"name": "f", "arguments": {"x": [1, "a'
     for cuts in [(), range(len(raw))]:
         found = answer(Tokens(raw, cuts), channel_format_of(json_tools, parsed=False))
         assert (found.text, found.calls) == ("So.", [("f", '{"x": [1, "a')])
 
 
-def test_arguments_of_an_enforced_call_can_contain_the_markers() -> None:
+def test_arguments_of_an_enforced_call_can_contain_the_markers():
     arguments = '{"x": "<tool_call>\\"</tool_call></tool_call>"}'
     raw = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call> done'
     for cuts in [(), *([cut] for cut in range(len(raw))), range(len(raw))]:
@@ -418,7 +417,7 @@ def test_arguments_of_an_enforced_call_can_contain_the_markers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ['{"name": "f', '{"name": "f", "arguments": {"x": "', '{"name": "f", "arguments": {'])
 @pytest.mark.parametrize("parsed", [False, True])
-def test_reading_takes_time_linear_in_the_length_of_a_call(text: str, parsed: bool) -> None:
+def test_reading_takes_time_linear_in_the_length_of_a_call(text, parsed):
     def seconds(count: int) -> float:
         calls = ParsedCallReader(json.loads, "", CallNumbering()) if parsed else EnforcedCallReader("", CallNumbering())
         begun = time.thread_time()

@@ -1,9 +1,6 @@
 """Tests of tools and call histories written as text, for templates without tools."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 from lmx_lab.engine import Tool, ToolUse
 from lmx_lab.engine.text.tool_prompt import template_tools, write_tools_as_text
@@ -14,7 +11,7 @@ USER = {"role": "user", "content": "Is it raining in Zürich?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def calls(*given: tuple[str, dict[str, Any]], content: str = "") -> dict[str, Any]:
+def calls(*given, content=""):
     made = [
         {"id": f"call{at}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for at, (name, arguments) in enumerate(given)
@@ -22,15 +19,15 @@ def calls(*given: tuple[str, dict[str, Any]], content: str = "") -> dict[str, An
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
-def result(content: str, at: int = 0) -> dict[str, Any]:
+def result(content, at=0):
     return {"role": "tool", "content": content, "tool_call_id": f"call{at}"}
 
 
-def described(content: str) -> list[Any]:
+def described(content):
     return [json.loads(line) for line in content.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()]
 
 
-def test_tools_are_written_into_a_new_system_message() -> None:
+def test_tools_are_written_into_a_new_system_message():
     first, *rest = write_tools_as_text([USER], TOOLS)
     assert rest == [USER]
     assert first["role"] == "system"
@@ -39,7 +36,7 @@ def test_tools_are_written_into_a_new_system_message() -> None:
     assert '<tool_call>\n{"name": ' in first["content"]
 
 
-def test_tools_are_appended_to_the_system_message() -> None:
+def test_tools_are_appended_to_the_system_message():
     first, *rest = write_tools_as_text([SYSTEM, USER], TOOLS)
     assert rest == [USER]
     assert first["content"].startswith("Be brief.\n\n# Tools")
@@ -49,7 +46,7 @@ def test_tools_are_appended_to_the_system_message() -> None:
     assert SYSTEM["content"] == "Be brief."
 
 
-def test_tools_are_written_into_the_first_user_message_if_there_is_no_system_role() -> None:
+def test_tools_are_written_into_the_first_user_message_if_there_is_no_system_role():
     (only,) = write_tools_as_text([USER], TOOLS, system=False)
     assert only["role"] == "user"
     assert described(only["content"]) == template_tools(TOOLS)
@@ -58,13 +55,13 @@ def test_tools_are_written_into_the_first_user_message_if_there_is_no_system_rol
     assert write_tools_as_text([SYSTEM, USER], TOOLS, system=False) == write_tools_as_text([SYSTEM, USER], TOOLS)
 
 
-def test_a_tool_without_a_description_has_no_description_key() -> None:
+def test_a_tool_without_a_description_has_no_description_key():
     weather, add = (tool["function"] for tool in template_tools(TOOLS))
     assert weather["description"] == WEATHER.description
     assert add == {"name": "add", "parameters": {"type": "object"}}
 
 
-def test_calls_and_results_are_written_as_text() -> None:
+def test_calls_and_results_are_written_as_text():
     history = [USER, calls(("weather", {"city": "Zürich 🏔", "n": [1, None]})), result('{"rain": "ja, ständig"}')]
     user, call, answer = write_tools_as_text(history, None)
     assert user == USER
@@ -78,7 +75,7 @@ def test_calls_and_results_are_written_as_text() -> None:
     }
 
 
-def test_the_content_of_a_message_is_written_before_its_calls() -> None:
+def test_the_content_of_a_message_is_written_before_its_calls():
     (said,) = write_tools_as_text([calls(("add", {"a": 1}), ("weather", {}), content="Let me see.")], None)
     assert said["content"] == (
         'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
@@ -86,7 +83,7 @@ def test_the_content_of_a_message_is_written_before_its_calls() -> None:
     )
 
 
-def test_the_results_of_the_calls_of_one_message_are_one_message() -> None:
+def test_the_results_of_the_calls_of_one_message_are_one_message():
     history = [calls(("add", {}), ("weather", {})), result("1"), result("2", 1), calls(("add", {})), result("3"), USER]
     written = write_tools_as_text(history, None)
     assert [message["role"] for message in written] == ["assistant", "user", "assistant", "user", "user"]
@@ -95,14 +92,14 @@ def test_the_results_of_the_calls_of_one_message_are_one_message() -> None:
     assert written[4] == USER
 
 
-def test_a_history_with_calls_is_written_without_tools_too() -> None:
+def test_a_history_with_calls_is_written_without_tools_too():
     written = write_tools_as_text([SYSTEM, USER, calls(("add", {})), result("1")], None)
     assert written[0] == SYSTEM
     assert not any("tool_calls" in message or message["role"] == "tool" for message in written)
     assert "# Tools" not in str(written)
 
 
-def test_reasoning_and_names_are_unchanged() -> None:
+def test_reasoning_and_names_are_unchanged():
     thought = {**calls(("add", {})), "reasoning_content": "Hm.", "name": "Ada"}
     (written,) = write_tools_as_text([thought], None)
     assert (written["reasoning_content"], written["name"]) == ("Hm.", "Ada")
@@ -112,7 +109,7 @@ def test_reasoning_and_names_are_unchanged() -> None:
     ]
 
 
-def test_braces_in_tools_and_messages_are_not_placeholders() -> None:
+def test_braces_in_tools_and_messages_are_not_placeholders():
     odd = ToolUse(tools=(Tool(name="odd", description="{tools} {0}", parameters={"type": "object"}),))
     first, _ = write_tools_as_text([{**SYSTEM, "content": "{tools}"}, USER], odd)
     assert first["content"].startswith("{tools}\n\n")

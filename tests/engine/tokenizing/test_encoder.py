@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,21 +17,20 @@ from lmx_lab.engine.tokenizing import encoder as module
 from lmx_lab.engine.tokenizing.encoder import CancelledTextError, TextEncoder, TextWork
 from lmx_lab.engine.tokenizing.worker import NICENESS
 from lmx_lab.errors import InvalidRequestError, QueueFullError
-from lmx_lab.values.models import ModelEntry
 
 pytestmark = pytest.mark.slow
 TEXTS = ("", "Hello  world!\n", "<|im_start|>user\nhi<|im_end|>", "[CLS] 東京 naïve 🦊 [SEP]", "\x00\x04\t", " " * 300)
 SLOW = "(a|a|aa|b)*c"
 
 
-def tokenizer_of(entry: ModelEntry) -> Tokenizer:
+def tokenizer_of(entry):
     tokenizer = Tokenizer.from_file(str(entry.path / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def sandboxed(tokenizer: Tokenizer) -> TextEncoder:
+def sandboxed(tokenizer):
     """An encoder that encodes all texts in its process."""
     # A pattern that matches nothing, and is not one of the known ones.
     old = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
@@ -44,7 +41,7 @@ def sandboxed(tokenizer: Tokenizer) -> TextEncoder:
 
 
 @pytest.fixture
-def slow(smollm2: ModelEntry) -> TextEncoder:
+def slow(smollm2):
     """An encoder whose process takes many seconds for ``SLOW_TEXT``."""
     tokenizer = tokenizer_of(smollm2)
     tokenizer.normalizer = normalizers.Replace(Regex("(a|a)*c"), "")
@@ -55,8 +52,8 @@ def slow(smollm2: ModelEntry) -> TextEncoder:
 SLOW_TEXT = ("a" * 17 + "d") * 20_000 + "c"
 
 
-def test_the_process_returns_the_same_tokens(smollm2: ModelEntry, minilm: ModelEntry) -> None:
-    variants: list[dict[str, Any]] = [{}, {"special": False}, {"truncation": (5, "longest_first")}, {"starts": True}]
+def test_the_process_returns_the_same_tokens(smollm2, minilm):
+    variants = [{}, {"special": False}, {"truncation": (5, "longest_first")}, {"starts": True}]
     for entry in (smollm2, minilm):
         here, there = TextEncoder(tokenizer_of(entry), "here"), sandboxed(tokenizer_of(entry))
         for options in variants:
@@ -64,13 +61,13 @@ def test_the_process_returns_the_same_tokens(smollm2: ModelEntry, minilm: ModelE
             assert there.encode(TEXTS, TextWork(), **options) == expected, (entry.id, options)
 
 
-def test_the_process_returns_the_same_tokens_of_pairs(minilm: ModelEntry) -> None:
+def test_the_process_returns_the_same_tokens_of_pairs(minilm):
     pairs = [("query", text) for text in TEXTS]
     here, there = TextEncoder(tokenizer_of(minilm), "here"), sandboxed(tokenizer_of(minilm))
     assert here.encode(pairs, TextWork(), keep=9) == there.encode(pairs, TextWork(), keep=9)
 
 
-def test_a_long_text_of_a_bounded_tokenizer_is_encoded_in_the_process(smollm2: ModelEntry) -> None:
+def test_a_long_text_of_a_bounded_tokenizer_is_encoded_in_the_process(smollm2):
     tokenizer, text = tokenizer_of(smollm2), "one two " * 10_000
     encoder = TextEncoder(tokenizer, "tiny")
     (encoded,) = encoder.encode([text], TextWork(), keep=100)
@@ -79,7 +76,7 @@ def test_a_long_text_of_a_bounded_tokenizer_is_encoded_in_the_process(smollm2: M
     assert (encoded.ids, encoded.length) == (ids[:100], len(ids))
 
 
-def test_a_text_over_the_time_limit_is_refused(slow: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_over_the_time_limit_is_refused(slow, monkeypatch):
     monkeypatch.setattr(module, "LIMIT_S", 1.0)
     with pytest.raises(InvalidRequestError, match="takes longer than the limit of 1 s for messages") as caught:
         slow.encode([SLOW_TEXT], TextWork(), param="messages")
@@ -87,15 +84,15 @@ def test_a_text_over_the_time_limit_is_refused(slow: TextEncoder, monkeypatch: p
     assert slow.encode(["hello"], TextWork())[0].ids
 
 
-def test_a_panic_is_an_error_of_the_request(smollm2: ModelEntry) -> None:
+def test_a_panic_is_an_error_of_the_request(smollm2):
     tokenizer = tokenizer_of(smollm2)
     tokenizer.normalizer = normalizers.Replace(Regex(SLOW), "")
     with pytest.raises(InvalidRequestError, match="PanicException"):
         TextEncoder(tokenizer, "tiny").encode(["a" * 400 + "dc"], TextWork(), param="prompt")
 
 
-def start(encode: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    errors: list[BaseException] = []
+def start(encode):
+    errors = []
 
     def run() -> None:
         try:
@@ -108,14 +105,14 @@ def start(encode: Callable[[], object]) -> tuple[threading.Thread, list[BaseExce
     return thread, errors
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition):
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_a_cancelled_text_ends_while_it_is_encoded(slow: TextEncoder) -> None:
+def test_a_cancelled_text_ends_while_it_is_encoded(slow):
     work = TextWork()
     thread, errors = start(lambda: slow.encode([SLOW_TEXT], work))
     until(lambda: slow._sandbox._running is work)
@@ -126,7 +123,7 @@ def test_a_cancelled_text_ends_while_it_is_encoded(slow: TextEncoder) -> None:
 
 
 @pytest.mark.long
-def test_a_text_gives_way_to_a_short_one(slow: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_gives_way_to_a_short_one(slow, monkeypatch):
     monkeypatch.setattr(module, "LIMIT_S", 5.0)
     work = TextWork()
     thread, errors = start(lambda: slow.encode([SLOW_TEXT], work))
@@ -137,16 +134,14 @@ def test_a_text_gives_way_to_a_short_one(slow: TextEncoder, monkeypatch: pytest.
     assert [type(error) for error in errors] == [QueueFullError]
 
 
-def test_the_process_of_a_bounded_tokenizer_ends_when_it_is_idle(
-    smollm2: ModelEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_of_a_bounded_tokenizer_ends_when_it_is_idle(smollm2, monkeypatch):
     monkeypatch.setattr(module, "IDLE_S", 0.05)
     encoder = TextEncoder(tokenizer_of(smollm2), "tiny")
     encoder.encode(["one two " * 10_000], TextWork())
     until(lambda: not encoder._sandbox._process.is_running)
 
 
-def test_the_process_ends_with_the_encoder(smollm2: ModelEntry) -> None:
+def test_the_process_ends_with_the_encoder(smollm2):
     encoder = sandboxed(tokenizer_of(smollm2))
     encoder.encode(["hello"], TextWork())
     process = encoder._sandbox._process
@@ -154,7 +149,7 @@ def test_the_process_ends_with_the_encoder(smollm2: ModelEntry) -> None:
     until(lambda: not process.is_running)
 
 
-def test_only_the_process_has_a_low_priority(smollm2: ModelEntry) -> None:
+def test_only_the_process_has_a_low_priority(smollm2):
     own = os.nice(0)
     encoder = sandboxed(tokenizer_of(smollm2))
     encoder.encode(["hello"], TextWork())
@@ -166,5 +161,5 @@ def test_only_the_process_has_a_low_priority(smollm2: ModelEntry) -> None:
     assert int(done.stdout) == own
 
 
-def test_files_of_the_worker_need_nothing_of_the_package() -> None:
+def test_files_of_the_worker_need_nothing_of_the_package():
     assert "lmx_lab" not in Path(module.WORKER).read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from lmx_lab.engine.tokenizing import loading
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
 from lmx_lab.errors import InvalidRequestError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from tests.support.engines import request
 from tests.support.models import write_tiny_llama
@@ -28,7 +26,7 @@ Load = Callable[[dict[str, Any]], LoadedModel]
 
 
 @pytest.fixture
-def load(tmp_path: Path, smollm2: ModelEntry) -> Load:
+def load(tmp_path, smollm2):
     """Load a tiny model with changes in ``tokenizer.json``."""
 
     def load_changed(changes: dict[str, Any]) -> LoadedModel:
@@ -45,7 +43,7 @@ def load(tmp_path: Path, smollm2: ModelEntry) -> Load:
 
 
 @pytest.mark.long
-def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load: Load) -> None:
+def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load):
     model, plain = load({"normalizer": SLOW}), load({})
     prompt = request(prompt=TextPrompt(text="Hello, world"))
     assert model.prompts.encode(prompt, None) == plain.prompts.encode(prompt, None)
@@ -55,19 +53,17 @@ def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load: Load) 
         model.prompts.encode(request(prompt=TextPrompt(text="a" * 400 + "dc")), None)
 
 
-def test_a_decoder_with_a_pattern_is_refused(load: Load) -> None:
+def test_a_decoder_with_a_pattern_is_refused(load):
     with pytest.raises(UnusableModelError, match="the decoder may take any time"):
         load({"decoder": SLOW})
 
 
-def test_a_tokenizer_that_fails_to_load_names_the_reason(load: Load) -> None:
+def test_a_tokenizer_that_fails_to_load_names_the_reason(load):
     with pytest.raises(UnusableModelError, match="its tokenizer cannot be used"):
         load({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}})
 
 
-def test_a_tokenizer_that_takes_long_to_load_is_refused_and_its_check_can_be_cancelled(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_takes_long_to_load_is_refused_and_its_check_can_be_cancelled(load, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "READ_S", 0.0)
     with pytest.raises(
         UnusableModelError, match=r"its tokenizer cannot be used: it takes .* s to load; the limit is 0"

@@ -1,19 +1,14 @@
 """The worker of the template sandbox renders chat templates as transformers does. It is called in this process."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
 from lmx_lab.engine.tokenizing import template_worker
 
 
-def render(template: str, **variables: Any) -> dict[str, str]:
-    answer: dict[str, str] = json.loads(
-        template_worker.handle(json.dumps({"template": template, "variables": variables}).encode())
-    )
+def render(template, **variables):
+    answer = json.loads(template_worker.handle(json.dumps({"template": template, "variables": variables}).encode()))
     return answer
 
 
@@ -28,7 +23,7 @@ def render(template: str, **variables: Any) -> dict[str, str]:
         ("{{ strftime_now('%d.%m') | length }}", "5"),
     ],
 )
-def test_a_template_can_use_what_chat_templates_are_written_for(template: str, text: str) -> None:
+def test_a_template_can_use_what_chat_templates_are_written_for(template, text):
     assert render(template, words=["a", "b"]) == {"text": text}
 
 
@@ -43,11 +38,11 @@ def test_a_template_can_use_what_chat_templates_are_written_for(template: str, t
         ("{% for %}", "Expected an expression, got 'end of statement block'"),
     ],
 )
-def test_an_error_of_a_template_is_its_message(template: str, message: str) -> None:
+def test_an_error_of_a_template_is_its_message(template, message):
     assert render(template) == {"error": message}
 
 
-def test_a_template_that_exceeds_a_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_exceeds_a_limit_is_reported(monkeypatch):
     assert "memory" in render("{{ 'x' * size }}", size=10**18)["limit"]
     monkeypatch.setattr(template_worker, "MAX_CHARACTERS", 10)
     assert render("{% for n in range(5) %}{{ n }}{{ n }}{% endfor %}") == {"text": "0011223344"}

@@ -27,12 +27,12 @@ PATH = Path("model")
 
 
 @pytest.fixture(autouse=True)
-def _short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_trials(monkeypatch):
     monkeypatch.setattr(templates, "TRIAL_S", 0.5)
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
-def test_a_template_that_never_ends_for_one_shape_is_refused(number: int) -> None:
+def test_a_template_that_never_ends_for_one_shape_is_refused(number):
     shape = SHAPES[number]
     tests = [
         f"messages | length == {len(shape['messages'])}",
@@ -48,16 +48,16 @@ def test_a_template_that_never_ends_for_one_shape_is_refused(number: int) -> Non
 
 
 @pytest.mark.parametrize("template", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 9 ** 11 }}"])
-def test_a_template_is_refused_by_its_time_or_memory(template: str) -> None:
+def test_a_template_is_refused_by_its_time_or_memory(template):
     with pytest.raises(UnusableModelError, match="the limit of"):
         try_template(template, PATH, Cancellation())
 
 
-def test_a_template_that_refuses_messages_is_accepted() -> None:
+def test_a_template_that_refuses_messages_is_accepted():
     try_template("{{ raise_exception('only users') }}{{ nothing.at.all }}", PATH, Cancellation())
 
 
-def test_a_process_that_was_started_in_advance_is_used_once_and_ended() -> None:
+def test_a_process_that_was_started_in_advance_is_used_once_and_ended():
     with prepared_trial():
         (sandbox,) = templates._prepared
         try_template("{{ 'started in advance' }}", PATH, Cancellation())
@@ -68,7 +68,7 @@ def test_a_process_that_was_started_in_advance_is_used_once_and_ended() -> None:
         sandbox.render("{{ 1 }}", {})
 
 
-def test_a_trial_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_can_be_cancelled(monkeypatch):
     monkeypatch.setattr(templates, "TRIAL_S", 60.0)
     cancellation = Cancellation()
     threading.Timer(0.3, cancellation.cancel).start()
@@ -85,14 +85,14 @@ def test_a_trial_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "tool_use", "template": ENDLESS}]})),
     ],
 )
-def test_templates_are_found_where_models_have_them(tmp_path: Path, name: str, content: str) -> None:
+def test_templates_are_found_where_models_have_them(tmp_path, name, content):
     try_templates_of(tmp_path, Cancellation())
     (tmp_path / name).write_text(content)
     with pytest.raises(UnusableModelError, match="runs longer"):
         try_templates_of(tmp_path, Cancellation())
 
 
-def test_a_slow_template_does_not_delay_others() -> None:
+def test_a_slow_template_does_not_delay_others():
     sandbox, ended = TemplateSandbox(20.0), threading.Event()
 
     def render_slow() -> None:

@@ -1,14 +1,12 @@
 """Tests of the tools in lmx_lab.server.responses.convert."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.server.responses.convert import chat_name, custom_input
 from lmx_lab.wire.formats import NAME_CHARACTERS
 
 
-def test_names_in_namespaces_are_joined_and_stay_unique_if_they_are_too_long() -> None:
+def test_names_in_namespaces_are_joined_and_stay_unique_if_they_are_too_long():
     assert chat_name("look", None) == chat_name("look", "") == "look"
     assert chat_name("look", "mcp__files") == chat_name("look", "mcp__files__") == "mcp__files__look"
     names = {chat_name("x" * 60 + end, "mcp__files") for end in ("a", "b")}
@@ -27,5 +25,5 @@ def test_names_in_namespaces_are_joined_and_stay_unique_if_they_are_too_long() -
         ("no JSON", "no JSON"),
     ],
 )
-def test_the_input_of_a_custom_tool_is_read_from_complete_and_incomplete_arguments(arguments: str, text: str) -> None:
+def test_the_input_of_a_custom_tool_is_read_from_complete_and_incomplete_arguments(arguments, text):
     assert custom_input(arguments) == text

@@ -1,19 +1,16 @@
 """Tests of the store of lmx_lab.server.responses.routes."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.errors import InvalidRequestError, NotFoundError
 from lmx_lab.server.responses.routes import ResponseStore, StoredResponse
-from lmx_lab.wire.responses import ResponseStatus
 
 
-def stored(name: str, *, size: int = 10, status: ResponseStatus = "completed") -> StoredResponse:
+def stored(name, *, size=10, status="completed"):
     return StoredResponse(id=name, status=status, body=b"x" * size, conversation=b"")
 
 
-def test_the_least_recently_used_responses_are_removed() -> None:
+def test_the_least_recently_used_responses_are_removed():
     store = ResponseStore(responses=3, size_bytes=100)
     for name in ("a", "b", "c"):
         store.put(stored(name))
@@ -29,7 +26,7 @@ def test_the_least_recently_used_responses_are_removed() -> None:
 
 
 @pytest.mark.parametrize("status", ["completed", "incomplete"])
-def test_only_ended_responses_can_be_continued(status: ResponseStatus) -> None:
+def test_only_ended_responses_can_be_continued(status):
     store = ResponseStore()
     store.put(stored("done", status=status))
     assert store.previous("done").id == "done"

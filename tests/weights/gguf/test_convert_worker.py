@@ -1,14 +1,9 @@
 """Tests of the conversion of GGUF files to MLX folders with the same values."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +12,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.errors import StorageFullError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights import Catalog
 from lmx_lab.weights.gguf.convert import converted_bytes, llama3_scaling
 from lmx_lab.weights.gguf.header import read_header
 
@@ -37,17 +31,17 @@ mx.clear_streams()
 
 
 @pytest.fixture(scope="module")
-def smollm(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+def smollm(smollm2_gguf, tmp_path_factory):
     return Catalog(Settings(home=tmp_path_factory.mktemp("home"))).convert(str(smollm2_gguf))
 
 
 @pytest.mark.long
-def test_the_converted_smollm2_gives_the_expected_answer(smollm: ModelEntry) -> None:
+def test_the_converted_smollm2_gives_the_expected_answer(smollm):
     answer = subprocess.check_output([sys.executable, "-W", "ignore", "-c", ASK, str(smollm.path)], text=True)
     assert answer.strip() == "The capital of France is Paris."
 
 
-def test_the_converted_smollm2_has_the_right_entry(smollm: ModelEntry, smollm2_gguf: Path) -> None:
+def test_the_converted_smollm2_has_the_right_entry(smollm, smollm2_gguf):
     assert (smollm.format, smollm.kind, smollm.architecture, smollm.source) == ("mlx", "chat", "llama", "store")
     assert (smollm.quantization, smollm.context_length) == ("4-bit, group 32", 8192)
     config = json.loads((smollm.path / "config.json").read_text())
@@ -70,26 +64,26 @@ def test_the_converted_smollm2_has_the_right_entry(smollm: ModelEntry, smollm2_g
         "\u0000\u200d",
     ],
 )
-def test_the_tokenizer_returns_every_text_unchanged(smollm: ModelEntry, text: str) -> None:
+def test_the_tokenizer_returns_every_text_unchanged(smollm, text):
     tokenizer = Tokenizer.from_file(str(smollm.path / "tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_the_tokenizer_splits_digits_but_not_special_tokens(smollm: ModelEntry) -> None:
+def test_the_tokenizer_splits_digits_but_not_special_tokens(smollm):
     tokenizer = Tokenizer.from_file(str(smollm.path / "tokenizer.json"))
     assert len(tokenizer.encode("2024").ids) == 4
     assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>").ids == [1, 4093, 198, 26843, 2]
     assert tokenizer.decode([1, 26843, 2], skip_special_tokens=True) == "Hi"
 
 
-def import_tiny(catalog: Catalog, tmp_path: Path, data: bytes) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
+def import_tiny(catalog, tmp_path, data):
     source = tmp_path / "Tiny Llama (1).gguf"
     source.write_bytes(data)
     entry = catalog.convert(str(source))
     return entry.path, load_file(entry.path / "model.safetensors")
 
 
-def unpack(weights: dict[str, np.ndarray[Any, Any]], name: str, bits: int) -> np.ndarray[Any, Any]:
+def unpack(weights, name, bits):
     packed = weights[f"{name}.weight"]
     integers = np.stack([(packed >> shift) & (2**bits - 1) for shift in range(0, 32, bits)], axis=-1)
     groups = integers.reshape(packed.shape[0], -1, 32).astype(np.float32)
@@ -97,9 +91,7 @@ def unpack(weights: dict[str, np.ndarray[Any, Any]], name: str, bits: int) -> np
     return (groups * scales + biases).reshape(packed.shape[0], -1)
 
 
-def test_quantized_matrices_keep_their_values(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_quantized_matrices_keep_their_values(catalog, tmp_path, tiny_llama):
     data = tiny_llama({"blk.0.attn_q": "Q4_1", "blk.0.attn_k": "Q8_0"})
     folder, weights = import_tiny(catalog, tmp_path, data)
     header = read_header(tmp_path / "Tiny Llama (1).gguf")
@@ -114,7 +106,7 @@ def test_quantized_matrices_keep_their_values(
     assert (table["bits"], table["model.layers.0.self_attn.k_proj"]["bits"]) == (4, 8)
 
 
-def dequantize(kind: str, content: bytes) -> np.ndarray[Any, Any]:
+def dequantize(kind, content):
     """Dequantize blocks as ggml defines them: a scale, for Q4_1 a minimum, then low nibbles before high ones."""
     blocks = np.frombuffer(content, np.uint8).reshape(-1, {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[kind])
     scale = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
@@ -127,37 +119,29 @@ def dequantize(kind: str, content: bytes) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("Q6_K", "float16"), ("F32", "float32")])
-def test_a_separate_output_matrix_that_is_not_quantized_stays_unquantized(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes], kind: str, dtype: str
-) -> None:
+def test_a_separate_output_matrix_that_is_not_quantized_stays_unquantized(catalog, tmp_path, tiny_llama, kind, dtype):
     folder, weights = import_tiny(catalog, tmp_path, tiny_llama({"output": kind}))
     assert weights["lm_head.weight"].dtype == dtype
     config = json.loads((folder / "config.json").read_text())
     assert (config["tie_word_embeddings"], config["quantization"]["lm_head"]) == (False, False)
 
 
-def test_the_end_of_turn_token_of_the_template_is_an_end_token_too(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_the_end_of_turn_token_of_the_template_is_an_end_token_too(catalog, tmp_path, tiny_llama):
     folder, _ = import_tiny(catalog, tmp_path, tiny_llama())
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [0, 258]
 
 
-def test_a_file_is_converted_once_and_found_by_its_content(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_a_file_is_converted_once_and_found_by_its_content(catalog, tmp_path, tiny_llama):
     folder, _ = import_tiny(catalog, tmp_path, tiny_llama())
     assert folder.name.startswith("tiny-llama-1-")
-    seen: list[Progress] = []
+    seen = []
     assert catalog.convert(str(tmp_path / "Tiny Llama (1).gguf"), seen.append).path == folder
     assert {progress.stage for progress in seen} == {"verify"}
     other, _ = import_tiny(catalog, tmp_path, tiny_llama(metadata={"llama.context_length": 99}))
     assert other != folder
 
 
-def test_a_listed_file_and_its_conversion_are_one_model_until_the_file_changes(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_a_listed_file_and_its_conversion_are_one_model_until_the_file_changes(catalog, tmp_path, tiny_llama):
     file, same_name = tmp_path / "extra/tiny.gguf", tmp_path / "extra/org/other/tiny.gguf"
     same_name.parent.mkdir(parents=True)
     file.write_bytes(tiny_llama())
@@ -185,24 +169,20 @@ def test_a_listed_file_and_its_conversion_are_one_model_until_the_file_changes(
     ],
 )
 def test_errors_of_the_conversion_process_are_returned_with_their_reason(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes], metadata: dict[str, object], reason: str
-) -> None:
+    catalog, tmp_path, tiny_llama, metadata, reason
+):
     with pytest.raises(UnusableModelError, match=reason):
         import_tiny(catalog, tmp_path, tiny_llama(metadata=metadata))
     assert catalog.scan() == []
 
 
-def test_a_disk_without_enough_space_is_an_error_before_the_conversion(
-    tmp_path: Path, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_a_disk_without_enough_space_is_an_error_before_the_conversion(tmp_path, tiny_llama):
     catalog = Catalog(Settings(home=tmp_path / "home", disk_reserve_bytes=2**60))
     with pytest.raises(StorageFullError, match="reserve"):
         import_tiny(catalog, tmp_path, tiny_llama())
 
 
-def test_a_disk_that_becomes_full_during_the_conversion_is_reported_as_such(
-    tmp_path: Path, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_a_disk_that_becomes_full_during_the_conversion_is_reported_as_such(tmp_path, tiny_llama):
     """A limit on the file size simulates the full disk: MLX reports both with the same message."""
     source = tmp_path / "tiny.gguf"
     source.write_bytes(tiny_llama())
@@ -213,7 +193,7 @@ def test_a_disk_that_becomes_full_during_the_conversion_is_reported_as_such(
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_the_frequency_factors_of_llama_3_are_recognized(factor: float) -> None:
+def test_the_frequency_factors_of_llama_3_are_recognized(factor):
     factors = []
     for i in range(0, 64, 2):
         wavelength = 2 * math.pi * 500_000 ** (i / 64)
@@ -231,16 +211,12 @@ def test_the_frequency_factors_of_llama_3_are_recognized(factor: float) -> None:
     assert llama3_scaling(factors[:-1], 64, 500_000) is None
 
 
-def test_a_model_in_mlx_format_is_not_converted(
-    catalog: Catalog, make_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_model_in_mlx_format_is_not_converted(catalog, make_model, tmp_path):
     make_model(tmp_path / "extra/m")
     assert catalog.convert("m") == catalog.resolve("m")
 
 
-def test_a_split_file_is_not_converted_and_the_error_contains_the_next_step(
-    catalog: Catalog, write_split: Callable[..., list[Path]], tmp_path: Path
-) -> None:
+def test_a_split_file_is_not_converted_and_the_error_contains_the_next_step(catalog, write_split, tmp_path):
     first, *_ = write_split(tmp_path / "tiny")
     with pytest.raises(UnusableModelError, match=r"split into parts.*Load it without conversion"):
         catalog.convert(str(first))

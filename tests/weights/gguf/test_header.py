@@ -19,9 +19,7 @@ from lmx_lab.weights.facts import read_gguf_facts
 from lmx_lab.weights.gguf.header import read_header
 
 
-def test_metadata_and_tensors_are_read_and_arrays_only_on_request(
-    tmp_path: Path, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_metadata_and_tensors_are_read_and_arrays_only_on_request(tmp_path, tiny_llama):
     path = tmp_path / "tiny.gguf"
     path.write_bytes(tiny_llama())
     header = read_header(path)
@@ -33,7 +31,7 @@ def test_metadata_and_tensors_are_read_and_arrays_only_on_request(
     assert whole.tensors == header.tensors
 
 
-def test_texts_of_any_length_are_skipped_as_they_are_read(tmp_path: Path, tiny_llama: Callable[..., bytes]) -> None:
+def test_texts_of_any_length_are_skipped_as_they_are_read(tmp_path, tiny_llama):
     # They cross the ends of the reader's buffer in lengths and in texts, and one text is as long as the buffer.
     texts = ["x" * (1 + number % 4093) for number in range(1500)] + ["y" * 2**20, "", "z"]
     path = tmp_path / "long.gguf"
@@ -46,9 +44,7 @@ def test_texts_of_any_length_are_skipped_as_they_are_read(tmp_path: Path, tiny_l
         read_header(path)
 
 
-def test_a_gguf_file_is_listed_by_its_file_name(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
-) -> None:
+def test_a_gguf_file_is_listed_by_its_file_name(catalog, tmp_path, tiny_llama):
     (tmp_path / "extra").mkdir()
     (tmp_path / "extra/tiny.gguf").write_bytes(tiny_llama())
     (entry,) = catalog.scan()
@@ -59,9 +55,7 @@ def test_a_gguf_file_is_listed_by_its_file_name(
     ("name", "value"),
     [("block_count", 4_000_000_000), ("embedding_length", 0), ("rope.freq_base", float("nan")), ("context_length", 0)],
 )
-def test_a_file_with_impossible_values_is_refused_by_name(
-    tmp_path: Path, tiny_llama: Callable[..., bytes], name: str, value: float
-) -> None:
+def test_a_file_with_impossible_values_is_refused_by_name(tmp_path, tiny_llama, name, value):
     path = tmp_path / "impossible.gguf"
     path.write_bytes(tiny_llama({}, {f"llama.{name}": value}))
     with pytest.raises(UnusableModelError, match=rf"llama\.{name} is "):
@@ -86,9 +80,7 @@ def test_a_file_with_impossible_values_is_refused_by_name(
         ({}, {"llama.pooling_type": 3}, "computes vectors or scores"),
     ],
 )
-def test_a_file_that_cannot_be_converted_can_be_used_unchanged(
-    tmp_path: Path, tiny_llama: Callable[..., bytes], types: dict[str, str], metadata: dict[str, object], reason: str
-) -> None:
+def test_a_file_that_cannot_be_converted_can_be_used_unchanged(tmp_path, tiny_llama, types, metadata, reason):
     path = tmp_path / "other.gguf"
     path.write_bytes(tiny_llama(types, metadata))
     catalog = Catalog(Settings(home=tmp_path / "home"))
@@ -98,7 +90,7 @@ def test_a_file_that_cannot_be_converted_can_be_used_unchanged(
 
 
 @pytest.mark.slow
-def test_a_file_truncated_at_any_byte_is_rejected(tmp_path: Path, tiny_llama: Callable[..., bytes]) -> None:
+def test_a_file_truncated_at_any_byte_is_rejected(tmp_path, tiny_llama):
     whole = tiny_llama()
     path = tmp_path / "cut.gguf"
     for length in [*range(0, 200), *range(200, len(whole), 997), len(whole) - 32]:
@@ -123,7 +115,7 @@ def test_a_file_truncated_at_any_byte_is_rejected(tmp_path: Path, tiny_llama: Ca
         b"GGUF" + struct.pack("<IQQQcI", 3, 1, 0, 1, b"t", 2**31) + bytes(100),
     ],
 )
-def test_malicious_lengths_are_rejected(tmp_path: Path, data: bytes) -> None:
+def test_malicious_lengths_are_rejected(tmp_path, data):
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     with pytest.raises(UnusableModelError):

@@ -1,7 +1,5 @@
 """Tests of the information in the names of GGUF files."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.weights.gguf.names import (
@@ -42,11 +40,11 @@ from lmx_lab.weights.gguf.names import (
         ("", None),
     ],
 )
-def test_the_quantization_is_read_from_the_name(name: str, quantization: str | None) -> None:
+def test_the_quantization_is_read_from_the_name(name, quantization):
     assert quantization_of(name) == quantization
 
 
-def test_the_name_of_one_part_gives_the_names_of_all_parts() -> None:
+def test_the_name_of_one_part_gives_the_names_of_all_parts():
     parts = ("a/m-00001-of-00003.gguf", "a/m-00002-of-00003.gguf", "a/m-00003-of-00003.gguf")
     assert {parts_of(part) for part in parts} == {parts}
 
@@ -54,7 +52,7 @@ def test_the_name_of_one_part_gives_the_names_of_all_parts() -> None:
 @pytest.mark.parametrize(
     "name", ["m.gguf", "m-00004-of-00003.gguf", "m-00000-of-00003.gguf", "m-1-of-3.gguf", "m-00001-of-99999.gguf"]
 )
-def test_files_with_other_names_are_not_split(name: str) -> None:
+def test_files_with_other_names_are_not_split(name):
     assert parts_of(name) == (name,)
 
 
@@ -69,12 +67,12 @@ def test_files_with_other_names_are_not_split(name: str) -> None:
         ("mmproj/Qwen3-4B-Q4_K_M.gguf", False),
     ],
 )
-def test_files_that_accompany_a_model_are_not_models(name: str, companion: bool) -> None:
+def test_files_that_accompany_a_model_are_not_models(name, companion):
     assert is_companion(name) == companion
     assert len(group_files([name, "README.md"])) == (not companion)
 
 
-def test_models_are_labeled_by_quantization_or_by_name_if_two_have_the_same() -> None:
+def test_models_are_labeled_by_quantization_or_by_name_if_two_have_the_same():
     names = [
         "7b-Q4_K_M.gguf",
         "13b-q4_k_m.gguf",
@@ -87,7 +85,7 @@ def test_models_are_labeled_by_quantization_or_by_name_if_two_have_the_same() ->
     assert models["Q8_0"].names == tuple(names[2:4])
 
 
-def test_a_label_is_a_quantization_or_a_name_in_any_case() -> None:
+def test_a_label_is_a_quantization_or_a_name_in_any_case():
     models = label_models(group_files(["Q4_K_M/M-Q4_K_M.gguf", "M-UD-Q2_K_XL.gguf"]))
     assert {find_label(models, choice) for choice in ("q4_k_m", "m-q4_k_m.gguf", "Q4_K_M/M-Q4_K_M")} == {"Q4_K_M"}
     assert find_label(models, "ud-q2_k_xl") == "UD-Q2_K_XL"
@@ -105,6 +103,6 @@ def test_a_label_is_a_quantization_or_a_name_in_any_case() -> None:
         (["model.gguf"], "model"),
     ],
 )
-def test_the_default_is_the_preferred_quantization_or_else_the_smallest(names: list[str], expected: str) -> None:
+def test_the_default_is_the_preferred_quantization_or_else_the_smallest(names, expected):
     sizes = {name: (4 if "F32" in name else 2) * (10 if "70b" in name else 1) for name in names}
     assert default_label(label_models(group_files(names)), sizes) == expected

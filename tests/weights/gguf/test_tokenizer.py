@@ -1,15 +1,10 @@
 """Tests that the vocabulary of a GGUF file gives the original tokenizer."""
 
-from __future__ import annotations
-
 import io
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import sentencepiece
-from tokenizers import Tokenizer
 
 from lmx_lab.weights.gguf.header import read_header
 from lmx_lab.weights.gguf.tokenizer import build_tokenizer, read_vocabulary
@@ -18,7 +13,7 @@ TEXT = "the cat sat on a mat while rain fell over old stone roofs and nobody cam
 WORDS = TEXT.split()
 
 
-def tokenizer_of(path: Path, data: bytes) -> Tokenizer:
+def tokenizer_of(path, data):
     path.write_bytes(data)
     header = read_header(path, arrays=True)
     return build_tokenizer(read_vocabulary(header), header.text("tokenizer.ggml.model"))
@@ -32,17 +27,13 @@ def tokenizer_of(path: Path, data: bytes) -> Tokenizer:
         ("llama-bpe", ["I", "'m", "Ġ", "123", "45"]),
     ],
 )
-def test_words_are_split_as_the_file_defines(
-    tmp_path: Path, tiny_llama: Callable[..., bytes], pre: str, pieces: list[str]
-) -> None:
+def test_words_are_split_as_the_file_defines(tmp_path, tiny_llama, pre, pieces):
     tokenizer = tokenizer_of(tmp_path / "t.gguf", tiny_llama(metadata={"tokenizer.ggml.pre": pre}))
     assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("I'm 12345")] == pieces
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_a_first_token_is_added_if_the_file_requires_it(
-    tmp_path: Path, tiny_llama: Callable[..., bytes], add_bos: bool
-) -> None:
+def test_a_first_token_is_added_if_the_file_requires_it(tmp_path, tiny_llama, add_bos):
     metadata = {"tokenizer.ggml.add_bos_token": add_bos}
     tokenizer = tokenizer_of(tmp_path / "t.gguf", tiny_llama(metadata=metadata))
     assert tokenizer.encode("ab").ids == ([257, 256] if add_bos else [256])
@@ -50,7 +41,7 @@ def test_a_first_token_is_added_if_the_file_requires_it(
 
 
 @pytest.fixture(scope="module")
-def trained() -> sentencepiece.SentencePieceProcessor:
+def trained():
     """Train SentencePiece as for Llama 2: BPE, bytes for unknown characters, a leading space."""
     chance = random.Random(0)
     sentences = (" ".join(chance.choices(WORDS, k=12)) for _ in range(400))
@@ -62,9 +53,7 @@ def trained() -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def test_a_sentencepiece_vocabulary_encodes_and_decodes_like_sentencepiece(
-    tmp_path: Path, gguf: Callable[..., bytes], trained: sentencepiece.SentencePieceProcessor
-) -> None:
+def test_a_sentencepiece_vocabulary_encodes_and_decodes_like_sentencepiece(tmp_path, gguf, trained):
     ids = range(trained.vocab_size())
     kinds = [
         6 if trained.is_byte(i) else 3 if trained.is_control(i) else 2 if trained.is_unknown(i) else 1 for i in ids

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.nn.layers.quantized import quantize
 
-from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_activations
+from lmx_lab.engine.mlx.capture.activations import TraceContext, compute_activations
 from lmx_lab.engine.mlx.capture.install import HookPoint, install
 from lmx_lab.engine.mlx.capture.lens import _most_likely, compute_attribution, compute_logit_lens
 from lmx_lab.engine.mlx.capture.parts import find_parts
@@ -37,27 +37,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def context(model: Any) -> TraceContext:
+def context(model):
     found = find_points(find_parts(model, "tiny"), "tiny")
     return TraceContext(found=found, limit_bytes=2**30, text_of=str)
 
 
-def family(kind: str) -> Any:
+def family(kind):
     return build_model(kind, **{**GENERIC, "num_hidden_layers": 3, **FAMILIES[kind]})
 
 
-def finish(steps: Steps, limit: int = 512) -> tuple[dict[str, Any], dict[str, Any]]:
+def finish(steps, limit=512):
     next(steps)
     try:
         while True:
             steps.send(limit)
     except StopIteration as end:
-        results: tuple[dict[str, Any], dict[str, Any]] = end.value
+        results = end.value
         return results
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_values_do_not_depend_on_the_chunks_and_heads_follow_from_patterns(kind: str) -> None:
+def test_values_do_not_depend_on_the_chunks_and_heads_follow_from_patterns(kind):
     model = family(kind)
     made = context(model)
     whole, _ = finish(compute_activations(made, TOKENS, Activations(hooks=("*",))))
@@ -78,13 +78,11 @@ def test_values_do_not_depend_on_the_chunks_and_heads_follow_from_patterns(kind:
 SWEPT = ("*.hook_resid_*", "*.hook_*_out", "*.hook_z")
 
 
-def replaced_logits(
-    made: TraceContext, clean: dict[str, Any], name: str, head: int | None, positions: list[int]
-) -> Any:
+def replaced_logits(made, clean, name, head, positions):
     """Return the last logits of a pass in which a value is that of the clean text at some positions."""
     points, at = made.found.points, mx.array(positions)
     values = mx.array(clean[name][positions])
-    before: list[mx.array] = []
+    before = []
 
     def change(old: mx.array) -> mx.array:
         new = mx.array(old)
@@ -107,7 +105,7 @@ def replaced_logits(
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_each_cell_of_a_sweep_equals_a_pass_with_this_value_replaced(kind: str) -> None:
+def test_each_cell_of_a_sweep_equals_a_pass_with_this_value_replaced(kind):
     model = family(kind)
     made = context(model)
     work = Patching(answer=3, other=4, hooks=SWEPT, positions=(0, 4, 29))
@@ -128,7 +126,7 @@ def test_each_cell_of_a_sweep_equals_a_pass_with_this_value_replaced(kind: str) 
     np.testing.assert_allclose(details["clean"], np.array(model(mx.array([CLEAN])))[0, -1][[3, 4]], atol=1e-4)
 
 
-def test_patching_nothing_changes_nothing_and_the_only_head_is_the_output_of_attention() -> None:
+def test_patching_nothing_changes_nothing_and_the_only_head_is_the_output_of_attention():
     made = context(build_model("llama", num_attention_heads=1, num_key_value_heads=1, head_dim=32))
     work = Patching(answer=3, other=4, hooks=SWEPT, together=True)
     arrays, details = finish(compute_patching(made, TOKENS, TOKENS, (3, 4), work))
@@ -144,7 +142,7 @@ def test_patching_nothing_changes_nothing_and_the_only_head_is_the_output_of_att
 
 
 @pytest.mark.parametrize("limit", [2, 7, 30])
-def test_the_work_of_a_step_is_limited(limit: int) -> None:
+def test_the_work_of_a_step_is_limited(limit):
     made = context(build_model("llama"))
     sweep = Patching(answer=3, other=4, hooks=SWEPT)
     for steps in (
@@ -162,7 +160,7 @@ def test_the_work_of_a_step_is_limited(limit: int) -> None:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_logit_lens_and_contributions_end_with_the_logits(kind: str) -> None:
+def test_the_logit_lens_and_contributions_end_with_the_logits(kind):
     model = family(kind)
     made = context(model)
     logits = np.array(model(mx.array([TOKENS])))[0]
@@ -179,7 +177,7 @@ def test_the_logit_lens_and_contributions_end_with_the_logits(kind: str) -> None
 
 
 @pytest.mark.parametrize("width", [150, 6_463, 49_157])
-def test_the_most_likely_tokens_of_any_vocabulary_are_those_of_a_sort(width: int) -> None:
+def test_the_most_likely_tokens_of_any_vocabulary_are_those_of_a_sort(width):
     random = np.random.default_rng(width)
     logits = random.normal(size=(4, width)).astype(np.float32)
     logits[1] = logits[1].round()
@@ -194,7 +192,7 @@ def test_the_most_likely_tokens_of_any_vocabulary_are_those_of_a_sort(width: int
     assert np.isnan(_most_likely(np.full((1, width), np.nan, np.float32), 100)[1]).all()
 
 
-def test_traces_of_a_quantized_model_equal_its_own_computation() -> None:
+def test_traces_of_a_quantized_model_equal_its_own_computation():
     model = build_model("llama")
     quantize(model, group_size=32, bits=4)
     arrays, _ = finish(compute_activations(context(model), TOKENS, Activations(hooks=("*.hook_resid_post", "logits"))))
@@ -203,7 +201,7 @@ def test_traces_of_a_quantized_model_equal_its_own_computation() -> None:
     np.testing.assert_allclose(np.array(again), arrays["logits"], atol=1e-4)
 
 
-def test_values_that_a_family_does_not_have_are_refused_by_name() -> None:
+def test_values_that_a_family_does_not_have_are_refused_by_name():
     mamba = build_model("mamba", state_size=8, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank=4)
     with pytest.raises(
         InvalidRequestError, match=r"no blocks\.0\.hook_attn_out: the outputs of its blocks are not sums"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import pytest
 from mlx.nn.layers.base import Module
@@ -11,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from lmx_lab.engine.mlx.capture.install import HookPoint, install
 from lmx_lab.engine.mlx.capture.parts import find_parts
-from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
+from lmx_lab.engine.mlx.capture.points import find_points
 from lmx_lab.errors import InvalidRequestError
 from tests.support.models import build_model
 
@@ -26,17 +24,17 @@ GRANITE = {
 }
 
 
-def points_of(model: Any) -> HookPoints:
+def points_of(model):
     return find_points(find_parts(model, "tiny"), "tiny")
 
 
-def kinds(points: HookPoints) -> list[str]:
+def kinds(points):
     """Return the names of the second block without their prefix."""
     return [name.removeprefix("blocks.1.hook_") for name in points.sizes if name.startswith("blocks.1.hook_")]
 
 
-def values(model: Any, points: HookPoints, *names: str) -> dict[str, mx.array]:
-    found: dict[str, mx.array] = {}
+def values(model, points, *names):
+    found = {}
     functions = {points.point(name): (lambda value, name=name: found.update({name: value})) for name in names}
     with install(functions):
         mx.eval(model(TOKENS))
@@ -53,9 +51,7 @@ def values(model: Any, points: HookPoints, *names: str) -> dict[str, mx.array]:
         ("granite", GRANITE, ["resid_pre", "resid_post"]),
     ],
 )
-def test_a_block_has_the_hooks_whose_sum_is_its_output(
-    family: str, changes: dict[str, Any], expected: list[str]
-) -> None:
+def test_a_block_has_the_hooks_whose_sum_is_its_output(family, changes, expected):
     model = build_model(family, **changes)
     points = points_of(model)
     assert kinds(points) == expected
@@ -66,7 +62,7 @@ def test_a_block_has_the_hooks_whose_sum_is_its_output(
         assert mx.allclose(before + attention + mlp, after, atol=1e-6)
 
 
-def test_hooks_are_removed_completely() -> None:
+def test_hooks_are_removed_completely():
     model = build_model("llama")
     classes = [type(module) for _, module in model.named_modules()]
     parameters = [name for name, _ in tree_flatten(model.parameters())]
@@ -81,7 +77,7 @@ def test_hooks_are_removed_completely() -> None:
     assert mx.array_equal(model(TOKENS), logits)
 
 
-def test_a_replaced_value_is_used_instead_of_the_computed_one() -> None:
+def test_a_replaced_value_is_used_instead_of_the_computed_one():
     model = build_model("llama")
     points = points_of(model)
     post = points.point("blocks.1.hook_resid_post")
@@ -95,7 +91,7 @@ def test_a_replaced_value_is_used_instead_of_the_computed_one() -> None:
             assert mx.array_equal(model(TOKENS), logits)
 
 
-def test_errors_name_the_hooks_that_exist() -> None:
+def test_errors_name_the_hooks_that_exist():
     points = points_of(build_model("llama"))
     assert points.matching(["logits", "blocks.*.hook_resid_p*"])[:2] == [
         "blocks.0.hook_resid_pre",
@@ -113,7 +109,7 @@ def test_errors_name_the_hooks_that_exist() -> None:
         points.point("blocks.0.hook_residpost")
 
 
-def test_a_model_without_blocks_is_refused() -> None:
+def test_a_model_without_blocks_is_refused():
     class Blocks:
         model_type = "other"
 
@@ -121,7 +117,7 @@ def test_a_model_without_blocks_is_refused() -> None:
         find_parts(Blocks(), "tiny")
 
 
-def test_the_first_input_may_be_a_keyword() -> None:
+def test_the_first_input_may_be_a_keyword():
     class Keyword(Module):
         def __call__(self, x: mx.array) -> tuple[mx.array, int]:
             return x + 1, 2
