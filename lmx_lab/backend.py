@@ -13,9 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from lmx_lab.broadcast import Feed
-from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
-from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, merge_deltas
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
+from lmx_lab.values.outputs import (
+    Delta,
+    EncodeReport,
+    GenerationReport,
+    RerankMethod,
+    TokenLogprob,
+    Vectors,
+    merge_deltas,
+)
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline

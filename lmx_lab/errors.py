@@ -56,7 +56,7 @@
 
 Programs read ``code``, which never changes after its release; a class without its own code inherits that of its parent.
 The message is for people: it names the value, the limit and the next step. HTTP statuses are in
-``lmx_lab.http.error_bodies``, because only servers need them.
+``lmx_lab.http.errors``, because only servers need them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.errors import LabError
-from lmx_lab.http.error_bodies import respond, status_of
+from lmx_lab.http.errors import respond, status_of
 from tests.support.asking import error_classes
 
 

@@ -23,7 +23,7 @@ from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Prompt, Row, RowPrompts
 from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, loaded_model
 from lmx_lab.errors import ERROR_CLASSES, EngineDeadError, EngineError, InvalidRequestError, LabError
-from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.wire.chat import ChatRequest
 
 AHEAD = 256

@@ -20,7 +20,7 @@ from lmx_lab.batch.prompts import is_missing
 from lmx_lab.batch.run import UNFINISHED, Errors
 from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, identify
 from lmx_lab.errors import EngineDeadError, EngineError, InvalidRequestError, LabError, NotLoadedError
-from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.outputs import Vectors
 from lmx_lab.wire.embeddings import EmbeddingsBody
 
 TEXTS_AT_ONCE = 64

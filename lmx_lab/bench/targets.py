@@ -32,7 +32,7 @@ from lmx_lab.errors import (
 # The engine is imported only for types and in EngineTarget, because measuring another server does not need MLX.
 if TYPE_CHECKING:
     from lmx_lab.engine import ModelManager
-    from lmx_lab.values.generation import GenerationReport
+    from lmx_lab.values.outputs import GenerationReport
 
 LAB_FIELDS = {"temperature": 0, "ignore_eos": True}
 """Additional request fields for LMX Lab servers, with which all answers are deterministic and have the requested

@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from lmx_lab.client.connection import HttpConnection
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError
-from lmx_lab.values.generation import FinishReason
+from lmx_lab.values.outputs import FinishReason
 from lmx_lab.wire.chat import (
     ChatChunk,
     ChatRequest,

@@ -24,8 +24,8 @@ from lmx_lab.engine.requests import GenerationRequest, Sampling, TextPrompt
 from lmx_lab.engine.speeds import Speeds, conditions
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.values.generation import GenerationReport
 from lmx_lab.values.models import EngineName, LoadSpec, ModelEntry
+from lmx_lab.values.outputs import GenerationReport
 
 NEEDED_BYTES = 1_500_000_000
 """Free memory that measuring needs: twice what MLX uses for SmolLM2 in float32, the largest case (measured, 0.8 GB)."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lmx_lab.values.encoding import EncodeReport, InputType, RerankMethod, Vectors
+from lmx_lab.values.outputs import EncodeReport, InputType, RerankMethod, Vectors
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.tracing import TraceWork
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from lmx_lab.errors import LabError
-from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
+from lmx_lab.values.outputs import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
 from lmx_lab.values.timeline import StepLog
 
 Result = TypeVar("Result")

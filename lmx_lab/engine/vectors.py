@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.outputs import Vectors
 
 
 def shorten(vectors: Vectors, dimensions: int | None) -> Vectors:

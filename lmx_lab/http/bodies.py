@@ -24,7 +24,7 @@ from fastapi.routing import APIRoute
 
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, LabError, QueueFullError
 from lmx_lab.heap import return_freed_memory
-from lmx_lab.http.error_bodies import validation_error
+from lmx_lab.http.errors import validation_error
 from lmx_lab.wire.limits import DIGITS_LIMIT, Structure
 
 T = TypeVar("T")

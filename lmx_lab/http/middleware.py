@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from lmx_lab.errors import LabError
-from lmx_lab.http import error_bodies
+from lmx_lab.http import errors
 from lmx_lab.http.bodies import MEMORY_BYTES, BodyMemory, LargeBodyQueue
 from lmx_lab.http.guard import (
     CONTENT_POLICY,
@@ -69,11 +69,11 @@ def wrap_app(
     # A single body of the largest allowed size always fits.
     api.state.body_memory = BodyMemory(max(MEMORY_BYTES, api.state.max_body_bytes))
     api.state.large_body_queue = LargeBodyQueue()
-    api.add_exception_handler(LabError, error_bodies.on_lab_error)
-    api.add_exception_handler(RequestValidationError, error_bodies.on_invalid)
-    api.add_exception_handler(HTTPException, error_bodies.on_http_error)
-    api.add_exception_handler(ClientDisconnect, error_bodies.on_disconnect)
-    api.add_exception_handler(Exception, error_bodies.on_bug)
+    api.add_exception_handler(LabError, errors.on_lab_error)
+    api.add_exception_handler(RequestValidationError, errors.on_invalid)
+    api.add_exception_handler(HTTPException, errors.on_http_error)
+    api.add_exception_handler(ClientDisconnect, errors.on_disconnect)
+    api.add_exception_handler(Exception, errors.on_bug)
     guarded = Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods)
     return ResponseHeaders(guarded, observers, at_end=api.state.large_body_queue.trim_later)
 
@@ -102,7 +102,7 @@ class Cors(CORSMiddleware):
 
 def _refusal(error: LabError) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = error_bodies.respond(error, request_id=scope["lmx_lab.request_id"], path=scope["path"])
+        response = errors.respond(error, request_id=scope["lmx_lab.request_id"], path=scope["path"])
         await response(scope, receive, send)
 
     return app

@@ -24,7 +24,7 @@ from lmx_lab.errors import (
     QueueFullError,
     UnauthorizedError,
 )
-from lmx_lab.http.error_bodies import status_for
+from lmx_lab.http.errors import status_for
 from lmx_lab.wire.errors import ErrorBody
 
 Responses = dict[int | str, dict[str, Any]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmx_lab.backend import AnswerCost, Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.generation import Delta, TokenLogprob, merge_deltas
+from lmx_lab.values.outputs import Delta, TokenLogprob, merge_deltas
 from lmx_lab.values.recording import NO_HASH, Continuation, Record
 
 NO_TOKENS = (

@@ -27,7 +27,7 @@ from lmx_lab.instrument.answer import TokenAnswer, chosen_token, continue_answer
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of, scored_lens
 from lmx_lab.instrument.text_file import write_text_file
 from lmx_lab.instrument.traces import ActivationCache, Traced, activation_fields, traced_answer
-from lmx_lab.values.generation import TokenLogprob, merge_deltas
+from lmx_lab.values.outputs import TokenLogprob, merge_deltas
 from lmx_lab.values.recording import Continuation
 from lmx_lab.wire.chat import ChatRequest
 

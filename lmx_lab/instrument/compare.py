@@ -28,8 +28,8 @@ from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
 from lmx_lab.instrument.text_file import write_text_file
-from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import LoadOptions, LoadSpec
+from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Record
 from lmx_lab.values.steering import recorded_steering
 

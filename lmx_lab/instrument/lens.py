@@ -19,7 +19,7 @@ from lmx_lab.frames import align_columns, html_table, make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.text_file import write_text_file
-from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.steering import recorded_steering
 
 if TYPE_CHECKING:

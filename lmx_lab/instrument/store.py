@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Provenance, Record
 from lmx_lab.values.timeline import decode_steps, encode_steps
 

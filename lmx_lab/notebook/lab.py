@@ -45,8 +45,8 @@ from lmx_lab.notebook.tracing import TraceVerbs
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
-from lmx_lab.values.encoding import InputType, Vectors
 from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec
+from lmx_lab.values.outputs import InputType, Vectors
 
 if TYPE_CHECKING:
     import ipywidgets

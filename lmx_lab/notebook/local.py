@@ -41,10 +41,9 @@ from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.tracing import trace_request
 from lmx_lab.server.translate import generation_request, timings, usage
 from lmx_lab.settings import Settings
-from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.generation import Delta, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, capacity_in_words, with_reason
+from lmx_lab.values.outputs import Delta, TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline

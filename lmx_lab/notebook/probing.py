@@ -17,7 +17,7 @@ from lmx_lab.instrument.steering import Steer, mean_difference
 from lmx_lab.instrument.traces import HookTable, Traced, What, activation_fields, integer, trace_body, traced
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
-from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.outputs import Vectors
 from lmx_lab.wire.base import ANY_MODEL
 
 Position = int | Literal["last", "mean"]

@@ -27,9 +27,8 @@ from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
 from lmx_lab.portal import LoopThread
-from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta, token_bytes
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
+from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline

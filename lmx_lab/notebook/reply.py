@@ -18,7 +18,7 @@ from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.lens import TokenTable
 from lmx_lab.notebook.verbs import LoopPortal
-from lmx_lab.values.generation import (
+from lmx_lab.values.outputs import (
     Delta,
     GenerationReport,
     ToolCallDelta,

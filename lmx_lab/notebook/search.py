@@ -28,7 +28,7 @@ from lmx_lab.notebook.arguments import embeddings_body, rerank_body
 from lmx_lab.notebook.map import MapOwner, backends_of
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
-from lmx_lab.values.encoding import InputType
+from lmx_lab.values.outputs import InputType
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,7 +20,7 @@ from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_f
 from lmx_lab.panels.text import clip, preformatted
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import replace_surrogates
-from lmx_lab.values.generation import Delta, whole_characters
+from lmx_lab.values.outputs import Delta, whole_characters
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest

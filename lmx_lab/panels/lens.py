@@ -18,7 +18,7 @@ from lmx_lab.instrument.lens import LIMITS, ColorBy, known_lens, rank_of, scored
 from lmx_lab.panels.panel import BUG, Panel, integer_field, text_field
 from lmx_lab.panels.text import clip, escape_unsafe
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.wire.admin import RequestEvent
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
+from lmx_lab.http.errors import client_of, detail_for, request_id_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import DONE, EventStream, comment, while_connected

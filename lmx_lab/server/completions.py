@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from lmx_lab.engine import TextPrompt, TokenPrompt
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import client_of, request_id_of
+from lmx_lab.http.errors import client_of, request_id_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import DONE, EventStream, comment, while_connected
@@ -22,7 +22,7 @@ from lmx_lab.server.merge_streams import gather, merge
 from lmx_lab.server.openapi import GENERATION_ERRORS
 from lmx_lab.server.serialize import CompletionAnswer, LogprobsWriter
 from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
-from lmx_lab.values.generation import Delta, GenerationReport
+from lmx_lab.values.outputs import Delta, GenerationReport
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionRequest
 from lmx_lab.wire.errors import ErrorBody
 from lmx_lab.wire.generation import Usage

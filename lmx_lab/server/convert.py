@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmx_lab.errors import CallerError, InvalidRequestError
-from lmx_lab.http.error_bodies import validation_error
+from lmx_lab.http.errors import validation_error
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, Role
 from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, FunctionTool, MessageToolCall
 

@@ -15,12 +15,12 @@ from fastapi import APIRouter, Request, Response
 from lmx_lab.engine import EmbeddingRequest, Embeddings
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import request_id_of
+from lmx_lab.http.errors import request_id_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
-from lmx_lab.values.encoding import InputType, Vectors
+from lmx_lab.values.outputs import InputType, Vectors
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
 

@@ -12,9 +12,8 @@ from typing import Literal, Self
 from lmx_lab.engine import EmbeddingRequest, GenerationRequest, RerankRequest, TokenStream
 from lmx_lab.errors import EngineError, LabError
 from lmx_lab.server.recording import RecordedGeneration
-from lmx_lab.values.encoding import EncodeReport
-from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
 from lmx_lab.values.models import Kind
+from lmx_lab.values.outputs import Delta, EncodeReport, GenerationReport, PromptProgress, PromptScores, merge_deltas
 from lmx_lab.values.timeline import StepLog
 from lmx_lab.wire.admin import RequestEvent
 

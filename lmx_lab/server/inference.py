@@ -32,9 +32,8 @@ from lmx_lab.server.recording import RecordedGeneration, Recording, continued_re
 from lmx_lab.server.serialize import ChatAnswer
 from lmx_lab.server.timelines import TimelineLog
 from lmx_lab.server.translate import generation_request
-from lmx_lab.values.encoding import EncodeReport, Vectors
-from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.models import Kind
+from lmx_lab.values.outputs import EncodeReport, GenerationReport, TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.tracing import Trace

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import client_of, detail_for, messages_error, request_id_of, status_of
+from lmx_lab.http.errors import client_of, detail_for, messages_error, request_id_of, status_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import EventStream, named_event, while_connected
@@ -29,7 +29,7 @@ from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
 from lmx_lab.server.translate import generation_request
-from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
+from lmx_lab.values.outputs import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.chat import ChatMessage, ChatRequest
 from lmx_lab.wire.messages import (
     CountRequest,

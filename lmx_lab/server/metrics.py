@@ -15,7 +15,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.server.generation import RequestEnd
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot
-from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.outputs import GenerationReport
 
 FORMATS = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
 """Content types of the response; the ``Accept`` header selects one."""

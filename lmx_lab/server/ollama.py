@@ -22,7 +22,7 @@ from lmx_lab.engine import EmbeddingRequest, Embeddings, GenerationRequest, Infi
 from lmx_lab.engine.model_lookup import CHAT, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import client_of, detail_for, ollama_error, request_id_of
+from lmx_lab.http.errors import client_of, detail_for, ollama_error, request_id_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import EventStream, while_connected
@@ -36,8 +36,8 @@ from lmx_lab.server.openapi import OLLAMA_ERRORS
 from lmx_lab.server.serialize import json_text
 from lmx_lab.server.translate import chat_logprobs, generation_request
 from lmx_lab.settings import Settings
-from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.values.models import LoadSpec
+from lmx_lab.values.outputs import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.weights.files import in_thread
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.ollama import (

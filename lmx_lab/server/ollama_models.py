@@ -19,7 +19,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import entries_in_memory, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, QueueFullError, UnusableModelError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import detail_for, ollama_error, request_id_of
+from lmx_lab.http.errors import detail_for, ollama_error, request_id_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import EventStream, while_connected

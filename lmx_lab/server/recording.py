@@ -30,8 +30,8 @@ from lmx_lab.engine import (
 )
 from lmx_lab.engine.requests import AnswerStart, Prompt
 from lmx_lab.engine.residents import Resident
-from lmx_lab.values.generation import Delta, GenerationReport, merge_deltas, merge_tool_calls
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.outputs import Delta, GenerationReport, merge_deltas, merge_tool_calls
 from lmx_lab.values.recording import Continuation, Provenance, Record, RecordMode
 from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.timeline import StepLog

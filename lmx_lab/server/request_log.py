@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 from lmx_lab.http.guard import Scope
 from lmx_lab.server.generation import RequestEnd
-from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.outputs import GenerationReport
 
 log = logging.getLogger(__name__)
 MAX_PATH_CHARACTERS = 80

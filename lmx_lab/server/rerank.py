@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from lmx_lab.engine import Ranking, RerankRequest
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import request_id_of
+from lmx_lab.http.errors import request_id_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from lmx_lab.server.translate import chat_logprobs, timings, total_timings, wire_logprob
-from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
+from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.chat import AnswerMessage, ChatCompletion, Choice, ChoiceLogprobs
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionLogprobs
 from lmx_lab.wire.generation import Timings, Usage

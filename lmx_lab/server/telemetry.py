@@ -35,8 +35,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import Scope
 from lmx_lab.http.middleware import VERSION
 from lmx_lab.server.generation import RequestEnd
-from lmx_lab.values.encoding import EncodeReport
-from lmx_lab.values.generation import GenerationReport, merge_deltas
+from lmx_lab.values.outputs import EncodeReport, GenerationReport, merge_deltas
 from lmx_lab.values.timeline import phase_durations
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
-from lmx_lab.values.generation import GenerationReport
 from lmx_lab.values.models import LoadProgress, LoadStage
+from lmx_lab.values.outputs import GenerationReport
 from lmx_lab.values.timeline import (
     ModelStage,
     ModelTimeline,

@@ -21,7 +21,7 @@ from lmx_lab.server.health import problem
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.translate import generation_request
-from lmx_lab.values.generation import token_text
+from lmx_lab.values.outputs import token_text
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import main_template
 from lmx_lab.wire.base import ANY_MODEL

@@ -19,7 +19,7 @@ from lmx_lab.engine import (
 )
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.generation import GenerationReport, TokenLogprob
+from lmx_lab.values.outputs import GenerationReport, TokenLogprob
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.wire.base import ANY_MODEL, LOWEST_LOGPROB
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats

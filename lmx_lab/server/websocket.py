@@ -16,7 +16,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import LargeBodyQueue, read_json
-from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of, validation_error
+from lmx_lab.http.errors import client_of, detail_for, request_id_of, validation_error
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import SendWatch
 from lmx_lab.server.inference import InferenceService

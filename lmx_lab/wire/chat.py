@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
-from lmx_lab.values.generation import FinishReason
+from lmx_lab.values.outputs import FinishReason
 from lmx_lab.wire.base import (
     NO_ANNOTATIONS,
     NO_AUDIO,

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from lmx_lab.values.generation import FinishReason
+from lmx_lab.values.outputs import FinishReason
 from lmx_lab.wire.base import NO_LIMIT, WHOLE, Alternatives, Choices
 from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT

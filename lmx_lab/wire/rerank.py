@@ -20,7 +20,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from lmx_lab.values.encoding import RerankMethod
+from lmx_lab.values.outputs import RerankMethod
 from lmx_lab.wire.base import (
     NO_CHUNKS,
     NO_DOCUMENT_LIMITS,

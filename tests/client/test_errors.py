@@ -7,7 +7,7 @@ import pytest
 from lmx_lab.client import LabClient
 from lmx_lab.client.errors import DAEMON, UnexpectedResponse, lab_server_error, parse_error, was_sent
 from lmx_lab.errors import ERROR_CLASSES, CursorExpiredError, LabError, UnreachableError
-from lmx_lab.http.error_bodies import respond
+from lmx_lab.http.errors import respond
 from tests.support.asking import error_classes
 
 

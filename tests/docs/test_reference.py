@@ -13,7 +13,7 @@ from typer.core import TyperGroup, TyperOption
 
 from lmx_lab.cli.app import app
 from lmx_lab.errors import LabError
-from lmx_lab.http.error_bodies import status_of
+from lmx_lab.http.errors import status_of
 from lmx_lab.settings import CHOICES, PREFIX, RANGES, Settings
 from lmx_lab.values.models import LoadOptions
 from tests.support.docs import DOCS, ROOT, inline_code, table_rows

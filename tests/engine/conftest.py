@@ -10,7 +10,7 @@ import pytest
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import LabError
-from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.outputs import GenerationReport
 from tests.support.engines import TWO_SLOTS, Gate, Shared
 
 # Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.

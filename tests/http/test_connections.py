@@ -25,7 +25,7 @@ from lmx_lab.client.errors import parse_error
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.http import connections
 from lmx_lab.http.connections import WebSocketProtocol
-from lmx_lab.http.error_bodies import on_bug, status_for
+from lmx_lab.http.errors import on_bug, status_for
 from lmx_lab.http.uvicorn_server import bind, serve
 from lmx_lab.wire.errors import ErrorBody
 from tests.support.programs import ROOT

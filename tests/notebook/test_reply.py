@@ -18,7 +18,7 @@ from lmx_lab.notebook.reply import Reply, ReplyStream, ReplyToolCall, json_shape
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.portal import LoopThread
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
+from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta
 from tests.support.asking import report
 
 LIVE = [

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens, load_encoder
-from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.outputs import Vectors
 from tests.support.models import entry, run, write_json, write_tokenizer
 
 TOLERANCE = 1e-4

@@ -18,9 +18,9 @@ from lmx_lab.errors import LabError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
-from lmx_lab.values.encoding import EncodeReport
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadProgress
+from lmx_lab.values.outputs import EncodeReport
 from lmx_lab.weights import Catalog
 from tests.support.models import TINY_ENTRY
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from lmx_lab.engine import AnswerFormat
-from lmx_lab.http.error_bodies import validation_error
+from lmx_lab.http.errors import validation_error
 from lmx_lab.server.translate import generation_request
 from tests.support.asking import chat
 

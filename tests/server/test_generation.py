@@ -12,7 +12,7 @@ from lmx_lab.engine import GenerationRequest, TextPrompt, TokenStream
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import EngineError
 from lmx_lab.server.generation import Generation, RequestEnd, closing_all, collect
-from lmx_lab.values.generation import Delta, PromptProgress, ToolCallDelta
+from lmx_lab.values.outputs import Delta, PromptProgress, ToolCallDelta
 from tests.support.asking import report
 
 ASKED = GenerationRequest(prompt=TextPrompt(text="hello"))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lmx_lab.http.error_bodies import status_of
+from lmx_lab.http.errors import status_of
 from lmx_lab.server.health import problem
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot

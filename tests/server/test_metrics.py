@@ -15,7 +15,7 @@ from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot
-from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.outputs import GenerationReport
 from tests.support.models import TINY_ENTRY
 
 ODD = replace(TINY_ENTRY, id='odd "name"\n')

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmx_lab.server.serialize import ChatAnswer, CompletionAnswer, LogprobsWriter, socket_token
 from lmx_lab.server.translate import chat_logprobs, timings, usage
-from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
+from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.wire.chat import ChatChunk, SocketToken
 from lmx_lab.wire.completions import Completion, CompletionLogprobs
 from tests.support.asking import report

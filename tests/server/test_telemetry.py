@@ -35,7 +35,7 @@ from lmx_lab.server.telemetry import (
     content_attributes,
 )
 from lmx_lab.settings import Settings
-from lmx_lab.values.generation import Delta
+from lmx_lab.values.outputs import Delta
 from tests.support.waiting import until
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

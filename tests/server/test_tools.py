@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from lmx_lab.engine import ChatPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.error_bodies import validation_error
+from lmx_lab.http.errors import validation_error
 from lmx_lab.server.translate import generation_request
-from lmx_lab.values.generation import ToolCallDelta, merge_tool_calls
+from lmx_lab.values.outputs import ToolCallDelta, merge_tool_calls
 from lmx_lab.wire import tools
 from tests.support.asking import chat
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from lmx_lab.engine import ChatPrompt, InfillPrompt, Sampling, TextPrompt, TokenPrompt
-from lmx_lab.http.error_bodies import validation_error
+from lmx_lab.http.errors import validation_error
 from lmx_lab.server.translate import (
     chat_logprobs,
     completion_requests,
@@ -18,7 +18,7 @@ from lmx_lab.server.translate import (
     total_usage,
     usage,
 )
-from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.wire.completions import CompletionRequest
 from tests.support.asking import chat, report
 

@@ -13,7 +13,7 @@ from websockets.sync.client import connect
 
 from lmx_lab.errors import LabError
 from lmx_lab.notebook import Lab
-from lmx_lab.values.generation import FinishReason, GenerationReport
+from lmx_lab.values.outputs import FinishReason, GenerationReport
 from lmx_lab.wire.chat import ChatRequest
 
 HELLO = [{"role": "user", "content": "hello"}]

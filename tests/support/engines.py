@@ -40,8 +40,8 @@ from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.settings import Settings
-from lmx_lab.values.generation import GenerationReport, TokenLogprob, ToolCallDelta
 from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta
 from lmx_lab.weights import Catalog
 
 # Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.

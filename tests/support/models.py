@@ -15,8 +15,8 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.outputs import Vectors
 from lmx_lab.weights.facts import read_folder
 
 # Imported by the function that needs it, because it imports mlx-lm, and fast tests import this file.

@@ -18,9 +18,8 @@ from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.generation import Delta, FinishReason, GenerationReport
 from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, Vectors
 from lmx_lab.wire.admin import ModelEvent, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody

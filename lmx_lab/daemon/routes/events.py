@@ -38,7 +38,7 @@ from lmx_lab.daemon.storage.event_log import ALL_EVENTS, EventFilter, LogPage
 from lmx_lab.daemon.storage.store import DatabaseView
 from lmx_lab.daemon.turns.concurrency import give_way
 from lmx_lab.errors import CursorExpiredError, LabError, QueueFullError, SessionNotFoundError
-from lmx_lab.http.error_bodies import request_id_of, respond
+from lmx_lab.http.errors import request_id_of, respond
 from lmx_lab.http.openapi import websocket_response
 from lmx_lab.wire.events import Closing, EventPage, Hello, Reset, StreamHeartbeat, Synced
 

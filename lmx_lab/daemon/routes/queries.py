@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from lmx_lab.daemon.storage.event_log import ALL_EVENTS, EventFilter
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import validation_error
+from lmx_lab.http.errors import validation_error
 from lmx_lab.wire.base import Identifier
 from lmx_lab.wire.events import LOG_EVENTS
 

@@ -15,7 +15,7 @@ from lmx_lab.daemon import sessions
 from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
 from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.errors import TurnNotFoundError
-from lmx_lab.http.error_bodies import error_detail
+from lmx_lab.http.errors import error_detail
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.requests import Sampling
-from lmx_lab.values.generation import TokenLogprob, token_text
+from lmx_lab.values.outputs import TokenLogprob, token_text
 
 SPECIAL = ("<|begin|>", "<|message|>", "<|end|>")
 BEGIN, MESSAGE, END = range(3)

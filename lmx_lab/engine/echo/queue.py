@@ -24,7 +24,7 @@ from lmx_lab.engine.text.channels import ChannelFormat
 from lmx_lab.engine.text.splitter import SplitText, TextSplitter, read_start
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError
 from lmx_lab.values.engine import TokenTotals
-from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, PromptScores, TokenLogprob
+from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, PromptProgress, PromptScores, TokenLogprob
 from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)

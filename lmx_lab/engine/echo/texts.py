@@ -17,8 +17,8 @@ import numpy as np
 from lmx_lab.engine.echo.model import LONGEST_PIECE, EchoModel
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.validation import check_characters, check_text, check_token_ids
-from lmx_lab.values.encoding import EncodeReport, Vectors
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.outputs import EncodeReport, Vectors
 
 DIMENSIONS = 384
 WORD = re.compile(r"\w+")

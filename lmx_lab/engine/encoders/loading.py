@@ -50,8 +50,8 @@ from lmx_lab.engine.mlx.weights_dtype import DTYPES
 from lmx_lab.engine.tokenizing.encoder import is_panic
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
-from lmx_lab.values.encoding import RerankMethod, Vectors
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.outputs import RerankMethod, Vectors
 from lmx_lab.weights.facts import ENCODERS, read_card
 from lmx_lab.weights.files import read_json
 

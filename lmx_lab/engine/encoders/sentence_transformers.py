@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.encoding import InputType
+from lmx_lab.values.outputs import InputType
 from lmx_lab.weights.files import read_json, read_regular
 
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]

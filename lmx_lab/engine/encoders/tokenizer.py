@@ -14,7 +14,7 @@ from lmx_lab.engine.encoders.sentence_transformers import ChatTemplateInput, Enc
 from lmx_lab.engine.tokenizing.encoder import EncodedText, TextEncoder, TextWork
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_chat
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
-from lmx_lab.values.encoding import InputType
+from lmx_lab.values.outputs import InputType
 
 Text = TypeVar("Text", str, tuple[str, str])
 

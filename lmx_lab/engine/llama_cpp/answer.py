@@ -11,7 +11,7 @@ from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.text.channels import ChannelFormat
 from lmx_lab.engine.text.splitter import SplitText, TextSplitter, read_start
-from lmx_lab.values.generation import (
+from lmx_lab.values.outputs import (
     Delta,
     FinishReason,
     GenerationReport,

@@ -25,7 +25,7 @@ from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Verdict
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
 from lmx_lab.values.engine import TokenTotals
-from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress
+from lmx_lab.values.outputs import Delta, GenerationReport, PromptProgress
 from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from typing import Any
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.errors import EngineError, UnusableModelError
-from lmx_lab.values.generation import PromptScores, TokenLogprob, token_text
+from lmx_lab.values.outputs import PromptScores, TokenLogprob, token_text
 
 RUN_TOKENS = 64
 """Maximum number of tokens of one request, so that a cancelled request soon leaves its slot."""

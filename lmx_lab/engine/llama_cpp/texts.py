@@ -15,7 +15,7 @@ from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, Reran
 from lmx_lab.engine.validation import check_characters, check_dimensions, check_text, check_token_ids
 from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError
-from lmx_lab.values.encoding import EncodeReport, Vectors
+from lmx_lab.values.outputs import EncodeReport, Vectors
 
 SLICE = 16
 """Number of texts sent together. Between two slices, other requests are computed and cancellations take effect."""

@@ -25,7 +25,7 @@ from lmx_lab.engine.mlx.speculative import Drafter, DraftModel, ModelDrafter, Pr
 from lmx_lab.engine.mlx.steering import BatchSteering
 from lmx_lab.engine.prefix_files import common_prefix
 from lmx_lab.engine.requests import GenerationRequest, InfillPrompt
-from lmx_lab.values.generation import PromptScores, TokenLogprob
+from lmx_lab.values.outputs import PromptScores, TokenLogprob
 
 NO_STOP = StopSequences()
 # On a GPU, a smaller chunk takes as long, because each step reads all weights. On an NVIDIA GPU, each new length of a

@@ -25,7 +25,7 @@ from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.jobs import JobQueue
 from lmx_lab.errors import ContextLengthError, EngineError, LabError, QueueFullError
-from lmx_lab.values.encoding import EncodeReport, Vectors
+from lmx_lab.values.outputs import EncodeReport, Vectors
 
 log = logging.getLogger(__name__)
 ON_CPU = mx.default_device() == mx.cpu

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.text.vocabulary import Vocabulary
-from lmx_lab.values.generation import PromptScores, TokenLogprob
+from lmx_lab.values.outputs import PromptScores, TokenLogprob
 
 SCORED_CHUNK_TOKENS = 64
 """Maximum number of tokens scored in one step. The logits of each are a whole row of the vocabulary."""

@@ -29,7 +29,7 @@ from lmx_lab.engine.text.splitter import SplitText
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport, TokenTotals
-from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, TokenLogprob
+from lmx_lab.values.outputs import Delta, GenerationReport, PromptProgress, TokenLogprob
 from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from lmx_lab.engine.validation import check_dimensions
 from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
-from lmx_lab.values.encoding import RerankMethod
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.outputs import RerankMethod
 
 Item = TypeVar("Item", bound=Sized)
 Result = TypeVar("Result")

@@ -19,7 +19,7 @@ from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.channels import ChannelFormat
 from lmx_lab.engine.text.splitter import TextSplitter, read_start
-from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, TokenLogprob
+from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, TokenLogprob
 
 
 @dataclass(kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmx_lab.engine.text.tool_calls import CallFormat, CallNumbering, CallReader, create_reader
-from lmx_lab.values.generation import ToolCallDelta
+from lmx_lab.values.outputs import ToolCallDelta
 
 CONTENT, REASONING, TOOL = "normal", "reasoning", "tool"
 """States of mlx-lm's ``TextStateMachine``. Text in any other state, such as a header, is dropped."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lmx_lab.engine.text.channels import REASONING, TOOL, ChannelFormat, ChannelOutput, ChannelParser, StopStrings
-from lmx_lab.values.generation import Delta, FinishReason, ToolCallDelta
+from lmx_lab.values.outputs import Delta, FinishReason, ToolCallDelta
 
 REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, and a token at least one: at most this many tokens are missing from a character.

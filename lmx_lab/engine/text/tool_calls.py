@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lmx_lab.values.generation import ToolCallDelta
+from lmx_lab.values.outputs import ToolCallDelta
 
 # Mistral's chat template rejects ids of any other length or alphabet.
 ID_LENGTH = 9

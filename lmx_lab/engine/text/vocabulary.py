@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from lmx_lab.values.generation import token_text
+from lmx_lab.values.outputs import token_text
 
 Decoder = Callable[[str], bytes]
 BYTE_TOKEN_LENGTH = len("<0x00>")

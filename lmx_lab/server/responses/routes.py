@@ -21,7 +21,7 @@ from starlette.requests import HTTPConnection
 
 from lmx_lab.errors import ConflictError, ContextLengthError, InvalidRequestError, LabError, NotFoundError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
+from lmx_lab.http.errors import client_of, detail_for, request_id_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures, link
 from lmx_lab.http.streaming import EventStream, while_connected

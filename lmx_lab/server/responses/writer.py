@@ -16,7 +16,7 @@ from lmx_lab.errors import CallerError, ContextLengthError, QueueFullError
 from lmx_lab.http.streaming import comment, named_event
 from lmx_lab.server.responses.convert import CallableTool, ConvertedRequest, custom_input
 from lmx_lab.server.translate import chat_logprobs
-from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, ToolCallDelta
+from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob, ToolCallDelta
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.responses import (

@@ -7,7 +7,7 @@ import pytest
 from lmx_lab.engine import GenerationRequest, TextPrompt
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
-from lmx_lab.values.generation import Delta, PromptProgress, merge_tool_calls
+from lmx_lab.values.outputs import Delta, PromptProgress, merge_tool_calls
 
 REQUEST = GenerationRequest(prompt=TextPrompt(text="a"))
 THOUGHTS = ChannelFormat(

@@ -22,8 +22,8 @@ from lmx_lab.engine import (
     ToolUse,
 )
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
-from lmx_lab.values.generation import Delta, TokenLogprob, merge_deltas
 from lmx_lab.values.models import LoadSpec
+from lmx_lab.values.outputs import Delta, TokenLogprob, merge_deltas
 from tests.support.engines import (
     LLAMA_SETTINGS,
     entry_of,

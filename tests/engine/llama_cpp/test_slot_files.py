@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.engine import ModelManager, TokenPrompt
-from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.outputs import GenerationReport
 from tests.support.engines import (
     LLAMA_SETTINGS,
     entry_of,

@@ -24,8 +24,8 @@ from lmx_lab.engine.mlx.encoding import (
     EncodingLoop,
 )
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
-from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import BlasReport
+from lmx_lab.values.outputs import Vectors
 
 
 class FakeEncoder:

@@ -28,7 +28,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
-from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.outputs import GenerationReport
 from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest
 from tests.support.asking import chat_body

@@ -23,8 +23,8 @@ from lmx_lab.engine.mlx.speculative import (
 )
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
-from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.models import LoadSpec
+from lmx_lab.values.outputs import GenerationReport, TokenLogprob
 from lmx_lab.weights import Catalog
 from tests.support.engines import finish_with_logprobs, request, run
 from tests.support.models import teach_thinking

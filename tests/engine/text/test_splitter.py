@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat, StopStrings
 from lmx_lab.engine.text.splitter import Detokenizer, SplitText, TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
-from lmx_lab.values.generation import ToolCallDelta
+from lmx_lab.values.outputs import ToolCallDelta
 from tests.support.engines import Tokens, answer, channel_format_of, places, tool_parser
 
 json_tools = tool_parser("json_tools")

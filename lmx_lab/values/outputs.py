@@ -1,15 +1,25 @@
-"""Define what a generation produces: deltas, log-probabilities, tool calls, progress and the final report."""
+"""Define what requests produce: deltas, log-probabilities, tool calls, progress, vectors, and the final reports."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 BYTE_CODES = re.compile(r"(?:\\x[0-9a-f]{2})+")
 """Bytes in the text of a token that is only a part of a character."""
 FinishReason = Literal["stop", "length", "tool_calls"]
+Vectors: TypeAlias = "NDArray[np.float32]"
+"""Embeddings, of shape (texts, dimensions), or scores, of shape (texts,)."""
+
+InputType = Literal["query", "document"]
+
+RerankMethod = Literal["cross-encoder", "decoder", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,3 +192,28 @@ class GenerationReport:
         """Prefill speed, without cached tokens; 0 if nothing was computed."""
         computed = self.prompt_tokens - self.cached_tokens
         return computed / self.prefill_s if self.prefill_s > 0 else 0.0
+
+
+# Embedding and reranking
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeReport:
+    """Token counts, timings and memory of embedding or reranking the texts of one request."""
+
+    model: str
+    texts: int
+    """Number of texts computed. When an embedding model reranks, this includes the query."""
+    tokens: int
+    """Number of tokens, with special tokens and prompts, without padding."""
+    queue_s: float
+    """Time from the arrival of the request to the first computation; includes tokenization."""
+    compute_s: float
+    """Time from the first computation to the last; other requests may be computed in between."""
+    peak_memory_bytes: int
+    """Peak memory of the whole engine while the request ran."""
+
+    @property
+    def total_s(self) -> float:
+        """Time from the arrival of the request to its end."""
+        return self.queue_s + self.compute_s
