@@ -39,7 +39,7 @@ def script(body):
     return says("Hello", " there.")
 
 
-def add(a, b):
+def add(a: int, b: int) -> int:
     """Adds."""
     return a + b
 

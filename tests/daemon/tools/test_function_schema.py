@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pandas as pd
 import pytest
+from pydantic import Field
 
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.tool import ToolResult
@@ -20,26 +21,26 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def tools():
+def tools() -> PythonTools:
     return PythonTools()
 
 
 def everything(
-    text,
-    number=3,
+    text: str,
+    number: int = 3,
     *,
-    share=0.5,
-    mode="fast",
-    colour=Colour.RED,
-    maybe=None,
-    items=None,
-    table=None,
-    box=None,
-    day=None,
+    share: Annotated[float, Field(ge=0, le=1, description="of the whole")] = 0.5,
+    mode: Literal["fast", "slow"] = "fast",
+    colour: Colour = Colour.RED,
+    maybe: int | None = None,
+    items: list[Point] | None = None,
+    table: dict[str, int] | None = None,
+    box: Box | None = None,
+    day: Annotated[datetime.date | None, "which day"] = None,
     loose=None,
-    schema="a name that pydantic has",
-    _hidden=1,
-):
+    schema: str = "a name that pydantic has",
+    _hidden: int = 1,
+) -> str:
     """Does everything.
 
     And more of it.
