@@ -3,6 +3,7 @@
 from lmx_lab.engine.manager import ModelManager
 from lmx_lab.engine.requests import (
     AnswerFormat,
+    Caller,
     ChatPrompt,
     EmbeddingRequest,
     Embeddings,
@@ -21,6 +22,7 @@ from lmx_lab.engine.stream import Pending, TokenStream
 
 __all__ = [
     "AnswerFormat",
+    "Caller",
     "ChatPrompt",
     "EmbeddingRequest",
     "Embeddings",

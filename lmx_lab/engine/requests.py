@@ -15,6 +15,23 @@ from lmx_lab.values.tracing import TraceWork
 
 
 @dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Who sent a request, and what follows from it."""
+
+    local: bool = False
+    """Whether the caller is on this machine, so that it may name models by their paths, steer, and see paths."""
+    client: str | None = None
+    """Address of the client, among which slots are shared fairly; None for this process."""
+    request_id: str | None = None
+    own: bool | None = False
+    """Whether the request is one of the lab's own notebook; None if it must not be recorded."""
+    batch: bool = False
+    """See ``Record.batch``."""
+    patient: bool = False
+    """Whether to wait if the queue is full, because the request is part of one that was accepted."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tool:
     """A function that the model may call."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 from fastapi import Request, Response
@@ -14,14 +14,13 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.routing import Match
+from starlette.types import Scope
 
 from lmx_lab import errors
 from lmx_lab.errors import CallerError, InvalidRequestError, LabError
 from lmx_lab.http.guard import is_local
 from lmx_lab.wire.base import request_class
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail, invalid_request
-from lmx_lab.wire.messages import MessagesError, MessagesErrorDetail
-from lmx_lab.wire.ollama import OllamaError
 
 log = logging.getLogger(__name__)
 
@@ -64,19 +63,8 @@ REQUEST_PARTS = ("body", "query")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-MESSAGES_PATH = "/v1/messages"
-"""Path of the routes whose errors have the form of the Messages format."""
-OLLAMA_PATH = "/api/"
-"""Beginning of the paths of the routes whose errors have the form of Ollama's API."""
-MESSAGES_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+ErrorForm = Callable[[ErrorDetail, int], BaseModel]
+"""Returns the body of an error and its status in a format of its own."""
 
 
 def status_for(error: type[LabError]) -> int:
@@ -109,37 +97,16 @@ def _is_final(error: LabError) -> bool:
 
 
 def respond(
-    error: LabError, status: int | None = None, request_id: str | None = None, *, path: str = ""
+    scope: Scope, error: LabError, detail: ErrorDetail | None = None, *, status: int | None = None
 ) -> JSONResponse:
     """Return the response to a failed request.
 
     Args:
-        path: Path of the request, on which the form of the body depends.
+        detail: The form of the error that this caller may see; by default all of it.
+        status: By default that of the error.
     """
-    return _response(error, error_detail(error, request_id), status or status_of(error), path)
-
-
-def messages_error(detail: ErrorDetail, status: int) -> MessagesError:
-    """Convert an error to the Messages format. Its clients recognize a prompt that is too long by these words."""
-    default = "api_error" if status >= 500 else "invalid_request_error"
-    is_too_long = detail.code == errors.ContextLengthError.code
-    message = f"prompt is too long: {detail.message}" if is_too_long else detail.message
-    error = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, default), message=message, code=detail.code)
-    return MessagesError(error=error, request_id=detail.request_id)
-
-
-def ollama_error(detail: ErrorDetail) -> OllamaError:
-    """Convert an error to the form of Ollama's API."""
-    return OllamaError(error=detail.message, code=detail.code, request_id=detail.request_id)
-
-
-def _body(detail: ErrorDetail, status: int, path: str) -> BaseModel:
-    if path.startswith(OLLAMA_PATH):
-        return ollama_error(detail)
-    return messages_error(detail, status) if path.startswith(MESSAGES_PATH) else ErrorBody(error=detail)
-
-
-def _response(error: LabError, detail: ErrorDetail, status: int, path: str) -> JSONResponse:
+    detail = detail or error_detail(error, scope.get("lmx_lab.request_id"))
+    status = status or status_of(error)
     headers = {}
     if _is_final(error):
         headers["x-should-retry"] = "false"
@@ -147,7 +114,10 @@ def _response(error: LabError, detail: ErrorDetail, status: int, path: str) -> J
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, errors.UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(_body(detail, status, path).model_dump(), status_code=status, headers=headers)
+    forms: Mapping[str, ErrorForm] = scope.get("lmx_lab.error_forms", {})
+    form = next((form for path, form in forms.items() if scope["path"].startswith(path)), None)
+    body = ErrorBody(error=detail) if form is None else form(detail, status)
+    return JSONResponse(body.model_dump(), status_code=status, headers=headers)
 
 
 def detail_for(connection: HTTPConnection, error: LabError) -> ErrorDetail:
@@ -190,21 +160,20 @@ async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, LabError)
     if not isinstance(exc, CallerError):
         log.warning("%s %s failed (%s): %s", request.method, request.url.path, request_id_of(request), exc)
-    return _response(exc, detail_for(request, exc), status_of(exc), request.url.path)
+    return respond(request.scope, exc, detail_for(request, exc))
 
 
 async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
     """Respond to a body or a query that is not valid."""
     assert isinstance(exc, RequestValidationError | ValidationError)
-    return respond(validation_error(exc), request_id=request_id_of(request), path=request.url.path)
+    return respond(request.scope, validation_error(exc))
 
 
 async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     """Respond to an unknown path, or a method that a route does not support."""
     assert isinstance(exc, HTTPException)
     message = f"{request.method} {request.url.path}: {exc.detail}; see {request.app.openapi_url} for all routes"
-    error = InvalidRequestError(message)
-    response = respond(error, status=exc.status_code, request_id=request_id_of(request), path=request.url.path)
+    response = respond(request.scope, InvalidRequestError(message), status=exc.status_code)
     response.headers.update(exc.headers or {})
     if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         response.headers["allow"] = ", ".join(_methods_at(request))
@@ -231,7 +200,7 @@ async def on_bug(request: Request, exc: Exception) -> JSONResponse:
     request_id = request_id_of(request)
     log.error("%s %s failed (%s)", request.method, request.url.path, request_id, exc_info=exc)
     failure = LabError(f"internal error; the log contains the details for {request_id}")
-    response = respond(failure, request_id=request_id, path=request.url.path)
+    response = respond(request.scope, failure)
     # Starlette raises the exception again after this response, and the connection is closed.
     response.headers["connection"] = "close"
     return response

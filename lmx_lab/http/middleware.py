@@ -7,8 +7,9 @@ allow them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -59,12 +60,14 @@ def wrap_app(
     *,
     methods: Sequence[str] = ("GET", "POST"),
     observers: Sequence[RequestObserver] = (),
+    error_forms: Mapping[str, errors.ErrorForm] = MappingProxyType({}),
 ) -> ASGIApp:
     """Wrap an application so that untrusted clients may reach it and all errors have the same form.
 
     Args:
         policy: Returns the policy; called for each request, because the port is not known at this time.
         methods: Methods that pages of allowed origins may use.
+        error_forms: Forms of errors, by the beginning of the path of the routes whose errors have them.
     """
     # A single body of the largest allowed size always fits.
     api.state.body_memory = BodyMemory(max(MEMORY_BYTES, api.state.max_body_bytes))
@@ -75,7 +78,7 @@ def wrap_app(
     api.add_exception_handler(ClientDisconnect, errors.on_disconnect)
     api.add_exception_handler(Exception, errors.on_bug)
     guarded = Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods)
-    return ResponseHeaders(guarded, observers, at_end=api.state.large_body_queue.trim_later)
+    return ResponseHeaders(guarded, observers, error_forms, at_end=api.state.large_body_queue.trim_later)
 
 
 class Cors(CORSMiddleware):
@@ -102,8 +105,7 @@ class Cors(CORSMiddleware):
 
 def _refusal(error: LabError) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = errors.respond(error, request_id=scope["lmx_lab.request_id"], path=scope["path"])
-        await response(scope, receive, send)
+        await errors.respond(scope, error)(scope, receive, send)
 
     return app
 
@@ -111,12 +113,22 @@ def _refusal(error: LabError) -> ASGIApp:
 class ResponseHeaders:
     """Adds headers to every response: a request id (also in the scope), the version, and restrictions for browsers.
 
+    It is outside everything else, and therefore also adds the forms of errors to the scope.
+
     Args:
         at_end: Called at the end of each request.
     """
 
-    def __init__(self, app: ASGIApp, observers: Sequence[RequestObserver], *, at_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        observers: Sequence[RequestObserver],
+        error_forms: Mapping[str, errors.ErrorForm],
+        *,
+        at_end: Callable[[], None],
+    ) -> None:
         self._app = app
+        self._error_forms = error_forms
         self._observers = observers
         self._at_end = at_end
 
@@ -125,6 +137,7 @@ class ResponseHeaders:
             await self._app(scope, receive, send)
             return
         request_id = scope["lmx_lab.request_id"] = f"req_{secrets.token_hex(8)}"
+        scope["lmx_lab.error_forms"] = self._error_forms
         id_header = (b"x-request-id", request_id.encode())
         status: int | None = None
 

@@ -39,9 +39,8 @@ class EventStream(StreamingResponse):
     When the client disconnects, the iterator is cancelled and closed.
 
     Args:
-        lines: The lines to send, each through ``frame``.
+        texts: The texts to send.
         headers: Additional headers of the response.
-        frame: Converts an item to an event.
         media_type: Type of the response, if it is another stream of text that is written item by item.
         keep_alive: Returns what to send whenever nothing was sent for ``KEEP_ALIVE_S``, such as a comment.
         blocked_limit_s: Returns how long the client may accept no data before the iterator is closed and the client is
@@ -50,22 +49,20 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        lines: AsyncIterator[str],
+        texts: AsyncIterator[str],
         *,
         headers: Mapping[str, str] = MappingProxyType({}),
-        frame: Callable[[str], str] = data_line,
         media_type: str = "text/event-stream",
         keep_alive: Callable[[], str] | None = None,
         blocked_limit_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         super().__init__(
-            lines,
+            texts,
             media_type=media_type,
             # Without these headers, proxies would collect tokens until a buffer is full.
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
         )
-        self._lines = lines
-        self._frame = frame
+        self._texts = texts
         self._keep_alive = keep_alive
         self._blocked_limit_s = blocked_limit_s
         self._request_id = ""
@@ -96,12 +93,12 @@ class EventStream(StreamingResponse):
         await connection.send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         keep_alive = asyncio.create_task(_keep_alive(connection, self._keep_alive)) if self._keep_alive else None
         try:
-            async for line in self._lines:
-                await connection.send_body(self._frame(line))
+            async for text in self._texts:
+                await connection.send_body(text)
         finally:
-            # If sending a line was interrupted, the iterator has not been notified yet.
-            if isinstance(self._lines, AsyncGenerator):
-                await self._lines.aclose()
+            # If sending a text was interrupted, the iterator has not been notified yet.
+            if isinstance(self._texts, AsyncGenerator):
+                await self._texts.aclose()
             if keep_alive is not None:
                 keep_alive.cancel()
                 # A lost connection is reported by the other task.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from lmx_lab.backend import AnswerCost, AnswerRecorder, DocumentRanking, Progress, ServerState
-from lmx_lab.engine import GenerationRequest, ModelManager, TextPrompt
+from lmx_lab.engine import Caller, GenerationRequest, ModelManager, TextPrompt
 from lmx_lab.engine.registry import engine_for
 from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.http.guard import GuardPolicy
@@ -503,7 +503,8 @@ class LocalBackend:
     async def generate(self, request: ChatRequest, *, batch: bool = False) -> LocalAnswer:
         # Requests of a batch have an id, so that the row of a table leads to its record.
         request_id = f"row_{secrets.token_hex(8)}" if batch else None
-        _, (generation,) = await self._services.inference.start(request, request_id, local=True, own=True, batch=batch)
+        caller = Caller(local=True, own=True, request_id=request_id, batch=batch)
+        (generation,) = await self._services.inference.submit(generation_request(request), caller)
         return LocalAnswer(generation)
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:

@@ -24,9 +24,9 @@ from lmx_lab.server.embeddings import embedding_routes
 from lmx_lab.server.events import ServerEvent, event_routes, model_event
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.messages import messages_routes
+from lmx_lab.server.messages import messages_error, messages_routes
 from lmx_lab.server.metrics import Metrics, metrics_routes
-from lmx_lab.server.ollama import ollama_routes
+from lmx_lab.server.ollama import ollama_error, ollama_routes
 from lmx_lab.server.ollama_models import ollama_model_routes
 from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
 from lmx_lab.server.pages import page_routes
@@ -114,7 +114,7 @@ def create_server(
     api.include_router(page_routes(manager))
     api.include_router(health_routes(manager))
     api.include_router(chat_routes(inference))
-    api.include_router(completion_routes(inference, slots=settings.slots))
+    api.include_router(completion_routes(inference))
     api.include_router(messages_routes(inference))
     api.include_router(responses_routes(inference))
     api.include_router(ollama_routes(inference, manager, lan_admin=settings.lan_admin))
@@ -129,7 +129,12 @@ def create_server(
     api.include_router(timeline_routes(inference.timelines))
     api.include_router(trace_routes(inference))
     api.include_router(metrics_routes(metrics))
-    asgi = wrap_app(api, policy, observers=[request_log, *spans])
+    asgi = wrap_app(
+        api,
+        policy,
+        observers=[request_log, *spans],
+        error_forms={"/v1/messages": messages_error, "/api/": ollama_error},
+    )
     return InferenceServer(asgi=asgi, api=api, inference=inference, manager=manager, feed=feed, spans=spans)
 
 

@@ -1,38 +1,33 @@
-"""The route ``POST /v1/chat/completions``: a complete answer, or chunks as server-sent events."""
+"""The route ``POST /v1/chat/completions``, and the writer of its format."""
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+import secrets
+import time
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import client_of, detail_for, request_id_of
-from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.http.streaming import DONE, EventStream, comment, while_connected
-from lmx_lab.server.generation import Generation, closing_all
+from lmx_lab.http.streaming import DONE, comment, data_line
+from lmx_lab.server.answers import AnswerRequest, respond
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.merge_streams import gather, merge
-from lmx_lab.server.openapi import GENERATION_ERRORS
-from lmx_lab.server.serialize import ChatAnswer
-from lmx_lab.server.translate import usage
-from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
-from lmx_lab.wire.errors import ErrorBody
-
-log = logging.getLogger(__name__)
-RESPONSE_DESCRIPTION = (
-    "A completion or, with `stream: true`, its chunks as events, followed by `[DONE]`. An error after the first chunk "
-    "is sent as the last event, instead of `[DONE]`"
+from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
+from lmx_lab.server.translate import (
+    call_chunks,
+    chat_logprobs,
+    generation_request,
+    json_text,
+    timings,
+    total_timings,
+    usage,
 )
-"""Description of the response in the OpenAPI document, also for plain completions."""
-IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
-IGNORED_LIMIT = 32
-"""Largest number of names in the header ``x-lmx-ignored``."""
+from lmx_lab.values.outputs import Delta, GenerationReport, merge_tool_calls
+from lmx_lab.wire.chat import AnswerMessage, ChatChunk, ChatCompletion, ChatRequest, Choice, ChoiceLogprobs
+from lmx_lab.wire.errors import ErrorBody, ErrorDetail
+from lmx_lab.wire.tools import AnswerFunction, AnswerToolCall
 
 
 def chat_routes(service: InferenceService) -> APIRouter:
@@ -43,78 +38,117 @@ def chat_routes(service: InferenceService) -> APIRouter:
         "/v1/chat/completions",
         response_model=ChatCompletion,
         responses={
-            200: event_stream(ChatChunk, ErrorBody, description=RESPONSE_DESCRIPTION, end=DONE),
+            200: event_stream(ChatChunk, ErrorBody, description=ANSWER_DESCRIPTION, end=DONE),
             **GENERATION_ERRORS,
         },
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        request_id, own = request_id_of(request), service.recording.is_own(request)
-        headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
-        local, client = is_local(request.scope), client_of(request)
-        answer, generations = await while_connected(
-            request, service.start(body, request_id, local=local, client=client, own=own)
+        # Not the body, whose memory is released before the answer.
+        options = {"logprobs": bool(body.logprobs), "include_usage": body.include_usage}
+        wanted = AnswerRequest(
+            prompts=[generation_request(body)],
+            writer=lambda model: ChatWriter(model, service.fingerprint, **options),
+            choices=body.choices,
+            stream=bool(body.stream),
+            ignored=body.ignored(),
         )
-        if body.stream:
-            chunks = _chunks(answer, generations, include_usage=body.include_usage)
-            return EventStream(
-                with_terminator(chunks, request),
-                headers=headers,
-                keep_alive=lambda: comment(generations[0].status),
-                blocked_limit_s=lambda: service.blocked_limit_s(generations),
-            )
-        text = await while_connected(request, _complete(answer, generations))
-        return Response(text, media_type="application/json", headers=headers)
+        return await respond(service, request, wanted)
 
     return router
 
 
-def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
-    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
-    return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
+class ChatWriter:
+    """Writes one answer in the chat format.
 
+    Chunks are written as text around the parts that change, because building and dumping a pydantic model for every
+    token would cost more than everything else between the engine and the socket. Tests compare them with the dumps of
+    the models.
 
-async def with_terminator(chunks: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
-    """Yield the chunks of a streamed answer, then ``[DONE]`` or, if the answer failed, the error."""
-    async with aclosing(chunks):
-        try:
-            async for chunk in chunks:
-                yield chunk
-        except LabError as exc:
-            log.warning("%s: the stream failed: %s", request_id_of(request), exc)
-            yield ErrorBody(error=detail_for(request, exc)).model_dump_json()
-            return
-    yield DONE
-
-
-async def _complete(answer: ChatAnswer, generations: list[Generation]) -> str:
-    """Return the body of a complete answer. If a choice fails, the others are cancelled.
-
-    Raises:
-        LabError: a generation failed.
+    Args:
+        logprobs: Whether the request asks for log-probabilities.
+        include_usage: Whether a stream ends with a chunk that contains the usage.
     """
-    async with closing_all(generations):
-        deltas = await gather(generation.read_all() for generation in generations)
-    reports = [generation.final_report() for generation in generations]
-    return answer.body(list(zip(deltas, reports, strict=True)), usage(reports))
 
+    media_type = "text/event-stream"
 
-async def _chunks(
-    answer: ChatAnswer, generations: list[Generation], *, include_usage: bool
-) -> AsyncGenerator[str, None]:
-    """Yield the chunks of all choices as they are generated."""
-    choices = [_choice_chunks(answer, index, generation) for index, generation in enumerate(generations)]
-    async with closing_all(generations), aclosing(merge(choices)) as chunks:
-        async for chunk in chunks:
-            yield chunk
-    if include_usage:
-        yield answer.usage_chunk(usage([generation.final_report() for generation in generations]))
+    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
+        self._shared = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._head = f'{json_text(self._shared)[:-1]},"choices":['
+        self._logprobs = logprobs
+        self._include_usage = include_usage
 
+    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
+        yield self._chunk(index, '{"role":"assistant","content":""}')
 
-async def _choice_chunks(answer: ChatAnswer, index: int, generation: Generation) -> AsyncGenerator[str, None]:
-    yield answer.first_chunk(index)
-    async for delta in generation:
-        for chunk in answer.delta_chunks(delta, index):
-            yield chunk
-    yield answer.last_chunk(generation.final_report(), index)
+    def delta(self, index: int, delta: Delta) -> Iterator[str]:
+        """Yield the chunks of a delta: first its reasoning, then its text and its tool calls. An empty delta has none.
+
+        The first chunk contains the log-probabilities of the whole delta.
+        """
+        parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
+        if delta.text:
+            parts.append(f'{{"content":{json_text(delta.text)}}}')
+        parts += [f'{{"tool_calls":[{json_text(call)}]}}' for call in call_chunks(delta.tool_calls)]
+        # Tokens without text also have log-probabilities.
+        if not parts and delta.logprobs:
+            parts = ['{"content":""}']
+        logprobs = "null"
+        if self._logprobs:
+            logprobs = json_text({"content": chat_logprobs(delta.logprobs), "refusal": None})
+        for part in parts:
+            yield self._chunk(index, part, logprobs)
+            logprobs = "null"
+
+    def end(self, index: int, report: GenerationReport) -> Iterator[str]:
+        end = f',"timings":{timings(report).model_dump_json()}'
+        yield self._chunk(index, "{}", reason=f'"{report.finish_reason}"', end=end)
+
+    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
+        if self._include_usage:
+            yield data_line(f'{self._head}],"usage":{usage(reports[0]).model_dump_json()}}}')
+        yield data_line(DONE)
+
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
+        yield data_line(ErrorBody(error=detail).model_dump_json())
+
+    def keep_alive(self, status: str) -> str:
+        return comment(status)
+
+    def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
+        (choices,) = parts
+        reports = [report for _, report in choices]
+        body = ChatCompletion(
+            **self._shared | {"object": "chat.completion"},
+            choices=[self._choice(index, delta, report) for index, (delta, report) in enumerate(choices)],
+            usage=usage(reports),
+            timings=total_timings([reports]),
+        )
+        return body.model_dump_json()
+
+    def _choice(self, index: int, delta: Delta, report: GenerationReport) -> Choice:
+        calls = [
+            AnswerToolCall(id=call.id or "", function=AnswerFunction(name=call.name or "", arguments=call.arguments))
+            for call in merge_tool_calls(delta.tool_calls)
+        ]
+        logprobs = {"content": chat_logprobs(delta.logprobs)} if self._logprobs else None
+        return Choice(
+            index=index,
+            message=AnswerMessage(
+                content=None if calls and not delta.text else delta.text,
+                reasoning_content=delta.reasoning or None,
+                tool_calls=calls or None,
+            ),
+            logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
+            finish_reason=report.finish_reason,
+        )
+
+    def _chunk(self, index: int, delta: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
+        field = f',"logprobs":{logprobs}' if self._logprobs else ""
+        return data_line(f'{self._head}{{"index":{index},"delta":{delta}{field},"finish_reason":{reason}}}]{end}}}')

@@ -1,246 +1,202 @@
-"""The route ``POST /v1/completions``: plain prompts, for evaluation harnesses and older programs."""
+"""The route ``POST /v1/completions``, and the writer of its format: plain prompts, for evaluation harnesses and older
+programs.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+import codecs
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import chain
 
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import TextPrompt, TokenPrompt
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import client_of, request_id_of
-from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.http.streaming import DONE, EventStream, comment, while_connected
-from lmx_lab.server.chat import RESPONSE_DESCRIPTION, ignored_header, with_terminator
-from lmx_lab.server.generation import Generation, closing_all, collect
+from lmx_lab.http.streaming import DONE, comment, data_line
+from lmx_lab.server.answers import AnswerRequest, respond
+from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.merge_streams import gather, merge
-from lmx_lab.server.openapi import GENERATION_ERRORS
-from lmx_lab.server.serialize import CompletionAnswer, LogprobsWriter
-from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
-from lmx_lab.values.outputs import Delta, GenerationReport
-from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionRequest
-from lmx_lab.wire.errors import ErrorBody
-from lmx_lab.wire.generation import Usage
+from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
+from lmx_lab.server.translate import (
+    completion_requests,
+    json_text,
+    timings,
+    total_timings,
+    total_usage,
+    usage,
+    wire_logprob,
+)
+from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob
+from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 
 
-def completion_routes(service: InferenceService, *, slots: int) -> APIRouter:
-    """Return the router of ``/v1/completions``.
-
-    Args:
-        slots: Number of generations that the engine runs at the same time.
-    """
+def completion_routes(service: InferenceService) -> APIRouter:
+    """Return the router of ``/v1/completions``."""
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
+
+    async def with_echo(answer: Generation) -> AsyncGenerator[Delta, None]:
+        """Yield the prompt as a delta, and then those of its answer.
+
+        The scores of the prompt are known at the first token or, without tokens, at the end.
+        """
+        prompt = answer.request.prompt
+        if isinstance(prompt, TextPrompt):
+            text = prompt.text
+        else:
+            assert isinstance(prompt, TokenPrompt)
+            text = await service.decode(prompt.tokens)
+        is_echoed = False
+        async for delta in answer:
+            if not is_echoed:
+                yield _echo(text, answer)
+                is_echoed = True
+            yield delta
+        if not is_echoed:
+            yield _echo(text, answer)
 
     @router.post(
         "/v1/completions",
         response_model=Completion,
         responses={
-            200: event_stream(Completion, ErrorBody, description=RESPONSE_DESCRIPTION, end=DONE),
+            200: event_stream(Completion, ErrorBody, description=ANSWER_DESCRIPTION, end=DONE),
             **GENERATION_ERRORS,
         },
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        own = service.recording.is_own(request)
-        headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
-        prompts = CompletionPrompts(
-            service,
-            body,
-            slots=slots,
-            request_id=request_id_of(request),
-            local=is_local(request.scope),
-            client=client_of(request),
-            own=own,
+        # Not the body, whose memory is released before the answer.
+        options = {"logprobs": body.logprobs is not None, "include_usage": body.include_usage}
+        wanted = AnswerRequest(
+            prompts=completion_requests(body),
+            writer=lambda model: CompletionWriter(model, service.fingerprint, **options),
+            choices=body.choices,
+            stream=bool(body.stream),
+            ignored=body.ignored(),
+            read=with_echo if body.echo else aiter,
         )
-        await while_connected(request, prompts.submit_first())
-        if body.stream:
-            return EventStream(
-                with_terminator(prompts.chunks(), request),
-                headers=headers,
-                keep_alive=lambda: comment(prompts.status),
-                blocked_limit_s=lambda: service.blocked_limit_s(prompts.running),
-            )
-        text = await while_connected(request, prompts.complete())
-        return Response(text, media_type="application/json", headers=headers)
+        return await respond(service, request, wanted)
 
     return router
 
 
-class CompletionPrompts:
-    """The prompts of one request, which are submitted in order.
+def _echo(text: str, answer: Generation) -> Delta:
+    return Delta(text=text, tokens=0, logprobs=answer.prompt_scores.tokens if answer.prompt_scores else ())
 
-    At most as many run at the same time as fill the engine's slots, so that a request does not fill the queue by
-    itself. If a prompt fails, the others are cancelled.
+
+class CompletionWriter:
+    """Writes one answer in the completions format. Chunks are written as text, as in ``ChatWriter``.
+
+    Args:
+        logprobs: Whether the request asks for log-probabilities.
+        include_usage: Whether a stream ends with a chunk that contains the usage.
     """
 
-    def __init__(
-        self,
-        service: InferenceService,
-        body: CompletionRequest,
-        *,
-        slots: int,
-        request_id: str | None,
-        local: bool,
-        client: str | None,
-        own: bool,
-    ) -> None:
-        self._service = service
-        self._body = body
-        self._request_id = request_id
-        self._local = local
-        self._client = client
-        self._own = own
-        self._requests = completion_requests(body)
-        self._concurrency = max(1, slots // body.choices)
-        self._running_prompts = asyncio.Semaphore(self._concurrency)
-        self._unread: dict[int, list[Generation]] = {}
-        """Generations that were submitted in advance, by the number of their prompt."""
-        self._running: dict[int, list[Generation]] = {}
-        """Generations that were submitted but not closed, by the index of their prompt."""
-        self._latest: Generation | None = None
-        self._answer = CompletionAnswer(model=body.model, fingerprint=service.fingerprint)
+    media_type = "text/event-stream"
 
-    @property
-    def status(self) -> str:
-        """The state of the prompt that was submitted last, for a client that waits for the first token."""
-        return self._latest.status if self._latest is not None else "queued"
+    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
+        self._shared = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._head = f'{json_text(self._shared)[:-1]},"choices":['
+        self._include_usage = include_usage
+        self._logprobs = defaultdict[int, LogprobsWriter](LogprobsWriter) if logprobs else None
+        """Writers of the log-probabilities of each choice; None if the request asks for none."""
 
-    @property
-    def running(self) -> list[Generation]:
-        """The generations that were submitted but not closed."""
-        return [generation for generations in self._running.values() for generation in generations]
+    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
+        yield from ()
 
-    async def submit_first(self) -> None:
-        """Submit the first prompts, so that their errors are known before the response begins.
+    def delta(self, index: int, delta: Delta) -> Iterator[str]:
+        if delta.text or delta.logprobs:
+            written = (
+                self._logprobs[index].write(delta.logprobs).model_dump_json() if self._logprobs is not None else "null"
+            )
+            yield self._chunk(index, delta.text, logprobs=written)
 
-        Raises:
-            LabError: see ``InferenceService.submit``.
-        """
-        for number in range(len(self._requests))[: self._concurrency]:
-            self._unread[number] = await self._submit(number)
-        model = public_id(self._unread[0][0].model, local=self._local)
-        self._answer = CompletionAnswer(model=model, fingerprint=self._service.fingerprint)
+    def end(self, index: int, report: GenerationReport) -> Iterator[str]:
+        end = f',"timings":{timings(report).model_dump_json()}'
+        yield self._chunk(index, "", reason=f'"{report.finish_reason}"', end=end)
 
-    async def complete(self) -> str:
-        """Return the body of the complete answer.
+    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
+        if self._include_usage:
+            total = total_usage(usage(prompt) for prompt in reports)
+            yield data_line(f'{self._head}],"usage":{total.model_dump_json()}}}')
+        yield data_line(DONE)
 
-        Raises:
-            LabError: a prompt failed.
-        """
-        async with self._closing_unread():
-            answers = await gather(self._choices(number) for number in range(len(self._requests)))
-        reports = [[report for _, report in choices] for choices in answers]
-        choices = [choice for answer in answers for choice, _ in answer]
-        return self._answer.body(choices, total_usage(usage(prompt) for prompt in reports), total_timings(reports))
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
+        yield data_line(ErrorBody(error=detail).model_dump_json())
 
-    async def chunks(self) -> AsyncGenerator[str, None]:
-        """Yield the chunks of all prompts and choices as they are generated.
+    def keep_alive(self, status: str) -> str:
+        return comment(status)
 
-        Raises:
-            LabError: a prompt failed.
-        """
-        usages: list[Usage] = []
-        sources = [self._prompt_chunks(number, usages) for number in range(len(self._requests))]
-        async with self._closing_unread(), aclosing(merge(sources)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-        if self._body.include_usage:
-            yield self._answer.usage_chunk(total_usage(usages))
-
-    async def _submit(self, number: int, *, patient: bool = False) -> list[Generation]:
-        generations = await self._service.submit(
-            self._requests[number],
-            choices=self._body.choices,
-            first=number * self._body.choices,
-            request_id=self._request_id,
-            local=self._local,
-            client=self._client,
-            own=self._own,
-            patient=patient,
-        )
-        self._running[number] = generations
-        self._latest = generations[0]
-        return generations
-
-    def _closing_unread(self) -> AbstractAsyncContextManager[None]:
-        """Close the generations that were submitted in advance after the block, in case they were not read."""
-        return closing_all([generation for generations in self._unread.values() for generation in generations])
-
-    @asynccontextmanager
-    async def _run(self, number: int) -> AsyncIterator[tuple[list[Generation], str | None]]:
-        """Yield the generations of a prompt once it may run, and the text to put before their answers."""
-        async with self._running_prompts:
-            generations = self._unread.pop(number, None) or await self._submit(number, patient=True)
-            async with closing_all(generations):
-                yield generations, await self._echo(number)
-            del self._running[number]
-
-    async def _echo(self, number: int) -> str | None:
-        """Return the text of a prompt if the request wants it before the answer."""
-        prompt = self._requests[number].prompt
-        if not self._body.echo:
-            return None
-        if isinstance(prompt, TextPrompt):
-            return prompt.text
-        assert isinstance(prompt, TokenPrompt)
-        return await self._service.decode(prompt.tokens)
-
-    async def _choices(self, number: int) -> list[tuple[CompletionChoice, GenerationReport]]:
-        async with self._run(number) as (generations, echo):
-            deltas = await gather(collect(_deltas(generation, echo)) for generation in generations)
-        first = number * self._body.choices
-        reports = [generation.final_report() for generation in generations]
-        return [
-            (self._choice(first + index, delta, report), report)
-            for index, (delta, report) in enumerate(zip(deltas, reports, strict=True))
+    def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
+        reports = [[report for _, report in choices] for choices in parts]
+        choices = [
+            CompletionChoice(
+                text=delta.text,
+                index=index,
+                logprobs=self._logprobs[index].write(delta.logprobs) if self._logprobs is not None else None,
+                finish_reason=report.finish_reason,
+            )
+            for index, (delta, report) in enumerate(chain.from_iterable(parts))
         ]
+        body = Completion(
+            **self._shared,
+            choices=choices,
+            usage=total_usage(usage(prompt) for prompt in reports),
+            timings=total_timings(reports),
+        )
+        return body.model_dump_json(exclude_unset=True)
 
-    def _choice(self, index: int, delta: Delta, report: GenerationReport) -> CompletionChoice:
-        logprobs = LogprobsWriter().write(delta.logprobs) if self._body.logprobs is not None else None
-        return CompletionChoice(text=delta.text, index=index, logprobs=logprobs, finish_reason=report.finish_reason)
-
-    async def _prompt_chunks(self, number: int, usages: list[Usage]) -> AsyncGenerator[str, None]:
-        """Yield the chunks of one prompt, and append its usage at the end."""
-        async with self._run(number) as (generations, echo):
-            first = number * self._body.choices
-            choices = [
-                self._choice_chunks(first + index, _deltas(generation, echo), generation)
-                for index, generation in enumerate(generations)
-            ]
-            async with aclosing(merge(choices)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        usages.append(usage([generation.final_report() for generation in generations]))
-
-    async def _choice_chunks(
-        self, index: int, deltas: AsyncGenerator[Delta, None], generation: Generation
-    ) -> AsyncGenerator[str, None]:
-        logprobs = LogprobsWriter() if self._body.logprobs is not None else None
-        async for delta in deltas:
-            if delta.text or delta.logprobs:
-                yield self._answer.text_chunk(delta.text, logprobs.write(delta.logprobs) if logprobs else None, index)
-        yield self._answer.last_chunk(generation.final_report(), index)
+    def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
+        fields = f'"text":{json_text(text)},"index":{index},"logprobs":{logprobs},"finish_reason":{reason}'
+        return data_line(f"{self._head}{{{fields}}}]{end}}}")
 
 
-async def _deltas(generation: Generation, echo: str | None) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of a generation, after the echo of its prompt if there is one.
+class LogprobsWriter:
+    """Writes the log-probabilities of one choice in the completions format, one piece at a time.
 
-    The scores of the prompt are known at the first token or, without tokens, at the end.
+    The text offsets of a piece continue those of the piece before.
     """
-    async for delta in generation:
-        if echo is not None:
-            yield _echo_delta(generation, echo)
-            echo = None
-        yield delta
-    if echo is not None:
-        yield _echo_delta(generation, echo)
+
+    def __init__(self) -> None:
+        self._at = 0
+        # A character may consist of several tokens; its offset is that of its first token.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
+        """Return the log-probabilities of the next tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._at)
+            self._at += len(self._decoder.decode(token.bytes))
+        named = [{other.text: wire_logprob(other.logprob) for other in token.named} for token in tokens]
+        return CompletionLogprobs(
+            tokens=[token.text for token in tokens],
+            token_logprobs=[None if token.logprob is None else wire_logprob(token.logprob) for token in tokens],
+            top_logprobs=[_alternatives(token) for token in tokens],
+            text_offset=offsets,
+            logprob_tokens=named if any(named) else None,
+        )
 
 
-def _echo_delta(generation: Generation, echo: str) -> Delta:
-    scores = generation.prompt_scores
-    return Delta(text=echo, tokens=0, logprobs=scores.tokens if scores else ())
+def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
+    """Return the log-probabilities of the alternatives and of the token itself, by text.
+
+    If several tokens have the same text, that of the most likely one is returned.
+    """
+    if token.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for other in (*token.top, token):
+        found.setdefault(other.text, wire_logprob(other.logprob))
+    return found

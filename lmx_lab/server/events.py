@@ -17,7 +17,7 @@ from lmx_lab.engine.model_lookup import public_id, public_unloading
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures
-from lmx_lab.http.streaming import EventStream
+from lmx_lab.http.streaming import EventStream, data_line
 from lmx_lab.server.openapi import EVENTS
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.models import LoadProgress
@@ -97,12 +97,12 @@ async def _lines(
             if now >= due:
                 snapshot = manager.snapshot
                 for event in events_between(last, snapshot, SAMPLE_S + now - due):
-                    yield event.model_dump_json()
+                    yield data_line(event.model_dump_json())
                 if "sample" in included:
-                    yield sample(last, snapshot, SAMPLE_S + now - due).model_dump_json()
+                    yield data_line(sample(last, snapshot, SAMPLE_S + now - due).model_dump_json())
                 last, due = snapshot, now + SAMPLE_S
             if now >= beat:
-                yield Heartbeat(uptime=manager.uptime_s).model_dump_json()
+                yield data_line(Heartbeat(uptime=manager.uptime_s).model_dump_json())
                 beat = now + HEARTBEAT_S
             try:
                 extra = await asyncio.wait_for(anext(extras), max(0.0, due - time.monotonic()))
@@ -111,7 +111,7 @@ async def _lines(
             except StopAsyncIteration:
                 return
             if extra.type in included:
-                yield _without_paths(extra, hide).model_dump_json()
+                yield data_line(_without_paths(extra, hide).model_dump_json())
 
 
 def _without_paths(event: ServerEvent, hide: Callable[[str], str] | None) -> ServerEvent:

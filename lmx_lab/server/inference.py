@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from starlette.requests import HTTPConnection
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import (
+    Caller,
     EmbeddingRequest,
     Embeddings,
     GenerationRequest,
@@ -24,23 +26,25 @@ from lmx_lab.engine import (
     TokenStream,
     TraceRequest,
 )
-from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds, public_id
+from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds
 from lmx_lab.errors import AdminForbiddenError, EngineError, LabError, NotLoadedError
+from lmx_lab.http.errors import client_of, request_id_of
+from lmx_lab.http.guard import is_local
 from lmx_lab.server.events import ServerEvent
 from lmx_lab.server.generation import Generation, Observer, Outcome, RequestEnd, closing_all
 from lmx_lab.server.recording import RecordedGeneration, Recording, continued_request, request_from_json, with_seed
-from lmx_lab.server.serialize import ChatAnswer
 from lmx_lab.server.timelines import TimelineLog
-from lmx_lab.server.translate import generation_request
 from lmx_lab.values.models import Kind
 from lmx_lab.values.outputs import EncodeReport, GenerationReport, TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.chat import ChatRequest
 
 CONTENDED_CLIENT_S = 1.0
 """Time for which a client with a slot may accept no data while other requests wait for a slot."""
+
+
+NOT_RECORDED = Caller(local=True, own=None)
 
 
 class TextResult(Protocol):
@@ -88,6 +92,11 @@ class InferenceService:
         """Name and version of the library that runs the model."""
         return self._manager.fingerprint
 
+    @property
+    def slots(self) -> int:
+        """Number of generations that a model runs at the same time."""
+        return self._manager.settings.slots
+
     def blocked_limit_s(self, generations: Iterable[Generation]) -> float:
         """Return how long the client of these generations may accept no data before they are cancelled.
 
@@ -100,79 +109,45 @@ class InferenceService:
 
     # Generations
 
-    async def start(
-        self,
-        request: ChatRequest,
-        request_id: str | None = None,
-        *,
-        local: bool = False,
-        client: str | None = None,
-        own: bool = False,
-        batch: bool = False,
-    ) -> tuple[ChatAnswer, list[Generation]]:
-        """Submit a chat request. Return the common fields of its answer, and a generation for each of its choices.
-
-        See ``submit`` for the arguments.
-
-        Raises:
-            LabError: see ``ModelManager.submit_all``.
-        """
-        generations = await self.submit(
-            generation_request(request),
-            choices=request.choices,
-            request_id=request_id,
-            local=local,
-            client=client,
-            own=own,
-            batch=batch,
+    def caller_of(self, connection: HTTPConnection) -> Caller:
+        """Return the caller that sent a request."""
+        return Caller(
+            local=is_local(connection.scope),
+            client=client_of(connection),
+            request_id=request_id_of(connection),
+            own=self.recording.is_own(connection),
         )
-        model = public_id(generations[0].model, local=local)
-        answer = ChatAnswer(model=model, fingerprint=self.fingerprint, logprobs=bool(request.logprobs))
-        return answer, generations
 
     async def submit(
-        self,
-        request: GenerationRequest,
-        *,
-        choices: int = 1,
-        first: int = 0,
-        request_id: str | None = None,
-        local: bool = False,
-        client: str | None = None,
-        own: bool | None = False,
-        batch: bool = False,
-        patient: bool = False,
+        self, request: GenerationRequest, caller: Caller, *, choices: int = 1, first: int = 0
     ) -> list[Generation]:
         """Submit all choices of a request, or none, and return their generations.
 
         Args:
             first: Index of the first choice in the answer.
-            local: Whether the caller is on this machine, so that it may name the loaded model by its path.
-            client: Address of the client.
-            own: Whether the request is one of the lab's own notebook; None if it must not be recorded.
-            batch: See ``Record.batch``.
-            patient: Whether to wait if the queue is full, because the request is part of one that was accepted.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
-        if request.steer and not local:
-            raise AdminForbiddenError(
-                "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
-                "http://localhost directly or send the API key; leave steer out"
-            )
-        request = replace(request, request_id=request_id, client=client)
+        request_id = caller.request_id or ""
+        request = replace(request, request_id=caller.request_id, client=caller.client)
+        own = caller.own
         if is_recorded := own is not None and self.recording.includes(own=own):
             request = replace(with_seed(request), needs_ids=True)
         try:
-            streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
+            if request.steer and not caller.local:
+                raise AdminForbiddenError(
+                    "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
+                    "http://localhost directly or send the API key; leave steer out"
+                )
+            streams = await self._manager.submit_all(request, choices, local=caller.local, patient=caller.patient)
         except (LabError, asyncio.CancelledError) as exc:
             self._refused(request, exc, index=first)
             raise
         for at, stream in enumerate(streams):
             self.timelines.add(
                 stream.steps,
-                request_id=request_id or "",
+                request_id=request_id,
                 index=first + at,
                 model=stream.model,
                 prompt_tokens=len(stream.prompt),
@@ -181,10 +156,10 @@ class InferenceService:
             Generation(
                 stream,
                 request=request,
-                request_id=request_id or "",
+                request_id=request_id,
                 index=first + at,
                 observe=self._end,
-                recorded=self._recorded(request, stream, at, own=bool(own), batch=batch) if is_recorded else None,
+                recorded=self._recorded(request, stream, at, caller) if is_recorded else None,
                 keep=self._keep_answers,
             )
             for at, stream in enumerate(streams)
@@ -195,9 +170,7 @@ class InferenceService:
         request: GenerationRequest,
         stream: TokenStream | Generation,
         choice: int,
-        *,
-        own: bool,
-        batch: bool = False,
+        caller: Caller,
     ) -> RecordedGeneration | None:
         """Return the beginning of a record; None if the model was unloaded since."""
         model = next((each for each in self._manager.residents if each.entry.id == stream.model), None)
@@ -205,8 +178,8 @@ class InferenceService:
             return None
         return RecordedGeneration(
             request=request,
-            own=own,
-            batch=batch,
+            own=bool(caller.own),
+            batch=caller.batch,
             choice=choice,
             model=model,
             prompt=stream.prompt,
@@ -235,10 +208,10 @@ class InferenceService:
         """
         request = replace(with_seed(request), needs_ids=True)
         # The seed of an answer depends on its index among the answers to the request.
-        generations = await self.submit(request, choices=choice + 1, local=True, own=None)
+        generations = await self.submit(request, NOT_RECORDED, choices=choice + 1)
         async with closing_all(generations):
             generation = generations[-1]
-            recorded = self._recorded(request, generation, choice, own=True)
+            recorded = self._recorded(request, generation, choice, Caller(local=True, own=True))
             if recorded is None:
                 raise NotLoadedError(f"{generation.model} has just been unloaded; load it again")
             recorded.deltas.append(await generation.read_all())
@@ -255,7 +228,7 @@ class InferenceService:
             LabError: see ``ModelManager.submit_all``.
         """
         request = continued_request(continuation)
-        (generation,) = await self.submit(request, local=True, own=own, patient=True)
+        (generation,) = await self.submit(request, Caller(local=True, own=own, patient=True))
         return generation
 
     async def score(
@@ -289,7 +262,7 @@ class InferenceService:
             score_distributions=distributions,
             steer=tuple(steer),
         )
-        (generation,) = await self.submit(request, local=True, own=None)
+        (generation,) = await self.submit(request, NOT_RECORDED)
         await generation.read_all()
         assert generation.prompt_scores is not None
         return generation.prompt_scores.tokens[start:]

@@ -8,35 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, LabError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import client_of, detail_for, messages_error, request_id_of, status_of
+from lmx_lab.http.errors import status_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.http.streaming import EventStream, named_event, while_connected
-from lmx_lab.server.chat import ignored_header
+from lmx_lab.http.streaming import named_event, while_connected
+from lmx_lab.server.answers import AnswerRequest, ignored_header, respond
 from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, function_tool, validated_request
-from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.outputs import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.chat import ChatMessage, ChatRequest
+from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.messages import (
     CountRequest,
     InputMessage,
     Message,
     MessageEvent,
     MessagesError,
+    MessagesErrorDetail,
     MessagesRequest,
     MessagesUsage,
     OtherBlock,
@@ -49,7 +48,6 @@ from lmx_lab.wire.messages import (
     ToolUseBlock,
 )
 
-log = logging.getLogger(__name__)
 BILLING = "x-anthropic-billing-header:"
 """Beginning of a system block that Claude Code adds. It differs in every request, so a prompt that contained it would
 never be in the prefix cache."""
@@ -67,6 +65,16 @@ NAMES = FieldNames(
 """Fields of the Messages format, by the chat format's fields that errors name."""
 TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types of errors by status; others are ``api_error`` from 500, and ``invalid_request_error`` below."""
 RESPONSE_DESCRIPTION = "A message or, with `stream: true`, its named events. An error is sent as the event `error`"
 
 
@@ -83,22 +91,11 @@ def messages_routes(service: InferenceService) -> APIRouter:
         """Answer a conversation in the Messages format, completely or with `stream: true` as named events."""
         with NAMES.in_errors():
             chat = await asyncio.to_thread(chat_request, body)
-        own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
-        starting = service.start(chat, request_id_of(request), local=local, client=client, own=own)
-        with NAMES.in_errors():
-            answer, [generation] = await while_connected(request, starting)
-        writer = MessageWriter(answer.model)
-        headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
-        if not body.stream:
-            text = await while_connected(request, _complete(writer, generation))
-            return Response(text, media_type="application/json", headers=headers)
-        return EventStream(
-            _with_error(_events(writer, generation), request),
-            headers=headers,
-            frame=str,
-            keep_alive=lambda: PING,
-            blocked_limit_s=lambda: service.blocked_limit_s([generation]),
+            prompt = generation_request(chat)
+        wanted = AnswerRequest(
+            prompts=[prompt], writer=MessageWriter, stream=bool(body.stream), ignored=body.ignored(), names=NAMES
         )
+        return await respond(service, request, wanted)
 
     @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERRORS)
     async def count_tokens(body: CountRequest, request: Request) -> Response:
@@ -111,6 +108,15 @@ def messages_routes(service: InferenceService) -> APIRouter:
         return Response(count.model_dump_json(), media_type="application/json", headers=headers)
 
     return router
+
+
+def messages_error(detail: ErrorDetail, status: int) -> MessagesError:
+    """Convert an error to the Messages format. Its clients recognize a prompt that is too long by these words."""
+    default = "api_error" if status >= 500 else "invalid_request_error"
+    is_too_long = detail.code == ContextLengthError.code
+    message = f"prompt is too long: {detail.message}" if is_too_long else detail.message
+    error = MessagesErrorDetail(type=ERROR_TYPES.get(status, default), message=message, code=detail.code)
+    return MessagesError(error=error, request_id=detail.request_id)
 
 
 # Requests
@@ -236,7 +242,9 @@ def _other_text(block: OtherBlock, place: str) -> list[str]:
 
 
 class MessageWriter:
-    """Writes one answer in the Messages format: its body, or the events of its stream in their order."""
+    """Writes one answer in the Messages format."""
+
+    media_type = "text/event-stream"
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -245,8 +253,8 @@ class MessageWriter:
         self._open = ""
         """Type of the block that has begun and not ended."""
 
-    def body(self, delta: Delta, report: GenerationReport) -> str:
-        """Return the complete answer."""
+    def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
+        [[(delta, report)]] = parts
         content: list[dict[str, Any]] = []
         if delta.reasoning:
             content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
@@ -262,8 +270,7 @@ class MessageWriter:
             usage=_usage(report),
         ).model_dump_json()
 
-    def start(self, prompt_tokens: int) -> Iterator[str]:
-        """Yield the first events."""
+    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
         message = Message(
             id=self._id,
             model=self._model,
@@ -275,8 +282,7 @@ class MessageWriter:
         yield named_event("message_start", f'{{"type":"message_start","message":{message.model_dump_json()}}}')
         yield PING
 
-    def delta(self, delta: Delta) -> Iterator[str]:
-        """Yield the events of a part of the answer."""
+    def delta(self, index: int, delta: Delta) -> Iterator[str]:
         if delta.reasoning:
             yield from self._begin("thinking", '{"type":"thinking","thinking":"","signature":""}')
             yield self._part("thinking_delta", "thinking", delta.reasoning)
@@ -291,15 +297,22 @@ class MessageWriter:
             if call.arguments:
                 yield self._part("input_json_delta", "partial_json", call.arguments)
 
-    def end(self, report: GenerationReport) -> Iterator[str]:
-        """Yield the last events."""
+    def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         if self._index < 0:
             yield from self._begin("text", '{"type":"text","text":""}')
         yield from self._end_block()
         stop = {"stop_reason": _stop_reason(report), "stop_sequence": report.stop_sequence}
         usage = _usage(report).model_dump()
         yield named_event("message_delta", to_json({"type": "message_delta", "delta": stop, "usage": usage}).decode())
+
+    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         yield named_event("message_stop", '{"type":"message_stop"}')
+
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
+        yield named_event("error", messages_error(detail, status_of(error)).model_dump_json())
+
+    def keep_alive(self, status: str) -> str:
+        return PING
 
     def _begin(self, kind: str, block: str) -> Iterator[str]:
         """Begin a block, unless one of this type is open."""
@@ -339,31 +352,3 @@ def _usage(report: GenerationReport) -> MessagesUsage:
         cache_read_input_tokens=report.cached_tokens,
         output_tokens=report.output_tokens,
     )
-
-
-async def _complete(writer: MessageWriter, generation: Generation) -> str:
-    delta = await generation.read_all()
-    return writer.body(delta, generation.final_report())
-
-
-async def _events(writer: MessageWriter, generation: Generation) -> AsyncGenerator[str, None]:
-    async with generation:
-        for event in writer.start(len(generation.prompt)):
-            yield event
-        async for delta in generation:
-            for event in writer.delta(delta):
-                yield event
-        for event in writer.end(generation.final_report()):
-            yield event
-
-
-async def _with_error(events: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
-    """Yield the events and, if the answer fails, the event ``error``."""
-    async with aclosing(events):
-        try:
-            async for event in events:
-                yield event
-        except LabError as exc:
-            log.warning("%s: the stream failed: %s", request_id_of(request), exc)
-            error = messages_error(detail_for(request, exc), status_of(exc))
-            yield named_event("error", error.model_dump_json())

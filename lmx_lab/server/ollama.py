@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -22,24 +20,23 @@ from lmx_lab.engine import EmbeddingRequest, Embeddings, GenerationRequest, Infi
 from lmx_lab.engine.model_lookup import CHAT, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import client_of, detail_for, ollama_error, request_id_of
+from lmx_lab.http.errors import request_id_of, status_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
-from lmx_lab.http.streaming import EventStream, while_connected
+from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.admin import check_admin
-from lmx_lab.server.chat import ignored_header
+from lmx_lab.server.answers import AnswerRequest, ignored_header, respond
 from lmx_lab.server.convert import FieldNames, validated_request
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
-from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import OLLAMA_ERRORS
-from lmx_lab.server.serialize import json_text
-from lmx_lab.server.translate import chat_logprobs, generation_request
+from lmx_lab.server.translate import chat_logprobs, generation_request, json_text
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.weights.files import in_thread
 from lmx_lab.wire.base import ANY_MODEL
+from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.ollama import (
     OllamaBody,
     OllamaChatAnswer,
@@ -56,7 +53,6 @@ from lmx_lab.wire.ollama import (
     OllamaOptions,
 )
 
-log = logging.getLogger(__name__)
 LATEST = ":latest"
 """The tag of a model whose name has none."""
 HUB_PREFIXES = ("hf.co/", "huggingface.co/")
@@ -149,27 +145,15 @@ async def _answer(
 ) -> Response:
     with NAMES.in_errors():
         converted = await asyncio.to_thread(engine_request, body)
-    own, local = service.recording.is_own(request), is_local(request.scope)
-    submitting = service.submit(
-        converted, request_id=request_id_of(request), local=local, client=client_of(request), own=own
+    logprobs, writer = bool(body.logprobs), ChatWriter if isinstance(body, OllamaChatRequest) else GenerateWriter
+    wanted = AnswerRequest(
+        prompts=[converted],
+        writer=lambda model: writer(listed_name(model), logprobs=logprobs),
+        stream=body.stream is not False,
+        ignored=body.ignored(),
+        names=NAMES,
     )
-    with NAMES.in_errors():
-        [generation] = await while_connected(request, submitting)
-    writer_class = ChatWriter if isinstance(body, OllamaChatRequest) else GenerateWriter
-    writer = writer_class(listed_name(public_id(generation.model, local=local)), logprobs=bool(body.logprobs))
-    headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
-    if body.stream is False:
-        text = await while_connected(request, _whole(writer, generation))
-        return Response(text, media_type="application/json", headers=headers)
-    return EventStream(
-        _with_error(_lines(writer, generation), request),
-        headers=headers,
-        frame=str,
-        media_type=JSON_LINES,
-        # Clients parse every line, so it must be a part of an answer.
-        keep_alive=writer.empty_part,
-        blocked_limit_s=lambda: service.blocked_limit_s([generation]),
-    )
+    return await respond(service, request, wanted)
 
 
 async def _load_or_unload(
@@ -363,18 +347,25 @@ class OpenCalls:
 # Answers
 
 
+def ollama_error(detail: ErrorDetail, status: int) -> OllamaError:
+    """Convert an error to the form of Ollama's API."""
+    return OllamaError(error=detail.message, code=detail.code, request_id=detail.request_id)
+
+
 def now() -> str:
     """Return the time as RFC 3339 writes it."""
     return datetime.now(UTC).isoformat()
 
 
 class ChatWriter:
-    """Writes one answer of ``/api/chat``: its body, or the lines of its stream. Each line is a JSON object.
+    """Writes one answer of ``/api/chat``. Each line of a stream is a JSON object.
 
     Args:
         model: Name of the model in Ollama's form.
         logprobs: Whether the request asks for log-probabilities.
     """
+
+    media_type = JSON_LINES
 
     def __init__(self, model: str, *, logprobs: bool) -> None:
         self._head = f'{{"model":{json_text(model)},"created_at":"'
@@ -382,13 +373,15 @@ class ChatWriter:
         self._calls: list[ToolCallDelta] = []
         """Parts of tool calls that have not ended. Each call is written as a whole."""
 
-    def whole(self, delta: Delta, report: GenerationReport) -> str:
-        """Return the body of a complete answer."""
+    def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
+        [[(delta, report)]] = parts
         calls = merge_tool_calls(delta.tool_calls)
         return self._line(delta, calls, end=_counters(report))
 
-    def part(self, delta: Delta) -> Iterator[str]:
-        """Yield the lines of a part of an answer."""
+    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
+        yield from ()
+
+    def delta(self, index: int, delta: Delta) -> Iterator[str]:
         ended: tuple[ToolCallDelta, ...] = ()
         for call in delta.tool_calls:
             if call.name is not None:
@@ -397,14 +390,19 @@ class ChatWriter:
         if delta.text or delta.reasoning or ended or (self._logprobs and delta.logprobs):
             yield self._line(delta, ended) + "\n"
 
-    def end(self, report: GenerationReport) -> Iterator[str]:
-        """Yield the last lines."""
+    def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         if calls := self._end_calls():
             yield self._line(NOTHING, calls) + "\n"
         yield self._line(NOTHING, (), end=_counters(report)) + "\n"
 
-    def empty_part(self) -> str:
-        """Return a line without content."""
+    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
+        yield from ()
+
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
+        yield ollama_error(detail, status_of(error)).model_dump_json() + "\n"
+
+    def keep_alive(self, status: str) -> str:
+        # Clients parse every line, so it must be a part of an answer.
         return self._line(NOTHING, ()) + "\n"
 
     def _end_calls(self) -> tuple[ToolCallDelta, ...]:
@@ -458,31 +456,6 @@ def _counters(report: GenerationReport) -> str:
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * NANOSECONDS)
-
-
-async def _whole(writer: ChatWriter, generation: Generation) -> str:
-    delta = await generation.read_all()
-    return writer.whole(delta, generation.final_report())
-
-
-async def _lines(writer: ChatWriter, generation: Generation) -> AsyncGenerator[str, None]:
-    async with generation:
-        async for delta in generation:
-            for line in writer.part(delta):
-                yield line
-        for line in writer.end(generation.final_report()):
-            yield line
-
-
-async def _with_error(lines: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
-    """Yield the lines and, if the answer fails, a line with the error."""
-    async with aclosing(lines):
-        try:
-            async for line in lines:
-                yield line
-        except LabError as exc:
-            log.warning("%s: the stream failed: %s", request_id_of(request), exc)
-            yield ollama_error(detail_for(request, exc)).model_dump_json() + "\n"
 
 
 def _embed_answer(computed: Embeddings, model: str) -> bytes:

@@ -19,13 +19,13 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import entries_in_memory, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, QueueFullError, UnusableModelError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import detail_for, ollama_error, request_id_of
+from lmx_lab.http.errors import detail_for, request_id_of, status_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import EventStream, while_connected
 from lmx_lab.server.admin import check_admin, find_model, listed_models
-from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.ollama import known_model, listed_name
+from lmx_lab.server.answers import ignored_header
+from lmx_lab.server.ollama import known_model, listed_name, ollama_error
 from lmx_lab.server.openapi import OLLAMA_COMMON_ERRORS, OLLAMA_ERRORS, OLLAMA_LISTING_ERRORS
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -134,7 +134,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
             await while_connected(request, download.wait())
             return Response(SUCCESS, media_type="application/json", headers=headers)
         lines = _pull_lines(download, request)
-        return EventStream(lines, headers=headers, frame=str, media_type=JSON_LINES, keep_alive=download.line)
+        return EventStream(lines, headers=headers, media_type=JSON_LINES, keep_alive=download.line)
 
     return router
 
@@ -380,6 +380,6 @@ async def _pull_lines(download: Download, request: Request) -> AsyncGenerator[st
         await download.wait()
     except LabError as exc:
         log.warning("%s: the download of %s failed: %s", request_id_of(request), download.name, exc)
-        yield ollama_error(detail_for(request, exc)).model_dump_json() + "\n"
+        yield ollama_error(detail_for(request, exc), status_of(exc)).model_dump_json() + "\n"
         return
     yield SUCCESS

@@ -42,6 +42,11 @@ EXTRA_MODELS: tuple[type[BaseModel], ...] = (
     SocketError,
 )
 """Models of the document that are not the response of a route."""
+ANSWER_DESCRIPTION = (
+    "A completion or, with `stream: true`, its chunks as events, followed by `[DONE]`. An error after the first chunk "
+    "is sent as the last event, instead of `[DONE]`"
+)
+"""Description of the response to a chat or a completion."""
 _ENGINE = (NotLoadedError, OutOfMemoryError, EngineDeadError)
 _INFERENCE = (*BODY, ContextLengthError, ModelNotFoundError, QueueFullError, *_ENGINE, GenerationTimeoutError)
 INFERENCE_ERRORS = failures(*_INFERENCE)

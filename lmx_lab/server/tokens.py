@@ -15,7 +15,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
 from lmx_lab.http.streaming import while_connected
-from lmx_lab.server.chat import ignored_header
+from lmx_lab.server.answers import ignored_header
 from lmx_lab.server.convert import validated_request
 from lmx_lab.server.health import problem
 from lmx_lab.server.inference import InferenceService

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
+
+from pydantic_core import to_json
 
 from lmx_lab.engine import (
     AnswerFormat,
@@ -19,12 +21,12 @@ from lmx_lab.engine import (
 )
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.outputs import GenerationReport, TokenLogprob
+from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.wire.base import ANY_MODEL, LOWEST_LOGPROB
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.completions import CompletionRequest
-from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat, TextFormat, json_text
+from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat, TextFormat
 from lmx_lab.wire.generation import (
     CompatibleFields,
     CompletionTokensDetails,
@@ -335,6 +337,11 @@ def socket_stats(report: GenerationReport) -> SocketStats:
     )
 
 
+def json_text(value: Any) -> str:
+    """Return a value as JSON."""
+    return to_json(value).decode()
+
+
 def wire_logprob(logprob: float | None) -> float:
     """Return a log-probability that JSON can represent: minus infinity and NaN become ``LOWEST_LOGPROB``."""
     return logprob if logprob is not None and logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
@@ -348,6 +355,16 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
         for token in logprobs
         if not token.ends
     ]
+
+
+def call_chunks(pieces: Iterable[ToolCallDelta]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of tool calls in the form of ``ToolCallChunk``: the name of a call, then its arguments."""
+    for call in merge_tool_calls(pieces):
+        if call.name is not None:
+            named = {"name": call.name, "arguments": ""}
+            yield {"index": call.index, "id": call.id or "", "type": "function", "function": named}
+        if call.arguments:
+            yield {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 def _plain(token: TokenLogprob) -> dict[str, Any]:

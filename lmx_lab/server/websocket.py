@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 from fastapi import APIRouter, WebSocket
@@ -16,13 +17,14 @@ from starlette.websockets import WebSocketDisconnect
 
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import LargeBodyQueue, read_json
-from lmx_lab.http.errors import client_of, detail_for, request_id_of, validation_error
-from lmx_lab.http.guard import is_local
+from lmx_lab.http.errors import detail_for, request_id_of, validation_error
 from lmx_lab.http.streaming import SendWatch
+from lmx_lab.server.answers import Choices
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.serialize import socket_token
-from lmx_lab.server.translate import socket_stats
+from lmx_lab.server.translate import call_chunks, chat_logprobs, generation_request, json_text, socket_stats
+from lmx_lab.values.outputs import Delta, GenerationReport
 from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
+from lmx_lab.wire.errors import ErrorDetail
 
 log = logging.getLogger(__name__)
 CLOSE_WAIT_S = 5.0
@@ -43,8 +45,7 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
 
     @router.websocket("/v1/chat/stream")
     async def chat_stream(socket: WebSocket) -> None:
-        own = service.recording.is_own(socket)
-        headers = service.recording.answer_headers(own=own)
+        headers = service.recording.answer_headers(own=service.recording.is_own(socket))
         await socket.accept(headers=[(name.encode(), value.encode()) for name, value in headers.items()])
         with suppress(WebSocketDisconnect):
             try:
@@ -52,7 +53,7 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
                 request = await _parse(
                     await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes, socket.app.state.large_body_queue
                 )
-                await _answer(socket, service, request, own=own)
+                await _answer(socket, service, request)
             except LabError as exc:
                 log.warning("%s: the WebSocket request failed: %s", request_id_of(socket), exc)
                 await _send(socket, _error(socket, exc))
@@ -61,16 +62,18 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
     return router
 
 
-async def _answer(socket: WebSocket, service: InferenceService, request: ChatRequest, *, own: bool) -> None:
+async def _answer(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
     """Send the answer, while a second task receives the messages of the client."""
-    tokens = asyncio.ensure_future(_send_tokens(socket, service, request, own=own))
+    tokens = asyncio.ensure_future(_send_tokens(socket, service, request))
     watcher = asyncio.ensure_future(_refuse_messages(socket))
     try:
         await asyncio.wait({tokens, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not tokens.done() and not watcher.result():
             return
         # If the server is stopping, it has ended the answer, but the rest of the answer or the error is not sent yet.
-        await tokens
+        if not await tokens:
+            await socket.close(FAILED)
+            return
         await asyncio.wait({watcher}, timeout=CLOSE_WAIT_S)
         if not watcher.done():
             await socket.close(NORMAL)
@@ -83,16 +86,20 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
         del tokens, watcher
 
 
-async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest, *, own: bool) -> None:
-    _, (generation,) = await service.start(
-        request, request_id_of(socket), local=is_local(socket.scope), client=client_of(socket), own=own
-    )
-    watch = SendWatch(lambda: service.blocked_limit_s([generation]))
+async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest) -> bool:
+    """Send the answer, and return whether it was generated without an error.
+
+    Raises:
+        LabError: the request was refused.
+    """
+    writer = SocketWriter(logprobs=bool(request.logprobs))
+    choices = Choices(service, [generation_request(request)], service.caller_of(socket))
+    await choices.start()
+    watch = SendWatch(lambda: service.blocked_limit_s(choices.running))
     try:
-        async with generation, watch:
-            async for delta in generation:
-                if (message := socket_token(delta, logprobs=bool(request.logprobs))) is not None:
-                    await watch.send(_send_text(socket, message))
+        async with watch, aclosing(choices.texts(writer, lambda error: detail_for(socket, error))) as messages:
+            async for message in messages:
+                await watch.send(_send_text(socket, message))
     except TimeoutError:
         if not watch.expired:
             raise
@@ -103,7 +110,7 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
         if close is not None:
             close(POLICY_VIOLATION, reason)
         raise WebSocketDisconnect(POLICY_VIOLATION, reason) from None
-    await _send(socket, SocketDone(stats=socket_stats(generation.final_report())))
+    return not writer.failed
 
 
 async def _refuse_messages(socket: WebSocket) -> bool:
@@ -170,3 +177,38 @@ async def _send_text(socket: WebSocket, text: str) -> None:
     except RuntimeError as exc:
         # Starlette raises this error if a message is sent after the close handshake has begun.
         raise WebSocketDisconnect(NORMAL) from exc
+
+
+class SocketWriter:
+    """Writes one answer as the messages of a WebSocket.
+
+    Args:
+        logprobs: Whether the request asks for log-probabilities.
+    """
+
+    def __init__(self, *, logprobs: bool = False) -> None:
+        self._logprobs = logprobs
+        self.failed = False
+
+    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
+        yield from ()
+
+    def delta(self, index: int, delta: Delta) -> Iterator[str]:
+        """Yield a ``SocketToken``, written as text, unless the delta is empty."""
+        calls = list(call_chunks(delta.tool_calls))
+        if not (delta.text or delta.reasoning or calls or delta.logprobs):
+            return
+        reasoning = f',"reasoning_content":{json_text(delta.reasoning)}' if delta.reasoning else ""
+        tool_calls = f',"tool_calls":{json_text(calls)}' if calls else ""
+        entries = f',"logprobs":{json_text(chat_logprobs(delta.logprobs))}' if self._logprobs else ""
+        yield f'{{"token":{json_text(delta.text)}{reasoning}{tool_calls}{entries}}}'
+
+    def end(self, index: int, report: GenerationReport) -> Iterator[str]:
+        yield SocketDone(stats=socket_stats(report)).model_dump_json()
+
+    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
+        yield from ()
+
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
+        self.failed = True
+        yield SocketError(error=detail).model_dump_json()

@@ -38,7 +38,7 @@ from lmx_lab.daemon.storage.event_log import ALL_EVENTS, EventFilter, LogPage
 from lmx_lab.daemon.storage.store import DatabaseView
 from lmx_lab.daemon.turns.concurrency import give_way
 from lmx_lab.errors import CursorExpiredError, LabError, QueueFullError, SessionNotFoundError
-from lmx_lab.http.errors import request_id_of, respond
+from lmx_lab.http.errors import respond
 from lmx_lab.http.openapi import websocket_response
 from lmx_lab.wire.events import Closing, EventPage, Hello, Reset, StreamHeartbeat, Synced
 
@@ -173,7 +173,7 @@ def stream_routes(services: Services) -> APIRouter:
                 await _Stream(socket, query, services, latest_page).run()
         except LabError as exc:
             # The socket was not accepted yet: later errors are handled within the stream.
-            await socket.send_denial_response(respond(exc, request_id=request_id_of(socket)))
+            await socket.send_denial_response(respond(socket.scope, exc))
 
     # Not FastAPI's decorator, because its stacks of contexts would stay in memory for each connection.
     router.add_websocket_route(PATH, events)

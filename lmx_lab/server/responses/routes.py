@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -21,16 +20,15 @@ from starlette.requests import HTTPConnection
 
 from lmx_lab.errors import ConflictError, ContextLengthError, InvalidRequestError, LabError, NotFoundError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import client_of, detail_for, request_id_of
-from lmx_lab.http.guard import is_local
+from lmx_lab.http.errors import detail_for
 from lmx_lab.http.openapi import event_stream, failures, link
-from lmx_lab.http.streaming import EventStream, while_connected
-from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.generation import Generation
+from lmx_lab.http.streaming import while_connected
+from lmx_lab.server.answers import AnswerRequest, Choices, answer_headers, respond
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.responses.convert import NAMES, ConvertedRequest, convert_request, input_items, shared_fields
 from lmx_lab.server.responses.writer import PREFIXES, ResponseWriter
+from lmx_lab.server.translate import generation_request
 from lmx_lab.wire.responses import (
     STORED_ITEMS,
     DeletedResponse,
@@ -41,7 +39,6 @@ from lmx_lab.wire.responses import (
     ResponseStatus,
 )
 
-log = logging.getLogger(__name__)
 DESCRIPTION = "A response or, with `stream: true`, its named events. An error is sent as the event `response.failed`"
 NotStreamed = Annotated[bool, WithJsonSchema({"const": False, "description": "Not supported: streams"})]
 _ID = {"response_id": "$response.body#/id"}
@@ -158,26 +155,6 @@ def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepar
     )
 
 
-def _saver(store: ResponseStore, writer: ResponseWriter, prepared: _Prepared, *, background: bool) -> Callable[[], str]:
-    """Return a function that stores the response in its current state, if it is to be stored, and returns its body."""
-
-    def save() -> str:
-        body = writer.body()
-        if prepared.conversation is not None:
-            store.put(
-                StoredResponse(
-                    id=writer.id,
-                    status=writer.status,
-                    body=body.encode(),
-                    conversation=prepared.conversation,
-                    background=background,
-                )
-            )
-        return body
-
-    return save
-
-
 # Answers
 
 
@@ -187,95 +164,51 @@ async def _respond(
     previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
     with NAMES.in_errors():
         prepared = await asyncio.to_thread(_prepare, body, previous)
-    own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
-    headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
-    starting = service.start(prepared.request.chat, request_id_of(request), local=local, client=client, own=own)
-    try:
-        with NAMES.in_errors():
-            answer, [generation] = await while_connected(request, starting)
-    except ContextLengthError as exc:
-        if not body.stream:
-            raise
+        prompt = generation_request(prepared.request.chat)
+    in_background = bool(body.background) and not body.stream
+
+    def save(writer: ResponseWriter, text: str) -> None:
+        """Store a response in its current state, unless it was not to be stored, or was deleted meanwhile."""
+        is_new = writer.status == "in_progress" or not in_background
+        if prepared.conversation is not None and (is_new or writer.id in store):
+            store.put(
+                StoredResponse(
+                    id=writer.id,
+                    status=writer.status,
+                    body=text.encode(),
+                    conversation=prepared.conversation,
+                    background=in_background,
+                )
+            )
+
+    wanted = AnswerRequest(
+        prompts=[prompt],
+        writer=lambda model: ResponseWriter(prepared.shared, prepared.request, model=model, save=save),
+        stream=bool(body.stream),
+        ignored=body.ignored(),
+        names=NAMES,
         # Codex CLI shortens its conversation only if a stream reports this error.
-        writer = ResponseWriter(prepared.shared, prepared.request, model=body.model)
-        return EventStream(_refused(writer, request, exc), headers=headers, frame=str)
-    writer = ResponseWriter(prepared.shared, prepared.request, model=answer.model)
-    save = _saver(store, writer, prepared, background=bool(body.background))
-    if body.stream:
-        return EventStream(
-            _events(writer, generation, request, save),
-            headers=headers,
-            frame=str,
-            keep_alive=writer.progress,
-            blocked_limit_s=lambda: service.blocked_limit_s([generation]),
-        )
-    if body.background:
-        created = save()
-        connection = HTTPConnection(request.scope)
-        store.start(writer.id, _in_background(store, writer, generation, connection, save))
-        return Response(created, media_type="application/json", headers=headers)
-    await while_connected(request, _complete(writer, generation))
-    return Response(save(), media_type="application/json", headers=headers)
+        streamed_errors=(ContextLengthError,),
+    )
+    if not in_background:
+        return await respond(service, request, wanted)
+    choices = Choices(service, [prompt], service.caller_of(request))
+    with NAMES.in_errors():
+        await while_connected(request, choices.start())
+    writer = ResponseWriter(prepared.shared, prepared.request, model=choices.model, save=save)
+    created = writer.body()
+    save(writer, created)
+    store.start(writer.id, _in_background(choices, writer, HTTPConnection(request.scope)))
+    return Response(created, media_type="application/json", headers=answer_headers(service, request, wanted))
 
 
-async def _complete(writer: ResponseWriter, generation: Generation) -> None:
-    """Read the whole answer.
-
-    Raises:
-        LabError: the generation failed.
-    """
-    delta = await generation.read_all()
-    # The writer's state is used, and not its events.
-    for _ in (*writer.delta(delta), *writer.end(generation.final_report())):
-        pass
-
-
-async def _in_background(
-    store: ResponseStore,
-    writer: ResponseWriter,
-    generation: Generation,
-    connection: HTTPConnection,
-    save: Callable[[], str],
-) -> None:
-    """Generate a response, and store the result unless the response was deleted."""
+async def _in_background(choices: Choices, writer: ResponseWriter, connection: HTTPConnection) -> None:
+    """Generate a response. The writer stores it at the end."""
     try:
-        await _complete(writer, generation)
-    except LabError as exc:
-        log.warning("%s: the response %s failed: %s", generation.request_id, writer.id, exc)
-        writer.fail(detail_for(connection, exc))
+        async for _ in choices.texts(writer, lambda error: detail_for(connection, error)):
+            pass
     except asyncio.CancelledError:
         writer.cancel()
-    except Exception:
-        log.exception("%s: the response %s failed", generation.request_id, writer.id)
-        writer.fail(detail_for(connection, LabError("the response could not be generated; see the server's log")))
-    finally:
-        if writer.id in store:
-            save()
-
-
-async def _events(
-    writer: ResponseWriter, generation: Generation, request: Request, save: Callable[[], str]
-) -> AsyncGenerator[str, None]:
-    try:
-        async with generation:
-            for event in writer.start():
-                yield event
-            async for delta in generation:
-                for event in writer.delta(delta):
-                    yield event
-            for event in writer.end(generation.final_report()):
-                yield event
-    except LabError as exc:
-        log.warning("%s: the stream failed: %s", request_id_of(request), exc)
-        writer.fail(detail_for(request, exc))
-    yield writer.last(save())
-
-
-async def _refused(writer: ResponseWriter, request: Request, error: LabError) -> AsyncGenerator[str, None]:
-    for event in writer.start():
-        yield event
-    writer.fail(detail_for(request, error))
-    yield writer.last(writer.body())
 
 
 # Stored items

@@ -6,13 +6,13 @@ The events are in the order in which openai-python and Codex CLI require them. P
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic_core import to_json
 
-from lmx_lab.errors import CallerError, ContextLengthError, QueueFullError
+from lmx_lab.errors import CallerError, ContextLengthError, LabError, QueueFullError
 from lmx_lab.http.streaming import comment, named_event
 from lmx_lab.server.responses.convert import CallableTool, ConvertedRequest, custom_input
 from lmx_lab.server.translate import chat_logprobs
@@ -117,18 +117,29 @@ class _Item:
 
 
 class ResponseWriter:
-    """Writes one response.
+    """Writes one response, as a stream or as a whole.
 
     Args:
         shared: The fields of the response that do not change while it is generated.
         request: The request in the chat format.
+        save: Called at the end with this writer and the body of the response.
     """
 
-    def __init__(self, shared: Mapping[str, Any], request: ConvertedRequest, *, model: str) -> None:
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        shared: Mapping[str, Any],
+        request: ConvertedRequest,
+        *,
+        model: str,
+        save: Callable[[ResponseWriter, str], None] = lambda writer, body: None,
+    ) -> None:
         self.id = new_id("resp")
         self.status: ResponseStatus = "in_progress"
         self._created = int(time.time())
         self._request = request
+        self._save = save
         self._logprobs = bool(request.chat.logprobs)
         first = {"id": self.id, "object": "response", "created_at": self._created, "model": model}
         self._head = to_json({**first, **shared})[:-1].decode()
@@ -159,21 +170,15 @@ class ResponseWriter:
 
     # Events
 
-    def start(self) -> Iterator[str]:
-        """Yield the first events."""
-        yield self._whole("response.created", self.body())
-        yield self.progress()
+    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
+        yield self._response("response.created", self.body())
+        yield self.keep_alive("")
 
-    def progress(self) -> str:
+    def keep_alive(self, status: str) -> str:
         """Return an event that shows that the response is still in progress, or a comment after its end."""
-        return self._whole("response.in_progress", self.body()) if self.status == "in_progress" else comment("")
+        return self._response("response.in_progress", self.body()) if self.status == "in_progress" else comment("")
 
-    def last(self, body: str) -> str:
-        """Return the last event of a response that is completed or incomplete, or has failed."""
-        return self._whole(f"response.{self.status}", body)
-
-    def delta(self, delta: Delta) -> Iterator[str]:
-        """Yield the events of a part of the answer."""
+    def delta(self, index: int, delta: Delta) -> Iterator[str]:
         if delta.reasoning:
             yield from self._begin("reasoning")
             yield self._piece(delta.reasoning)
@@ -182,24 +187,42 @@ class ResponseWriter:
         for call in delta.tool_calls:
             yield from self._call(call)
 
-    def end(self, report: GenerationReport) -> Iterator[str]:
-        """Yield the events at the end of the last item."""
+    def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         if not self._items:
             yield from self._begin("message")
         self.status = "incomplete" if report.finish_reason == "length" else "completed"
         yield from self._end_item(self.status)
         self._usage = _usage(report)
 
-    def fail(self, error: ErrorDetail) -> None:
-        """Record that the response has failed."""
+    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
+        yield self._last()
+
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
         self.status = "failed"
         self._abandon_item()
-        self._error = ResponseError(code=ERROR_CODES.get(error.code, "server_error"), message=error.message)
+        self._error = ResponseError(code=ERROR_CODES.get(detail.code, "server_error"), message=detail.message)
+        yield self._last()
+
+    def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
+        [[(delta, report)]] = parts
+        # The state of this object is used, and not the events.
+        for _ in (*self.delta(0, delta), *self.end(0, report)):
+            pass
+        body = self.body()
+        self._save(self, body)
+        return body
 
     def cancel(self) -> None:
-        """Record that the response was cancelled."""
+        """End a response that was cancelled."""
         self.status = "cancelled"
         self._abandon_item()
+        self._save(self, self.body())
+
+    def _last(self) -> str:
+        """Save the response, and return the last event, which contains it."""
+        body = self.body()
+        self._save(self, body)
+        return self._response(f"response.{self.status}", body)
 
     def _text(self, delta: Delta) -> Iterator[str]:
         if (tool := self._request.text_is_input_of) is None:
@@ -286,7 +309,7 @@ class ResponseWriter:
     def _event(self, kind: str, **fields: Any) -> str:
         return named_event(kind, to_json({"type": kind, "sequence_number": self._number(), **fields}).decode())
 
-    def _whole(self, kind: str, body: str) -> str:
+    def _response(self, kind: str, body: str) -> str:
         return named_event(kind, f'{{"type":"{kind}","sequence_number":{self._number()},"response":{body}}}')
 
     def _number(self) -> int:

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
+from lmx_lab.server.generation import Generation
 from tests.support.asking import ENDLESS_TEXT
 from tests.support.formats import FORMATS, Chat, Format, Request, Socket, each_format
 from tests.support.labs import PACE, serving, wait_until_idle
@@ -73,6 +74,30 @@ def test_a_failing_answer_ends_with_its_error_after_its_text(form: Format, tmp_p
     problem = form.problem(whole.json())
     assert (whole.status_code, problem.code, problem.kind) == (500, "internal-error", form.kinds.get(500))
     assert "broken" in problem.message
+
+
+@each_format()
+def test_an_unexpected_exception_ends_an_answer_with_an_error_after_its_text(
+    form: Format, lab: Lab, http: httpx2.Client, monkeypatch
+) -> None:
+    # No input causes an exception of this kind, which is a fault of the server itself.
+    next_delta = Generation.__anext__
+
+    async def fail_after_text(answer):
+        if getattr(answer, "was_read", False):
+            raise RuntimeError("a bug")
+        answer.was_read = True
+        return await next_delta(answer)
+
+    monkeypatch.setattr(Generation, "__anext__", fail_after_text)
+    *frames, last = form.frames(form.streamed(http, Request()))
+    wait_until_idle(lab)
+    assert form.partial_text(frames)
+    problem = form.problem(last)
+    assert problem.code == form.stream_codes.get("internal-error", "internal-error")
+    assert problem.kind in (None, form.kinds.get(500))
+    assert "bug" not in problem.message
+    assert re.search(r"the log contains the details for req_\w+", problem.message)
 
 
 @each_format()

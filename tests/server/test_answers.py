@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from lmx_lab.errors import EngineError
-from lmx_lab.server.merge_streams import gather, merge
+from lmx_lab.server.answers import gather, merge
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.server.serialize import ChatAnswer, CompletionAnswer, LogprobsWriter, socket_token
-from lmx_lab.server.translate import chat_logprobs, timings, usage
+from lmx_lab.server.chat import ChatWriter
+from lmx_lab.server.completions import CompletionWriter, LogprobsWriter
+from lmx_lab.server.translate import chat_logprobs, timings
+from lmx_lab.server.websocket import SocketWriter
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.wire.chat import ChatChunk, SocketToken
 from lmx_lab.wire.completions import Completion, CompletionLogprobs
@@ -22,6 +24,13 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 BEGIN = ToolCallDelta(index=0, id="call_1", name="look", arguments='{"at":')
 END = ToolCallDelta(index=0, arguments=' "sea"}')
 OTHER = ToolCallDelta(index=1, id="call_2", name="see")
+
+
+def data(event):
+    """Return the content of an event."""
+    assert event.startswith("data: ")
+    assert event.endswith("\n\n")
+    return event.removeprefix("data: ")[:-2]
 
 
 @st.composite
@@ -38,37 +47,39 @@ def calls(draw: st.DrawFn) -> tuple[ToolCallDelta, ...]:
 @pytest.mark.parametrize("logprobs", [False, True])
 @given(text=TEXTS, name=TEXTS, thoughts=TEXTS, tool_calls=calls())
 def test_a_chat_chunk_equals_the_dump_of_its_model(logprobs, text, name, thoughts, tool_calls):
-    answer = ChatAnswer(model=name, fingerprint="mlx", logprobs=logprobs)
+    writer = ChatWriter(name, "mlx", logprobs=logprobs, include_usage=True)
     shown = (LOGPROB,) if logprobs else ()
     delta = Delta(text=text, tokens=1, logprobs=shown, reasoning=thoughts, tool_calls=tool_calls)
-    spent = usage([report()])
-    last = answer.last_chunk(report(finish="tool_calls"), 1)
-    for chunk in (answer.first_chunk(), *answer.delta_chunks(delta, 3), last, answer.usage_chunk(spent)):
+    *last, done = writer.finish([[report()]])
+    assert done == "data: [DONE]\n\n"
+    ends = (*writer.end(1, report(finish="tool_calls")), *last)
+    for chunk in map(data, (*writer.begin(0, 7), *writer.delta(3, delta), *ends)):
         assert ChatChunk.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
 
 
 def test_a_chat_chunk_contains_the_delta():
-    answer = ChatAnswer(model="tiny", fingerprint="mlx", logprobs=True)
-    (piece,) = answer.delta_chunks(Delta(text="hé", tokens=1, logprobs=(LOGPROB,)), 2)
-    (choice,) = ChatChunk.model_validate_json(piece).choices
+    writer = ChatWriter("tiny", "mlx", logprobs=True)
+    (piece,) = writer.delta(2, Delta(text="hé", tokens=1, logprobs=(LOGPROB,)))
+    (choice,) = ChatChunk.model_validate_json(data(piece)).choices
     assert (choice.index, choice.delta.content, choice.finish_reason) == (2, "hé", None)
     assert choice.logprobs is not None
     assert [token.model_dump() for token in choice.logprobs.content] == chat_logprobs([LOGPROB])
-    last = ChatChunk.model_validate_json(answer.last_chunk(report()))
+    (end,) = writer.end(0, report())
+    last = ChatChunk.model_validate_json(data(end))
     assert last.timings == timings(report())
     assert last.choices[0].logprobs is None
 
 
-def deltas(answer, delta):
+def deltas(writer, delta):
     """Return the choice of each chunk."""
-    return [json.loads(chunk)["choices"][0] for chunk in answer.delta_chunks(delta)]
+    return [json.loads(data(chunk))["choices"][0] for chunk in writer.delta(0, delta)]
 
 
 def test_reasoning_text_and_calls_have_separate_chunks():
     delta = Delta(text="hi", tokens=5, reasoning="hm", tool_calls=(BEGIN, END, OTHER))
     named = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}
     other = {"id": "call_2", "type": "function", "function": {"name": "see", "arguments": ""}}
-    assert [choice["delta"] for choice in deltas(ChatAnswer(model="tiny", fingerprint="mlx"), delta)] == [
+    assert [choice["delta"] for choice in deltas(ChatWriter("tiny", "mlx"), delta)] == [
         {"reasoning_content": "hm"},
         {"content": "hi"},
         {"tool_calls": [{"index": 0, **named}]},
@@ -78,7 +89,7 @@ def test_reasoning_text_and_calls_have_separate_chunks():
 
 
 def test_a_later_piece_of_a_call_has_neither_id_nor_name():
-    (choice,) = deltas(ChatAnswer(model="tiny", fingerprint="mlx"), Delta(text="", tokens=1, tool_calls=(END,)))
+    (choice,) = deltas(ChatWriter("tiny", "mlx"), Delta(text="", tokens=1, tool_calls=(END,)))
     assert choice["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": ' "sea"}'}}]}
 
 
@@ -92,12 +103,12 @@ def test_a_later_piece_of_a_call_has_neither_id_nor_name():
     ],
 )
 def test_the_logprobs_of_a_delta_are_sent_once_and_first(delta, chunks):
-    found = [choice["logprobs"] for choice in deltas(ChatAnswer(model="tiny", fingerprint="mlx", logprobs=True), delta)]
+    found = [choice["logprobs"] for choice in deltas(ChatWriter("tiny", "mlx", logprobs=True), delta)]
     assert [logprobs is not None for logprobs in found] == [number == 0 for number in range(chunks)]
 
 
 def message(delta, reason="stop"):
-    body = ChatAnswer(model="tiny", fingerprint="mlx").body([(delta, report(finish=reason))], usage([report()]))
+    body = ChatWriter("tiny", "mlx").whole([[(delta, report(finish=reason))]])
     (choice,) = json.loads(body)["choices"]
     assert choice["finish_reason"] == reason
     found = choice["message"]
@@ -129,16 +140,13 @@ def test_an_answer_of_calls_only_has_no_content():
 
 @given(text=TEXTS, name=TEXTS)
 def test_a_completion_chunk_equals_the_dump_of_its_model(text, name):
-    answer = CompletionAnswer(model=name, fingerprint="mlx")
-    logprobs = LogprobsWriter().write([PROMPT, LOGPROB])
-    spent = usage([report()])
-    chunks = (
-        answer.text_chunk(text, logprobs, 0),
-        answer.text_chunk(text, None, 4),
-        answer.last_chunk(report(), 1),
-        answer.usage_chunk(spent),
-    )
-    for chunk in chunks:
+    delta = Delta(text=text, tokens=2, logprobs=(PROMPT, LOGPROB))
+    chunks = []
+    for writer in (CompletionWriter(name, "mlx", logprobs=True, include_usage=True), CompletionWriter(name, "mlx")):
+        *spent, done = writer.finish([[report()]])
+        assert (len(spent), done) == (int(not chunks), "data: [DONE]\n\n")
+        chunks += [*writer.delta(4, delta), *writer.end(1, report()), *spent]
+    for chunk in map(data, chunks):
         assert Completion.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
 
 
@@ -147,16 +155,17 @@ def test_a_completion_chunk_equals_the_dump_of_its_model(text, name):
 def test_a_socket_token_equals_the_dump_of_its_model(text, thoughts, tool_calls):
     delta = Delta(text=text, tokens=1, logprobs=(LOGPROB,), reasoning=thoughts, tool_calls=tool_calls)
     for logprobs in (False, True):
-        sent = socket_token(delta, logprobs=logprobs)
-        assert sent is not None
+        (sent,) = SocketWriter(logprobs=logprobs).delta(0, delta)
         assert SocketToken.model_validate_json(sent).model_dump_json(exclude_unset=True) == sent
 
 
 def test_a_socket_token_has_only_fields_with_values():
-    assert socket_token(Delta(text="", tokens=1), logprobs=False) is None
-    assert socket_token(Delta(text="a", tokens=1), logprobs=False) == '{"token":"a"}'
+    writer = SocketWriter()
+    assert list(writer.delta(0, Delta(text="", tokens=1))) == []
+    assert list(writer.delta(0, Delta(text="a", tokens=1))) == ['{"token":"a"}']
     everything = Delta(text="", tokens=1, logprobs=(LOGPROB,), reasoning="hm", tool_calls=(BEGIN, END))
-    sent = json.loads(socket_token(everything, logprobs=True) or "")
+    (message,) = SocketWriter(logprobs=True).delta(0, everything)
+    sent = json.loads(message)
     assert set(sent) == {"token", "reasoning_content", "tool_calls", "logprobs"}
     assert (sent["token"], sent["reasoning_content"]) == ("", "hm")
     assert [call["function"] for call in sent["tool_calls"]] == [
@@ -166,9 +175,9 @@ def test_a_socket_token_has_only_fields_with_values():
 
 
 def test_timings_of_several_choices_are_combined():
-    answer, part = ChatAnswer(model="tiny", fingerprint="mlx"), (Delta(text="a", tokens=1), report())
-    assert json.loads(answer.body([part], usage([report()])))["timings"]["predicted_n"] == 5
-    both = json.loads(answer.body([part, part], usage([report(), report()])))
+    writer, part = ChatWriter("tiny", "mlx"), (Delta(text="a", tokens=1), report())
+    assert json.loads(writer.whole([[part]]))["timings"]["predicted_n"] == 5
+    both = json.loads(writer.whole([[part, part]]))
     assert both["timings"]["predicted_n"] == 10
     assert [choice["index"] for choice in both["choices"]] == [0, 1]
 

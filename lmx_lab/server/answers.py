@@ -1,0 +1,368 @@
+"""Answer a request in any format: start its generations, and send what the format's writer makes of them.
+
+A format consists of a parser, which returns an ``AnswerRequest``, and an ``AnswerWriter``. ``respond`` does the rest
+for all formats: clients that disconnect or accept no data, keep-alives, ignored fields, and errors before and after the
+first byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+
+from lmx_lab.engine import Caller, GenerationRequest
+from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.errors import LabError
+from lmx_lab.http.errors import detail_for
+from lmx_lab.http.streaming import EventStream, while_connected
+from lmx_lab.server.convert import FieldNames
+from lmx_lab.server.generation import Generation, collect
+from lmx_lab.server.inference import InferenceService
+from lmx_lab.values.outputs import Delta, GenerationReport
+from lmx_lab.wire.errors import ErrorDetail
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Describe = Callable[[LabError], ErrorDetail]
+"""Returns the form of an error that the caller may see."""
+IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+IGNORED_LIMIT = 32
+"""Largest number of names in the header ``x-lmx-ignored``."""
+CHAT_NAMES = FieldNames({})
+"""The fields of the chat format, which errors name already."""
+
+
+class StreamWriter(Protocol):
+    """Writes one answer as a stream of framed texts. Pure code.
+
+    ``begin``, ``delta`` and ``end`` are called for each choice, with those of other choices in between, and ``finish``
+    after all of them. ``error`` replaces everything that has not been written.
+    """
+
+    def begin(self, index: int, prompt_tokens: int) -> Iterable[str]:
+        """Return what comes before the first delta of a choice."""
+
+    def delta(self, index: int, delta: Delta) -> Iterable[str]:
+        """Return a part of a choice."""
+
+    def end(self, index: int, report: GenerationReport) -> Iterable[str]:
+        """Return what comes after the last delta of a choice."""
+
+    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterable[str]:
+        """Return the end of the stream.
+
+        Args:
+            reports: Those of the choices of each prompt.
+        """
+
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterable[str]:
+        """Return the end of a stream that has failed after its first byte."""
+
+
+class AnswerWriter(StreamWriter, Protocol):
+    """Writes one answer as the response to an HTTP request."""
+
+    media_type: str
+    """Type of the stream."""
+
+    def keep_alive(self, status: str) -> str:
+        """Return what is sent while there is nothing to write.
+
+        Args:
+            status: The state of the request, such as ``queued`` or ``prompt 512/7000 tokens``.
+        """
+
+    def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
+        """Return the body of a complete answer.
+
+        Args:
+            parts: The content and the report of each choice of each prompt.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRequest:
+    """What the parser of a format makes of a request."""
+
+    prompts: Sequence[GenerationRequest]
+    """One request to the engine for each prompt. Only the completions format has several."""
+    writer: Callable[[str], AnswerWriter]
+    """Creates the writer. Its argument is the id of the model that answers, as the caller may see it."""
+    choices: int = 1
+    """Number of answers to each prompt."""
+    stream: bool = False
+    ignored: Iterable[str] = ()
+    """Names of the fields that have no effect."""
+    names: FieldNames = CHAT_NAMES
+    """Fields of the format, for errors."""
+    streamed_errors: tuple[type[LabError], ...] = ()
+    """Errors before the first byte that a stream reports by itself, with status 200."""
+    read: Callable[[Generation], AsyncIterator[Delta]] = aiter
+    """Returns the deltas of an answer."""
+
+
+async def respond(service: InferenceService, request: Request, wanted: AnswerRequest) -> Response:
+    """Answer a request completely or as a stream.
+
+    Raises:
+        LabError: the request was refused, or its answer failed before the first byte.
+    """
+    choices = Choices(service, wanted.prompts, service.caller_of(request), choices=wanted.choices, read=wanted.read)
+    headers = answer_headers(service, request, wanted)
+
+    def describe(error: LabError) -> ErrorDetail:
+        return detail_for(request, error)
+
+    try:
+        with wanted.names.in_errors():
+            await while_connected(request, choices.start())
+    except wanted.streamed_errors as exc:
+        if not wanted.stream:
+            raise
+        writer = wanted.writer(wanted.prompts[0].model or "")
+        return EventStream(_refused(writer, exc, describe), headers=headers, media_type=writer.media_type)
+    writer = wanted.writer(choices.model)
+    if wanted.stream:
+        return EventStream(
+            choices.texts(writer, describe),
+            headers=headers,
+            media_type=writer.media_type,
+            keep_alive=lambda: writer.keep_alive(choices.status),
+            blocked_limit_s=lambda: service.blocked_limit_s(choices.running),
+        )
+    text = await while_connected(request, choices.whole(writer))
+    return Response(text, media_type="application/json", headers=headers)
+
+
+def answer_headers(service: InferenceService, request: Request, wanted: AnswerRequest) -> dict[str, str]:
+    """Return the headers that describe how a request is treated."""
+    own = service.recording.is_own(request)
+    return {**ignored_header(wanted.ignored), **service.recording.answer_headers(own=own)}
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
+    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
+    return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
+
+
+async def _refused(writer: StreamWriter, error: LabError, describe: Describe) -> AsyncGenerator[str, None]:
+    for text in (*writer.begin(0, 0), *writer.error(error, describe(error))):
+        yield text
+
+
+class Choices:
+    """The answers to one request: all choices of all of its prompts.
+
+    See ``AnswerRequest`` for the arguments.
+
+    At most as many prompts run at the same time as fill the engine's slots, so that a request does not fill the queue
+    by itself. If an answer fails, the others are cancelled.
+    """
+
+    def __init__(
+        self,
+        service: InferenceService,
+        prompts: Sequence[GenerationRequest],
+        caller: Caller,
+        *,
+        choices: int = 1,
+        read: Callable[[Generation], AsyncIterator[Delta]] = aiter,
+    ) -> None:
+        self._service = service
+        self._prompts = prompts
+        self._caller = caller
+        self._choices = choices
+        self._read = read
+        self._concurrency = max(1, service.slots // choices)
+        self._free = asyncio.Semaphore(self._concurrency)
+        self._answers: dict[int, list[Generation]] = {}
+        """The answers that were submitted and have not been closed, by the number of their prompt."""
+        self._latest: Generation | None = None
+        self.model = ""
+        """Id of the model that answers, as the caller may see it; set by ``start``."""
+
+    @property
+    def status(self) -> str:
+        """The state of the prompt that was submitted last, for a client that waits for the first token."""
+        return self._latest.status if self._latest is not None else "queued"
+
+    @property
+    def running(self) -> list[Generation]:
+        """The answers that were submitted and have not been closed."""
+        return [answer for answers in self._answers.values() for answer in answers]
+
+    async def start(self) -> None:
+        """Submit the first prompts, or none, so that their errors are known before the response begins.
+
+        Raises:
+            LabError: see ``InferenceService.submit``.
+        """
+        try:
+            for number in range(len(self._prompts))[: self._concurrency]:
+                await self._submit(number)
+        except BaseException:
+            self._close()
+            raise
+        self.model = public_id(self._answers[0][0].model, local=self._caller.local)
+
+    async def texts(self, writer: StreamWriter, describe: Describe) -> AsyncGenerator[str, None]:
+        """Yield what the writer makes of the answers as they are generated. An exception ends it with an error."""
+        reports: dict[int, list[GenerationReport]] = {}
+        prompts = range(len(self._prompts))
+        try:
+            async with aclosing(merge([self._prompt_texts(number, writer, reports) for number in prompts])) as texts:
+                async for text in texts:
+                    yield text
+            for text in writer.finish([reports[number] for number in prompts]):
+                yield text
+        except Exception as exc:
+            error = self._logged(exc)
+            for text in writer.error(error, describe(error)):
+                yield text
+        finally:
+            self._close()
+
+    async def whole(self, writer: AnswerWriter) -> str:
+        """Return the body of the complete answer.
+
+        Raises:
+            LabError: an answer failed.
+        """
+        try:
+            parts = await gather(self._answer(number) for number in range(len(self._prompts)))
+        finally:
+            self._close()
+        return writer.whole(parts)
+
+    async def _submit(self, number: int, *, patient: bool = False) -> list[Generation]:
+        answers = self._answers[number] = await self._service.submit(
+            self._prompts[number],
+            replace(self._caller, patient=patient),
+            choices=self._choices,
+            first=number * self._choices,
+        )
+        self._latest = answers[0]
+        return answers
+
+    @asynccontextmanager
+    async def _run(self, number: int) -> AsyncIterator[list[Generation]]:
+        """Yield the answers to a prompt once it may run, and close them at the end."""
+        async with self._free:
+            answers = self._answers.get(number) or await self._submit(number, patient=True)
+            try:
+                yield answers
+            finally:
+                for answer in answers:
+                    await answer.aclose()
+                self._answers.pop(number, None)
+
+    async def _prompt_texts(
+        self, number: int, writer: StreamWriter, reports: dict[int, list[GenerationReport]]
+    ) -> AsyncGenerator[str, None]:
+        """Yield the texts of all choices of a prompt, and add their reports at the end."""
+        async with self._run(number) as answers:
+            choices = [self._choice_texts(answer, writer) for answer in answers]
+            async with aclosing(merge(choices)) as texts:
+                async for text in texts:
+                    yield text
+        reports[number] = [answer.final_report() for answer in answers]
+
+    async def _choice_texts(self, answer: Generation, writer: StreamWriter) -> AsyncGenerator[str, None]:
+        for text in writer.begin(answer.index, len(answer.prompt)):
+            yield text
+        async for delta in self._read(answer):
+            for text in writer.delta(answer.index, delta):
+                yield text
+        for text in writer.end(answer.index, answer.final_report()):
+            yield text
+
+    async def _answer(self, number: int) -> list[tuple[Delta, GenerationReport]]:
+        async with self._run(number) as answers:
+            deltas = await gather(collect(self._read(answer)) for answer in answers)
+        return [(delta, answer.final_report()) for delta, answer in zip(deltas, answers, strict=True)]
+
+    def _logged(self, exc: Exception) -> LabError:
+        """Return the error that the caller gets for an exception after the first byte, and log the exception."""
+        request_id = self._caller.request_id
+        if isinstance(exc, LabError):
+            log.warning("%s: the stream failed: %s", request_id, exc)
+            return exc
+        log.error("%s: the stream failed", request_id, exc_info=exc)
+        return LabError(f"internal error; the log contains the details for {request_id}")
+
+    def _close(self) -> None:
+        """Cancel the answers that are not read any further."""
+        for answer in self.running:
+            answer.close()
+
+
+# Several coroutines or streams at the same time. Unlike ``asyncio.gather``, these functions end only after all of their
+# tasks have ended.
+
+End = tuple[BaseException | None]
+"""The end of a source in the queue: its error, or None."""
+
+
+async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently and return their results, in order.
+
+    The first error cancels the other coroutines. It is raised when they have ended.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _cancel(tasks)
+
+
+def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield the items of all sources as they arrive. The items of each source stay in order.
+
+    If the reader is slow, the sources wait: at most one item of each is buffered. The first error is raised and closes
+    the other sources. Closing this generator closes all of them.
+    """
+    return sources[0] if len(sources) == 1 else _merge(sources)
+
+
+async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    queue: asyncio.Queue[list[T] | End] = asyncio.Queue(len(sources))
+
+    async def pump(source: AsyncGenerator[T, None]) -> None:
+        # An item is a list of one, and the end a tuple, which differs from it.
+        failure: BaseException | None = None
+        try:
+            async with aclosing(source) as items:
+                async for item in items:
+                    await queue.put([item])
+        except Exception as exc:
+            failure = exc
+        await queue.put((failure,))
+
+    pumps = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        running = len(pumps)
+        while running:
+            entry = await queue.get()
+            if isinstance(entry, list):
+                yield entry[0]
+            elif entry[0] is not None:
+                raise entry[0]
+            else:
+                running -= 1
+    finally:
+        await _cancel(pumps)
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
