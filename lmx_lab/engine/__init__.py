@@ -18,7 +18,7 @@ from lmx_lab.engine.requests import (
     ToolUse,
     TraceRequest,
 )
-from lmx_lab.engine.stream import Pending, TokenStream
+from lmx_lab.engine.stream import Answer, Pending
 
 __all__ = [
     "AnswerFormat",
@@ -35,7 +35,7 @@ __all__ = [
     "Sampling",
     "TextPrompt",
     "TokenPrompt",
-    "TokenStream",
+    "Answer",
     "Tool",
     "ToolUse",
     "TraceRequest",

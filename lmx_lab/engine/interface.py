@@ -22,7 +22,7 @@ from lmx_lab.engine.requests import (
     RerankRequest,
     TraceRequest,
 )
-from lmx_lab.engine.stream import Pending, TokenStream
+from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.errors import LabError
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
@@ -136,7 +136,7 @@ class InferenceEngine(Protocol):
 
     async def submit_all(
         self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
-    ) -> list[TokenStream]:
+    ) -> list[Answer]:
         """Queue a request for one answer for each permit, all or none. Each answer has its own seed.
 
         Closing a stream cancels its generation in any phase: while it is queued, computes its prompt, or decodes.

@@ -25,7 +25,7 @@ from lmx_lab.engine.requests import (
     RerankRequest,
     TraceRequest,
 )
-from lmx_lab.engine.stream import Pending, TokenStream
+from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.errors import (
     EngineDeadError,
     EngineError,
@@ -71,7 +71,7 @@ class EngineCore(Protocol):
         request: GenerationRequest,
         permits: Sequence[Permit],
         reader: asyncio.AbstractEventLoop,
-    ) -> list[TokenStream]:
+    ) -> list[Answer]:
         """Queue a request whose answers are read on the loop ``reader``."""
 
     async def accept_embedding(
@@ -179,7 +179,7 @@ class LoopEngine(ABC, Generic[Core]):
 
     async def submit_all(
         self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
-    ) -> list[TokenStream]:
+    ) -> list[Answer]:
         """See ``InferenceEngine``."""
         reader = asyncio.get_running_loop()
         return await receive(self._submit(lambda core: core.accept(entry, request, permits, reader)))

@@ -35,7 +35,7 @@ from lmx_lab.engine.requests import (
     TraceRequest,
 )
 from lmx_lab.engine.residents import Resident, Residents
-from lmx_lab.engine.stream import Pending, TokenStream
+from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.engine.submission import Submission, Submitter
 from lmx_lab.errors import EngineDeadError, HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.portal import LoopThread, receive
@@ -327,14 +327,14 @@ class ModelManager:
 
     # Requests
 
-    async def submit(self, request: GenerationRequest) -> TokenStream:
+    async def submit(self, request: GenerationRequest) -> Answer:
         """Accept a generation request, and return its token stream. See ``submit_all``."""
         (stream,) = await self.submit_all(request)
         return stream
 
     async def submit_all(
         self, request: GenerationRequest, choices: int = 1, *, local: bool = True, patient: bool = False
-    ) -> list[TokenStream]:
+    ) -> list[Answer]:
         """Accept a generation request for several answers, all or none, and return a token stream for each answer.
 
         Each answer has its own seed. In swap mode, the model that the request names is loaded first if it is on disk.
@@ -357,7 +357,7 @@ class ModelManager:
         if choices > limit:
             raise InvalidRequestError(f"n is {choices}; this server takes {limit} (slots and queue_limit)", param="n")
 
-        async def submit(resident: Resident, permits: Sequence[Permit]) -> list[TokenStream]:
+        async def submit(resident: Resident, permits: Sequence[Permit]) -> list[Answer]:
             return await resident.engine.submit_all(resident.entry, request, permits)
 
         return await self._submitter.submit(

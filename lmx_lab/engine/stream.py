@@ -1,4 +1,4 @@
-"""Deliver results from an engine to a reader on an event loop: token streams, and pending vectors or scores.
+"""Deliver results from an engine to a reader on an event loop: answers, and pending vectors or scores.
 
 The engine never waits for a reader. Deltas that a slow reader has not read are merged into one, so a mailbox holds at
 most the text of one generation.
@@ -11,16 +11,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
-from lmx_lab.errors import LabError
+from lmx_lab.engine.requests import GenerationRequest
+from lmx_lab.errors import EngineError, LabError
 from lmx_lab.values.outputs import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
 from lmx_lab.values.timeline import StepLog
 
 Result = TypeVar("Result")
 SEPARATE_DELTAS = 64
 """Number of deltas that are kept separate for a slow reader; more are merged."""
+Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 Item = Delta | PromptProgress | PromptScores | GenerationReport | LabError
 
 
@@ -94,26 +97,42 @@ def _deliver(items: list[tuple[Mailbox, Item]]) -> None:
         mailbox.deliver(item)
 
 
-class TokenStream:
-    """The answer of one generation. Iterating it yields ``Delta`` values; after that, ``report`` is set.
+class Answer:
+    """The running answer to one choice of a generation request. Iterating it yields ``Delta`` values; after that,
+    ``report`` is set.
 
-    If the generation fails, the iteration raises its ``LabError``. ``asyncio.wait_for(anext(stream), s)`` waits for a
+    If the generation fails, the iteration raises its ``LabError``. ``asyncio.wait_for(anext(answer), s)`` waits for a
     limited time, and no delta is lost.
 
-    To stop early, call ``aclose()`` or use ``async with``: the slot is free within one engine step. A stream that is
-    garbage-collected before its end is cancelled.
+    To stop early, call ``aclose()`` or use ``async with``: the slot is free within one engine step. An answer that is
+    garbage-collected before its end is cancelled. It belongs to the event loop on which the request was sent.
     """
 
     def __init__(
-        self, mailbox: Mailbox, cancel: Callable[[], object], *, model: str = "", prompt: tuple[int, ...] = ()
+        self,
+        mailbox: Mailbox,
+        cancel: Callable[[], object],
+        *,
+        request: GenerationRequest,
+        model: str = "",
+        prompt: tuple[int, ...] = (),
     ) -> None:
+        self.request = request
+        """The request to the engine."""
+        self.index = 0
+        """Index among the answers to the caller, who sets it."""
         self.model = model
         """Id of the model that answers."""
         self.prompt = prompt
         """Token ids of the prompt."""
+        self.deltas: list[Delta] | None = None
+        """All deltas that were read; None if they are not kept, which is the default."""
+        self.tokens = 0
+        """Number of tokens that were read."""
         self._mailbox = mailbox
         self._cancel = cancel
         self._closed = False
+        self._observe: Observer | None = None
 
     @property
     def report(self) -> GenerationReport | None:
@@ -123,8 +142,14 @@ class TokenStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine has ended the generation. Its last deltas may not have been read yet."""
+        """Whether the engine has ended the generation and released its slot. Its last deltas may still be unread."""
         return self._mailbox.end is not None
+
+    @property
+    def status(self) -> str:
+        """The state of the request, such as ``queued``, for a client that waits for the first token."""
+        progress = self._mailbox.progress
+        return "queued" if progress is None else f"prompt {progress.done}/{progress.total} tokens"
 
     @property
     def progress(self) -> PromptProgress | None:
@@ -141,32 +166,63 @@ class TokenStream:
         """The scores of a request with ``score_prompt``; set before the first delta, or before the end."""
         return self._mailbox.scores
 
+    def final_report(self) -> GenerationReport:
+        """Return the report of an answer that was read to its end.
+
+        Raises:
+            EngineError: there is no report, because the answer was closed before its end.
+        """
+        if self.report is None:
+            raise EngineError("the generation ended without a report")
+        return self.report
+
+    def on_end(self, observe: Observer) -> None:
+        """Call a function exactly once at the end, on the answer's loop, unless the loop is closed.
+
+        The answer ends when it was read completely, fails, is closed or is deleted.
+        """
+        self._observe = observe
+
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
+        mailbox = self._mailbox
         while not self._closed:
-            if (delta := self._mailbox.take()) is not None:
+            if (delta := mailbox.take()) is not None:
+                self.tokens += delta.tokens
+                if self.deltas is not None:
+                    self.deltas.append(delta)
                 return delta
-            if isinstance(self._mailbox.end, Exception):
-                raise self._mailbox.end
-            if self._mailbox.end is not None:
+            if isinstance(mailbox.end, LabError):
+                self._end("error", mailbox.end.code)
+                raise mailbox.end
+            if mailbox.end is not None:
                 break
-            self._mailbox.changed.clear()
-            await self._mailbox.changed.wait()
+            mailbox.changed.clear()
+            await mailbox.changed.wait()
+        self._end(self._outcome)
         raise StopAsyncIteration
+
+    async def read(self) -> Delta:
+        """Return the rest of the answer as one delta. Closes the answer, even if it fails.
+
+        Raises:
+            LabError: the generation failed.
+        """
+        async with self:
+            return merge_deltas([delta async for delta in self])
 
     async def aclose(self) -> None:
         """Cancel the generation if it has not ended. Idempotent."""
-        self.close()
+        self._stop()
         self._mailbox.changed.set()
+        self._end(self._outcome)
 
     def close(self) -> None:
         """Do the same as ``aclose``, from any thread. No reader may be waiting for a delta."""
-        if not self._closed:
-            self._closed = True
-            if self._mailbox.end is None:
-                self._cancel()
+        self._stop()
+        self._end_later()
 
     async def __aenter__(self) -> Self:
         return self
@@ -177,7 +233,34 @@ class TokenStream:
         await self.aclose()
 
     def __del__(self) -> None:
+        # The observer is not called directly: a finalizer may run while this thread holds a lock that the observer
+        # acquires.
         self.close()
+
+    def _stop(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._mailbox.end is None:
+                self._cancel()
+
+    @property
+    def _outcome(self) -> Outcome:
+        """The outcome of an answer that is not read any further, and may have ended before."""
+        return self.report.finish_reason if self.report else "cancelled"
+
+    def _end(self, outcome: Outcome, code: str | None = None) -> None:
+        observe, self._observe = self._observe, None
+        if observe is not None:
+            observe(self, outcome, code)
+
+    def _end_later(self) -> None:
+        if self._observe is not None:
+            with suppress(RuntimeError):  # The loop is closed, so the observer is not needed anymore.
+                self._mailbox.loop.call_soon_threadsafe(lambda: self._end(self._outcome))
+
+
+Observer = Callable[[Answer, Outcome, str | None], None]
+"""Called with an answer that has ended, its outcome, and the code of its error or None."""
 
 
 class Pending(Generic[Result]):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from lmx_lab.backend import AnswerCost, AnswerRecorder, DocumentRanking, Progress, ServerState
-from lmx_lab.engine import Caller, GenerationRequest, ModelManager, TextPrompt
+from lmx_lab.engine import Answer, Caller, GenerationRequest, ModelManager, TextPrompt
 from lmx_lab.engine.registry import engine_for
 from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.http.guard import GuardPolicy
@@ -35,7 +35,6 @@ from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.admin import model_records
 from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.events import ServerEvent, sample
-from lmx_lab.server.generation import Generation
 from lmx_lab.server.recording import request_to_json
 from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.tracing import trace_request
@@ -394,7 +393,7 @@ def choose_loop(loop: LoopChoice) -> LoopMode:
 class LocalAnswer:
     """An ``AnswerStream`` over a generation of this process."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Answer) -> None:
         self._generation = generation
 
     @property
@@ -418,7 +417,7 @@ class LocalAnswer:
             report=report,
             prompt=self._generation.prompt,
             request=request_to_json(self._generation.request),
-            request_id=self._generation.request_id or None,
+            request_id=self._generation.request.request_id,
         )
 
     def close(self) -> None:

@@ -17,15 +17,14 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 
-from lmx_lab.engine import Caller, GenerationRequest
+from lmx_lab.engine import Answer, Caller, GenerationRequest
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import LabError
 from lmx_lab.http.errors import detail_for
 from lmx_lab.http.streaming import EventStream, while_connected
 from lmx_lab.server.convert import FieldNames
-from lmx_lab.server.generation import Generation, collect
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.values.outputs import Delta, GenerationReport
+from lmx_lab.values.outputs import Delta, GenerationReport, merge_deltas
 from lmx_lab.wire.errors import ErrorDetail
 
 log = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ class AnswerRequest:
     """Fields of the format, for errors."""
     streamed_errors: tuple[type[LabError], ...] = ()
     """Errors before the first byte that a stream reports by itself, with status 200."""
-    read: Callable[[Generation], AsyncIterator[Delta]] = aiter
+    read: Callable[[Answer], AsyncIterator[Delta]] = aiter
     """Returns the deltas of an answer."""
 
 
@@ -174,7 +173,7 @@ class Choices:
         caller: Caller,
         *,
         choices: int = 1,
-        read: Callable[[Generation], AsyncIterator[Delta]] = aiter,
+        read: Callable[[Answer], AsyncIterator[Delta]] = aiter,
     ) -> None:
         self._service = service
         self._prompts = prompts
@@ -183,9 +182,9 @@ class Choices:
         self._read = read
         self._concurrency = max(1, service.slots // choices)
         self._free = asyncio.Semaphore(self._concurrency)
-        self._answers: dict[int, list[Generation]] = {}
+        self._answers: dict[int, list[Answer]] = {}
         """The answers that were submitted and have not been closed, by the number of their prompt."""
-        self._latest: Generation | None = None
+        self._latest: Answer | None = None
         self.model = ""
         """Id of the model that answers, as the caller may see it; set by ``start``."""
 
@@ -195,7 +194,7 @@ class Choices:
         return self._latest.status if self._latest is not None else "queued"
 
     @property
-    def running(self) -> list[Generation]:
+    def running(self) -> list[Answer]:
         """The answers that were submitted and have not been closed."""
         return [answer for answers in self._answers.values() for answer in answers]
 
@@ -242,7 +241,7 @@ class Choices:
             self._close()
         return writer.whole(parts)
 
-    async def _submit(self, number: int, *, patient: bool = False) -> list[Generation]:
+    async def _submit(self, number: int, *, patient: bool = False) -> list[Answer]:
         answers = self._answers[number] = await self._service.submit(
             self._prompts[number],
             replace(self._caller, patient=patient),
@@ -253,7 +252,7 @@ class Choices:
         return answers
 
     @asynccontextmanager
-    async def _run(self, number: int) -> AsyncIterator[list[Generation]]:
+    async def _run(self, number: int) -> AsyncIterator[list[Answer]]:
         """Yield the answers to a prompt once it may run, and close them at the end."""
         async with self._free:
             answers = self._answers.get(number) or await self._submit(number, patient=True)
@@ -275,7 +274,7 @@ class Choices:
                     yield text
         reports[number] = [answer.final_report() for answer in answers]
 
-    async def _choice_texts(self, answer: Generation, writer: StreamWriter) -> AsyncGenerator[str, None]:
+    async def _choice_texts(self, answer: Answer, writer: StreamWriter) -> AsyncGenerator[str, None]:
         for text in writer.begin(answer.index, len(answer.prompt)):
             yield text
         async for delta in self._read(answer):
@@ -286,7 +285,11 @@ class Choices:
 
     async def _answer(self, number: int) -> list[tuple[Delta, GenerationReport]]:
         async with self._run(number) as answers:
-            deltas = await gather(collect(self._read(answer)) for answer in answers)
+
+            async def read(answer: Answer) -> Delta:
+                return merge_deltas([delta async for delta in self._read(answer)])
+
+            deltas = await gather(read(answer) for answer in answers)
         return [(delta, answer.final_report()) for delta, answer in zip(deltas, answers, strict=True)]
 
     def _logged(self, exc: Exception) -> LabError:

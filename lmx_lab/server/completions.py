@@ -13,13 +13,12 @@ from itertools import chain
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import TextPrompt, TokenPrompt
+from lmx_lab.engine import Answer, TextPrompt, TokenPrompt
 from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import DONE, comment, data_line
 from lmx_lab.server.answers import AnswerRequest, respond
-from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
 from lmx_lab.server.translate import (
@@ -40,7 +39,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
     """Return the router of ``/v1/completions``."""
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
-    async def with_echo(answer: Generation) -> AsyncGenerator[Delta, None]:
+    async def with_echo(answer: Answer) -> AsyncGenerator[Delta, None]:
         """Yield the prompt as a delta, and then those of its answer.
 
         The scores of the prompt are known at the first token or, without tokens, at the end.
@@ -85,7 +84,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
     return router
 
 
-def _echo(text: str, answer: Generation) -> Delta:
+def _echo(text: str, answer: Answer) -> Delta:
     return Delta(text=text, tokens=0, logprobs=answer.prompt_scores.tokens if answer.prompt_scores else ())
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from starlette.requests import HTTPConnection
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import (
+    Answer,
     Caller,
     EmbeddingRequest,
     Embeddings,
@@ -23,22 +25,23 @@ from lmx_lab.engine import (
     RerankRequest,
     Sampling,
     TokenPrompt,
-    TokenStream,
     TraceRequest,
 )
 from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds
+from lmx_lab.engine.stream import Outcome
 from lmx_lab.errors import AdminForbiddenError, EngineError, LabError, NotLoadedError
 from lmx_lab.http.errors import client_of, request_id_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.server.events import ServerEvent
-from lmx_lab.server.generation import Generation, Observer, Outcome, RequestEnd, closing_all
-from lmx_lab.server.recording import RecordedGeneration, Recording, continued_request, request_from_json, with_seed
+from lmx_lab.server.recording import Recorded, Recording, continued_request, request_from_json, with_seed
 from lmx_lab.server.timelines import TimelineLog
 from lmx_lab.values.models import Kind
-from lmx_lab.values.outputs import EncodeReport, GenerationReport, TokenLogprob, Vectors
+from lmx_lab.values.outputs import Delta, EncodeReport, GenerationReport, TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
+from lmx_lab.values.timeline import StepLog
 from lmx_lab.values.tracing import Trace
+from lmx_lab.wire.admin import RequestEvent
 
 CONTENDED_CLIENT_S = 1.0
 """Time for which a client with a slot may accept no data while other requests wait for a slot."""
@@ -55,6 +58,59 @@ class TextResult(Protocol):
 
 
 Result = TypeVar("Result", bound=TextResult)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestEnd:
+    """The end of a generation, an embedding or a rerank. A refused request ends with an error and without a report."""
+
+    kind: Kind = "chat"
+    request_id: str
+    """Id of the request; empty for requests of the notebook."""
+    index: int = 0
+    """Index of the choice in the answer."""
+    model: str
+    outcome: Outcome
+    code: str | None = None
+    """Code of the error; None if there was none."""
+    report: GenerationReport | EncodeReport | None = None
+    """The engine's report; None if the request failed or was cancelled before its end."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """Number of tokens that were delivered. Used if there is no report."""
+    steps: StepLog | None = field(default=None, compare=False)
+    """The engine's steps for the generation; None if the request was refused, or is not a generation."""
+    request: GenerationRequest | EmbeddingRequest | RerankRequest | None = field(default=None, compare=False)
+    """The request to the engine. All choices of one prompt have the same one."""
+    deltas: Sequence[Delta] = field(default=(), compare=False)
+    """The parts of the answer that were delivered; empty unless they are kept."""
+
+    def event(self) -> RequestEvent:
+        """Return the event for clients of ``/admin/events``."""
+        report, rate, ttft_s = self.report, 0.0, 0.0
+        prompt_tokens, output_tokens = self.prompt_tokens, self.output_tokens
+        if isinstance(report, GenerationReport):
+            prompt_tokens, output_tokens = report.prompt_tokens, report.output_tokens
+            rate, ttft_s = report.tokens_per_second, report.ttft_s
+        elif report is not None:
+            prompt_tokens, ttft_s = report.tokens, report.total_s
+            rate = report.tokens / report.compute_s if report.compute_s > 0 else 0.0
+        return RequestEvent(
+            kind=self.kind,
+            request_id=self.request_id,
+            index=self.index,
+            model=self.model,
+            finish_reason=self.outcome,
+            code=self.code,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=output_tokens,
+            tokens_per_second=rate,
+            ttft_ms=ttft_s * 1e3,
+        )
+
+
+Observer = Callable[[RequestEnd], None]
+"""Called once at the end of a request."""
 
 
 class InferenceService:
@@ -97,7 +153,7 @@ class InferenceService:
         """Number of generations that a model runs at the same time."""
         return self._manager.settings.slots
 
-    def blocked_limit_s(self, generations: Iterable[Generation]) -> float:
+    def blocked_limit_s(self, generations: Iterable[Answer]) -> float:
         """Return how long the client of these generations may accept no data before they are cancelled.
 
         There is no limit after its generations have ended, because it no longer has a slot.
@@ -120,8 +176,8 @@ class InferenceService:
 
     async def submit(
         self, request: GenerationRequest, caller: Caller, *, choices: int = 1, first: int = 0
-    ) -> list[Generation]:
-        """Submit all choices of a request, or none, and return their generations.
+    ) -> list[Answer]:
+        """Submit all choices of a request, or none, and return their answers.
 
         Args:
             first: Index of the first choice in the answer.
@@ -129,7 +185,6 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
-        request_id = caller.request_id or ""
         request = replace(request, request_id=caller.request_id, client=caller.client)
         own = caller.own
         if is_recorded := own is not None and self.recording.includes(own=own):
@@ -140,51 +195,31 @@ class InferenceService:
                     "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
                     "http://localhost directly or send the API key; leave steer out"
                 )
-            streams = await self._manager.submit_all(request, choices, local=caller.local, patient=caller.patient)
+            answers = await self._manager.submit_all(request, choices, local=caller.local, patient=caller.patient)
         except (LabError, asyncio.CancelledError) as exc:
             self._refused(request, exc, index=first)
             raise
-        for at, stream in enumerate(streams):
+        for at, answer in enumerate(answers):
+            answer.index = first + at
+            recorded = self._recorded(answer, at, caller) if is_recorded else None
+            if recorded is not None or self._keep_answers:
+                answer.deltas = []
+            answer.on_end(functools.partial(self._answered, recorded))
             self.timelines.add(
-                stream.steps,
-                request_id=request_id,
-                index=first + at,
-                model=stream.model,
-                prompt_tokens=len(stream.prompt),
+                answer.steps,
+                request_id=caller.request_id or "",
+                index=answer.index,
+                model=answer.model,
+                prompt_tokens=len(answer.prompt),
             )
-        return [
-            Generation(
-                stream,
-                request=request,
-                request_id=request_id,
-                index=first + at,
-                observe=self._end,
-                recorded=self._recorded(request, stream, at, caller) if is_recorded else None,
-                keep=self._keep_answers,
-            )
-            for at, stream in enumerate(streams)
-        ]
+        return answers
 
-    def _recorded(
-        self,
-        request: GenerationRequest,
-        stream: TokenStream | Generation,
-        choice: int,
-        caller: Caller,
-    ) -> RecordedGeneration | None:
-        """Return the beginning of a record; None if the model was unloaded since."""
-        model = next((each for each in self._manager.residents if each.entry.id == stream.model), None)
+    def _recorded(self, answer: Answer, choice: int, caller: Caller) -> Recorded | None:
+        """Return what the record of an answer needs; None if the model was unloaded since."""
+        model = next((each for each in self._manager.residents if each.entry.id == answer.model), None)
         if model is None:
             return None
-        return RecordedGeneration(
-            request=request,
-            own=bool(caller.own),
-            batch=caller.batch,
-            choice=choice,
-            model=model,
-            prompt=stream.prompt,
-            steps=stream.steps,
-        )
+        return Recorded(own=bool(caller.own), batch=caller.batch, choice=choice, model=model)
 
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, with the same model, prompt, settings and seed.
@@ -208,17 +243,21 @@ class InferenceService:
         """
         request = replace(with_seed(request), needs_ids=True)
         # The seed of an answer depends on its index among the answers to the request.
-        generations = await self.submit(request, NOT_RECORDED, choices=choice + 1)
-        async with closing_all(generations):
-            generation = generations[-1]
-            recorded = self._recorded(request, generation, choice, Caller(local=True, own=True))
+        answers = await self.submit(request, NOT_RECORDED, choices=choice + 1)
+        try:
+            answer = answers[-1]
+            recorded = self._recorded(answer, choice, Caller(own=True))
             if recorded is None:
-                raise NotLoadedError(f"{generation.model} has just been unloaded; load it again")
-            recorded.deltas.append(await generation.read_all())
-        report = generation.final_report()
-        return self.recording.record(recorded, report.finish_reason, report)
+                raise NotLoadedError(f"{answer.model} has just been unloaded; load it again")
+            answer.deltas = []
+            await answer.read()
+        finally:
+            for each in answers:
+                await each.aclose()
+        report = answer.final_report()
+        return self.recording.record(recorded, answer, report.finish_reason)
 
-    async def continue_answer(self, continuation: Continuation, *, own: bool | None = True) -> Generation:
+    async def continue_answer(self, continuation: Continuation, *, own: bool | None = True) -> Answer:
         """Generate an answer again from a given position. The stream begins with the tokens before it.
 
         Args:
@@ -228,8 +267,8 @@ class InferenceService:
             LabError: see ``ModelManager.submit_all``.
         """
         request = continued_request(continuation)
-        (generation,) = await self.submit(request, Caller(local=True, own=own, patient=True))
-        return generation
+        (answer,) = await self.submit(request, Caller(local=True, own=own, patient=True))
+        return answer
 
     async def score(
         self,
@@ -262,10 +301,10 @@ class InferenceService:
             score_distributions=distributions,
             steer=tuple(steer),
         )
-        (generation,) = await self.submit(request, NOT_RECORDED)
-        await generation.read_all()
-        assert generation.prompt_scores is not None
-        return generation.prompt_scores.tokens[start:]
+        (answer,) = await self.submit(request, NOT_RECORDED)
+        await answer.read()
+        assert answer.prompt_scores is not None
+        return answer.prompt_scores.tokens[start:]
 
     async def trace(self, request: TraceRequest, *, local: bool = False) -> Trace:
         """Return internal values of the model. Raises the same as ``ModelManager.trace``."""
@@ -352,6 +391,27 @@ class InferenceService:
 
     # Ends
 
+    def _answered(self, recorded: Recorded | None, answer: Answer, outcome: Outcome, code: str | None) -> None:
+        """Report the end of an answer. It is recorded first, so that the reader of an event finds the record."""
+        self.timelines.end(answer.steps, outcome, code, answer.report)
+        if recorded is not None:
+            self.recording.end(recorded, answer, outcome, code)
+        self._end(
+            RequestEnd(
+                request_id=answer.request.request_id or "",
+                index=answer.index,
+                model=answer.model,
+                outcome=outcome,
+                code=code,
+                report=answer.report,
+                prompt_tokens=len(answer.prompt),
+                output_tokens=answer.tokens,
+                steps=answer.steps,
+                request=answer.request,
+                deltas=answer.deltas or (),
+            )
+        )
+
     def _refused(self, request: GenerationRequest, exc: BaseException, *, index: int) -> None:
         """Report the end of a generation that was refused."""
         # Not the name in the request: a caller can choose it freely, and it is a label of a metric.
@@ -384,13 +444,6 @@ class InferenceService:
         )
 
     def _end(self, end: RequestEnd) -> None:
-        if end.steps is not None:
-            report = end.report if isinstance(end.report, GenerationReport) else None
-            self.timelines.end(end.steps, end.outcome, end.code, report)
-        # Recorded first, so that the reader of an event finds the record.
-        if end.recorded is not None:
-            report = end.report if isinstance(end.report, GenerationReport) else None
-            self.recording.end(end.recorded, end.outcome, end.code, report)
         self._feed.publish(end.event())
         for observe in self._observers:
             observe(end)

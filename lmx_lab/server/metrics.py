@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import public_id
-from lmx_lab.server.generation import RequestEnd
+from lmx_lab.server.inference import RequestEnd
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.outputs import GenerationReport
 

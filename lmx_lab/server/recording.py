@@ -18,6 +18,7 @@ from typing import Any
 from starlette.requests import HTTPConnection
 
 from lmx_lab.engine import (
+    Answer,
     AnswerFormat,
     ChatPrompt,
     GenerationRequest,
@@ -31,10 +32,9 @@ from lmx_lab.engine import (
 from lmx_lab.engine.requests import AnswerStart, Prompt
 from lmx_lab.engine.residents import Resident
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.values.outputs import Delta, GenerationReport, merge_deltas, merge_tool_calls
+from lmx_lab.values.outputs import GenerationReport, merge_deltas, merge_tool_calls
 from lmx_lab.values.recording import Continuation, Provenance, Record, RecordMode
 from lmx_lab.values.steering import recorded_steering
-from lmx_lab.values.timeline import StepLog
 
 OWN_HEADER = "x-lmx-own"
 """Header with which clients that ``lab.openai`` has configured, and the daemon of a lab, mark their requests."""
@@ -46,47 +46,41 @@ NOT_STORED = frozenset({"request_id", "client", "timeout_s", "model", "needs_ids
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedGeneration:
-    """The data of a running generation that its record needs."""
+class Recorded:
+    """What the record of an answer needs beside the answer."""
 
-    request: GenerationRequest
-    """The request with its drawn seed."""
     own: bool
     batch: bool = False
     """See ``Record.batch``."""
     choice: int
     model: Resident
-    prompt: tuple[int, ...]
-    steps: StepLog
     at: float = field(default_factory=time.time)
-    deltas: list[Delta] = field(default_factory=list)
-    """The parts of the answer that were delivered so far."""
 
-    def record(self, outcome: str, code: str | None, report: GenerationReport | None, *, dtype: str) -> Record:
-        """Return the record of the generation, which has ended.
+    def record(self, answer: Answer, outcome: str, code: str | None, *, dtype: str) -> Record:
+        """Return the record of an answer that has ended, and whose deltas were kept.
 
         Args:
             dtype: The setting of this name, which applies unless the load has its own.
         """
-        answer = merge_deltas(self.deltas)
-        calls = merge_tool_calls(answer.tool_calls)
+        whole = merge_deltas(answer.deltas or ())
+        calls = merge_tool_calls(whole.tool_calls)
         return Record(
             at=self.at,
-            request_id=self.request.request_id or "",
+            request_id=answer.request.request_id or "",
             own=self.own,
             batch=self.batch,
             choice=self.choice,
-            request=request_to_json(self.request),
-            prompt=self.prompt,
-            answer=answer.ids if len(answer.ids) == answer.tokens else None,
-            text=answer.text,
-            reasoning=answer.reasoning,
+            request=request_to_json(answer.request),
+            prompt=answer.prompt,
+            answer=whole.ids if len(whole.ids) == whole.tokens else None,
+            text=whole.text,
+            reasoning=whole.reasoning,
             tool_calls=tuple({"name": call.name or "", "arguments": call.arguments} for call in calls),
-            logprobs=answer.logprobs,
+            logprobs=whole.logprobs,
             outcome=outcome,
             code=code,
-            timings=_timings(report),
-            steps=self.steps.steps(),
+            timings=_timings(answer.report),
+            steps=answer.steps.steps(),
             provenance=_provenance(self.model, dtype),
         )
 
@@ -124,15 +118,13 @@ class Recording:
         """Return the headers that tell another client that its request is recorded."""
         return {RECORDED_HEADER: "1"} if self.mode == "all" and not own else {}
 
-    def end(
-        self, generation: RecordedGeneration, outcome: str, code: str | None, report: GenerationReport | None
-    ) -> None:
-        """Store the record of a generation that has ended."""
-        self._save(lambda: generation.record(outcome, code, report, dtype=self._dtype), generation.model.entry)
+    def end(self, recorded: Recorded, answer: Answer, outcome: str, code: str | None) -> None:
+        """Store the record of an answer that has ended."""
+        self._save(lambda: recorded.record(answer, outcome, code, dtype=self._dtype), recorded.model.entry)
 
-    def record(self, generation: RecordedGeneration, outcome: str, report: GenerationReport | None) -> Record:
-        """Return the record of a generation without storing it."""
-        return generation.record(outcome, None, report, dtype=self._dtype)
+    def record(self, recorded: Recorded, answer: Answer, outcome: str) -> Record:
+        """Return the record of an answer without storing it."""
+        return recorded.record(answer, outcome, None, dtype=self._dtype)
 
 
 def with_seed(request: GenerationRequest) -> GenerationRequest:

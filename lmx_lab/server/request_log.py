@@ -6,7 +6,7 @@ import logging
 from http import HTTPStatus
 
 from lmx_lab.http.guard import Scope
-from lmx_lab.server.generation import RequestEnd
+from lmx_lab.server.inference import RequestEnd
 from lmx_lab.values.outputs import GenerationReport
 
 log = logging.getLogger(__name__)

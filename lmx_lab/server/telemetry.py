@@ -34,7 +34,7 @@ from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import Scope
 from lmx_lab.http.middleware import VERSION
-from lmx_lab.server.generation import RequestEnd
+from lmx_lab.server.inference import RequestEnd
 from lmx_lab.values.outputs import EncodeReport, GenerationReport, merge_deltas
 from lmx_lab.values.timeline import phase_durations
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from lmx_lab.server import chat
 from tests.support.asking import ENDLESS, HELLO, chat_body, echo_body, events
 from tests.support.labs import wait_until_idle
 from tests.support.waiting import until
@@ -154,9 +153,10 @@ def test_a_program_on_this_machine_may_name_the_loaded_model_by_its_path(tiny_ht
     assert "by id" in refused.json()["error"]["message"]
 
 
-def test_programs_on_other_machines_name_models_by_id_only(tiny_http, tiny_home, monkeypatch):
-    monkeypatch.setattr(chat, "is_local", lambda request: False)
-    refused = tiny_http.post(PATH, json=chat_body(model=str(tiny_home / "models" / "tiny")))
+def test_programs_on_other_machines_name_models_by_id_only(tiny_http, tiny_home):
+    # The header of a proxy, which may forward requests from other machines.
+    forwarded = {"x-forwarded-for": "192.0.2.7"}
+    refused = tiny_http.post(PATH, json=chat_body(model=str(tiny_home / "models" / "tiny")), headers=forwarded)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model-not-found")
     assert "by id" in refused.json()["error"]["message"]
     assert "tiny is loaded" in refused.json()["error"]["message"]

@@ -29,7 +29,7 @@ HANDOVERS = {
     "http.middleware": {"AnswerHeaders.__call__.<locals>.send_with_headers"},
     "http.paced_transport": {"PacedTransport.__getattr__"},
     "portal": {"LoopThread.submit"},
-    "engine.stream": {"Mailbox.deliver", "TokenStream.__anext__"},
+    "engine.stream": {"Mailbox.deliver", "Answer.__anext__"},
     "engine.echo.queue": {"EchoQueue.add", "EchoQueue._step"},
     "engine.mlx.thread": {"EngineThread.post"},
     "engine.mlx.batch": {"Batch.insert", "Batch.step"},

@@ -26,7 +26,7 @@ from lmx_lab.engine import ChatPrompt, GenerationRequest
 from lmx_lab.errors import InvalidRequestError, MissingPackageError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.server import telemetry
-from lmx_lab.server.generation import RequestEnd
+from lmx_lab.server.inference import RequestEnd
 from lmx_lab.server.telemetry import (
     CONTENT_CHARACTERS,
     EXPORTER_LOG,

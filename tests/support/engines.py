@@ -20,13 +20,13 @@ import psutil
 import pytest
 
 from lmx_lab.engine import (
+    Answer,
     AnswerFormat,
     ChatPrompt,
     GenerationRequest,
     ModelManager,
     Sampling,
     TokenPrompt,
-    TokenStream,
     Tool,
     ToolUse,
 )
@@ -155,13 +155,13 @@ async def run(manager: ModelManager, **changes: Any) -> tuple[str, GenerationRep
     return await finish(stream)
 
 
-async def finish(stream: TokenStream) -> tuple[str, GenerationReport]:
+async def finish(stream: Answer) -> tuple[str, GenerationReport]:
     text = "".join([delta.text async for delta in stream])
     assert stream.report is not None
     return text, stream.report
 
 
-async def finish_with_logprobs(stream: TokenStream) -> tuple[str, list[TokenLogprob]]:
+async def finish_with_logprobs(stream: Answer) -> tuple[str, list[TokenLogprob]]:
     deltas = [delta async for delta in stream]
     return "".join(delta.text for delta in deltas), [entry for delta in deltas for entry in delta.logprobs]
 
@@ -311,7 +311,7 @@ ONLY_WAIT = replace(PLACE_TOOLS, forced=True, only="wait")
 
 
 @dataclass
-class Answer:
+class FinishedAnswer:
     text: str
     reasoning: str
     calls: list[tuple[str, str]]
@@ -338,10 +338,10 @@ def chat_request(
     return replace(generation, **changes)
 
 
-async def finish_answer(stream: TokenStream) -> Answer:
+async def finish_answer(stream: Answer) -> FinishedAnswer:
     deltas = [delta async for delta in stream]
     assert stream.report is not None
-    return Answer(
+    return FinishedAnswer(
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
         calls=merge(call for delta in deltas for call in delta.tool_calls)[0],

@@ -22,7 +22,7 @@ from lmx_lab.engine.interface import Capabilities
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks
 from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import Mailbox, Pending, TokenStream
+from lmx_lab.engine.stream import Answer, Mailbox, Pending
 from lmx_lab.engine.validation import check_dimensions, check_options, check_token_ids
 from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
@@ -138,7 +138,7 @@ class EchoCore:
         request: GenerationRequest,
         permits: Sequence[Permit],
         reader: asyncio.AbstractEventLoop,
-    ) -> list[TokenStream]:
+    ) -> list[Answer]:
         """See ``EngineCore``."""
         arrived_at, main = time.perf_counter(), self._main_of(entry)
         answer = main.script.take()
@@ -172,7 +172,13 @@ class EchoCore:
         loop = asyncio.get_running_loop()
         prompt = tuple(prepared.prompt[: len(prepared.prompt) - len(prepared.start)])
         return [
-            TokenStream(generation.mailbox, _canceller(loop, main.queue, generation), model=entry.id, prompt=prompt)
+            Answer(
+                generation.mailbox,
+                _canceller(loop, main.queue, generation),
+                request=request,
+                model=entry.id,
+                prompt=prompt,
+            )
             for generation in generations
         ]
 

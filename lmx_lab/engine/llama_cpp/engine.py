@@ -28,7 +28,7 @@ from lmx_lab.engine.llama_cpp.queue import LlamaGeneration, LlamaQueue
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.memory import limit_bytes, total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import Item, Mailbox, Outbox, Pending, TokenStream
+from lmx_lab.engine.stream import Answer, Item, Mailbox, Outbox, Pending
 from lmx_lab.engine.tokenizing.templates import try_template
 from lmx_lab.engine.validation import check_options, check_token_ids
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
@@ -217,7 +217,7 @@ class LlamaCppCore:
         request: GenerationRequest,
         permits: Sequence[Permit],
         reader: asyncio.AbstractEventLoop,
-    ) -> list[TokenStream]:
+    ) -> list[Answer]:
         """See ``EngineCore``. The prompt is computed separately for each answer.
 
         If the caller was cancelled in the meantime, the streams are dropped, which cancels the generations.
@@ -241,7 +241,7 @@ class LlamaCppCore:
         resident.queue.add(generations)
         self._publish()
         return [
-            TokenStream(generation.mailbox, generation.cancel, model=entry.id, prompt=prepared.prompt)
+            Answer(generation.mailbox, generation.cancel, request=request, model=entry.id, prompt=prepared.prompt)
             for generation in generations
         ]
 

@@ -1,6 +1,6 @@
 """Provide the MLX engine for other threads and event loops.
 
-Requests go to the engine thread as commands on a queue; tokens come back through ``TokenStream``, vectors and scores as
+Requests go to the engine thread as commands on a queue; tokens come back through ``Answer``, vectors and scores as
 numpy arrays. Any number of event loops may use one engine at the same time.
 """
 
@@ -35,7 +35,7 @@ from lmx_lab.engine.requests import (
     RerankRequest,
     TraceRequest,
 )
-from lmx_lab.engine.stream import Pending, TokenStream
+from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files, read_tokens
 from lmx_lab.engine.tokenizing.templates import try_templates_of
 from lmx_lab.engine.validation import check_options, check_vocabularies
@@ -182,7 +182,7 @@ class MlxEngine:
     @_without_frames
     async def submit_all(
         self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
-    ) -> list[TokenStream]:
+    ) -> list[Answer]:
         """See ``InferenceEngine``. The prompt is computed once for all answers."""
         generations = await self._prompts.prepare(entry, request, permits)
         streams = [self._stream(generation) for generation in generations]
@@ -248,12 +248,16 @@ class MlxEngine:
         assert core is not None, "a model was loaded"
         return core.model_of(entry)
 
-    def _stream(self, generation: MlxGeneration) -> TokenStream:
+    def _stream(self, generation: MlxGeneration) -> Answer:
         # A weak reference, because a stream that is kept must not keep the model in memory.
         cancel = functools.partial(_cancel, weakref.ref(generation))
         prompt = tuple(generation.prompt[: len(generation.prompt) - len(generation.start)])
-        return TokenStream(
-            generation.mailbox, lambda: self._thread.post(cancel), model=generation.model_id, prompt=prompt
+        return Answer(
+            generation.mailbox,
+            lambda: self._thread.post(cancel),
+            request=generation.request,
+            model=generation.model_id,
+            prompt=prompt,
         )
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from lmx_lab.engine import Answer
 from lmx_lab.notebook import Lab
-from lmx_lab.server.generation import Generation
 from tests.support.asking import ENDLESS_TEXT
 from tests.support.formats import FORMATS, Chat, Format, Request, Socket, each_format
 from tests.support.labs import PACE, serving, wait_until_idle
@@ -81,7 +81,7 @@ def test_an_unexpected_exception_ends_an_answer_with_an_error_after_its_text(
     form: Format, lab: Lab, http: httpx2.Client, monkeypatch
 ) -> None:
     # No input causes an exception of this kind, which is a fault of the server itself.
-    next_delta = Generation.__anext__
+    next_delta = Answer.__anext__
 
     async def fail_after_text(answer):
         if getattr(answer, "was_read", False):
@@ -89,7 +89,7 @@ def test_an_unexpected_exception_ends_an_answer_with_an_error_after_its_text(
         answer.was_read = True
         return await next_delta(answer)
 
-    monkeypatch.setattr(Generation, "__anext__", fail_after_text)
+    monkeypatch.setattr(Answer, "__anext__", fail_after_text)
     *frames, last = form.frames(form.streamed(http, Request()))
     wait_until_idle(lab)
     assert form.partial_text(frames)

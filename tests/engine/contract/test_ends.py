@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, ModelManager, TokenStream
+from lmx_lab.engine import Answer, AnswerFormat, ModelManager
 from lmx_lab.errors import (
     EngineDeadError,
     GenerationTimeoutError,
@@ -166,7 +166,7 @@ async def test_queued_requests_run_in_the_order_of_arrival(busy):
     streams = await occupy_slots(busy)
     order = []
 
-    async def waits(at: int, stream: TokenStream) -> None:
+    async def waits(at: int, stream: Answer) -> None:
         await finish(stream)
         order.append(at)
 

@@ -15,7 +15,7 @@ from tests.support.engines import (
     ONLY_WAIT,
     PLACE_FORMAT,
     PLACE_TOOLS,
-    Answer,
+    FinishedAnswer,
     chat_request,
     finish_answer,
     is_place,
@@ -233,7 +233,7 @@ async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager):
     )
     assert isinstance(failing, InvalidRequestError)
     assert "no text can be a whole answer" in failing.message
-    assert isinstance(neighbour, Answer)
+    assert isinstance(neighbour, FinishedAnswer)
     assert (len(neighbour.text), neighbour.reason) == (60, "stop")
     assert is_place((await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False)).text)
 

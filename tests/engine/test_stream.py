@@ -1,0 +1,127 @@
+"""Tests that the end of an answer is reported exactly once."""
+
+import asyncio
+import gc
+
+import pytest
+
+from lmx_lab.engine import Answer, GenerationRequest, TextPrompt
+from lmx_lab.engine.stream import Mailbox
+from lmx_lab.errors import EngineError
+from lmx_lab.values.outputs import Delta, PromptProgress, ToolCallDelta
+from tests.support.asking import report
+
+pytestmark = pytest.mark.anyio
+
+
+class Watched:
+    """An answer that reads a mailbox, into which the test puts deltas."""
+
+    def __init__(self):
+        self.ends = []
+        self.cancelled = 0
+        self.mailbox = Mailbox(asyncio.get_running_loop())
+        request = GenerationRequest(prompt=TextPrompt(text="hello"))
+        self.answer = Answer(self.mailbox, self._cancel, request=request, model="tiny", prompt=(1, 2, 3))
+        self.answer.on_end(lambda answer, outcome, code: self.ends.append((outcome, code, answer.tokens)))
+
+    def _cancel(self):
+        self.cancelled += 1
+
+
+async def test_a_complete_answer_is_reported_once():
+    watched = Watched()
+    watched.mailbox.deliver(Delta(text="a", tokens=1))
+    watched.mailbox.deliver(report())
+    assert (await watched.answer.read()).text == "a"
+    await watched.answer.aclose()
+    watched.answer.close()
+    await asyncio.sleep(0)
+    assert watched.ends == [("stop", None, 1)]
+    assert watched.answer.final_report() == report()
+    assert watched.cancelled == 0
+
+
+async def test_tool_calls_are_a_separate_outcome():
+    watched = Watched()
+    watched.mailbox.deliver(report(finish="tool_calls"))
+    await watched.answer.read()
+    assert watched.ends == [("tool_calls", None, 0)]
+
+
+async def test_all_deltas_are_merged_and_kept_if_this_is_wanted():
+    watched = Watched()
+    watched.answer.deltas = []
+    parts = [
+        Delta(text="", tokens=1, reasoning="h"),
+        Delta(text="a", tokens=2, reasoning="m"),
+        Delta(text="b", tokens=1, tool_calls=(ToolCallDelta(index=0, id="c", name="f", arguments="{"),)),
+        Delta(text="", tokens=1, tool_calls=(ToolCallDelta(index=0, arguments="}"),)),
+    ]
+    first = asyncio.ensure_future(anext(watched.answer))
+    await asyncio.sleep(0)
+    watched.mailbox.deliver(parts[0])
+    assert await first == parts[0]
+    for part in (*parts[1:], report()):
+        watched.mailbox.deliver(part)
+    calls = (ToolCallDelta(index=0, id="c", name="f", arguments="{}"),)
+    rest = Delta(text="ab", tokens=4, reasoning="m", tool_calls=calls)
+    assert await watched.answer.read() == rest
+    assert watched.answer.deltas == [parts[0], rest]
+
+
+async def test_an_error_is_reported_with_its_code():
+    watched = Watched()
+    watched.mailbox.deliver(EngineError("broken"))
+    with pytest.raises(EngineError):
+        await watched.answer.read()
+    assert watched.ends == [("error", "internal-error", 0)]
+    with pytest.raises(EngineError, match="without a report"):
+        watched.answer.final_report()
+
+
+async def test_a_closed_answer_is_reported_with_the_tokens_that_were_delivered():
+    watched = Watched()
+    watched.mailbox.deliver(Delta(text="a", tokens=2))
+    async with watched.answer:
+        await anext(watched.answer)
+    assert watched.ends == [("cancelled", None, 2)]
+    assert watched.cancelled == 1
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_an_answer_that_is_deleted_or_closed_on_another_thread_is_reported_as_cancelled(closes):
+    watched = Watched()
+    if closes:
+        await asyncio.to_thread(watched.answer.close)
+    else:
+        del watched.answer
+        gc.collect()
+    await asyncio.sleep(0)
+    assert watched.ends == [("cancelled", None, 0)]
+    assert watched.cancelled == 1
+
+
+async def test_an_answer_that_was_complete_when_it_was_closed_is_reported_as_complete():
+    watched = Watched()
+    watched.mailbox.deliver(report())
+    await watched.answer.aclose()
+    assert watched.ends == [("stop", None, 0)]
+
+
+async def test_a_cancelled_wait_for_a_delta_does_not_end_the_answer():
+    watched = Watched()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(watched.answer), 0)
+    assert watched.ends == []
+    watched.mailbox.deliver(report())
+    await watched.answer.read()
+    assert watched.ends == [("stop", None, 0)]
+
+
+async def test_the_status_describes_the_request_before_the_first_token():
+    watched = Watched()
+    assert watched.answer.status == "queued"
+    watched.mailbox.deliver(PromptProgress(done=512, total=1400))
+    assert watched.answer.status == "prompt 512/1400 tokens"
+    await watched.answer.aclose()
