@@ -11,16 +11,12 @@ from functools import partial
 from typing import Any
 
 from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import permissions
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.tool import DaemonTool, Toolbox
-from lmx_lab.daemon.turns import permissions, records
+from lmx_lab.daemon.turns import records
 from lmx_lab.daemon.turns.concurrency import TurnSlots
-from lmx_lab.daemon.turns.message_builder import MessageBuilder, TurnUsage
-from lmx_lab.daemon.turns.model_client import ModelClient
-from lmx_lab.daemon.turns.prompt import call_ids, chat_request, normalize_calls, select_tools, truncate_result
-from lmx_lab.daemon.turns.queue import StartedTurn
-from lmx_lab.daemon.turns.recovery import end_from_rows
-from lmx_lab.daemon.turns.turn import (
+from lmx_lab.daemon.turns.machine import (
     CallModel,
     EndToolCall,
     EndTurn,
@@ -42,6 +38,11 @@ from lmx_lab.daemon.turns.turn import (
     TurnPhase,
     WithdrawPermissions,
 )
+from lmx_lab.daemon.turns.message import MessageBuilder, TurnUsage
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.daemon.turns.prompt import call_ids, chat_request, normalize_calls, select_tools, truncate_result
+from lmx_lab.daemon.turns.queue import StartedTurn
+from lmx_lab.daemon.turns.recovery import end_from_rows
 from lmx_lab.daemon.turns.writer import TurnWriter
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
 from lmx_lab.wire.base import new_id

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
 from lmx_lab.daemon.turns import records
+from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.daemon.turns.records import NO_STATS, TurnKey, user_message
-from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.errors import IdempotencyConflictError, QueueFullError, TurnInProgressError
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.events import TurnQueued, TurnStarted

@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from lmx_lab.daemon import sessions
+from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
-from lmx_lab.daemon.turns.turn import TurnEnding
+from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.errors import TurnNotFoundError
 from lmx_lab.http.errors import error_detail
 from lmx_lab.wire.base import new_id

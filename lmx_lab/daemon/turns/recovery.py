@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmx_lab.daemon import sessions
+from lmx_lab.daemon.storage import permissions, sessions
 from lmx_lab.daemon.storage.store import Transaction
-from lmx_lab.daemon.turns import permissions, records
+from lmx_lab.daemon.turns import records
+from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.daemon.turns.queue import UNFINISHED
 from lmx_lab.daemon.turns.records import TurnKey
-from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.errors import DaemonRestartedError
 from lmx_lab.wire.events import ToolEnd
 from lmx_lab.wire.sessions import SessionMessage, ToolStatus

@@ -8,18 +8,18 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import permissions, sessions
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import Toolbox
-from lmx_lab.daemon.turns import permissions, queue, records
+from lmx_lab.daemon.turns import queue, records
 from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters, give_way
 from lmx_lab.daemon.turns.effects import ActiveTurn, TurnDependencies
+from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.queue import StartedTurn, Submitted
 from lmx_lab.daemon.turns.records import TurnKey
 from lmx_lab.daemon.turns.recovery import end_abandoned
-from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.daemon.turns.writer import MAX_RETRY_S, MIN_RETRY_S
 from lmx_lab.errors import LabError, SessionNotFoundError, StoppingError
 from lmx_lab.wire.sessions import (

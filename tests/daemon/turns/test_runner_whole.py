@@ -11,9 +11,10 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import permissions
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.turns import permissions, runner
 from lmx_lab.daemon.turns import queue as turn_queue
+from lmx_lab.daemon.turns import runner
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.support.daemons import ASKS, FREE, WAIT_S, check_invariants, daemon
 from tests.support.model_server import STALL, Gate, calls, says, token
