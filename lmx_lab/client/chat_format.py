@@ -15,7 +15,7 @@ from lmx_lab.client.address import is_loopback, normalize_address
 from lmx_lab.client.chat_chunks import ChunkReader, Piece
 from lmx_lab.client.connection import KEEPALIVE_S, LONG_BYTES, AsyncClientBase, HttpConnection
 from lmx_lab.client.errors import CHAT_SERVER, chat_server_error
-from lmx_lab.client.plain_transport import PlainTransport
+from lmx_lab.client.plain_http import PlainTransport
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, InvalidRequestError, UnreachableError
 
