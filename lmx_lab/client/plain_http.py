@@ -211,9 +211,22 @@ class PlainTransport(httpx2.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request, and return the response as soon as its head is received."""
         timeouts: dict[str, float | None] = request.extensions.get("timeout", {})
-        data = _encode_head(request) + await request.aread()
+        fields = request.headers.raw
+        if any(byte in name or byte in value for name, value in fields for byte in FORBIDDEN):
+            raise httpx2.LocalProtocolError("a header field contains a line break or a null byte")
+        lines = [request.method.encode() + b" " + request.url.raw_path + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in fields]
+        data = b"\r\n".join([*lines, b"", b""]) + await request.aread()
         address = (request.url.host, request.url.port or 80)
-        connection = self._take_idle(address) or await _connect(*address, timeout_s=timeouts.get("connect"))
+        connection = self._take_idle(address)
+        if connection is None:
+            try:
+                async with asyncio.timeout(timeouts.get("connect")):
+                    _, connection = await asyncio.get_running_loop().create_connection(ReceiveBuffer, *address)
+            except TimeoutError:
+                raise httpx2.ConnectTimeout("") from None
+            except OSError as exc:
+                raise httpx2.ConnectError(exc.strerror or str(exc)) from exc
         self._busy.add(connection)
         read_s = timeouts.get("read")
         try:
@@ -236,8 +249,12 @@ class PlainTransport(httpx2.AsyncBaseTransport):
         idle, now = self._idle.get(address, []), asyncio.get_running_loop().time()
         while idle:
             until_s, connection = idle.pop()
-            if now < until_s and connection.is_idle and not _is_readable(connection):
-                return connection
+            if now < until_s and connection.is_idle:
+                # Readable, if the server has closed it or sent data, which the event loop has not noticed yet.
+                poll = select.poll()
+                poll.register(connection.transport.get_extra_info("socket"), select.POLLIN)
+                if not poll.poll(0):
+                    return connection
             connection.transport.abort()
         return None
 
@@ -301,32 +318,6 @@ class _Body(httpx2.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._end()
-
-
-def _encode_head(request: httpx2.Request) -> bytes:
-    fields = request.headers.raw
-    if any(byte in name or byte in value for name, value in fields for byte in FORBIDDEN):
-        raise httpx2.LocalProtocolError("a header field contains a line break or a null byte")
-    lines = [request.method.encode() + b" " + request.url.raw_path + b" HTTP/1.1"]
-    return b"\r\n".join([*lines, *(name + b": " + value for name, value in fields), b"", b""])
-
-
-def _is_readable(connection: ReceiveBuffer) -> bool:
-    """Whether the server has closed an idle connection or sent data, which the event loop has not yet noticed."""
-    poll = select.poll()
-    poll.register(connection.transport.get_extra_info("socket"), select.POLLIN)
-    return bool(poll.poll(0))
-
-
-async def _connect(host: str, port: int, *, timeout_s: float | None) -> ReceiveBuffer:
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, connection = await asyncio.get_running_loop().create_connection(ReceiveBuffer, host, port)
-    except TimeoutError:
-        raise httpx2.ConnectTimeout("") from None
-    except OSError as exc:
-        raise httpx2.ConnectError(exc.strerror or str(exc)) from exc
-    return connection
 
 
 @contextlib.contextmanager
