@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.settings import Settings
 from lmx_lab.wire.events import TurnText

@@ -63,11 +63,11 @@ TABLE = {
         "fastapi starlette pydantic pydantic_core prometheus_client numpy opentelemetry",
     ),
     # settings: the state file of a daemon on this machine. numpy: vectors of embeddings.
-    "client": Row("errors values settings portal wire", "httpx2 pydantic pydantic_core numpy"),
+    "client": Row("errors values settings broadcast portal wire", "httpx2 pydantic pydantic_core numpy"),
     # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.
     "daemon": Row(
-        "errors settings broadcast http portal sanitize wire client",
-        "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil",
+        "errors settings values broadcast http portal sanitize wire client",
+        "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil docstring_parser",
     ),
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
     "backend": Row("broadcast values wire"),

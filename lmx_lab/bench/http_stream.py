@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from lmx_lab.client.address import authorization_header, normalize_address
 from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.errors import CHAT_SERVER, CHECK, UnexpectedResponse, chat_server_error
-from lmx_lab.client.http_response import ReceiveBuffer, ResponseHead
+from lmx_lab.client.plain_http import ReceiveBuffer, ResponseHead
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 

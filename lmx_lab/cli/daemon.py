@@ -114,7 +114,7 @@ def _check_upstream(url: str | None) -> None:
 
 def _confirmed_servers(path: Path, *, yes: bool) -> list[McpServerConfig]:
     """Print the MCP servers of the file, and return them if the user confirms them; otherwise none."""
-    servers: list[McpServerConfig] = load("lmx_lab.daemon.mcp.project_file:read_mcp_file")(path)
+    servers: list[McpServerConfig] = load("lmx_lab.daemon.mcp.config:read_mcp_file")(path)
     for server in servers:
         print_line(_describe(server, path.absolute().parent))
     if not servers:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pydantic_core
 
 from lmx_lab.client.errors import CHAT_SERVER, CHECK, parse_chat_error
 from lmx_lab.errors import EngineError, WrongServerError
+from lmx_lab.values.outputs import ToolCallDelta
 
 MAX_CALLS = 128
 """Maximum number of tool calls in one answer."""
@@ -25,18 +26,6 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which is not a character."""
 MAX_NUMBER = 2**53
 """Counts and measurements above this number are ignored."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCallPiece:
-    """The part of a tool call in one chunk."""
-
-    index: int | None = None
-    """Position of the call in the answer. Some servers omit it; others send 0 for every call."""
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-    """The next characters of the call's arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +44,7 @@ class Piece:
 
     text: str = ""
     thinking: str = ""
-    calls: tuple[ToolCallPiece, ...] = ()
+    calls: tuple[ToolCallDelta, ...] = ()
     finish_reason: str | None = None
     """``stop``, ``length``, ``tool_calls``, ``function_call``, ``content_filter``, or another word of the server."""
     usage: TokenUsage | None = None
@@ -85,6 +74,11 @@ class ChunkReader:
         """Whether the end of the answer was read."""
         self._url = url
         self._text, self._thinking = _SurrogateJoiner(), _SurrogateJoiner()
+        self._call_ids: list[str | None] = []
+        """The ids of the tool calls so far, in the order in which the calls started."""
+        self._by_sent_index: dict[int, int] = {}
+        """The position in this order of each call that the server has sent with an index."""
+        self._argument_characters = 0
 
     def read(self, data: str) -> Piece | None:
         """Read the data of one server-sent event, or a complete answer that is not streamed.
@@ -93,9 +87,17 @@ class ChunkReader:
             None if the data is blank.
 
         Raises:
+            EngineError: the answer has too many tool calls, or too long arguments.
             LabError: the data contains an error, or is not a chunk.
         """
-        chunk = _parse_json(data)
+        try:
+            chunk = pydantic_core.from_json(data)
+        except ValueError:
+            try:
+                # Unlike pydantic, this parser accepts halves of surrogate pairs.
+                chunk = json.loads(data)
+            except (ValueError, RecursionError):
+                chunk = None
         if not isinstance(chunk, dict):
             if not data.strip():
                 return None
@@ -107,34 +109,77 @@ class ChunkReader:
         if (chunk.get("error") or not choices) and (error := parse_chat_error(data, self._url)) is not None:
             raise error
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-        # If the server sends several answers, only the first one is read.
-        return self._read_choice(chunk, choice if choice.get("index") in (None, 0) else {})
-
-    def _read_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> Piece:
+        if choice.get("index") not in (None, 0):
+            choice = {}  # If the server sends several answers, only the first one is read.
         message = choice.get("message")
         is_complete = isinstance(message, dict)
-        delta = message if is_complete else choice.get("delta")
         reason = _name(choice.get("finish_reason"))
         self.finished = self.finished or reason is not None or is_complete
+        delta = message if is_complete else choice.get("delta")
+        text = thinking = ""
+        calls: list[ToolCallDelta] = []
+        if isinstance(delta, dict):
+            text, inner = _content(delta.get("content"))
+            text = self._text.join(text or _string(delta.get("refusal")))
+            thinking = _string(delta.get("reasoning_content")) or _string(delta.get("reasoning")) or inner
+            thinking = self._thinking.join(thinking)
+            if isinstance(given := delta.get("tool_calls"), list):
+                calls = [self._read_call(item) for item in given if isinstance(item, dict)]
+            if isinstance(older := delta.get("function_call"), dict):
+                calls.append(self._read_call({"index": 0, "function": older}))
         usage, timings = chunk.get("usage"), chunk.get("timings")
-        text, thinking, calls = self._read_output(delta) if isinstance(delta, dict) else ("", "", ())
         return Piece(
             text=text,
             thinking=thinking,
-            calls=calls,
+            calls=tuple(calls),
             finish_reason=reason,
             usage=_usage(usage) if isinstance(usage, dict) else None,
             model=_name(chunk.get("model")),
             timings=timings if isinstance(timings, dict) else None,
         )
 
-    def _read_output(self, delta: dict[str, Any]) -> tuple[str, str, tuple[ToolCallPiece, ...]]:
-        """Return text, thoughts and tool calls of a delta or a message."""
-        text, inner = _content(delta.get("content"))
-        text = self._text.join(text or _string(delta.get("refusal")))
-        thinking = _string(delta.get("reasoning_content")) or _string(delta.get("reasoning")) or inner
-        calls = tuple(_calls(delta)) if "tool_calls" in delta or "function_call" in delta else ()
-        return text, self._thinking.join(thinking), calls
+    def _read_call(self, item: dict[str, Any]) -> ToolCallDelta:
+        """Read a part of a tool call, and determine which call it belongs to.
+
+        Raises:
+            EngineError: the answer has too many tool calls, or too long arguments.
+        """
+        function = item.get("function")
+        function = function if isinstance(function, dict) else {}
+        name, arguments, identifier = _name(function.get("name")), function.get("arguments"), item.get("id")
+        if not isinstance(arguments, str):
+            arguments = "" if arguments is None else json.dumps(arguments, ensure_ascii=False)
+        call_id = str(identifier) if isinstance(identifier, str | int) and identifier != "" else None
+        sent_index = item.get("index")
+        if isinstance(sent_index, int) and not isinstance(sent_index, bool):
+            index = self._by_sent_index.get(sent_index)
+            known_id = None if index is None else self._call_ids[index]
+            if name and call_id and known_id and call_id != known_id:
+                index = None  # Some versions of Ollama send every call with the index 0.
+        else:
+            # Without an index, a part with a name or a new id starts another call.
+            sent_index = None
+            index = self._call_ids.index(call_id) if call_id and call_id in self._call_ids else None
+            if index is None and self._call_ids and not name and not call_id:
+                index = len(self._call_ids) - 1
+        if index is None:
+            if len(self._call_ids) == MAX_CALLS:
+                raise EngineError(
+                    f"the model requested more than {MAX_CALLS} tool calls at once, the limit for one answer; change "
+                    "the prompt so that the model calls fewer tools at once"
+                )
+            index = len(self._call_ids)
+            self._call_ids.append(None)
+            if sent_index is not None:
+                self._by_sent_index[sent_index] = index
+        self._call_ids[index] = self._call_ids[index] or call_id
+        self._argument_characters += len(arguments)
+        if self._argument_characters > MAX_ARGUMENT_CHARACTERS:
+            raise EngineError(
+                f"the arguments of the model's tool calls have more than {MAX_ARGUMENT_CHARACTERS:,} characters, the "
+                "limit for one answer; change the prompt so that the model writes less at once"
+            )
+        return ToolCallDelta(index=index, id=call_id, name=name, arguments=arguments)
 
 
 def count(value: Any) -> int | None:
@@ -158,18 +203,6 @@ def _usage(value: dict[str, Any]) -> TokenUsage:
     )
 
 
-def _parse_json(data: str) -> Any:
-    try:
-        return pydantic_core.from_json(data)
-    except ValueError:
-        pass
-    try:
-        # Unlike pydantic, this parser accepts halves of surrogate pairs.
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _string(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
@@ -188,28 +221,6 @@ def _content(value: Any) -> tuple[str, str]:
     return text, "".join(_content(part.get("thinking"))[0] for part in parts)
 
 
-def _calls(delta: dict[str, Any]) -> Iterator[ToolCallPiece]:
-    if isinstance(given := delta.get("tool_calls"), list):
-        yield from (_call(item) for item in given if isinstance(item, dict))
-    if isinstance(older := delta.get("function_call"), dict):
-        yield _call({"index": 0, "function": older})
-
-
-def _call(item: dict[str, Any]) -> ToolCallPiece:
-    function = item.get("function")
-    function = function if isinstance(function, dict) else {}
-    index, arguments = item.get("index"), function.get("arguments")
-    if not isinstance(arguments, str):
-        arguments = "" if arguments is None else json.dumps(arguments, ensure_ascii=False)
-    identifier = item.get("id")
-    return ToolCallPiece(
-        index=index if isinstance(index, int) and not isinstance(index, bool) else None,
-        id=str(identifier) if isinstance(identifier, str | int) and identifier != "" else None,
-        name=_name(function.get("name")),
-        arguments=arguments,
-    )
-
-
 class _SurrogateJoiner:
     """Joins surrogate pairs that a server has split between two chunks, as servers written in JavaScript do."""
 
@@ -223,80 +234,3 @@ class _SurrogateJoiner:
         if "\ud800" <= text[-1] <= "\udbff":
             text, self._half = text[:-1], text[-1]
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-# Tool calls
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompleteToolCall:
-    """A complete tool call."""
-
-    id: str | None
-    name: str
-    arguments: str
-    """The text that the model wrote, usually JSON."""
-
-
-@dataclass(kw_only=True)
-class _PartialCall:
-    id: str | None
-    name: str
-    arguments: list[str] = field(default_factory=list)
-
-
-class ToolCallAssembler:
-    """Assembles the tool calls of one answer from their pieces."""
-
-    def __init__(self) -> None:
-        self._calls: list[_PartialCall] = []
-        self._by_index: dict[int, _PartialCall] = {}
-        self._characters = 0
-
-    def add(self, piece: ToolCallPiece) -> None:
-        """Add a piece.
-
-        Raises:
-            EngineError: the answer has too many tool calls, or too long arguments.
-        """
-        call = self._find_continued(piece) or self._start(piece)
-        call.id = call.id or piece.id
-        call.name = call.name or piece.name or ""
-        self._characters += len(piece.arguments)
-        if self._characters > MAX_ARGUMENT_CHARACTERS:
-            raise EngineError(
-                f"the arguments of the model's tool calls have more than {MAX_ARGUMENT_CHARACTERS:,} characters, the "
-                "limit for one answer; change the prompt so that the model writes less at once"
-            )
-        if piece.arguments:
-            call.arguments.append(piece.arguments)
-
-    def _find_continued(self, piece: ToolCallPiece) -> _PartialCall | None:
-        """Return the call that the piece continues; None if the piece starts a call."""
-        if piece.index is None:
-            # Without an index, a piece with a name or a new id starts another call.
-            known = next((call for call in self._calls if piece.id and call.id == piece.id), None)
-            latest = self._calls[-1] if self._calls and not piece.name and not piece.id else None
-            return known or latest
-        call = self._by_index.get(piece.index)
-        # Some versions of Ollama send every call with the index 0.
-        is_another = call is not None and piece.id and call.id and piece.id != call.id and piece.name
-        return None if is_another else call
-
-    def _start(self, piece: ToolCallPiece) -> _PartialCall:
-        if len(self._calls) == MAX_CALLS:
-            raise EngineError(
-                f"the model requested more than {MAX_CALLS} tool calls at once, the limit for one answer; change the "
-                "prompt so that the model calls fewer tools at once"
-            )
-        call = _PartialCall(id=piece.id, name=piece.name or "")
-        self._calls.append(call)
-        if piece.index is not None:
-            self._by_index[piece.index] = call
-        return call
-
-    def calls(self) -> tuple[CompleteToolCall, ...]:
-        """Return the complete calls, in the order in which they started."""
-        return tuple(
-            CompleteToolCall(id=call.id, name=call.name, arguments="".join(call.arguments)) for call in self._calls
-        )

@@ -13,9 +13,9 @@ import pydantic_core
 
 from lmx_lab.client.address import is_loopback, normalize_address
 from lmx_lab.client.chat_chunks import ChunkReader, Piece
-from lmx_lab.client.connection import KEEPALIVE_S, LONG_BYTES, AsyncClientBase, HttpConnection
+from lmx_lab.client.connection import KEEPALIVE_S, LONG_BYTES, QUICK_S, AsyncClientBase, HttpConnection
 from lmx_lab.client.errors import CHAT_SERVER, chat_server_error
-from lmx_lab.client.plain_transport import PlainTransport
+from lmx_lab.client.plain_http import PlainTransport
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, InvalidRequestError, UnreachableError
 
@@ -51,11 +51,15 @@ class ChatFormatClient(AsyncClientBase):
         headers: Mapping[str, str] | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
+        address = normalize_address(base_url)
+        if transport is None and address.startswith("http:") and is_loopback(address):
+            # Faster than the transport of httpx2, for servers on this machine.
+            transport = PlainTransport(keepalive_s=KEEPALIVE_S)
         self._connection = HttpConnection(
             base_url,
             api_key=api_key,
             headers=headers,
-            transport=transport or _plain_transport(base_url),
+            transport=transport,
             server=CHAT_SERVER,
             read_error=chat_server_error,
         )
@@ -77,7 +81,7 @@ class ChatFormatClient(AsyncClientBase):
         Raises:
             LabError: no server answers, or the response is not a list of models.
         """
-        response, body = await self._connection.get("/v1/models", limit=LONG_BYTES)
+        response, body = await self._connection.request("GET", "/v1/models", limit=LONG_BYTES, within_s=QUICK_S)
         if not response.is_success:
             raise self._connection.error_for(response, body)
         try:
@@ -97,7 +101,13 @@ class ChatFormatClient(AsyncClientBase):
             ConnectionLostError: the stream ended before the answer was complete.
             LabError: the server's error, before the first piece or after any piece.
         """
-        content = _encode({**body, "stream": True, "stream_options": {"include_usage": True}})
+        sent = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            content = json.dumps(sent, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+        except (TypeError, ValueError) as exc:
+            raise InvalidRequestError(
+                f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
+            ) from None
         reader = ChunkReader(self.url)
         source = self._connection.events("POST", "/v1/chat/completions", content=content, document_bytes=LONG_BYTES)
         loop, until_s = asyncio.get_running_loop(), None
@@ -115,21 +125,6 @@ class ChatFormatClient(AsyncClientBase):
                     yield piece
         if not reader.finished:
             raise ConnectionLostError(f"{self.url} ended the stream before the answer was complete; try again")
-
-
-def _plain_transport(base_url: str) -> PlainTransport | None:
-    """Return the faster transport if the server is on this machine; otherwise None, for httpx2's own."""
-    url = normalize_address(base_url)
-    return PlainTransport(keepalive_s=KEEPALIVE_S) if url.startswith("http:") and is_loopback(url) else None
-
-
-def _encode(body: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
-    except (TypeError, ValueError) as exc:
-        raise InvalidRequestError(
-            f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
-        ) from None
 
 
 async def next_until(items: AsyncGenerator[T, None], until_s: float | None) -> T | None:

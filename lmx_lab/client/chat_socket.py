@@ -77,24 +77,21 @@ async def _read(
     except Exception as exc:
         # An error while closing must not replace the first error.
         end = end or exc
-    assert end is not None
-    await received.put(_translate(end, connection.url))
-
-
-def _translate(exc: Exception, url: str) -> Exception:
-    while isinstance(exc, ExceptionGroup):
-        exc = exc.exceptions[0]
-    if isinstance(exc, TimeoutError):
-        end: LabError = UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s")
-    elif isinstance(exc, LabError):
-        return exc
-    elif isinstance(exc, HTTPXWSException):
-        end = ConnectionLostError(f"{url} closed the connection before the answer was complete; try again")
+    while isinstance(end, ExceptionGroup):
+        end = end.exceptions[0]
+    url = connection.url
+    if isinstance(end, TimeoutError):
+        error: LabError = UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s")
+    elif isinstance(end, LabError):
+        await received.put(end)
+        return
+    elif isinstance(end, HTTPXWSException):
+        error = ConnectionLostError(f"{url} closed the connection before the answer was complete; try again")
     else:
         # Invalid frames raise exceptions of another library, on which this one depends.
-        end = ConnectionLostError(f"{url} broke the connection ({type(exc).__name__}: {exc!s:.200}); try again")
-    end.__cause__ = exc
-    return end
+        error = ConnectionLostError(f"{url} broke the connection ({type(end).__name__}: {end!s:.200}); try again")
+    error.__cause__ = end
+    await received.put(error)
 
 
 SocketMessage = SocketToken | SocketDone | SocketError
@@ -123,21 +120,31 @@ class SocketChunks:
             self._has_begun = True
             yield self._chunk(ChoiceDelta(role="assistant", content=""))
         if isinstance(message, SocketToken):
-            yield from self._token_chunks(message)
+            # A chunk each for thoughts, text and tool calls; the first one has the log-probabilities.
+            thinking = message.reasoning_content
+            deltas = [ChoiceDelta(reasoning_content=thinking)] if thinking else []
+            if message.token:
+                deltas.append(ChoiceDelta(content=message.token))
+            deltas += [ChoiceDelta(tool_calls=[call]) for call in message.tool_calls or ()]
+            logprobs = None if message.logprobs is None else ChoiceLogprobs(content=message.logprobs)
+            # A token without text needs a chunk as well, for its log-probabilities.
+            for delta in deltas or [ChoiceDelta(content="")]:
+                yield self._chunk(delta, logprobs=logprobs)
+                logprobs = None
             return
         self.done = True
         stats = message.stats
         last = self._chunk(ChoiceDelta(), finish_reason=stats.finish_reason)
         yield last.model_copy(update={"timings": _timings(stats)})
         if self._with_usage:
-            yield self._chunk_with([]).model_copy(update={"usage": _usage(stats)})
-
-    def _token_chunks(self, message: SocketToken) -> Iterator[ChatChunk]:
-        """Yield a chunk each for thoughts, text and tool calls; the first one has the log-probabilities."""
-        logprobs = None if message.logprobs is None else ChoiceLogprobs(content=message.logprobs)
-        for delta in _deltas(message):
-            yield self._chunk(delta, logprobs=logprobs)
-            logprobs = None
+            usage = Usage(
+                prompt_tokens=stats.prompt_tokens,
+                completion_tokens=stats.completion_tokens,
+                total_tokens=stats.prompt_tokens + stats.completion_tokens,
+                prompt_tokens_details=PromptTokensDetails(cached_tokens=stats.cached_tokens),
+                completion_tokens_details=CompletionTokensDetails(reasoning_tokens=stats.reasoning_tokens),
+            )
+            yield self._chunk_with([]).model_copy(update={"usage": usage})
 
     def _chunk(
         self, delta: ChoiceDelta, *, logprobs: ChoiceLogprobs | None = None, finish_reason: FinishReason | None = None
@@ -153,15 +160,6 @@ class SocketChunks:
             system_fingerprint="",
             choices=choices,
         )
-
-
-def _deltas(message: SocketToken) -> list[ChoiceDelta]:
-    deltas = [ChoiceDelta(reasoning_content=message.reasoning_content)] if message.reasoning_content else []
-    if message.token:
-        deltas.append(ChoiceDelta(content=message.token))
-    deltas += [ChoiceDelta(tool_calls=[call]) for call in message.tool_calls or ()]
-    # A token without text needs a chunk as well, for its log-probabilities.
-    return deltas or [ChoiceDelta(content="")]
 
 
 def _timings(stats: SocketStats) -> Timings:
@@ -180,14 +178,4 @@ def _timings(stats: SocketStats) -> Timings:
         predicted_per_token_ms=predicted_ms / predicted if predicted else 0.0,
         predicted_per_second=speed,
         ttft_ms=stats.ttft_ms,
-    )
-
-
-def _usage(stats: SocketStats) -> Usage:
-    return Usage(
-        prompt_tokens=stats.prompt_tokens,
-        completion_tokens=stats.completion_tokens,
-        total_tokens=stats.prompt_tokens + stats.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=stats.cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=stats.reasoning_tokens),
     )

@@ -122,10 +122,6 @@ class HttpConnection:
 
     # Complete responses
 
-    async def get(self, path: str, *, limit: int = SHORT_BYTES) -> tuple[httpx2.Response, bytes]:
-        """Send a GET request that needs no computation; return the response, of at most ``limit`` bytes."""
-        return await self.request("GET", path, limit=limit, within_s=QUICK_S)
-
     async def request(
         self,
         method: str,
@@ -133,59 +129,71 @@ class HttpConnection:
         *,
         content: bytes | None = None,
         params: Mapping[str, str | list[str]] | None = None,
+        headers: Mapping[str, str] | None = None,
         limit: int = SHORT_BYTES,
-        within_s: float,
+        within_s: float | None,
         with_key: bool = True,
     ) -> tuple[httpx2.Response, bytes]:
         """Send a request and return the response with its body of at most ``limit`` bytes.
 
         Args:
-            within_s: Time limit up to the last byte of the response.
+            within_s: Time limit up to the last byte of the response. None for requests that may compute for long, for
+                which only the time without data is limited, by ``timeout_s``.
             with_key: Whether to send the key.
         """
-        timeout = httpx2.Timeout(within_s, connect=CONNECT_S, pool=None)
-        headers = {} if content is None else JSON
-        request = self._http.build_request(
-            method, path, content=content, params=params, headers=headers, timeout=timeout
-        )
+        options: dict[str, Any] = {}
+        if within_s is not None:
+            options["timeout"] = httpx2.Timeout(within_s, connect=CONNECT_S, pool=None)
+        headers = {**({} if content is None else JSON), **(headers or {})}
+        request = self._http.build_request(method, path, content=content, params=params, headers=headers, **options)
         try:
             # The HTTP library limits only the time without data, which a server could extend by single bytes.
             async with asyncio.timeout(within_s):
-                return await self._fetch(request, limit, with_key=with_key)
+                response = await self._send(request, with_key=with_key)
+                try:
+                    return response, await self._body(response, limit)
+                finally:
+                    await response.aclose()
         except TimeoutError:
+            if within_s is None:
+                raise
             message = f"the response of {self.url} was not complete within {within_s:g} s; {self._server.check}"
             raise UnreachableError(message) from None
 
-    async def post(
+    async def fetch(
         self,
+        method: str,
         path: str,
-        content: bytes,
         shape: type[Shape],
         *,
-        limit: int = SHORT_BYTES,
+        content: bytes | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
         headers: Mapping[str, str] | None = None,
+        limit: int = SHORT_BYTES,
+        within_s: float | None = None,
+        with_key: bool = True,
     ) -> Shape:
-        """Send a request that may compute for long, and parse the response, of at most ``limit`` bytes."""
-        request = self._http.build_request("POST", path, content=content, headers={**JSON, **(headers or {})})
-        response, body = await self._fetch(request, limit)
-        return self.parse_success(response, body, shape)
+        """Send a request and parse the response. The arguments are those of ``request``.
 
-    async def post_for_bytes(self, path: str, content: bytes, *, limit: int) -> bytes:
-        """Send a request that may compute for long, and return the body of the response, of at most ``limit`` bytes."""
-        response, body = await self._fetch(self._http.build_request("POST", path, content=content, headers=JSON), limit)
+        Raises:
+            LabError: the response is not a success, or its body does not have this shape.
+        """
+        response, body = await self.request(
+            method,
+            path,
+            content=content,
+            params=params,
+            headers=headers,
+            limit=limit,
+            within_s=within_s,
+            with_key=with_key,
+        )
         if not response.is_success:
             raise self.error_for(response, body)
-        return body
-
-    async def _fetch(
-        self, request: httpx2.Request, limit: int, *, with_key: bool = True
-    ) -> tuple[httpx2.Response, bytes]:
-        """Return a response and its body; no more than ``limit`` bytes are read."""
-        response = await self._send(request, with_key=with_key)
         try:
-            return response, await self._body(response, limit)
-        finally:
-            await response.aclose()
+            return shape.model_validate_json(body)
+        except ValidationError as exc:
+            raise self.error_for(response, body) from exc
 
     async def _send(self, request: httpx2.Request, *, with_key: bool = True) -> httpx2.Response:
         with translated_errors(self.url, server=self._server):
@@ -209,27 +217,6 @@ class HttpConnection:
                     if len(body) > limit:
                         break
         return bytes(body)
-
-    def parse_success(self, response: httpx2.Response, body: bytes, shape: type[Shape]) -> Shape:
-        """Parse the body of a successful response.
-
-        Raises:
-            LabError: the response is not a success, or its body does not have this shape.
-        """
-        if not response.is_success:
-            raise self.error_for(response, body)
-        return self.parse(response, body, shape)
-
-    def parse(self, response: httpx2.Response, body: bytes, shape: type[Shape]) -> Shape:
-        """Parse the body of a response of any status.
-
-        Raises:
-            LabError: the body does not have this shape.
-        """
-        try:
-            return shape.model_validate_json(body)
-        except ValidationError as exc:
-            raise self.error_for(response, body) from exc
 
     # Streams
 
@@ -259,11 +246,16 @@ class HttpConnection:
             if document_bytes is not None and response.is_success and _media_type(response).endswith("json"):
                 yield (await self._body(response, document_bytes)).decode(errors="replace")
                 return
-            await self._check_stream(response)
+            if not response.is_success or _media_type(response) != EVENT_STREAM:
+                raise self.error_for(response, await self._read_limited(response, SHORT_BYTES))
             decoder = EventDecoder()
             with translated_errors(self.url, has_begun=True, server=self._server):
                 async for chunk in response.aiter_bytes():
-                    for event in self._decode(decoder, chunk):
+                    try:
+                        events = decoder.feed(chunk)
+                    except ValueError as exc:
+                        raise self.invalid_event_error() from exc
+                    for event in events:
                         yield event
         finally:
             await response.aclose()
@@ -283,6 +275,8 @@ class HttpConnection:
             LabError: the WebSocket was not opened: the server's own error, or UnreachableError.
         """
         key = base64.b64encode(secrets.token_bytes(16)).decode()
+        # RFC 6455, section 4.2.2.
+        accept = base64.b64encode(hashlib.sha1(f"{key}{WEBSOCKET_GUID}".encode(), usedforsecurity=False).digest())
         request = self._http.build_request(
             "GET",
             path,
@@ -292,9 +286,8 @@ class HttpConnection:
         )
         response = await self._send(request)
         try:
-            if response.status_code != SWITCHING_PROTOCOLS or response.headers.get(
-                "sec-websocket-accept"
-            ) != _accept_value(key):
+            accepted = response.headers.get("sec-websocket-accept") == accept.decode()
+            if response.status_code != SWITCHING_PROTOCOLS or not accepted:
                 raise self.error_for(response, await self._read_limited(response, SHORT_BYTES))
             stream = response.extensions["network_stream"]
             async with AsyncWebSocketSession(
@@ -303,17 +296,6 @@ class HttpConnection:
                 yield socket
         finally:
             await response.aclose()
-
-    async def _check_stream(self, response: httpx2.Response) -> None:
-        if response.is_success and _media_type(response) == EVENT_STREAM:
-            return
-        raise self.error_for(response, await self._read_limited(response, SHORT_BYTES))
-
-    def _decode(self, decoder: EventDecoder, chunk: bytes) -> list[str | Remark]:
-        try:
-            return decoder.feed(chunk)
-        except ValueError as exc:
-            raise self.invalid_event_error() from exc
 
     # Errors
 
@@ -369,11 +351,6 @@ class AsyncClientBase(ABC):
 @functools.lru_cache(maxsize=64)
 def _parse_url(url: str) -> httpx2.URL:
     return httpx2.URL(url)
-
-
-def _accept_value(key: str) -> str:
-    """Return the value that RFC 6455, section 4.2.2, requires in the server's response."""
-    return base64.b64encode(hashlib.sha1(f"{key}{WEBSOCKET_GUID}".encode(), usedforsecurity=False).digest()).decode()
 
 
 def _media_type(response: httpx2.Response) -> str:

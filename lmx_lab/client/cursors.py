@@ -66,7 +66,13 @@ class FileCursor:
             HostingError: the file does not contain a cursor, or cannot be read.
         """
         try:
-            text = _read_start(self.path)
+            # Non-blocking: opening a pipe of that name would wait for its writer.
+            file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                is_file = stat.S_ISREG(os.fstat(file).st_mode)
+                text = os.read(file, MAX_CURSOR_BYTES) if is_file else b"not a regular file"
+            finally:
+                os.close(file)
         except FileNotFoundError:
             return None
         except OSError as exc:
@@ -99,12 +105,3 @@ class FileCursor:
             raise HostingError(
                 f"the cursor cannot be written to {self.path}: {exc.strerror}; give the path of another file"
             ) from exc
-
-
-def _read_start(path: Path) -> bytes:
-    # Non-blocking: opening a pipe of that name would wait for its writer.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        return os.read(file, MAX_CURSOR_BYTES) if stat.S_ISREG(os.fstat(file).st_mode) else b"not a regular file"
-    finally:
-        os.close(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -15,7 +16,7 @@ from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.request_bodies import build_body
 from lmx_lab.client.session import AsyncSession
 from lmx_lab.client.subscription import Subscription
-from lmx_lab.client.turn import ActiveTurns
+from lmx_lab.client.turn import TurnFollower
 from lmx_lab.wire.sessions import CreateSession, SessionMessage
 
 
@@ -33,7 +34,8 @@ class AsyncDaemonClient(DaemonRoutes):
 
     def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         super().__init__(Credentials(base_url, token), transport=transport)
-        self._turns = ActiveTurns()
+        self._turns: set[TurnFollower] = set()
+        """The turns of ``run`` and ``stream`` that have not ended."""
 
     @classmethod
     def discover(
@@ -56,7 +58,7 @@ class AsyncDaemonClient(DaemonRoutes):
 
     async def aclose(self) -> None:
         """Cancel the turns of ``run`` and ``stream`` that have not ended, then close all connections. Idempotent."""
-        await self._turns.cancel_all()
+        await asyncio.gather(*[turn.cancel() for turn in self._turns], return_exceptions=True)
         await super().aclose()
 
     async def session(

@@ -1,19 +1,30 @@
-"""Provide a method for each route of the daemon. The classes of requests and responses are in ``lmx_lab.wire``."""
+"""Connect to one daemon, find it again after a restart, and provide a method for each of its routes.
+
+The classes of requests and responses are in ``lmx_lab.wire``.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Literal, TypeVar
 
 import httpx2
-from pydantic import RootModel
+from pydantic import BaseModel, RootModel
 
-from lmx_lab.client.connection import QUICK_S, AsyncClientBase, HttpConnection
-from lmx_lab.client.credentials import Credentials
-from lmx_lab.client.daemon_connection import DaemonConnection, DaemonRequest
+from lmx_lab.client.connection import LONG_BYTES, QUICK_S, AsyncClientBase, HttpConnection
+from lmx_lab.client.credentials import Credentials, DaemonEndpoint
+from lmx_lab.client.errors import DAEMON, was_sent
 from lmx_lab.client.request_bodies import build_body, encode_body
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    LabError,
+    UnauthorizedError,
+    UnreachableError,
+    WrongServerError,
+)
 from lmx_lab.wire.base import ID_PATTERN, new_id
 from lmx_lab.wire.daemon import DaemonRecord, Health, Shutdown, ShutdownAnswer
 from lmx_lab.wire.events import EventPage
@@ -44,8 +55,187 @@ from lmx_lab.wire.sessions import (
     TurnRecord,
 )
 
+T = TypeVar("T")
+Shape = TypeVar("Shape", bound=BaseModel)
+HEALTH_S = 10.0
 MCP_SERVER_S = 120.0
 """Time limit of requests that wait until an MCP server has stopped, or has finished its current work."""
+NO_CONTENT = 204
+
+
+class DaemonConnection:
+    """Sends requests to the daemon that the credentials describe, on one event loop.
+
+    The token is sent to an address from a state file only after the server there has identified itself as the daemon of
+    that file. This check is repeated after each lost connection. If the daemon does not answer, or refuses the token,
+    the state file is read again, and the request is sent to the new address.
+    """
+
+    def __init__(self, credentials: Credentials, *, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+        self.credentials = credentials
+        self._transport = transport
+        self._lock = asyncio.Lock()
+        self._connection: HttpConnection | None = None
+        self._endpoint: DaemonEndpoint | None = None
+        """The daemon to which ``_connection`` leads."""
+        self._is_verified = False
+        self._closed = False
+
+    async def aclose(self) -> None:
+        """Close all connections. Idempotent."""
+        self._closed = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.aclose()
+        if self._transport is not None:
+            await self._transport.aclose()
+
+    async def connection(self) -> HttpConnection:
+        """Check the daemon's identity, and return a connection to it.
+
+        Raises:
+            UnreachableError: no daemon answers, or a daemon other than that of the state file.
+        """
+        self._is_verified = False
+        connection, _ = await self._connect()
+        return connection
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        shape: type[Shape],
+        *,
+        body: BaseModel | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
+        within_s: float = QUICK_S,
+        repeatable: bool = False,
+    ) -> Shape:
+        """Send a request and return the parsed response.
+
+        Args:
+            within_s: Time limit up to the last byte of the response.
+            repeatable: Whether the request is idempotent, so that it can be sent again after a lost connection.
+
+        Raises:
+            LabError: the daemon's error, of the class for its code; UnreachableError if it does not answer.
+        """
+        content = None if body is None else encode_body(body)
+        return await self._send(
+            lambda connection: connection.fetch(
+                method, path, shape, content=content, params=params, limit=LONG_BYTES, within_s=within_s
+            ),
+            repeatable=repeatable,
+        )
+
+    async def delete(self, path: str, *, within_s: float = QUICK_S) -> None:
+        """Send a request that deletes something. It is idempotent, and its response is empty.
+
+        Raises:
+            LabError: as ``request``.
+        """
+
+        async def send(connection: HttpConnection) -> None:
+            response, body = await connection.request("DELETE", path, limit=LONG_BYTES, within_s=within_s)
+            if response.status_code != NO_CONTENT:
+                raise connection.error_for(response, body)
+
+        await self._send(send, repeatable=True)
+
+    async def _send(self, send: Callable[[HttpConnection], Awaitable[T]], *, repeatable: bool) -> T:
+        """Send a request, and send it again if another address is known or a connection that was kept open failed."""
+        connection, endpoint = await self._connect()
+        try:
+            return await send(connection)
+        except (UnauthorizedError, UnreachableError) as exc:
+            if not self._should_send_again(exc, endpoint, repeatable=repeatable):
+                raise
+            first = exc
+        try:
+            connection, _ = await self._connect()
+            return await send(connection)
+        except UnreachableError as exc:
+            if isinstance(first, UnreachableError) and was_sent(first) and not was_sent(exc):
+                # The first request may have been executed, which the second error would hide.
+                raise first from None
+            raise
+
+    async def health(self) -> Health:
+        """Identify the daemon; needs no token."""
+        connection, _ = await self._connect()
+        return await _health(connection)
+
+    def _should_send_again(self, error: LabError, endpoint: DaemonEndpoint, *, repeatable: bool) -> bool:
+        if isinstance(error, UnauthorizedError):
+            return self._has_moved(endpoint)
+        self._is_verified = False
+        if was_sent(error) and not repeatable:
+            return False
+        # The server may close an idle connection at the moment in which it is used again.
+        return self._has_moved(endpoint) or (repeatable and isinstance(error, ConnectionLostError))
+
+    def _has_moved(self, endpoint: DaemonEndpoint) -> bool:
+        """Whether the daemon has another endpoint now. May read the state file."""
+        return self.credentials.endpoint != endpoint or self.credentials.refresh()
+
+    async def _connect(self) -> tuple[HttpConnection, DaemonEndpoint]:
+        """Return a connection to the daemon's current address, and that address."""
+        async with self._lock:
+            endpoint = self.credentials.endpoint
+            try:
+                return await self._verified_connection(endpoint), endpoint
+            except UnreachableError:
+                if not self._has_moved(endpoint):
+                    raise
+            endpoint = self.credentials.endpoint
+            return await self._verified_connection(endpoint), endpoint
+
+    async def _verified_connection(self, endpoint: DaemonEndpoint) -> HttpConnection:
+        if self._closed:
+            raise InvalidRequestError("this client was closed; create a new one")
+        if self._connection is None or self._endpoint != endpoint:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                await connection.aclose()
+            self._is_verified = False
+            transport = None if self._transport is None else _SharedTransport(self._transport)
+            self._connection = HttpConnection(endpoint.url, api_key=endpoint.token, transport=transport, server=DAEMON)
+            self._endpoint = endpoint
+        connection = self._connection
+        if endpoint.daemon_id is None or self._is_verified:
+            return connection
+        try:
+            found = (await _health(connection)).daemon_id
+        except WrongServerError as exc:
+            # Retryable: the daemon may be started again at another port.
+            raise UnreachableError(
+                f"{exc.message}. The token was not sent; start a daemon with {DAEMON.start}"
+            ) from exc
+        if found != endpoint.daemon_id:
+            raise UnreachableError(
+                f"the daemon at {connection.url} is {found!r:.80}, but the state file is of {endpoint.daemon_id}; the "
+                "token was not sent. It may belong to another user or another LMX_LAB_HOME; start your own with "
+                f"{DAEMON.start}"
+            )
+        self._is_verified = True
+        return connection
+
+
+class _SharedTransport(httpx2.AsyncBaseTransport):
+    """A transport that stays open when a connection over it is closed; its owner closes it."""
+
+    def __init__(self, transport: httpx2.AsyncBaseTransport) -> None:
+        self._transport = transport
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        return await self._transport.handle_async_request(request)
+
+
+async def _health(connection: HttpConnection) -> Health:
+    return await connection.fetch("GET", "/v3/health", Health, within_s=HEALTH_S, with_key=False)
+
+
+# Routes
 
 
 class _McpTest(RootModel[McpTestPassed | McpTestFailed]):
@@ -93,7 +283,7 @@ class DaemonRoutes(AsyncClientBase):
 
     async def state(self) -> DaemonRecord:
         """Return the daemon's state: its ids, counts, limits and model server."""
-        return await self._connection.request(_get("/v3/daemon"), DaemonRecord)
+        return await self._get("/v3/daemon", DaemonRecord)
 
     async def shut_down(self, *, mode: Literal["drain", "now"] = "drain", grace_s: float = 30.0) -> None:
         """Stop the daemon. Returns when the daemon has started to stop.
@@ -101,9 +291,8 @@ class DaemonRoutes(AsyncClientBase):
         Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled immediately. Queued turns
         run after the next start.
         """
-        content = encode_body(build_body(Shutdown, mode=mode, grace_s=grace_s))
-        request = DaemonRequest(method="POST", path="/v3/daemon/shutdown", content=content, repeatable=True)
-        await self._connection.request(request, ShutdownAnswer)
+        body = build_body(Shutdown, mode=mode, grace_s=grace_s)
+        await self._connection.request("POST", "/v3/daemon/shutdown", ShutdownAnswer, body=body, repeatable=True)
 
     # Sessions
 
@@ -112,8 +301,7 @@ class DaemonRoutes(AsyncClientBase):
         if body.session_id is None:
             # With an id the request is idempotent.
             body = body.model_copy(update={"session_id": new_id("ses")})
-        request = DaemonRequest(method="POST", path="/v3/sessions", content=encode_body(body), repeatable=True)
-        return await self._connection.request(request, SessionRecord)
+        return await self._connection.request("POST", "/v3/sessions", SessionRecord, body=body, repeatable=True)
 
     async def sessions(
         self, *, limit: int | None = None, cursor: str | None = None, archived: bool = False, q: str | None = None
@@ -126,12 +314,11 @@ class DaemonRoutes(AsyncClientBase):
             archived: List the archived sessions instead of the others.
             q: List sessions whose title or id contains this text.
         """
-        request = _get("/v3/sessions", limit=limit, cursor=cursor, archived=archived or None, q=q)
-        return await self._connection.request(request, SessionList)
+        return await self._get("/v3/sessions", SessionList, limit=limit, cursor=cursor, archived=archived or None, q=q)
 
     async def read_session(self, session_id: str) -> SessionSnapshot:
         """Read a session: its messages, turns, pending permissions, and the cursor from which its events continue."""
-        return await self._connection.request(_get(_session_path(session_id)), SessionSnapshot)
+        return await self._get(_session_path(session_id), SessionSnapshot)
 
     async def change_session(self, session_id: str, change: ChangeSession) -> SessionRecord:
         """Change the fields of a session that are set in ``change``.
@@ -139,22 +326,15 @@ class DaemonRoutes(AsyncClientBase):
         Raises:
             RevisionConflictError: another client has changed the session since that revision.
         """
-        content = encode_body(change)
-        return await self._connection.request(
-            DaemonRequest(method="PATCH", path=_session_path(session_id), content=content), SessionRecord
-        )
+        return await self._connection.request("PATCH", _session_path(session_id), SessionRecord, body=change)
 
     async def delete_session(self, session_id: str) -> None:
         """Delete a session, and cancel its turns. Idempotent."""
-        await self._connection.request_without_content(
-            DaemonRequest(method="DELETE", path=_session_path(session_id), repeatable=True)
-        )
+        await self._connection.delete(_session_path(session_id))
 
     async def fork_session(self, session_id: str, fork: ForkSession) -> SessionRecord:
         """Create a session with the messages of another one: all of them, or those up to a turn."""
-        return await self._connection.request(
-            _post(f"{_session_path(session_id)}/fork", encode_body(fork)), SessionRecord
-        )
+        return await self._connection.request("POST", f"{_session_path(session_id)}/fork", SessionRecord, body=fork)
 
     # Turns
 
@@ -169,8 +349,7 @@ class DaemonRoutes(AsyncClientBase):
         if turn.turn_id is None:
             turn = turn.model_copy(update={"turn_id": new_id("trn")})
         path = f"{_session_path(session_id)}/turns"
-        request = DaemonRequest(method="POST", path=path, content=encode_body(turn), repeatable=True)
-        return await self._connection.request(request, TurnAccepted)
+        return await self._connection.request("POST", path, TurnAccepted, body=turn, repeatable=True)
 
     async def read_turn(self, session_id: str, turn_id: str, wait_s: float = 0.0) -> TurnRecord:
         """Read a turn.
@@ -179,22 +358,20 @@ class DaemonRoutes(AsyncClientBase):
             wait_s: Wait until the turn has ended, but at most for this time in seconds, up to 60.
         """
         path = f"{_session_path(session_id)}/turns/{_path_segment('turn_id', turn_id)}"
-        return await self._connection.request(_get(path, wait_s=wait_s), TurnRecord)
+        return await self._get(path, TurnRecord, wait_s=wait_s)
 
     async def cancel_turns(self, session_id: str, cancel: CancelTurns) -> CancelAnswer:
         """Cancel the active turn, the turn of an id, or also the queued turns. Turns that have ended stay unchanged."""
         # Without an id, a repeated request could cancel another turn.
         repeatable = cancel.turn_id is not None and not cancel.queued
-        path, content = f"{_session_path(session_id)}/cancel", encode_body(cancel)
-        return await self._connection.request(
-            DaemonRequest(method="POST", path=path, content=content, repeatable=repeatable), CancelAnswer
-        )
+        path = f"{_session_path(session_id)}/cancel"
+        return await self._connection.request("POST", path, CancelAnswer, body=cancel, repeatable=repeatable)
 
     # Permissions
 
     async def permissions(self) -> list[PermissionRecord]:
         """List the permissions of all sessions that wait for a decision."""
-        return (await self._connection.request(_get("/v3/permissions"), PermissionList)).permissions
+        return (await self._get("/v3/permissions", PermissionList)).permissions
 
     async def decide(
         self, permission_id: str, decision: Literal["allow", "deny"], *, scope: Literal["once", "session"] = "once"
@@ -208,15 +385,15 @@ class DaemonRoutes(AsyncClientBase):
             AlreadyResolvedError: another client has decided; the message has its decision.
             PermissionExpiredError: the time for a decision is over, or the turn has ended.
         """
-        content = encode_body(build_body(Decision, decision=decision, scope=scope))
+        body = build_body(Decision, decision=decision, scope=scope)
         path = f"/v3/permissions/{_path_segment('permission_id', permission_id)}"
-        return await self._connection.request(_post(path, content), PermissionRecord)
+        return await self._connection.request("POST", path, PermissionRecord, body=body)
 
     # MCP servers
 
     async def mcp_servers(self) -> list[McpServerRecord]:
         """List the MCP servers with their states."""
-        return (await self._connection.request(_get("/v3/mcp/servers"), McpServerList)).servers
+        return (await self._get("/v3/mcp/servers", McpServerList)).servers
 
     async def add_mcp_server(self, config: McpServerConfig) -> McpServerRecord:
         """Add an MCP server and start it. ``mcp.status`` events report its state.
@@ -225,30 +402,27 @@ class DaemonRoutes(AsyncClientBase):
             McpServerExistsError: an MCP server of this name exists.
         """
         return await self._connection.request(
-            _post("/v3/mcp/servers", encode_body(config), MCP_SERVER_S), McpServerRecord
+            "POST", "/v3/mcp/servers", McpServerRecord, body=config, within_s=MCP_SERVER_S
         )
 
     async def mcp_server(self, name: str) -> McpServerRecord:
         """Read one MCP server, with the last lines of its standard error."""
-        return await self._connection.request(_get(_server_path(name)), McpServerRecord)
+        return await self._get(_server_path(name), McpServerRecord)
 
     async def change_mcp_server(self, name: str, change: ChangeMcpServer) -> McpServerRecord:
         """Change the fields that are set in ``change``, and restart the server. ``***`` leaves a secret unchanged."""
-        content = encode_body(change)
-        request = DaemonRequest(method="PATCH", path=_server_path(name), content=content, within_s=MCP_SERVER_S)
-        return await self._connection.request(request, McpServerRecord)
+        return await self._connection.request(
+            "PATCH", _server_path(name), McpServerRecord, body=change, within_s=MCP_SERVER_S
+        )
 
     async def remove_mcp_server(self, name: str) -> None:
         """Stop and remove an MCP server. Idempotent."""
-        await self._connection.request_without_content(
-            DaemonRequest(method="DELETE", path=_server_path(name), within_s=MCP_SERVER_S, repeatable=True)
-        )
+        await self._connection.delete(_server_path(name), within_s=MCP_SERVER_S)
 
     async def restart_mcp_server(self, name: str) -> McpServerRecord:
         """Restart an MCP server, even if it has failed so often that the daemon no longer restarts it."""
-        return await self._connection.request(
-            _post(f"{_server_path(name)}/restart", None, MCP_SERVER_S), McpServerRecord
-        )
+        path = f"{_server_path(name)}/restart"
+        return await self._connection.request("POST", path, McpServerRecord, within_s=MCP_SERVER_S)
 
     async def test_mcp_server(self, server: str | McpServerConfig) -> McpTestPassed | McpTestFailed:
         """Start an MCP server, list its tools and stop it. Running servers are not affected, and nothing is stored.
@@ -257,15 +431,16 @@ class DaemonRoutes(AsyncClientBase):
             server: The name of a configured server, or a configuration.
         """
         if isinstance(server, str):
-            path, content = f"{_server_path(server)}/test", None
+            path, body = f"{_server_path(server)}/test", None
             start_s = (await self.mcp_server(server)).start_timeout_s
         else:
-            path, content, start_s = "/v3/mcp/test", encode_body(server), server.start_timeout_s
-        return (await self._connection.request(_post(path, content, start_s + MCP_SERVER_S), _McpTest)).root
+            path, body, start_s = "/v3/mcp/test", server, server.start_timeout_s
+        within_s = start_s + MCP_SERVER_S
+        return (await self._connection.request("POST", path, _McpTest, body=body, within_s=within_s)).root
 
     async def mcp_tools(self, name: str) -> list[ToolRecord]:
         """List the tools of an MCP server as they are given to the model."""
-        return (await self._connection.request(_get(f"{_server_path(name)}/tools"), ToolList)).tools
+        return (await self._get(f"{_server_path(name)}/tools", ToolList)).tools
 
     # Events
 
@@ -292,8 +467,9 @@ class DaemonRoutes(AsyncClientBase):
         Raises:
             CursorExpiredError: events after the cursor are not available; ``reason`` contains the cause.
         """
-        request = _get(
+        return await self._get(
             "/v3/events",
+            EventPage,
             after=after,
             stream_id=stream_id,
             limit=limit,
@@ -301,26 +477,21 @@ class DaemonRoutes(AsyncClientBase):
             types=",".join(types) or None,
             wait_s=wait_s,
         )
-        return await self._connection.request(request, EventPage)
 
-
-def _get(path: str, *, wait_s: float = 0.0, **params: str | int | bool | list[str] | None) -> DaemonRequest:
-    """Return a GET request with the parameters that are not None."""
-    query = {name: _as_query_value(value) for name, value in params.items() if value is not None}
-    if wait_s:
-        # str() would write small numbers as 1e-05.
-        query["wait"] = f"{wait_s:.3f}"
-    return DaemonRequest(method="GET", path=path, params=query, within_s=QUICK_S + max(0.0, wait_s), repeatable=True)
-
-
-def _as_query_value(value: str | int | bool | list[str]) -> str | list[str]:
-    if isinstance(value, list):
-        return value
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _post(path: str, content: bytes | None, within_s: float = QUICK_S) -> DaemonRequest:
-    return DaemonRequest(method="POST", path=path, content=content, within_s=within_s)
+    async def _get(
+        self, path: str, shape: type[Shape], *, wait_s: float = 0.0, **params: str | int | bool | list[str] | None
+    ) -> Shape:
+        """Send a GET request with the parameters that are not None."""
+        query = {
+            name: value if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+            for name, value in params.items()
+            if value is not None
+        }
+        if wait_s:
+            # str() would write small numbers as 1e-05.
+            query["wait"] = f"{wait_s:.3f}"
+        within_s = QUICK_S + max(0.0, wait_s)
+        return await self._connection.request("GET", path, shape, params=query, within_s=within_s, repeatable=True)
 
 
 def _session_path(session_id: str) -> str:

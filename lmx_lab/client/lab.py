@@ -42,7 +42,7 @@ from lmx_lab.wire.admin import (
     UnloadAnswer,
     UnloadRequest,
 )
-from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone, SocketError, SocketToken
+from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketError
 from lmx_lab.wire.completions import Completion, CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
@@ -89,17 +89,6 @@ ESCAPE_FACTOR = 3
 """Maximum ratio of the size of JSON with escapes to the size of the same text in UTF-8."""
 
 
-def max_chat_bytes(body: ChatRequest) -> int:
-    """Return the maximum size of the response to a chat request."""
-    return SHORT_BYTES + LONG_BYTES * (body.n or 1) * (1 + (body.top_logprobs or 0))
-
-
-def max_completion_bytes(body: CompletionRequest) -> int:
-    """Return the maximum size of the response to a completion request."""
-    prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
-    return SHORT_BYTES + LONG_BYTES * prompts * (body.n or 1) * (1 + (body.logprobs or 0))
-
-
 def max_embeddings_bytes(body: EmbeddingsBody) -> int:
     """Return the maximum size of the response to an embeddings request."""
     texts = 1 if body.is_single else len(body.input)
@@ -134,9 +123,25 @@ async def run_with_progress(
         LabError: the load or unload has failed.
     """
     opened = asyncio.Event()
-    watching = asyncio.create_task(
-        _report_progress(events, progress, opened), name="report progress of a load or unload"
-    )
+
+    async def report() -> None:
+        try:
+            async with aclosing(events) as received:
+                while True:
+                    try:
+                        event = await anext(received, None)
+                    except LabError:
+                        # The load continues without progress, and reports its own errors.
+                        return
+                    if event is None:
+                        return
+                    opened.set()
+                    if isinstance(event, ModelEvent) and event.stage in PROGRESS_STAGES:
+                        progress(event)
+        finally:
+            opened.set()
+
+    watching = asyncio.create_task(report(), name="report progress of a load or unload")
     tasks: list[asyncio.Task[Any]] = [watching]
     try:
         with suppress(TimeoutError):
@@ -152,27 +157,6 @@ async def run_with_progress(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _report_progress(
-    events: AsyncGenerator[LabEvent, None], progress: Callable[[ModelEvent], None], opened: asyncio.Event
-) -> None:
-    try:
-        async with aclosing(events) as received:
-            while (event := await _next_or_none(received)) is not None:
-                opened.set()
-                if isinstance(event, ModelEvent) and event.stage in PROGRESS_STAGES:
-                    progress(event)
-    finally:
-        opened.set()
-
-
-async def _next_or_none(events: AsyncGenerator[LabEvent, None]) -> LabEvent | None:
-    try:
-        return await anext(events, None)
-    except LabError:
-        # The load continues without progress, and reports its own errors.
-        return None
 
 
 Over = Literal["sse", "websocket"]
@@ -228,11 +212,12 @@ class AsyncLabClient(AsyncClientBase):
     async def chat(self, body: ChatRequest) -> ChatCompletion:
         """Return a complete answer."""
         content = encode_body(body.model_copy(update={"stream": False}))
-        return await self._connection.post(
+        return await self._connection.fetch(
+            "POST",
             "/v1/chat/completions",
-            content,
             ChatCompletion,
-            limit=max_chat_bytes(body),
+            content=content,
+            limit=SHORT_BYTES + LONG_BYTES * (body.n or 1) * (1 + (body.top_logprobs or 0)),
             headers=conversation_header(body),
         )
 
@@ -262,7 +247,14 @@ class AsyncLabClient(AsyncClientBase):
             async for event in events:
                 if event == DONE:
                     return
-                yield event if isinstance(event, Remark) else self._parse_chunk(event)
+                if isinstance(event, Remark):
+                    yield event
+                    continue
+                try:
+                    chunk = ChatChunk.model_validate_json(event)
+                except ValidationError as exc:
+                    raise parse_error(event) or self._connection.invalid_event_error() from exc
+                yield chunk
         raise ConnectionLostError(f"{self.url} ended the stream before the answer was complete; try again")
 
     async def _stream_over_socket(self, body: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
@@ -271,38 +263,32 @@ class AsyncLabClient(AsyncClientBase):
         source = receive_messages(self._connection, "/v1/chat/stream", content, silence_s=self._silence_s)
         async with aclosing(source) as texts:
             async for text in texts:
-                for chunk in chunks.read(self._parse_message(text)):
+                try:
+                    message = SOCKET_MESSAGE.validate_json(text)
+                except ValidationError as exc:
+                    raise WrongServerError(
+                        f"{self.url} sent {text[:80]!r} over a WebSocket, unlike an LMX Lab server; {CHECK}"
+                    ) from exc
+                if isinstance(message, SocketError):
+                    raise parse_error(text) or LabError(message.error.message)
+                for chunk in chunks.read(message):
                     yield chunk
                 if chunks.done:
                     return
-
-    def _parse_message(self, text: str) -> SocketToken | SocketDone:
-        try:
-            message = SOCKET_MESSAGE.validate_json(text)
-        except ValidationError as exc:
-            raise WrongServerError(
-                f"{self.url} sent {text[:80]!r} over a WebSocket, unlike an LMX Lab server; {CHECK}"
-            ) from exc
-        if isinstance(message, SocketError):
-            raise parse_error(text) or LabError(message.error.message)
-        return message
-
-    def _parse_chunk(self, text: str) -> ChatChunk:
-        try:
-            return ChatChunk.model_validate_json(text)
-        except ValidationError as exc:
-            raise parse_error(text) or self._connection.invalid_event_error() from exc
 
     # Plain text and tokens
 
     async def complete(self, body: CompletionRequest) -> Completion:
         """Return the complete continuations of plain prompts; with ``echo`` and ``logprobs``, prompts are scored."""
         content = encode_body(body.model_copy(update={"stream": False}))
-        return await self._connection.post("/v1/completions", content, Completion, limit=max_completion_bytes(body))
+        prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
+        limit = SHORT_BYTES + LONG_BYTES * prompts * (body.n or 1) * (1 + (body.logprobs or 0))
+        return await self._connection.fetch("POST", "/v1/completions", Completion, content=content, limit=limit)
 
     async def tokenize(self, body: TokenizeRequest) -> TokenizeAnswer:
         """Return the token ids of a text, or of a chat as the model reads it."""
-        return await self._connection.post("/tokenize", encode_body(body), TokenizeAnswer, limit=LONG_BYTES)
+        content = encode_body(body)
+        return await self._connection.fetch("POST", "/tokenize", TokenizeAnswer, content=content, limit=LONG_BYTES)
 
     # Vectors and scores
 
@@ -311,8 +297,8 @@ class AsyncLabClient(AsyncClientBase):
 
         ``encoding_format="base64"`` is faster than the default.
         """
-        limit = max_embeddings_bytes(body)
-        return await self._connection.post("/v1/embeddings", encode_body(body), EmbeddingList, limit=limit)
+        content, limit = encode_body(body), max_embeddings_bytes(body)
+        return await self._connection.fetch("POST", "/v1/embeddings", EmbeddingList, content=content, limit=limit)
 
     async def rerank(self, body: RerankBody) -> RerankResults:
         """Rank documents by relevance, the best first.
@@ -322,7 +308,7 @@ class AsyncLabClient(AsyncClientBase):
         """
         content, count = encode_body(body), len(body.documents)
         limit = max_rerank_bytes(count, request_bytes=len(content))
-        answer = await self._connection.post("/v1/rerank", content, RerankResults, limit=limit)
+        answer = await self._connection.fetch("POST", "/v1/rerank", RerankResults, content=content, limit=limit)
         indices = [item.index for item in answer.results]
         if len(set(indices)) < len(indices) or not set(indices) <= set(range(count)):
             raise UnreachableError(
@@ -335,7 +321,11 @@ class AsyncLabClient(AsyncClientBase):
 
     async def trace(self, body: TraceBody) -> Trace:
         """Return internal values of the loaded model. Only programs on the server's machine may do this."""
-        data = await self._connection.post_for_bytes("/admin/trace", encode_body(body), limit=TRACE_BYTES)
+        response, data = await self._connection.request(
+            "POST", "/admin/trace", content=encode_body(body), limit=TRACE_BYTES, within_s=None
+        )
+        if not response.is_success:
+            raise self._connection.error_for(response, data)
         try:
             return Trace.decode(data)
         except ValueError as exc:
@@ -345,8 +335,7 @@ class AsyncLabClient(AsyncClientBase):
 
     async def models(self) -> ModelRecords:
         """List the models on the server's disk, and which of them are loaded."""
-        response, body = await self._connection.get("/admin/models", limit=LONG_BYTES)
-        return self._connection.parse_success(response, body, ModelRecords)
+        return await self._connection.fetch("GET", "/admin/models", ModelRecords, limit=LONG_BYTES, within_s=QUICK_S)
 
     async def timeline(self, last_s: float = 60.0, *, most: int | None = None) -> ServerTimeline:
         """Return the timeline of the requests of all clients, and of loads, in the last ``last_s`` seconds.
@@ -361,7 +350,10 @@ class AsyncLabClient(AsyncClientBase):
         before: int | None = None
         while most is None or len(requests) < most:
             left = PAGE_REQUESTS if most is None else min(PAGE_REQUESTS, most - len(requests))
-            page = await self._timeline_page(last_s, left, before)
+            query = urlencode({"last_s": last_s, "limit": left, **({} if before is None else {"before": before})})
+            page = await self._connection.fetch(
+                "GET", f"/admin/timeline?{query}", TimelinePage, limit=LONG_BYTES, within_s=QUICK_S
+            )
             requests += page.request_timelines()
             models += page.model_timelines()
             # If ``before`` does not decrease, the server would repeat pages without end.
@@ -369,11 +361,6 @@ class AsyncLabClient(AsyncClientBase):
                 break
             before = page.before
         return ServerTimeline(requests=tuple(reversed(requests)), models=tuple(models))
-
-    async def _timeline_page(self, last_s: float, limit: int, before: int | None) -> TimelinePage:
-        query = urlencode({"last_s": last_s, "limit": limit, **({} if before is None else {"before": before})})
-        response, body = await self._connection.get(f"/admin/timeline?{query}", limit=LONG_BYTES)
-        return self._connection.parse_success(response, body, TimelinePage)
 
     async def load(
         self,
@@ -395,7 +382,7 @@ class AsyncLabClient(AsyncClientBase):
         content = encode_body(build_body(LoadRequest, model=model, **spec.options))
 
         async def load() -> LoadAnswer:
-            return await self._connection.post("/admin/models/load", content, LoadAnswer)
+            return await self._connection.fetch("POST", "/admin/models/load", LoadAnswer, content=content)
 
         if progress is None:
             return await load()
@@ -423,7 +410,7 @@ class AsyncLabClient(AsyncClientBase):
         body = b"" if model is None and wait is None else encode_body(UnloadRequest(model=model, wait=wait))
 
         async def unload() -> UnloadAnswer:
-            return await self._connection.post("/admin/models/unload", body, UnloadAnswer)
+            return await self._connection.fetch("POST", "/admin/models/unload", UnloadAnswer, content=body)
 
         if progress is None:
             return await unload()
@@ -437,15 +424,18 @@ class AsyncLabClient(AsyncClientBase):
         Raises:
             UnreachableError: no server answers, or another program does.
         """
-        response, body = await self._connection.get("/healthz")
+        response, body = await self._connection.request("GET", "/healthz", within_s=QUICK_S)
         if LAB_HEADER not in response.headers:
             raise wrong_server_error(self._connection.describe_response(response, body))
         return response.headers[LAB_HEADER]
 
     async def ready(self) -> Ready:
         """Return whether a model is ready. If not, the result is a ``NotReady`` with the reason. Needs no key."""
-        response, body = await self._connection.get("/readyz")
-        return self._connection.parse(response, body, Ready if response.is_success else NotReady)
+        response, body = await self._connection.request("GET", "/readyz", within_s=QUICK_S)
+        try:
+            return (Ready if response.is_success else NotReady).model_validate_json(body)
+        except ValidationError as exc:
+            raise self._connection.error_for(response, body) from exc
 
     async def events(self, include: Sequence[Include] = ()) -> AsyncGenerator[LabEvent, None]:
         """Yield live measurements every second, and the events in ``include``, until the server stops.
@@ -469,17 +459,16 @@ def as_array(answer: EmbeddingList) -> npt.NDArray[np.float32]:
     Raises:
         UnreachableError: the items are not vectors of the same length, which an LMX Lab server never sends.
     """
-    rows = [_parse_vector(item.embedding) for item in sorted(answer.data, key=lambda item: item.index)]
+    rows: list[npt.NDArray[np.float32]] = []
+    for item in sorted(answer.data, key=lambda item: item.index):
+        if not isinstance(item.embedding, str):
+            rows.append(np.asarray(item.embedding, dtype=np.float32))
+            continue
+        try:
+            rows.append(np.frombuffer(base64.b64decode(item.embedding, validate=True), dtype="<f4").astype(np.float32))
+        except ValueError as exc:
+            raise UnreachableError(f"a vector in the server's response is not float32 in base64: {exc}") from exc
     try:
         return np.stack(rows)
     except ValueError as exc:
         raise UnreachableError(f"the {len(rows)} vectors in the server's response do not form an array: {exc}") from exc
-
-
-def _parse_vector(value: list[float] | str) -> npt.NDArray[np.float32]:
-    if not isinstance(value, str):
-        return np.asarray(value, dtype=np.float32)
-    try:
-        return np.frombuffer(base64.b64decode(value, validate=True), dtype="<f4").astype(np.float32)
-    except ValueError as exc:
-        raise UnreachableError(f"a vector in the server's response is not float32 in base64: {exc}") from exc

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.request_bodies import build_body
-from lmx_lab.client.turn import ActiveTurns, OnPermission, TurnFollower, TurnResult
+from lmx_lab.client.turn import OnPermission, TurnFollower, TurnResult
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.sessions import (
@@ -44,10 +44,10 @@ class SessionFields(TypedDict, total=False):
 class AsyncSession:
     """One session. ``AsyncDaemonClient.session()`` returns it; closing that client cancels the turns that run here."""
 
-    def __init__(self, client: DaemonRoutes, session_id: str, turns: ActiveTurns | None = None) -> None:
+    def __init__(self, client: DaemonRoutes, session_id: str, turns: set[TurnFollower] | None = None) -> None:
         self.session_id = session_id
         self._client = client
-        self._turns = turns or ActiveTurns()
+        self._turns = set() if turns is None else turns
 
     def __repr__(self) -> str:
         return f"<AsyncSession {self.session_id} of {self._client.url}>"

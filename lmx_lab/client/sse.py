@@ -43,7 +43,9 @@ class EventDecoder:
             text = line[:-1] if line.endswith(b"\r") else line
             if not text:
                 if self._data:
-                    found.append(self._take_event())
+                    found.append(b"\n".join(self._data).decode(errors="replace"))
+                    self._data.clear()
+                    self._pending_bytes = 0
             elif text.startswith(b"data:"):
                 self._add_data(text[6:] if text.startswith(b"data: ") else text[5:])
             elif text.startswith(b":"):
@@ -58,9 +60,3 @@ class EventDecoder:
         self._data.append(data)
         # Counting the line end limits the number of empty lines as well.
         self._pending_bytes += len(data) + 1
-
-    def _take_event(self) -> str:
-        text = b"\n".join(self._data).decode(errors="replace")
-        self._data.clear()
-        self._pending_bytes = 0
-        return text

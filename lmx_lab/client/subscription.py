@@ -14,6 +14,7 @@ from typing import Generic, Literal, Self, TypeVar
 
 from httpx2.websockets import AsyncWebSocketSession, WebSocketDisconnect
 
+from lmx_lab.broadcast import Feed
 from lmx_lab.client.credentials import DaemonEndpoint
 from lmx_lab.client.cursors import Cursor, CursorStore
 from lmx_lab.client.daemon_routes import DaemonRoutes
@@ -86,11 +87,17 @@ class Subscription:
     @property
     def state(self) -> ConnectionState:
         """The current state of the connection."""
-        return self._receiver.states.value
+        return self._receiver.state
 
-    def states(self) -> AsyncGenerator[ConnectionState, None]:
-        """Yield the current state, then each change until the subscription is closed. Any number of readers."""
-        return self._receiver.states.changes()
+    async def states(self) -> AsyncGenerator[ConnectionState, None]:
+        """Yield the current state, then each change until the subscription is closed. Any number of readers.
+
+        A slow reader misses old changes, but never the newest one.
+        """
+        with self._receiver.changes.subscribe(MAX_UNREAD) as changes:
+            yield self.state
+            async for state in changes:
+                yield state
 
     @property
     def cursor(self) -> Cursor | None:
@@ -164,25 +171,22 @@ class Subscription:
             raise RuntimeError("two tasks read the same subscription; create one for each task")
         self._is_reading = True
         try:
-            return await self._next()
+            self._start()
+            self._mark_read()
+            buffer = self._receiver.buffer
+            while not self._receiver.is_closing:
+                while (delivery := buffer.take()) is not None:
+                    if delivery.event is not None:
+                        self._delivered = delivery.cursor
+                        return delivery.event
+                    self._cursor = delivery.cursor or self._cursor
+                self._save()
+                if self._receiver.has_ended:
+                    raise self._receiver.error or StopAsyncIteration
+                await buffer.filled()
+            raise StopAsyncIteration
         finally:
             self._is_reading = False
-
-    async def _next(self) -> DaemonEvent:
-        self._start()
-        self._mark_read()
-        buffer = self._receiver.buffer
-        while not self._receiver.is_closing:
-            while (delivery := buffer.take()) is not None:
-                if delivery.event is not None:
-                    self._delivered = delivery.cursor
-                    return delivery.event
-                self._cursor = delivery.cursor or self._cursor
-            self._save()
-            if self._receiver.has_ended:
-                raise self._receiver.error or StopAsyncIteration
-            await buffer.filled()
-        raise StopAsyncIteration
 
     def _start(self) -> None:
         if self._task is None and not self._receiver.is_closing:
@@ -252,7 +256,9 @@ class EventReceiver:
         self._wall = wall
         self.position = position
         self.buffer: EventBuffer[Delivery] = EventBuffer()
-        self.states = ObservableValue(ConnectionState(state="connecting"))
+        self.state = ConnectionState(state="connecting")
+        self.changes: Feed[ConnectionState] = Feed()
+        """The later states."""
         self.tried = asyncio.Event()
         """Set when the first attempt has succeeded or failed."""
         self.connections = 0
@@ -293,7 +299,7 @@ class EventReceiver:
         self.tried.set()
         error = self.error if isinstance(self.error, LabError) else None
         self._set_state(ConnectionState(state="closed", attempts=self._backoff.attempts, error=error))
-        self.states.end()
+        self.changes.close()
         self.buffer.end()
 
     # One connection
@@ -306,7 +312,12 @@ class EventReceiver:
             async with asyncio.timeout(OPEN_S) as self._deadline:
                 connection = await self._routes.connection()
                 async with connection.websocket(EVENTS_PATH, {**self.position.begin(), **self._filters}) as socket:
-                    ended = await self._read_guarded(socket)
+                    try:
+                        ended: Exception = await self._read(socket)
+                    except Exception as exc:
+                        # Raised after the block, because there an exception that is a bug could not be distinguished
+                        # from a broken connection.
+                        ended = exc
             if not isinstance(ended, LabError):
                 raise ended
             return ended
@@ -316,17 +327,12 @@ class EventReceiver:
             return self._lost_error(f"has sent nothing for {self._silence_s:g} s")
         except ExceptionGroup as exc:
             # Raised by the library's own tasks: invalid frames, or a close while it was writing.
-            return self._lost_error(f"broke the connection ({_innermost_name(exc)})")
+            cause: Exception = exc
+            while isinstance(cause, ExceptionGroup):
+                cause = cause.exceptions[0]
+            return self._lost_error(f"broke the connection ({type(cause).__name__})")
         finally:
             self._deadline = None
-
-    async def _read_guarded(self, socket: AsyncWebSocketSession) -> Exception:
-        try:
-            return await self._read(socket)
-        except Exception as exc:
-            # Returned, because outside of the block an exception that is a bug could not be distinguished from a broken
-            # connection.
-            return exc
 
     async def _read(self, socket: AsyncWebSocketSession) -> LabError:
         assert self._deadline is not None
@@ -340,7 +346,8 @@ class EventReceiver:
             try:
                 message = await socket.receive()
             except WebSocketDisconnect as exc:
-                return self._lost_error(f"closed the stream ({_close_reason(exc)})")
+                reason = f"{exc.code} {exc.reason:.{MAX_SHOWN_CHARACTERS}}".rstrip()
+                return self._lost_error(f"closed the stream ({reason})")
             except Exception as exc:
                 return self._lost_error(f"broke the connection ({type(exc).__name__})")
             text = getattr(message, "data", None)
@@ -349,22 +356,19 @@ class EventReceiver:
                 delivery = self.position.process(frame)
             except ValueError:
                 return self._lost_error(f"sent {text!r:.{MAX_SHOWN_CHARACTERS}}, which is not an event")
-            self._deliver(frame, delivery, len(text or ""))
-
-    def _deliver(self, frame: Frame, delivery: Delivery, characters: int) -> None:
-        if delivery.event is not None or delivery.cursor is not None:
-            self.buffer.put(delivery, characters)
-            self._has_delivered = self._has_delivered or frame.seq is not None
-        if isinstance(frame, HelloFrame):
-            interval_s = frame.data.heartbeat_s
-            is_plausible = MIN_HEARTBEAT_S <= interval_s <= MAX_HEARTBEAT_S
-            self._silence_s = SILENT_HEARTBEATS * (interval_s if is_plausible else HEARTBEAT_S)
-            self._connected_at = asyncio.get_running_loop().time()
-            self.connections += 1
-            self.tried.set()
-            self._set_state(ConnectionState(state="catching-up", attempts=self._backoff.attempts))
-        elif isinstance(frame, SyncedFrame):
-            self._set_state(ConnectionState(state="live", attempts=self._backoff.attempts))
+            if delivery.event is not None or delivery.cursor is not None:
+                self.buffer.put(delivery, len(text or ""))
+                self._has_delivered = self._has_delivered or frame.seq is not None
+            if isinstance(frame, HelloFrame):
+                interval_s = frame.data.heartbeat_s
+                is_plausible = MIN_HEARTBEAT_S <= interval_s <= MAX_HEARTBEAT_S
+                self._silence_s = SILENT_HEARTBEATS * (interval_s if is_plausible else HEARTBEAT_S)
+                self._connected_at = now()
+                self.connections += 1
+                self.tried.set()
+                self._set_state(ConnectionState(state="catching-up", attempts=self._backoff.attempts))
+            elif isinstance(frame, SyncedFrame):
+                self._set_state(ConnectionState(state="live", attempts=self._backoff.attempts))
 
     def _lost_error(self, what: str) -> ConnectionLostError:
         return ConnectionLostError(f"{self._credentials.url} {what}; the events continue with the next connection")
@@ -381,7 +385,9 @@ class EventReceiver:
         Raises:
             LabError: another attempt cannot succeed.
         """
-        self._reset_backoff()
+        now = asyncio.get_running_loop().time
+        if self._connected_at is not None and (self._has_delivered or now() - self._connected_at > STABLE_S):
+            self._backoff.reset()
         if self._has_moved(endpoint):
             self._refusals = 0
             return
@@ -394,16 +400,7 @@ class EventReceiver:
         self._set_state(
             ConnectionState(state="waiting", attempts=self._backoff.attempts, retry_in_s=delay_s, error=error)
         )
-        await self._wait(delay_s, endpoint)
-
-    def _reset_backoff(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._connected_at is not None and (self._has_delivered or now - self._connected_at > STABLE_S):
-            self._backoff.reset()
-
-    async def _wait(self, delay_s: float, endpoint: DaemonEndpoint) -> None:
-        """Wait for the delay, or until the machine wakes up or the daemon's endpoint changes."""
-        now = asyncio.get_running_loop().time
+        # Until the delay has passed, the machine wakes up, or the daemon's endpoint changes.
         until = now() + delay_s
         while (left_s := until - now()) > 0 and not self._woken.is_set():
             with suppress(TimeoutError):
@@ -421,18 +418,9 @@ class EventReceiver:
                 self._deadline.reschedule(asyncio.get_running_loop().time())
 
     def _set_state(self, state: ConnectionState) -> None:
-        if state != self.states.value:
-            self.states.set(state)
-
-
-def _close_reason(exc: WebSocketDisconnect) -> str:
-    return f"{exc.code} {exc.reason:.{MAX_SHOWN_CHARACTERS}}".rstrip()
-
-
-def _innermost_name(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return type(error).__name__
+        if state != self.state:
+            self.state = state
+            self.changes.publish(state)
 
 
 Frame = LogEvent | ControlFrame | UnknownEvent
@@ -490,7 +478,9 @@ class EventPosition:
         """
         match frame:
             case HelloFrame():
-                return self._process_hello(frame)
+                # If ``after`` is not in the log, the hello frame has another cursor.
+                seq = frame.data.cursor if self._after is None else self._after
+                return NOTHING if self.cursor is not None else self._move(frame.stream_id, seq)
             case ResetFrame():
                 # The cursor moves only after the last snapshot, so that an interrupted reset is repeated.
                 self._resetting, self._last = True, frame.data.cursor
@@ -506,13 +496,6 @@ class EventPosition:
                 return NOTHING if self._resetting else self._move(frame.stream_id, frame.data.cursor)
             case _:
                 return self._process_event(frame)
-
-    def _process_hello(self, hello: HelloFrame) -> Delivery:
-        if self.cursor is not None:
-            return NOTHING
-        # If ``after`` is not in the log, the hello frame has another cursor.
-        seq = hello.data.cursor if self._after is None else self._after
-        return self._move(hello.stream_id, seq)
 
     def _process_event(self, event: LogEvent | UnknownEvent) -> Delivery:
         if event.seq is None:
@@ -535,7 +518,7 @@ T = TypeVar("T")
 MAX_ITEMS, MAX_CHARACTERS = 1000, 4_000_000
 """Limits of a buffer, which is full when it has reached one of them."""
 MAX_UNREAD = 64
-"""Number of changes of a value that are kept for a slow reader."""
+"""Number of changes of the state that are kept for a slow reader."""
 
 
 class EventBuffer(Generic[T]):
@@ -592,53 +575,6 @@ class EventBuffer(Generic[T]):
         """Mark the end. Items in the buffer can still be taken."""
         self._ended = True
         self._filled.set()
-
-
-class ObservableValue(Generic[T]):
-    """A value whose changes can be read. A slow reader misses old changes, but never the newest one."""
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-        self._readers: set[_Reader[T]] = set()
-        self._ended = False
-
-    def set(self, value: T) -> None:
-        """Change the value."""
-        self.value = value
-        for reader in self._readers:
-            reader.add(value)
-
-    def end(self) -> None:
-        """Mark the end, after which the value no longer changes."""
-        self._ended = True
-        for reader in self._readers:
-            reader.changed.set()
-
-    async def changes(self) -> AsyncGenerator[T, None]:
-        """Yield the current value, then each change until the end."""
-        reader: _Reader[T] = _Reader()
-        reader.add(self.value)
-        self._readers.add(reader)
-        try:
-            while True:
-                while reader.unread:
-                    yield reader.unread.popleft()
-                if self._ended:
-                    return
-                reader.changed.clear()
-                await reader.changed.wait()
-        finally:
-            self._readers.discard(reader)
-
-
-class _Reader(Generic[T]):
-    def __init__(self) -> None:
-        self.unread: deque[T] = deque(maxlen=MAX_UNREAD)
-        self.changed = asyncio.Event()
-
-    def add(self, value: T) -> None:
-        self.unread.append(value)
-        self.changed.set()
 
 
 MIN_DELAY_S, MAX_DELAY_S = 0.25, 10.0

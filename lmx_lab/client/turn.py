@@ -39,7 +39,6 @@ from lmx_lab.wire.events import (
     ResetFrame,
     SessionDeletedEvent,
     SnapshotFrame,
-    ToolEnd,
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,
@@ -79,23 +78,6 @@ _CANCELLATIONS: set[asyncio.Task[None]] = set()
 """Cancellations in progress. The set keeps them alive after their callers have been cancelled."""
 
 
-class ActiveTurns:
-    """The turns that a client follows. Closing the client cancels them."""
-
-    def __init__(self) -> None:
-        self._turns: set[TurnFollower] = set()
-
-    def add(self, turn: TurnFollower) -> None:
-        self._turns.add(turn)
-
-    def discard(self, turn: TurnFollower) -> None:
-        self._turns.discard(turn)
-
-    async def cancel_all(self) -> None:
-        """Cancel all turns, and wait up to ``CANCEL_S`` until the daemon has confirmed it."""
-        await asyncio.gather(*[turn.cancel() for turn in list(self._turns)], return_exceptions=True)
-
-
 class TurnFollower:
     """Submits one turn and follows it. Closing ``events`` before the turn's end cancels the turn.
 
@@ -109,7 +91,7 @@ class TurnFollower:
         session_id: str,
         submit: SubmitTurn,
         on_permission: OnPermission | None,
-        turns: ActiveTurns,
+        turns: set[TurnFollower],
     ) -> None:
         assert submit.turn_id is not None
         self._client = client
@@ -147,7 +129,10 @@ class TurnFollower:
         self._turns.add(self)
         try:
             opened = await subscription.opened()
-            accepted = await self._submit_shielded()
+            # Shielded: a submission that is cancelled could arrive at the daemon after the request that cancels the
+            # turn.
+            self._submitting = asyncio.create_task(self._submit_repeatedly(), name="lmx-lab submit of a turn")
+            accepted = await asyncio.shield(self._submitting)
             if opened is None or accepted.cursor < opened.seq:
                 # The turn was submitted before, or the connection is not open yet.
                 await subscription.aclose()
@@ -173,11 +158,6 @@ class TurnFollower:
             await asyncio.shield(task)
 
     # Submitting and cancelling
-
-    async def _submit_shielded(self) -> TurnAccepted:
-        # Shielded: a submission that is cancelled could arrive at the daemon after the request that cancels its turn.
-        self._submitting = asyncio.create_task(self._submit_repeatedly(), name="lmx-lab submit of a turn")
-        return await asyncio.shield(self._submitting)
 
     async def _submit_repeatedly(self) -> TurnAccepted:
         backoff, now = Backoff(), asyncio.get_running_loop().time
@@ -219,26 +199,23 @@ class TurnFollower:
                 continue
             self._reconnects = subscription.reconnects
             if event.turn_id == self._turn_id or isinstance(event, ResetFrame | SnapshotFrame):
-                await self._process(event)
+                self._accumulator.add(event)
+                match event:
+                    case PermissionRequestEvent():
+                        self._permissions.decide_on(event.data.permission)
+                    case PermissionResolvedEvent():
+                        self._permissions.withdraw(event.data.permission.permission_id)
+                    case SnapshotFrame():
+                        self._permissions.decide_on(*event.data.session.permissions)
+                    case ResetFrame():
+                        self._note_end(await self._read_record())
+                    case TurnDoneEvent() | TurnErrorEvent():
+                        self._end = event
                 yield event
                 # After the yield, so that the time in which the reader processes the event does not count as silence.
                 self._note_activity()
             elif isinstance(event, SessionDeletedEvent):
                 await self._read_and_note_end()
-
-    async def _process(self, event: DaemonEvent) -> None:
-        self._accumulator.add(event)
-        match event:
-            case PermissionRequestEvent():
-                self._permissions.decide_on(event.data.permission)
-            case PermissionResolvedEvent():
-                self._permissions.withdraw(event.data.permission.permission_id)
-            case SnapshotFrame():
-                self._permissions.decide_on(*event.data.session.permissions)
-            case ResetFrame():
-                self._note_end(await self._read_record())
-            case TurnDoneEvent() | TurnErrorEvent():
-                self._end = event
 
     # Reading the record
 
@@ -364,7 +341,10 @@ class TurnPermissions:
                     return None
                 deciding = {decision for decision in self._tasks.values() if not decision.done()}
                 await asyncio.wait({task, *deciding}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                self._raise_failures()
+                for decision in self._tasks.values():
+                    # A cancellation that was not requested here comes from the policy, and is raised as well.
+                    if decision.done() and not (decision.cancelled() and decision.cancelling()):
+                        decision.result()
             return task.result()
         finally:
             if task.cancel():
@@ -376,27 +356,25 @@ class TurnPermissions:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _raise_failures(self) -> None:
-        for task in self._tasks.values():
-            # A cancellation that was not requested here comes from the policy, and is raised as well.
-            if task.done() and not (task.cancelled() and task.cancelling()):
-                task.result()
-
-    async def _is_pending(self, permission: PermissionRecord) -> bool:
-        """Whether the permission still needs a decision: its request may be an old event that is read again."""
-        try:
-            pending = await self._routes.permissions()
-        except UnavailableError:
-            return True
-        return any(other.permission_id == permission.permission_id for other in pending)
-
     async def _decide(self, permission: PermissionRecord, policy: OnPermission) -> None:
-        if not isinstance(policy, str) and not await self._is_pending(permission):
-            return
+        if not isinstance(policy, str):
+            # The request may be an old event that is read again.
+            with suppress(UnavailableError):
+                pending = await self._routes.permissions()
+                if all(other.permission_id != permission.permission_id for other in pending):
+                    return
         verdict = policy if isinstance(policy, str) else policy(permission)
         if inspect.isawaitable(verdict):
             verdict = await verdict
-        decision = _as_decision(verdict)
+        if isinstance(verdict, Decision):
+            decision = verdict
+        elif isinstance(verdict, bool | str) and verdict in _ALLOW_OR_DENY:
+            decision = Decision(decision=_ALLOW_OR_DENY[verdict])
+        else:
+            raise InvalidRequestError(
+                f"on_permission returned {verdict!r:.80}; it must return 'allow', 'deny', True, False or a Decision",
+                param="on_permission",
+            )
         backoff = Backoff()
         while True:
             try:
@@ -408,17 +386,6 @@ class TurnPermissions:
                 if isinstance(exc, WrongServerError):
                     raise
                 await asyncio.sleep(backoff.next_delay_s(exc.retry_after_s))
-
-
-def _as_decision(verdict: object) -> Decision:
-    if isinstance(verdict, Decision):
-        return verdict
-    if not isinstance(verdict, bool | str) or verdict not in _ALLOW_OR_DENY:
-        raise InvalidRequestError(
-            f"on_permission returned {verdict!r:.80}; it must return 'allow', 'deny', True, False or a Decision",
-            param="on_permission",
-        )
-    return Decision(decision=_ALLOW_OR_DENY[verdict])
 
 
 Arguments = dict[str, JsonValue]
@@ -502,11 +469,25 @@ class TurnAccumulator:
             case MessageDoneEvent() if event.data.message.role == "assistant":
                 message = event.data.message
                 self._thinking = (message.message_id or "", message.reasoning_content or "")
-                self._arguments |= {call.call_id: _parse_arguments(call.arguments) for call in message.tool_calls}
+                for call in message.tool_calls:
+                    try:
+                        arguments = _ARGUMENTS.validate_python(pydantic_core.from_json(call.arguments or "{}"))
+                    except (ValueError, ValidationError):
+                        arguments = None
+                    self._arguments[call.call_id] = arguments
             case ToolStartEvent():
                 self._arguments[event.data.call_id] = event.data.arguments
             case ToolEndEvent():
-                self._calls.append(_tool_call(event.data, self._arguments.get(event.data.call_id)))
+                end = event.data
+                call_result = TurnToolCall(
+                    call_id=end.call_id,
+                    name=end.name,
+                    arguments=self._arguments.get(end.call_id),
+                    status=end.status,
+                    text=end.text,
+                    elapsed_s=end.elapsed_s,
+                )
+                self._calls.append(call_result)
 
     def result(self, end: TurnDoneEvent | TurnErrorEvent | TurnRecord, *, reconnects: int) -> TurnResult:
         """Return the result.
@@ -535,26 +516,8 @@ class TurnAccumulator:
         )
 
 
-def _tool_call(end: ToolEnd, arguments: Arguments | None) -> TurnToolCall:
-    return TurnToolCall(
-        call_id=end.call_id,
-        name=end.name,
-        arguments=arguments,
-        status=end.status,
-        text=end.text,
-        elapsed_s=end.elapsed_s,
-    )
-
-
 def turn_error(turn_id: str, detail: ErrorDetail) -> LabError:
     """Return the error of a failed turn, of the class for its code."""
     kind = ERROR_CLASSES.get(detail.code, TurnError)
     code = "" if detail.code in ERROR_CLASSES else f" ({detail.code:.80})"
     return kind(f"turn {turn_id}: {detail.message}{code}", param=detail.param)
-
-
-def _parse_arguments(text: str) -> Arguments | None:
-    try:
-        return _ARGUMENTS.validate_python(pydantic_core.from_json(text or "{}"))
-    except (ValueError, ValidationError):
-        return None

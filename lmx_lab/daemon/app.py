@@ -17,7 +17,7 @@ from lmx_lab.daemon.routes.resources import (
     turn_routes,
 )
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.sessions import LIST_LIMIT
+from lmx_lab.daemon.storage.sessions import LIST_LIMIT
 from lmx_lab.http.guard import ASGIApp, GuardPolicy, local_policy
 from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
-from lmx_lab.client.http_response import ChunkedDecoder
+from lmx_lab.client.plain_http import ChunkedDecoder
 from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
 from tests.support.sockets import HEAD, answering, streamed, whole
 

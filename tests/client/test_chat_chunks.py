@@ -3,7 +3,8 @@
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.client.chat_chunks import MAX_CALLS, CompleteToolCall, TokenUsage
+from lmx_lab.client.chat_chunks import MAX_CALLS, TokenUsage
+from lmx_lab.values.outputs import ToolCallDelta
 from tests.support.model_server import (
     DONE,
     Scripted,
@@ -79,8 +80,8 @@ async def test_text_thoughts_and_usage_are_read():
 async def test_tool_calls_are_assembled_from_pieces_of_all_servers(deltas):
     script = [*(delta(tool_calls=items) for items in deltas), *ending("tool_calls")]
     assert (await read_answer(script))[2] == (
-        CompleteToolCall(id="a", name="add", arguments='{"x": 1}'),
-        CompleteToolCall(id="b", name="sub", arguments="{}"),
+        ToolCallDelta(index=0, id="a", name="add", arguments='{"x": 1}'),
+        ToolCallDelta(index=1, id="b", name="sub", arguments="{}"),
     )
 
 
@@ -97,7 +98,7 @@ async def test_the_older_function_call_is_read_as_a_tool_call():
         *ending("function_call"),
     ]
     _, _, found, reason, _ = await read_answer(script)
-    assert (found, reason) == ((CompleteToolCall(id=None, name="add", arguments='{"x": 1}'),), "function_call")
+    assert (found, reason) == ((ToolCallDelta(index=0, id=None, name="add", arguments='{"x": 1}'),), "function_call")
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "content_filter", "tool_calls", "eos_token"])
@@ -117,7 +118,7 @@ async def test_a_complete_answer_instead_of_a_stream_is_read(message):
 
 async def test_a_complete_answer_with_tool_calls_is_read():
     answer = json_answer({"choices": [{"message": {"content": None, "tool_calls": [called(id="a")]}}]})
-    assert (await read_answer(answer))[2] == (CompleteToolCall(id="a", name="add", arguments="{}"),)
+    assert (await read_answer(answer))[2] == (ToolCallDelta(index=0, id="a", name="add", arguments="{}"),)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from contextlib import aclosing
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.client.chat_chunks import ToolCallAssembler
 from lmx_lab.client.chat_format import ChatFormatClient
+from lmx_lab.values.outputs import merge_tool_calls
 from tests.support.labs import serving
 from tests.support.model_server import (
     BODY,
@@ -264,11 +264,8 @@ async def test_the_labs_server_is_supported(lab):
         assert found[-1].usage.completion == 8
         assert {piece.model for piece in found} == {"tiny"}
         forced = {**body, "max_tokens": 200, "tools": [tool], "tool_choice": "required"}
-        assembler = ToolCallAssembler()
-        async for piece in client.stream(forced):
-            for call in piece.calls:
-                assembler.add(call)
-        assert [(call.name, json.loads(call.arguments)) for call in assembler.calls()][:1] == [("add", {})]
+        calls = merge_tool_calls([call async for piece in client.stream(forced) for call in piece.calls])
+        assert [(call.name, json.loads(call.arguments)) for call in calls][:1] == [("add", {})]
         with pytest.raises(errors.ModelNotFoundError):
             async for _ in client.stream({**body, "model": "nope"}):
                 pass

@@ -537,7 +537,7 @@ async def test_a_compressed_response_counts_with_its_decompressed_size():
 async def test_requests_without_computation_have_a_time_limit_for_the_complete_response(endless, monkeypatch):
     with answering(endless) as server:
         async with AsyncLabClient(server.url) as client, asyncio.timeout(WAIT_S):
-            monkeypatch.setattr("lmx_lab.client.connection.QUICK_S", 0.5)
+            monkeypatch.setattr("lmx_lab.client.lab.QUICK_S", 0.5)
             for ask in (client.version(), client.ready(), client.models()):
                 with pytest.raises(errors.UnreachableError, match="within"):
                     await ask

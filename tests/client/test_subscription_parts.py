@@ -14,12 +14,10 @@ from lmx_lab.client.daemon_events import daemon_event
 from lmx_lab.client.subscription import (
     MAX_CHARACTERS,
     MAX_ITEMS,
-    MAX_UNREAD,
     Backoff,
     Delivery,
     EventBuffer,
     EventPosition,
-    ObservableValue,
     SleepWatch,
 )
 from tests.support.events import event, heartbeat, hello, reset, snapshot, synced
@@ -136,35 +134,6 @@ async def test_items_can_be_taken_after_the_end():
     await buffer.filled()
     assert (buffer.take(), buffer.take()) == (1, None)
     await buffer.filled()
-
-
-async def test_every_reader_gets_the_current_value_and_each_change():
-    watched = ObservableValue(0)
-    readers = [watched.changes() for _ in range(2)]
-    assert [await anext(reader) for reader in readers] == [0, 0]
-    watched.set(1)
-    watched.set(2)
-    watched.end()
-    assert [[value async for value in reader] for reader in readers] == [[1, 2], [1, 2]]
-    assert [value async for value in watched.changes()] == [2]
-
-
-async def test_a_slow_reader_misses_old_changes_but_never_the_newest():
-    watched = ObservableValue(0)
-    reader = watched.changes()
-    await anext(reader)
-    for value in range(1, 1000):
-        watched.set(value)
-    watched.end()
-    assert [value async for value in reader] == list(range(1000 - MAX_UNREAD, 1000))
-
-
-async def test_a_reader_that_is_closed_is_removed():
-    watched = ObservableValue(0)
-    reader = watched.changes()
-    await anext(reader)
-    await reader.aclose()
-    assert not watched._readers
 
 
 def longest(low, high):

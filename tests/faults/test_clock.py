@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage import retention
+from lmx_lab.daemon.storage import retention, sessions
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.retention import STEP_TRUSTED_AFTER_S, CautiousClock
 from lmx_lab.daemon.storage.store import Store

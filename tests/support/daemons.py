@@ -22,10 +22,10 @@ import websockets
 from websockets.asyncio.client import ClientConnection
 
 from lmx_lab.client.credentials import STATE
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.home import DaemonHome
 from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult

@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 
 from lmx_lab.daemon.mcp.process_cleanup import MARK, is_alive
-from lmx_lab.daemon.mcp.servers import McpServers
-from lmx_lab.daemon.mcp.supervisor import RestartPolicy
+from lmx_lab.daemon.mcp.servers import McpServers, RestartPolicy
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord

@@ -22,8 +22,9 @@ from typing import Any, Literal, Self
 
 import httpx2
 
-from lmx_lab.client.chat_chunks import CompleteToolCall, Piece, TokenUsage, ToolCallAssembler
+from lmx_lab.client.chat_chunks import Piece, TokenUsage
 from lmx_lab.client.chat_format import ChatFormatClient
+from lmx_lab.values.outputs import ToolCallDelta, merge_tool_calls
 
 WAIT_S = 20.0
 """Time after which a waiting test fails."""
@@ -359,20 +360,16 @@ async def pieces(url: str, **body: Any) -> list[Piece]:
         return [piece async for piece in client.stream({**BODY, **body})]
 
 
-async def read_answer(script: Script) -> tuple[str, str, tuple[CompleteToolCall, ...], str | None, TokenUsage | None]:
+async def read_answer(script: Script) -> tuple[str, str, tuple[ToolCallDelta, ...], str | None, TokenUsage | None]:
     """Return text, thoughts, tool calls, finish reason and usage of an answer."""
-    assembler = ToolCallAssembler()
     with Scripted(script) as upstream:
         found = await pieces(upstream.url)
-    for piece in found:
-        for call in piece.calls:
-            assembler.add(call)
     reasons = [piece.finish_reason for piece in found if piece.finish_reason]
     usages = [piece.usage for piece in found if piece.usage]
     return (
         "".join(piece.text for piece in found),
         "".join(piece.thinking for piece in found),
-        assembler.calls(),
+        merge_tool_calls(call for piece in found for call in piece.calls),
         reasons[-1] if reasons else None,
         usages[-1] if usages else None,
     )

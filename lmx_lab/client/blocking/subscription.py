@@ -24,7 +24,11 @@ class BlockingSubscription(SubscriptionBase):
         return self._subscription.state
 
     def states(self) -> BlockingStream[ConnectionState]:
-        """Yield the current state, then each change until the subscription is closed. Any number of readers."""
+        """Yield the current state, then each change until the subscription is closed. Any number of readers.
+
+        A slow reader misses old changes, but never the newest one.
+        """
+        self._started()
         return BlockingStream(self._portal, lambda _: aclosing(self._subscription.states()))
 
     @property

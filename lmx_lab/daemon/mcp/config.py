@@ -1,18 +1,37 @@
-"""Check and change the configurations of MCP servers, and hide their secrets."""
+"""Check, change and read the configurations of MCP servers, find their programs, and hide their secrets."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from lmx_lab.daemon.mcp.failure import McpFailure
-from lmx_lab.daemon.mcp.process import find_program
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.mcp import REDACTED, ChangeMcpServer, McpServerConfig
 
+INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LANGUAGE",
+    "LC_ALL",
+    "LC_CTYPE",
+    "LOGNAME",
+    "USER",
+    "SHELL",
+    "TERM",
+    "TMPDIR",
+    "TZ",
+)
+"""The variables of the daemon's environment that a server inherits. It receives no others."""
 NO_RESTART = frozenset({"name", "permission"})
 """Fields that can be changed while a server runs. A change of other fields restarts it."""
 ENTRIES = 256
@@ -20,6 +39,25 @@ ENTRIES = 256
 VALUE_CHARACTERS = 32_768
 _VARIABLE_NAME = re.compile(r"[^=\0]{1,256}")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}")
+FILE_BYTES = 2**20
+SERVERS = 64
+_TRANSPORTS: dict[str, Literal["stdio", "http"]] = {
+    "stdio": "stdio",
+    "http": "http",
+    "streamable-http": "http",
+    "streamableHttp": "http",
+    "streamable_http": "http",
+}
+_VARIABLE = re.compile(r"\$\{[^}\"]*\}")
+_FIELDS = {"command", "args", "env", "cwd", "url", "headers"}
+_OTHER_FIELDS = {"type", "transport", "disabled", "timeout", "alwaysAllow", "autoApprove", "description", "$schema"}
+"""Fields that other programs use. They are accepted; all but ``type``, ``transport`` and ``disabled`` are ignored."""
+MIN_SECRET_CHARACTERS = 4
+"""Shorter values are not redacted, since they occur in much text that is not secret."""
+TAIL_BYTES = 16_384
+TAIL_LINES = 50
+_LINE_CHARACTERS = 2000
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def check(config: McpServerConfig) -> None:
@@ -147,3 +185,174 @@ def _check_entries(field: str, values: dict[str, str], names: re.Pattern[str]) -
             raise InvalidRequestError(
                 f"the value of {name!r:.80} in headers contains characters that are not ASCII; encode it", param=field
             )
+
+
+# The program
+
+
+def environment(config: McpServerConfig) -> dict[str, str]:
+    """Return the environment of a server's process."""
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return {"PATH": os.defpath, **inherited, **config.env}
+
+
+def find_program(config: McpServerConfig) -> str:
+    """Return the path of a server's program. Blocking.
+
+    Raises:
+        McpFailure: The program was not found or is not executable.
+    """
+    command = config.command or ""
+    if os.sep in command:
+        path = Path(config.cwd or ".", command)
+        if not os.path.exists(path):  # Path.exists would raise if a name is too long.
+            raise McpFailure(
+                "command-not-found", f"the file {command!r:.200} does not exist; check the path in command"
+            )
+        if path.is_dir() or not os.access(path, os.X_OK):
+            raise McpFailure("invalid", f"{command!r:.200} is not an executable program; check command")
+        return str(path.absolute())
+    search_path = environment(config)["PATH"]
+    if (program := shutil.which(command, path=search_path)) is None:
+        searched = one_line(SecretRedactor.of(config).redact(search_path))
+        raise McpFailure(
+            "command-not-found",
+            f"the program {command!r:.200} was not found in PATH, {searched!r}; install it, use its full path as "
+            "command, or set PATH in env",
+        )
+    return program
+
+
+# A project's .mcp.json
+
+
+def read_mcp_file(path: Path) -> list[McpServerConfig]:
+    """Return the servers that a ``.mcp.json`` lists. Their ``cwd`` is the folder of the file by default.
+
+    Raises:
+        InvalidRequestError: The file cannot be read or is invalid. The message names the server and the field.
+    """
+    servers = _read_servers(path)
+    return [_server_config(path, name, entry) for name, entry in servers.items()]
+
+
+def _read_servers(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES + 1)
+    except OSError as exc:
+        raise InvalidRequestError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    if len(data) > FILE_BYTES:
+        raise InvalidRequestError(f"{path} has more than {FILE_BYTES:,} bytes, so it is not a list of MCP servers")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequestError(f"{path} is not valid JSON: {exc}") from exc
+    servers = content.get("mcpServers", content.get("servers")) if isinstance(content, dict) else None
+    if not isinstance(servers, dict):
+        raise InvalidRequestError(f'{path} has no object "mcpServers" with servers by name')
+    if len(servers) > SERVERS:
+        raise InvalidRequestError(f"{path} has {len(servers)} servers, the limit is {SERVERS}")
+    return servers
+
+
+def _server_config(path: Path, name: str, entry: Any) -> McpServerConfig:
+    where = f"{path}, server {name!r:.80}"
+    if not isinstance(entry, dict):
+        raise InvalidRequestError(f'{where}: must be an object with "command" or "url"')
+    if unknown := sorted(set(entry) - _FIELDS - _OTHER_FIELDS):
+        raise InvalidRequestError(
+            f"{where}: unknown field {unknown[0]!r:.80}; the fields are {', '.join(sorted(_FIELDS))}"
+        )
+    transport = entry.get("type", entry.get("transport", "http" if "url" in entry else "stdio"))
+    if not isinstance(transport, str) or transport not in _TRANSPORTS:
+        raise InvalidRequestError(f"{where}: type is {transport!r:.80}; use stdio or http (SSE is not supported)")
+    if variable := _VARIABLE.search(json.dumps(entry)):
+        # Substituting it would give a value from this computer to the author of the file.
+        raise InvalidRequestError(f"{where}: the variable {variable[0]:.80} is not substituted; write the value itself")
+    fields = {field: entry[field] for field in _FIELDS & set(entry)}
+    if _TRANSPORTS[transport] == "stdio":
+        folder = fields.get("cwd", ".")
+        fields["cwd"] = str(path.parent.absolute() / folder) if isinstance(folder, str) else folder
+    try:
+        return McpServerConfig(
+            name=_server_name(name),
+            transport=_TRANSPORTS[transport],
+            enabled=not entry.get("disabled", False),
+            **fields,
+        )
+    except ValidationError as exc:
+        raise InvalidRequestError(f"{where}: {describe_error(exc)}") from None
+    except TypeError as exc:
+        raise InvalidRequestError(f"{where}: {exc}") from None
+
+
+def _server_name(name: str) -> str:
+    """Convert a name to the characters that the daemon accepts, since projects also use spaces and dots."""
+    return re.sub(r"[-_]{2,}", "-", re.sub(r"[^A-Za-z0-9_-]", "-", name)).strip("-_")[:32].rstrip("-_")
+
+
+# Text that is safe to display
+
+
+class SecretRedactor:
+    """Replaces secrets in text: the values of ``env`` and ``headers`` of a configuration. Its ``repr`` shows none."""
+
+    def __init__(self, values: Iterable[str]) -> None:
+        secrets = {part.strip() for value in values for part in (value, *value.splitlines(), *_credentials(value))}
+        # Longest first, because a secret can be a part of another one.
+        self._secrets = sorted(
+            (secret for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS), key=len, reverse=True
+        )
+        self._longest_bytes = max((len(secret.encode()) for secret in self._secrets), default=0)
+
+    @classmethod
+    def of(cls, config: McpServerConfig) -> Self:
+        """Return a redactor of the secrets in a configuration."""
+        return cls([*config.env.values(), *config.headers.values()])
+
+    def redact(self, text: str) -> str:
+        """Replace each secret in the text by ``***``."""
+        for secret in self._secrets:
+            text = text.replace(secret, REDACTED)
+        return text
+
+    def redact_bytes(self, data: bytes) -> bytes:
+        """Replace each secret in text that is not decoded yet."""
+        for secret in self._secrets:
+            data = data.replace(secret.encode(), REDACTED.encode())
+        return data
+
+    def redact_tail(self, text: str) -> str:
+        """Replace each secret in a text whose beginning was cut off.
+
+        The first characters are removed, since they may be the end of a secret that was cut in two.
+        """
+        return self.redact(text)[self._longest_bytes :]
+
+
+def _credentials(value: str) -> list[str]:
+    """Return the part after the scheme in the value of an Authorization header."""
+    scheme, _, rest = value.partition(" ")
+    return [rest] if rest and scheme.lower() in ("bearer", "basic", "token") else []
+
+
+def last_lines(text: str) -> str:
+    """Return the last lines of a text, at most 50 lines and 16 KiB, without control characters and with long lines cut.
+
+    Empty lines are omitted.
+    """
+    text = _replace_unprintable(text)[-TAIL_BYTES:]
+    lines = [line[:_LINE_CHARACTERS] for line in text.split("\n") if line.strip()]
+    tail = "\n".join(lines[-TAIL_LINES:])
+    # Cut again as bytes, because a character can take more than one.
+    return tail.encode()[-TAIL_BYTES:].decode("utf-8", "ignore")
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Return a text as one line of at most ``limit`` characters, for use in a sentence."""
+    return " ".join(_replace_unprintable(text[: 4 * limit]).split())[:limit]
+
+
+def _replace_unprintable(text: str) -> str:
+    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))

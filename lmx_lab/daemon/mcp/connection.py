@@ -16,8 +16,9 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
+import anyio
 from httpx2 import (
     AsyncBaseTransport,
     AsyncByteStream,
@@ -37,10 +38,9 @@ from mcp.shared.message import SessionMessage
 from mcp.types.jsonrpc import CONNECTION_CLOSED, REQUEST_TIMEOUT, jsonrpc_message_adapter
 from pydantic import TypeAdapter, ValidationError
 
+from lmx_lab.daemon.mcp.config import SecretRedactor, one_line
 from lmx_lab.daemon.mcp.failure import McpFailure, StopSignal
-from lmx_lab.daemon.mcp.process import McpProcess
-from lmx_lab.daemon.mcp.redaction import SecretRedactor, one_line
-from lmx_lab.daemon.mcp.stdio import MESSAGE_BYTES, MessageReader, MessageWriter
+from lmx_lab.daemon.mcp.process import MESSAGE_BYTES, LineTooLongError, McpProcess
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig
 
@@ -57,6 +57,9 @@ CANCEL_S = 1.5
 """Time in which a cancelled call can notify its server."""
 EXIT_S = 0.5
 """Time in which a process whose connection was lost may exit, so that its exit code can be reported."""
+INVALID_LINES = 10_000
+"""Maximum number of lines within ``INVALID_LINES_S`` that are not messages. More than that would block the loop."""
+INVALID_LINES_S = 10.0
 GRACE_S = 1.0
 """Time beyond its limit after which a call is abandoned."""
 
@@ -252,6 +255,106 @@ class _Progress:
         self._on_progress(f"{share} {text}".strip())
 
 
+class MessageReader:
+    """The messages of a process, as the stream that a session reads. The number of other lines is limited."""
+
+    def __init__(self, process: McpProcess, on_end: Callable[[], None]) -> None:
+        """
+        Args:
+            on_end: Called once, when there are no more messages.
+        """
+        self._process = process
+        self._on_end = on_end
+        self.invalid_lines = 0
+        """Number of lines that were not messages."""
+        self.is_flooded = False
+        """Whether reading has ended because there were too many lines that are not messages."""
+        self._window = (0.0, 0)
+        """Start of the current interval, and the number of invalid lines at that time."""
+        self.at_end = False
+        self.on_long_line: Callable[[], None] = lambda: None
+        """Called for each line that exceeds the limit. The line was discarded."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SessionMessage:
+        while not self.is_flooded:
+            try:
+                line = await self._process.read_line()
+            except LineTooLongError:
+                self.on_long_line()
+                continue
+            if line is None:
+                break
+            if not line.strip():
+                continue
+            try:
+                return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+            except ValueError:
+                self._process.keep_invalid_line(line)
+                self.invalid_lines += 1
+            now, (started, count) = time.monotonic(), self._window
+            if now - started > INVALID_LINES_S:
+                started, count = now, self.invalid_lines
+            self._window = (started, count)
+            self.is_flooded = self.invalid_lines - count > INVALID_LINES
+        if not self.at_end:
+            self.at_end = True
+            self._on_end()
+        raise StopAsyncIteration
+
+    async def receive(self) -> SessionMessage:
+        """Return the next message.
+
+        Raises:
+            anyio.EndOfStream: There are no more messages.
+        """
+        try:
+            return await anext(self)
+        except StopAsyncIteration:
+            raise anyio.EndOfStream from None
+
+    async def aclose(self) -> None:
+        """Do nothing: the process is stopped by its owner."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
+
+class MessageWriter:
+    """The messages for a process, as the stream that a session writes."""
+
+    def __init__(self, process: McpProcess) -> None:
+        self._process = process
+
+    async def send(self, item: SessionMessage, /) -> None:
+        """Send a message.
+
+        Raises:
+            anyio.BrokenResourceError: The process no longer reads its input.
+        """
+        line = item.message.model_dump_json(by_alias=True, exclude_unset=True).encode()
+        # Notifications do not wait, so that a server that does not read cannot delay the cancelling of a call.
+        wait = not isinstance(item.message, types.JSONRPCNotification)
+        try:
+            await self._process.write_line(line, wait=wait)
+        except (ConnectionError, OSError) as exc:
+            raise anyio.BrokenResourceError from exc
+
+    async def aclose(self) -> None:
+        """Do nothing: the process is stopped by its owner."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
+
 @contextlib.asynccontextmanager
 async def connect_stdio(
     config: McpServerConfig,
@@ -281,33 +384,32 @@ async def connect_stdio(
             return McpFailure("exited", "the server was stopped")
         return McpFailure("exited", f"the server {process.describe_end()}")
 
-    reader = MessageReader(process, _parse_message, on_lost)
-    session = _session(config, on_tools_changed, reader, MessageWriter(process, _serialize_message))
+    reader = MessageReader(process, on_lost)
+    session = _session(config, on_tools_changed, reader, MessageWriter(process))
     connection = McpConnection(session, config, stop_signal, end_failure)
     reader.on_long_line = connection.fail_calls_too_long
     try:
         async with session:
-            await _initialize_stdio(config, connection, reader)
+            try:
+                await connection.initialize()
+            except _OPEN_ERRORS as exc:
+                if reader.at_end or (isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED):
+                    failure = await end_failure()
+                    raise McpFailure(failure.kind, f"{failure.message}, before it answered initialize") from exc
+                failure = await connection.failure(exc, "the session")
+                if failure.kind == "start-timeout":
+                    wrote = ", but wrote lines that are not messages" if reader.invalid_lines else ""
+                    failure = McpFailure(
+                        "start-timeout",
+                        f"the server did not answer initialize within {config.start_timeout_s:g} s{wrote}; check that "
+                        f"{config.command!r} is an MCP server",
+                    )
+                raise failure from exc
             yield connection
     except BaseExceptionGroup as group:
         raise_first(group, SecretRedactor.of(config))
     finally:
         await connection.close()
-
-
-async def _initialize_stdio(
-    config: McpServerConfig, connection: McpConnection, reader: MessageReader[SessionMessage]
-) -> None:
-    try:
-        await connection.initialize()
-    except _OPEN_ERRORS as exc:
-        if reader.at_end or (isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED):
-            failure = await connection.end_failure()
-            raise McpFailure(failure.kind, f"{failure.message}, before it answered initialize") from exc
-        failure = await connection.failure(exc, "the session")
-        if failure.kind == "start-timeout":
-            failure = McpFailure("start-timeout", _describe_silence(config, reader))
-        raise failure from exc
 
 
 @contextlib.asynccontextmanager
@@ -333,22 +435,20 @@ async def connect_http(
             # Pushed before the session is entered, so that the connection is closed after it.
             stack.push_async_callback(connection.close)
             await stack.enter_async_context(session)
-            await _initialize_http(connection, monitor)
+            try:
+                await connection.initialize()
+            except _OPEN_ERRORS as exc:
+                if monitor.refusal:
+                    raise McpFailure(
+                        "protocol", f"the server answered {monitor.refusal}; check url and headers"
+                    ) from exc
+                raise await connection.failure(exc, "the session") from exc
+            monitor.is_initialized = True
             yield connection
     except BaseExceptionGroup as group:
         raise_first(group, SecretRedactor.of(config))
     except HTTPError as exc:
         raise unreachable(exc, SecretRedactor.of(config)) from exc
-
-
-async def _initialize_http(connection: McpConnection, monitor: ResponseMonitor) -> None:
-    try:
-        await connection.initialize()
-    except _OPEN_ERRORS as exc:
-        if monitor.refusal:
-            raise McpFailure("protocol", f"the server answered {monitor.refusal}; check url and headers") from exc
-        raise await connection.failure(exc, "the session") from exc
-    monitor.is_initialized = True
 
 
 def _session(config: McpServerConfig, on_tools_changed: Callable[[], None], reader: Any, writer: Any) -> ClientSession:
@@ -389,24 +489,6 @@ def _lost_result(reason: str) -> ToolResult:
         text=f"The connection to the server was lost during the call: {reason}. It is unknown whether the call had an "
         "effect.",
     )
-
-
-def _describe_silence(config: McpServerConfig, reader: MessageReader[SessionMessage]) -> str:
-    wrote = ", but wrote lines that are not messages" if reader.invalid_lines else ""
-    return (
-        f"the server did not answer initialize within {config.start_timeout_s:g} s{wrote}; check that "
-        f"{config.command!r} is an MCP server"
-    )
-
-
-def _parse_message(line: bytes) -> SessionMessage:
-    return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
-
-
-def _serialize_message(item: SessionMessage) -> tuple[bytes, bool]:
-    line = item.message.model_dump_json(by_alias=True, exclude_unset=True).encode()
-    # Notifications do not wait, so that a server that does not read cannot delay the cancelling of a call.
-    return line, not isinstance(item.message, types.JSONRPCNotification)
 
 
 def http_client(config: McpServerConfig, monitor: ResponseMonitor) -> AsyncClient:

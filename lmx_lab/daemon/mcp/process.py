@@ -7,36 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
-import shutil
 from collections import deque
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import psutil
 
+from lmx_lab.daemon.mcp.config import SecretRedactor, environment, find_program, last_lines, one_line
 from lmx_lab.daemon.mcp.failure import McpFailure
 from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, find_processes, root_of_child
-from lmx_lab.daemon.mcp.redaction import SecretRedactor, last_lines, one_line
-from lmx_lab.daemon.mcp.stdio import LineSplitter, LineTooLongError, OutputTail
 from lmx_lab.wire.mcp import McpServerConfig
 
-INHERITED = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LANGUAGE",
-    "LC_ALL",
-    "LC_CTYPE",
-    "LOGNAME",
-    "USER",
-    "SHELL",
-    "TERM",
-    "TMPDIR",
-    "TZ",
-)
-"""The variables of the daemon's environment that a server inherits. It receives no others."""
+MESSAGE_BYTES = 8 * 2**20
+"""Maximum size of one message. Longer lines are discarded while they are read."""
 STDIN_GRACE_S = 1.0
 """Time in which a server may exit after its stdin was closed, before it receives SIGTERM."""
 TERM_GRACE_S = 2.0
@@ -54,37 +37,68 @@ DRAIN_S = 0.2
 """Time after the exit in which remaining output is read. Longer is useless: a child may keep the pipes open forever."""
 
 
-def environment(config: McpServerConfig) -> dict[str, str]:
-    """Return the environment of a server's process."""
-    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    return {"PATH": os.defpath, **inherited, **config.env}
+class LineTooLongError(ValueError):
+    """A line is longer than ``MESSAGE_BYTES``."""
 
 
-def find_program(config: McpServerConfig) -> str:
-    """Return the path of a server's program. Blocking.
+class LineSplitter:
+    """Splits a stream of bytes into lines."""
 
-    Raises:
-        McpFailure: The program was not found or is not executable.
-    """
-    command = config.command or ""
-    if os.sep in command:
-        path = Path(config.cwd or ".", command)
-        if not os.path.exists(path):  # Path.exists would raise if a name is too long.
-            raise McpFailure(
-                "command-not-found", f"the file {command!r:.200} does not exist; check the path in command"
-            )
-        if path.is_dir() or not os.access(path, os.X_OK):
-            raise McpFailure("invalid", f"{command!r:.200} is not an executable program; check command")
-        return str(path.absolute())
-    search_path = environment(config)["PATH"]
-    if (program := shutil.which(command, path=search_path)) is None:
-        searched = one_line(SecretRedactor.of(config).redact(search_path))
-        raise McpFailure(
-            "command-not-found",
-            f"the program {command!r:.200} was not found in PATH, {searched!r}; install it, use its full path as "
-            "command, or set PATH in env",
-        )
-    return program
+    def __init__(self, limit: int = MESSAGE_BYTES) -> None:
+        """
+        Args:
+            limit: Maximum size of a line in bytes.
+        """
+        self._limit = limit
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._is_skipping = False
+
+    def feed(self, data: bytes) -> Iterator[bytes | None]:
+        """Return the lines that end in these bytes, without line feeds; None as soon as a line exceeds the limit."""
+        *complete, rest = data.split(b"\n")
+        for piece in complete:
+            if not self._add(piece):
+                yield None
+            if not self._is_skipping:
+                yield b"".join(self._pieces)
+            self._is_skipping = False
+            self._clear()
+        if not self._add(rest):
+            yield None
+
+    def _add(self, piece: bytes) -> bool:
+        """Add a piece to the current line. Returns False if the line exceeds the limit for the first time."""
+        if self._is_skipping:
+            return True
+        if self._size + len(piece) > self._limit:
+            self._is_skipping = True
+            self._clear()
+            return False
+        self._pieces.append(piece)
+        self._size += len(piece)
+        return True
+
+    def _clear(self) -> None:
+        self._pieces.clear()
+        self._size = 0
+
+
+class OutputTail:
+    """Keeps the last bytes of a stream."""
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep = keep_bytes
+        self._bytes = b""
+
+    def feed(self, data: bytes) -> None:
+        """Append bytes to the stream."""
+        keep = self._keep
+        self._bytes = data[-keep:] if len(data) >= keep else (self._bytes + data)[-keep:]
+
+    def text(self) -> str:
+        """Return the bytes that are kept as text, neither redacted nor cleaned."""
+        return self._bytes.decode("utf-8", "replace")
 
 
 class _Pipes(asyncio.SubprocessProtocol):

@@ -17,7 +17,6 @@ from fastapi import APIRouter, Request, Response, WebSocket
 from pydantic import BaseModel
 from starlette.websockets import WebSocketDisconnect
 
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.encoding import encode_event, timestamp, to_json
 from lmx_lab.daemon.routes.queries import (
     After,
@@ -34,6 +33,7 @@ from lmx_lab.daemon.routes.queries import (
 )
 from lmx_lab.daemon.routes.resources import read_failures
 from lmx_lab.daemon.services import Services
+from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import ALL_EVENTS, EventFilter, LogPage
 from lmx_lab.daemon.storage.store import DatabaseView
 from lmx_lab.daemon.turns.concurrency import give_way

@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response, status
 
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.encoding import to_json
 from lmx_lab.daemon.routes.queries import (
     Archived,
@@ -21,6 +20,7 @@ from lmx_lab.daemon.routes.queries import (
     check_wait,
 )
 from lmx_lab.daemon.services import Services
+from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.store import DatabaseView
 from lmx_lab.errors import (
     AlreadyResolvedError,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import itertools
 import json
-import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
+from docstring_parser import Docstring, DocstringMeta, DocstringStyle, ParseError, numpydoc, rest
+from docstring_parser.google import GoogleParser, Section, SectionType
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUndefinedAnnotation
 from pydantic_core import PydanticSerializationError, to_jsonable_python
@@ -179,96 +180,45 @@ def _first_line(exc: BaseException) -> str:
     return (str(exc).splitlines() or [type(exc).__name__])[0][:300]
 
 
-_PARAMETER_SECTIONS = {
-    "args",
-    "arguments",
-    "parameters",
-    "params",
-    "keyword args",
-    "keyword arguments",
-    "other parameters",
-}
-_OTHER_SECTIONS = {
-    "attributes",
-    "example",
-    "examples",
-    "note",
-    "notes",
-    "raises",
-    "references",
-    "return",
-    "returns",
-    "see also",
-    "warning",
-    "warnings",
-    "warns",
-    "yield",
-    "yields",
-}
-_GOOGLE_ENTRY = re.compile(r"\*{0,2}(?P<name>\w+)\s*(?:\([^)]*\))?\s*:\s*(?P<text>.*)")
-_NUMPY_ENTRY = re.compile(r"\*{0,2}(?P<name>\w+)(?:\s*:.*)?")
-_SPHINX_OTHER_ENTRY = re.compile(r":(?:returns?|rtype|raises?|type|yields?)\b")
-_SPHINX_ENTRY = re.compile(r":param\s+(?:[^:]*\s)?\*{0,2}(?P<name>\w+)\s*:\s*(?P<text>.*)")
+_PARAMETER_TITLES = (
+    *("Args", "Arguments", "Parameters", "Params"),
+    *("Keyword Args", "Keyword Arguments", "Other Parameters"),
+)
+_OTHER_TITLES = (
+    *("Attributes", "Example", "Examples", "Exceptions", "Note", "Notes", "Raises", "References", "Return", "Returns"),
+    *("See Also", "Warning", "Warnings", "Warns", "Yield", "Yields"),
+)
+# Only the entries of parameters are parsed, so that the format of other sections does not matter.
+_SECTIONS = [Section(title, "param", SectionType.MULTIPLE) for title in _PARAMETER_TITLES]
+_SECTIONS += [Section(title, title, SectionType.SINGULAR) for title in _OTHER_TITLES]
+_GOOGLE = GoogleParser([*_SECTIONS, *(section._replace(title=section.title.lower()) for section in _SECTIONS)])
 
 
 def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the description without its sections, and the descriptions of the parameters by name."""
-    parser = _Parser()
+    """Return the description without its sections, and the descriptions of the parameters by name.
+
+    The docstring can be in the style of Google, numpy or Sphinx.
+    """
     # A partial object has the docstring of the class ``partial``, so its function is used.
-    lines = (inspect.getdoc(getattr(function, "func", function)) or "").splitlines()
-    for line, next_line in itertools.pairwise([*lines, ""]):
-        parser.feed(line, next_line.strip())
-    texts = {name: " ".join(filter(None, pieces)) for name, pieces in parser.parameters.items()}
-    return "\n".join(parser.description).strip(), {name: text for name, text in texts.items() if text}
-
-
-class _Parser:
-    """Parses a docstring line by line."""
-
-    def __init__(self) -> None:
-        self.description: list[str] = []
-        self.parameters: dict[str, list[str]] = {}
-        self._section: Literal["description", "google", "numpy", "sphinx", "other"] = "description"
-        self._indent: int | None = None
-        """Indentation of the entries in a section of Google style. Lines with more indentation continue an entry."""
-        self._current: list[str] | None = None
-
-    def feed(self, line: str, next_line: str) -> None:
-        """Parse one line. A line of hyphens after it makes it the heading of a section."""
-        text, indent = line.strip(), len(line) - len(line.lstrip())
-        if self._start_section(text, indent, next_line) or self._start_sphinx_entry(text):
-            return
-        if self._section == "description":
-            self.description.append(line)
-        elif text and set(text) != {"-"} and not self._start_entry(text, indent) and self._current is not None:
-            self._current.append(text)
-
-    def _start_section(self, text: str, indent: int, next_line: str) -> bool:
-        is_underlined = len(next_line) >= 3 and set(next_line) == {"-"}
-        name = text.removesuffix(":").lower()
-        if indent or not (is_underlined or text.endswith(":")) or name not in _PARAMETER_SECTIONS | _OTHER_SECTIONS:
-            return False
-        self._section = "other" if name in _OTHER_SECTIONS else "numpy" if is_underlined else "google"
-        self._indent = self._current = None
-        return True
-
-    def _start_sphinx_entry(self, text: str) -> bool:
-        if match := _SPHINX_ENTRY.fullmatch(text):
-            self._section = "sphinx"
-            self._current = self.parameters[match["name"]] = [match["text"]]
-        elif _SPHINX_OTHER_ENTRY.match(text):
-            self._section, self._current = "sphinx", None
-        else:
-            return False
-        return True
-
-    def _start_entry(self, text: str, indent: int) -> bool:
-        if self._section == "google":
-            self._indent = indent if self._indent is None else self._indent
-            match = _GOOGLE_ENTRY.fullmatch(text) if indent <= self._indent else None
-        else:
-            match = _NUMPY_ENTRY.fullmatch(text) if self._section == "numpy" and indent == 0 else None
-        if match is None:
-            return False
-        self._current = self.parameters[match["name"]] = [match.groupdict().get("text", "")]
-        return True
+    text = inspect.getdoc(getattr(function, "func", function)) or ""
+    found: list[Docstring] = []
+    for parse in (_GOOGLE.parse, numpydoc.parse, rest.parse):
+        with contextlib.suppress(ParseError):
+            found.append(parse(text))
+    # The style in which most was found. Sphinx's parser also finds ``:class:`` and other roles at the start of a line.
+    best = max(
+        found,
+        key=lambda style: sum(
+            type(meta) is not DocstringMeta or style.style is not DocstringStyle.REST for meta in style.meta
+        ),
+        default=None,
+    )
+    if best is None:
+        return text, {}
+    texts: dict[str, str] = {}
+    for parameter in best.params:
+        if parameter.args[0] != "attribute":
+            lines = [line.strip() for line in (parameter.description or "").splitlines()]
+            for name in parameter.arg_name.split(","):
+                texts[name.strip().lstrip("*")] = " ".join(filter(None, lines))
+    return (best.description or "").strip(), {name: text for name, text in texts.items() if text}

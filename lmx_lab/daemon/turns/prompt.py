@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lmx_lab.client.chat_chunks import CompleteToolCall
 from lmx_lab.daemon.tools.tool import DaemonTool
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.sanitize import replace_surrogates
+from lmx_lab.values.outputs import ToolCallDelta
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.sessions import SessionMessage, ToolCall, TurnOverrides
 
@@ -147,7 +147,7 @@ EXCERPT_CHARACTERS = 200
 """Maximum length of the model's text that an error message quotes."""
 
 
-def normalize_calls(calls: Iterable[CompleteToolCall], used_ids: set[str]) -> tuple[ToolCall, ...]:
+def normalize_calls(calls: Iterable[ToolCallDelta], used_ids: set[str]) -> tuple[ToolCall, ...]:
     """Return the calls with unique ids: the model's id if it is short and was not used before, otherwise a new one.
 
     Args:
@@ -158,7 +158,7 @@ def normalize_calls(calls: Iterable[CompleteToolCall], used_ids: set[str]) -> tu
         own_id = call.id or ""
         call_id = own_id if PLAIN_ID.fullmatch(own_id) and own_id not in used_ids else new_id("call")
         used_ids.add(call_id)
-        name = replace_surrogates(call.name)[:NAME_CHARACTERS] or "unnamed"
+        name = replace_surrogates(call.name or "")[:NAME_CHARACTERS] or "unnamed"
         normalized.append(ToolCall(call_id=call_id, name=name, arguments=replace_surrogates(call.arguments)))
     return tuple(normalized)
 

@@ -8,19 +8,15 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.daemon.storage.turns import StartedTurn, Submitted, TurnKey, end_abandoned
 from lmx_lab.daemon.tools.tool import Toolbox
-from lmx_lab.daemon.turns import permissions, queue, records
+from lmx_lab.daemon.turns.active_turn import MAX_RETRY_S, MIN_RETRY_S, ActiveTurn, TurnDependencies
 from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters, give_way
-from lmx_lab.daemon.turns.effects import ActiveTurn, TurnDependencies
+from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.daemon.turns.model_client import ModelClient
-from lmx_lab.daemon.turns.queue import StartedTurn, Submitted
-from lmx_lab.daemon.turns.records import TurnKey
-from lmx_lab.daemon.turns.recovery import end_abandoned
-from lmx_lab.daemon.turns.turn import TurnEnding
-from lmx_lab.daemon.turns.writer import MAX_RETRY_S, MIN_RETRY_S
 from lmx_lab.errors import LabError, SessionNotFoundError, StoppingError
 from lmx_lab.wire.sessions import (
     CancelAnswer,
@@ -77,7 +73,7 @@ class TurnRunner:
 
         If the disk is full, this is done in the background once there is space.
         """
-        started, queued = await self._store.read(queue.list_unfinished)
+        started, queued = await self._store.read(turns.list_unfinished)
         self._queued_count = len(queued)
         abandoned, waiting = (list(dict.fromkeys(key.session_id for key in keys)) for keys in (started, queued))
         try:
@@ -169,7 +165,7 @@ class TurnRunner:
         Raises:
             StoppingError: The daemon is stopping.
             SessionNotFoundError, IdempotencyConflictError, TurnInProgressError, QueueFullError, StorageFullError: See
-                ``queue.submit``.
+                ``turns.submit``.
         """
         if self._is_stopping:
             raise StoppingError("the daemon is stopping and accepts no turns; start it again, then repeat the request")
@@ -217,11 +213,11 @@ class TurnRunner:
         model = self._upstream.state().model
 
         def submit(tx: Transaction) -> tuple[Submitted, StartedTurn | None]:
-            submitted = queue.submit(tx, worker.session_id, body, self._limits)
+            submitted = turns.submit(tx, worker.session_id, body, self._limits)
             if not can_start or submitted.turn.status != "queued":
                 return submitted, None
             if submitted.is_first:
-                return submitted, queue.start_submitted(tx, submitted, body, model=model)
+                return submitted, turns.start_submitted(tx, submitted, body, model=model)
             return submitted, start_next(tx)
 
         return submit
@@ -247,7 +243,7 @@ class TurnRunner:
         return record
 
     async def _read(self, key: TurnKey) -> TurnRecord:
-        return await self._store.read(lambda view: records.read(view, key))
+        return await self._store.read(lambda view: turns.read(view, key))
 
     async def cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
         """Cancel the active turn or the named one, and the queued turns if requested. Idempotent.
@@ -293,7 +289,7 @@ class TurnRunner:
 
         def end(tx: Transaction) -> tuple[list[str], list[str]]:
             abandoned = end_abandoned(tx, session_id) if has_no_active_turn else []
-            return abandoned, queue.cancel_queued(tx, session_id, turn_ids)
+            return abandoned, turns.cancel_queued(tx, session_id, turn_ids)
 
         abandoned, queued = await self._store.write(end, ending=True)
         self._queued_count -= len(queued)
@@ -404,7 +400,7 @@ class TurnRunner:
 
         def start_next(tx: Transaction) -> StartedTurn | None:
             end_abandoned(tx, worker.session_id)
-            return queue.start_next(tx, worker.session_id, model=model)
+            return turns.start_next(tx, worker.session_id, model=model)
 
         return start_next
 

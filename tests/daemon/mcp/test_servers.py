@@ -464,11 +464,11 @@ def killed_daemon(folder, script=KILLED_DAEMON):
 KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from lmx_lab.daemon.mcp import process_registry
+from lmx_lab.daemon.mcp import watchdog
 from tests.support.mcp import McpHarness, hostile
 from tests.support.mcp import Store
 
-write = process_registry._write_registry
+write = watchdog._write_registry
 
 def write_until_it_runs(path, roots):
     for root in roots:
@@ -480,7 +480,7 @@ def write_until_it_runs(path, roots):
 
 async def main():
     global harness
-    process_registry._write_registry = write_until_it_runs
+    watchdog._write_registry = write_until_it_runs
     folder = Path(sys.argv[1])
     harness = McpHarness(await Store.open(folder / "daemon.db"), folder)
     await harness.again()

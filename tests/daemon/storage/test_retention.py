@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.encoding import timestamp
 from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.retention import delete_expired
 from lmx_lab.daemon.storage.store import Transaction

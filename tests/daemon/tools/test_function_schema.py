@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from pydantic import Field
 
+from lmx_lab.daemon.tools.function_schema import function_schema, read_docstring
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.errors import InvalidRequestError
@@ -164,3 +165,64 @@ def test_methods_partials_and_callable_objects_can_be_tools(tools):
     def odd_default(a: int = 1, b: Any = object()) -> None: ...  # noqa: B008
 
     assert "required" not in tools.register(odd_default).parameters
+
+
+def test_docstrings_of_three_styles_are_parsed():
+    def google(a: int, b: int) -> None:
+        """Sum: of things.
+
+        Arguments:
+          a: first: of all
+          b (int, optional): second
+
+            goes on
+        """
+
+    def numpy(a: int, b: int) -> None:
+        """Sum.
+
+        Parameters
+        ----------
+        a : int
+            first
+        b
+            second
+            goes on
+
+        Returns
+        -------
+        int
+        """
+
+    def sphinx(a: int, b: int) -> None:
+        """Sum.
+
+        :param a: first
+        :param int b: second
+            goes on
+        :returns: nothing
+        """
+
+    assert read_docstring(google) == ("Sum: of things.", {"a": "first: of all", "b": "second goes on"})
+    assert read_docstring(numpy) == ("Sum.", {"a": "first", "b": "second goes on"})
+    assert read_docstring(sphinx) == ("Sum.", {"a": "first", "b": "second goes on"})
+    assert read_docstring(lambda: 1) == ("", {})
+    assert function_schema(google).parameters["properties"]["b"]["description"] == "second goes on"
+
+
+@pytest.mark.parametrize(
+    ("docstring", "description", "texts"),
+    [
+        ("Sum.\n\nKeyword Args:\n  a: first\n\nNote:\n  Slow.", "Sum.", {"a": "first"}),
+        ("Sum.\n\nother parameters:\n  **a: first\n\nSee Also:\n  max", "Sum.", {"a": "first"}),
+        ("Sum.\n\nArgs:\n  a: first\n\nRaises:\n  without a colon", "Sum.", {"a": "first"}),
+        ("Sum.\n\nParameters\n----------\na, b : int\n    both", "Sum.", {"a": "both", "b": "both"}),
+        ("Return a\n:class:`int` or None.", "Return a\n:class:`int` or None.", {}),
+        ("Sum.\n\nArgs:\n  no entry", "Sum.\n\nArgs:\n  no entry", {}),
+    ],
+)
+def test_sections_and_entries_of_a_docstring_are_recognized(docstring, description, texts):
+    def function() -> None: ...
+
+    function.__doc__ = docstring
+    assert read_docstring(function) == (description, texts)

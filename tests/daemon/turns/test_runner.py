@@ -135,7 +135,7 @@ async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(he
 
 
 async def test_the_length_of_a_message_is_limited(here, upstream, monkeypatch):
-    monkeypatch.setattr("lmx_lab.daemon.turns.message_builder.CONTENT_CHARACTERS", 10)
+    monkeypatch.setattr("lmx_lab.daemon.turns.message.CONTENT_CHARACTERS", 10)
     upstream.then([token("abcdef"), token("ghijkl"), STALL])
     record = await here.run(await here.session())
     assert (record.stop_reason, record.text) == ("length", "abcdefghij")

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
+from lmx_lab.daemon.storage import turns as turn_rows
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.turns import records as turn_records
-from lmx_lab.daemon.turns import runner
-from lmx_lab.daemon.turns import writer as turn_writer
+from lmx_lab.daemon.turns import active_turn, runner
 from lmx_lab.wire.sessions import CancelTurns, Decision
 from tests.support.daemons import ASKS, FREE, WAIT_S, ScriptedToolbox, check_invariants, daemon
 from tests.support.model_server import DROP, STALL, Gate, calls, says, thought, token
@@ -26,7 +25,7 @@ ALWAYS = Decision(decision="allow", scope="session")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """Shorten the time between retries."""
-    for module in (turn_writer, runner):
+    for module in (active_turn, runner):
         monkeypatch.setattr(module, "MIN_RETRY_S", 0.01)
 
 
@@ -646,14 +645,14 @@ async def test_a_start_on_a_full_disk_recovers_when_there_is_space(tmp_path, ups
 
 async def test_a_turn_ends_even_after_an_unexpected_exception(here, upstream, monkeypatch, caplog):
     upstream.then(calls((FREE, {})), says("ok"))
-    tool_end, bugs = turn_records.end_tool, iter([ZeroDivisionError("kaputt")])
+    tool_end, bugs = turn_rows.end_tool, iter([ZeroDivisionError("kaputt")])
 
     def once(*arguments: Any, **fields: Any) -> None:
         for bug in bugs:
             raise bug
         tool_end(*arguments, **fields)
 
-    monkeypatch.setattr(turn_records, "end_tool", once)
+    monkeypatch.setattr(turn_rows, "end_tool", once)
     session = await here.session()
     record = await here.run(session)
     assert record.error is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.daemon.turns.queue import list_unfinished
+from lmx_lab.daemon.storage.turns import list_unfinished
 from lmx_lab.errors import LabError, NotFoundError, StoppingError
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.support.daemons import ASKS, FREE, TERMINAL, WAIT_S, ScriptedToolbox, TurnHarness, check_invariants, daemon

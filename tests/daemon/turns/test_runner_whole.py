@@ -11,9 +11,10 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import permissions
+from lmx_lab.daemon.storage import turns as turn_rows
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.turns import permissions, runner
-from lmx_lab.daemon.turns import queue as turn_queue
+from lmx_lab.daemon.turns import runner
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.support.daemons import ASKS, FREE, WAIT_S, check_invariants, daemon
 from tests.support.model_server import STALL, Gate, calls, says, token
@@ -45,7 +46,7 @@ async def test_a_turn_runs_even_if_its_submitter_was_cancelled(here, upstream, m
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(content="hi", turn_id="t")
-    await cancel_during(monkeypatch, turn_queue, "submit", here.turns.submit(session, body))
+    await cancel_during(monkeypatch, turn_rows, "submit", here.turns.submit(session, body))
     await here.seen("turn.done")
     assert here.turns.counts()[1] == 0
 
@@ -63,7 +64,7 @@ async def test_a_repeated_submit_starts_a_turn_that_is_queued(here, upstream):
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(content="hi", turn_id="t")
-    await here.store.write(lambda tx: turn_queue.submit(tx, session, body, Limits()))
+    await here.store.write(lambda tx: turn_rows.submit(tx, session, body, Limits()))
     here.turns._queued_count = 1
     _, new = await here.turns.submit(session, body)
     assert not new

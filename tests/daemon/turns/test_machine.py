@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmx_lab.daemon.turns.turn import (
+from lmx_lab.daemon.turns.machine import (
     CallModel,
     EndToolCall,
     EndTurn,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 
-from lmx_lab.client.plain_transport import PlainTransport
+from lmx_lab.client.plain_http import PlainTransport
 
 pytestmark = pytest.mark.anyio
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from lmx_lab.daemon.encoding import to_json
+from lmx_lab.daemon.storage import permissions
 from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
-from lmx_lab.daemon.turns import permissions
 from lmx_lab.errors import (
     InvalidRequestError,
     RevisionConflictError,

@@ -1,11 +1,43 @@
-"""Reading the servers of a ``.mcp.json``."""
+"""Reading the servers of a ``.mcp.json``, and making the output of MCP servers safe to display."""
 
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lmx_lab.daemon.mcp.project_file import read_mcp_file
+from lmx_lab.daemon.mcp.config import SecretRedactor, last_lines, read_mcp_file
+from lmx_lab.daemon.mcp.process import LineSplitter, OutputTail
 from lmx_lab.errors import InvalidRequestError
+
+
+def test_short_secrets_are_redacted_too():
+    assert SecretRedactor(["1234", "abc"]).redact("1234 abc") == "*** abc"
+    assert SecretRedactor(["1234", "abc"]).redact_bytes(b"1234 abc") == b"*** abc"
+
+
+def test_a_tail_is_short_printable_and_without_secrets():
+    tail = OutputTail(20_480)
+    secret = "very-secret-value"
+    for number in range(1000):
+        tail.feed(f"line {number} \x1b[31m{secret}\x00\r\nüñ\u202e\n".encode())
+    text = last_lines(SecretRedactor([f"Bearer {secret}", "short"]).redact(tail.text()))
+    assert len(text.encode()) <= 16_384
+    assert len(text.splitlines()) == 50
+    assert text.splitlines()[-2] == "line 999 \ufffd[31m***\ufffd"
+    assert secret not in text
+    tail.feed(b"x" * 100_000)
+    assert len(tail.text()) <= 20_480
+    assert last_lines(tail.text()) == "x" * 2000
+
+
+@given(st.lists(st.sampled_from([b"", b"a", b"\n", b"bcd\n", b"e" * 9, b"\n\nf"]), max_size=30))
+def test_lines_do_not_depend_on_how_the_stream_is_cut(pieces):
+    lines = LineSplitter(limit=8)
+    found = [line for piece in pieces for line in lines.feed(piece)]
+    *whole, rest = b"".join(pieces).split(b"\n")
+    wanted = [line if len(line) <= 8 else None for line in whole] + [None] * (len(rest) > 8)
+    assert found == wanted
 
 
 def written(folder, content):

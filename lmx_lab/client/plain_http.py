@@ -1,13 +1,19 @@
-"""Receive and decode responses of HTTP/1.1 servers (RFC 9112) on a plain asyncio connection.
+"""Send requests to HTTP/1.1 servers (RFC 9112) and decode their responses with plain asyncio, without TLS or proxies.
 
 The benchmark and the daemon use it to read streams of tokens, because httpx2 takes three times as much CPU time for
-each piece.
+each piece. Its transport also writes a request in several steps and passes each piece of a response through ten
+generators, which delays a turn of the daemon by a millisecond.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import select
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import httpx2
 
 MAX_UNREAD_BYTES = 1_000_000
 """Unread bytes of one connection above which reading from the socket is paused."""
@@ -16,6 +22,8 @@ MAX_HEAD_BYTES = 65_536
 BLANK_LINE = b"\r\n\r\n"
 WITHOUT_BODY = (204, 304)
 """Statuses of responses that have no body, regardless of their header fields."""
+FORBIDDEN = (b"\r", b"\n", b"\0")
+"""Bytes that no header field can contain: they would begin another field or request."""
 
 
 class ChunkedDecoder:
@@ -182,3 +190,146 @@ class ResponseHead:
         if self._chunked is not None:
             return self._is_persistent and self._chunked.is_clean
         return self._is_persistent and self.ended and not self._has_more
+
+
+# The transport
+
+
+class PlainTransport(httpx2.AsyncBaseTransport):
+    """A transport for ``http://`` addresses that reuses connections.
+
+    Args:
+        keepalive_s: Idle time after which a connection is not reused.
+    """
+
+    def __init__(self, *, keepalive_s: float) -> None:
+        self._keepalive_s = keepalive_s
+        self._idle: dict[tuple[str, int], list[tuple[float, ReceiveBuffer]]] = {}
+        """Open connections without a request, each with the time until which it may be used. The newest are last."""
+        self._busy: set[ReceiveBuffer] = set()
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request, and return the response as soon as its head is received."""
+        timeouts: dict[str, float | None] = request.extensions.get("timeout", {})
+        fields = request.headers.raw
+        if any(byte in name or byte in value for name, value in fields for byte in FORBIDDEN):
+            raise httpx2.LocalProtocolError("a header field contains a line break or a null byte")
+        lines = [request.method.encode() + b" " + request.url.raw_path + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in fields]
+        data = b"\r\n".join([*lines, b"", b""]) + await request.aread()
+        address = (request.url.host, request.url.port or 80)
+        connection = self._take_idle(address)
+        if connection is None:
+            try:
+                async with asyncio.timeout(timeouts.get("connect")):
+                    _, connection = await asyncio.get_running_loop().create_connection(ReceiveBuffer, *address)
+            except TimeoutError:
+                raise httpx2.ConnectTimeout("") from None
+            except OSError as exc:
+                raise httpx2.ConnectError(exc.strerror or str(exc)) from exc
+        self._busy.add(connection)
+        read_s = timeouts.get("read")
+        try:
+            connection.transport.write(data)
+            with _translated_errors():
+                async with asyncio.timeout(read_s):
+                    head, received = await connection.take_head()
+        except BaseException:
+            await self._close(connection)
+            raise
+
+        async def end() -> None:
+            await self._end(connection, head, address)
+
+        body = _Body(connection, head, [data for _, data in received], read_s=read_s, end=end)
+        return httpx2.Response(head.status, headers=head.fields, stream=body)
+
+    def _take_idle(self, address: tuple[str, int]) -> ReceiveBuffer | None:
+        """Return an open connection to the address, and close those that were idle for too long."""
+        idle, now = self._idle.get(address, []), asyncio.get_running_loop().time()
+        while idle:
+            until_s, connection = idle.pop()
+            if now < until_s and connection.is_idle:
+                # Readable, if the server has closed it or sent data, which the event loop has not noticed yet.
+                poll = select.poll()
+                poll.register(connection.transport.get_extra_info("socket"), select.POLLIN)
+                if not poll.poll(0):
+                    return connection
+            connection.transport.abort()
+        return None
+
+    async def _end(self, connection: ReceiveBuffer, head: ResponseHead, address: tuple[str, int]) -> None:
+        """Keep the connection if the response is complete; otherwise close it, so that the server stops generating."""
+        if connection not in self._busy:
+            return
+        if head.is_reusable and connection.is_idle:
+            self._busy.discard(connection)
+            until_s = asyncio.get_running_loop().time() + self._keepalive_s
+            self._idle.setdefault(address, []).append((until_s, connection))
+        else:
+            await self._close(connection)
+
+    async def _close(self, connection: ReceiveBuffer) -> None:
+        self._busy.discard(connection)
+        await connection.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        idle = [connection for connections in self._idle.values() for _, connection in connections]
+        self._idle.clear()
+        for connection in [*idle, *self._busy]:
+            await self._close(connection)
+
+
+class _Body(httpx2.AsyncByteStream):
+    """The body of a response, as it is received."""
+
+    def __init__(
+        self,
+        connection: ReceiveBuffer,
+        head: ResponseHead,
+        received: list[bytes],
+        *,
+        read_s: float | None,
+        end: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._connection = connection
+        self._head = head
+        self._received = received
+        self._read_s = read_s
+        self._end = end
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        head, received = self._head, self._received
+        while True:
+            with _translated_errors():
+                pieces = [piece for data in received if (piece := head.decode(data))]
+            for piece in pieces:
+                yield piece
+            if head.ended:
+                return
+            with _translated_errors():
+                async with asyncio.timeout(self._read_s):
+                    received = [data for _, data in await self._connection.take()]
+                if not received and not head.may_end:
+                    raise EOFError("the connection was closed before the end of the response")
+            if not received:
+                return
+
+    async def aclose(self) -> None:
+        await self._end()
+
+
+@contextlib.contextmanager
+def _translated_errors() -> Iterator[None]:
+    """Translate the errors of an open connection to those of httpx2."""
+    try:
+        yield
+    except TimeoutError:
+        raise httpx2.ReadTimeout("") from None
+    except OSError as exc:
+        raise httpx2.ReadError(exc.strerror or str(exc)) from exc
+    except EOFError as exc:
+        raise httpx2.RemoteProtocolError(str(exc)) from exc
+    except ValueError as exc:
+        raise httpx2.RemoteProtocolError(f"the response is not valid HTTP: {exc}") from exc

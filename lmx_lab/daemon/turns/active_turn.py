@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.store import Store
+from lmx_lab.daemon.storage import permissions, turns
+from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.daemon.storage.turns import StartedTurn, end_from_rows
 from lmx_lab.daemon.tools.tool import DaemonTool, Toolbox
-from lmx_lab.daemon.turns import permissions, records
 from lmx_lab.daemon.turns.concurrency import TurnSlots
-from lmx_lab.daemon.turns.message_builder import MessageBuilder, TurnUsage
-from lmx_lab.daemon.turns.model_client import ModelClient
-from lmx_lab.daemon.turns.prompt import call_ids, chat_request, normalize_calls, select_tools, truncate_result
-from lmx_lab.daemon.turns.queue import StartedTurn
-from lmx_lab.daemon.turns.recovery import end_from_rows
-from lmx_lab.daemon.turns.turn import (
+from lmx_lab.daemon.turns.machine import (
     CallModel,
     EndToolCall,
     EndTurn,
@@ -42,10 +39,12 @@ from lmx_lab.daemon.turns.turn import (
     TurnPhase,
     WithdrawPermissions,
 )
-from lmx_lab.daemon.turns.writer import TurnWriter
+from lmx_lab.daemon.turns.message import MessageBuilder, TurnUsage
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.daemon.turns.prompt import call_ids, chat_request, normalize_calls, select_tools, truncate_result
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
 from lmx_lab.wire.base import new_id
-from lmx_lab.wire.events import ToolEnd
+from lmx_lab.wire.events import ModelStatus, ToolEnd
 from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall, ToolStatus
 
 log = logging.getLogger(__name__)
@@ -57,6 +56,11 @@ PROGRESS_PER_BATCH = 100
 """Maximum number of messages of progress of tools in one batch. Further messages are dropped."""
 TOOLS_SHARE_OF_CANCEL = 0.8
 """Share of ``limits.cancel_s`` within which tools have to end. The rest is for writing the end of the turn."""
+log = logging.getLogger(__name__)
+Change = Callable[[Transaction], object]
+"""Changes rows and appends events."""
+MIN_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +279,7 @@ class ActiveTurn:
     def _prepare_model_call(self, action: CallModel) -> Effect:
         # The progress of the first step was written when the turn was started.
         if action.step > 1:
-            self._add_turn_change(records.append_progress, step=action.step, note="")
+            self._add_turn_change(turns.append_progress, step=action.step, note="")
         return partial(self._start_model, action.step)
 
     def _start_model(self, step: int) -> None:
@@ -346,10 +350,10 @@ class ActiveTurn:
         self._progress_count = 0
         if self._model_progress is not None and self._machine.phase is TurnPhase.MODEL:
             note = self._model_progress[:PROGRESS_CHARACTERS]
-            self._add_turn_change(records.append_progress, step=self._machine.step, note=note)
+            self._add_turn_change(turns.append_progress, step=self._machine.step, note=note)
         self._model_progress = None
         for event, text in self._message.take():
-            self._add_turn_change(records.append_text, event=event, message_id=self._message.message_id, text=text)
+            self._add_turn_change(turns.append_text, event=event, message_id=self._message.message_id, text=text)
 
     def _save_message(self, calls: tuple[ToolCall, ...]) -> None:
         """Add the current message to the history, unless it is empty."""
@@ -369,7 +373,7 @@ class ActiveTurn:
             turn_id=self.key.turn_id,
         )
         self._history.append(message)
-        self._add_turn_change(records.add_message, message=message)
+        self._add_turn_change(turns.add_message, message=message)
 
     # Calls
 
@@ -390,7 +394,7 @@ class ActiveTurn:
         return lambda: self._call_later(timeout_s, lambda: self._inbox.put_nowait(expired))
 
     def _prepare_tool(self, action: StartTool) -> Effect:
-        self._add_turn_change(records.start_tool, call=action.call, arguments=action.arguments)
+        self._add_turn_change(turns.start_tool, call=action.call, arguments=action.arguments)
         on_progress = partial(self._add_tool_output, action.call.call_id)
         return lambda: self._tools.start(action.call, action.arguments, on_progress)
 
@@ -398,7 +402,7 @@ class ActiveTurn:
         is_running = self._machine.phase not in (TurnPhase.ENDED, TurnPhase.STOPPING)
         if is_running and self._progress_count < PROGRESS_PER_BATCH:
             self._progress_count += 1
-            self._add_turn_change(records.append_tool_output, call_id=call_id, text=text[:PROGRESS_CHARACTERS])
+            self._add_turn_change(turns.append_tool_output, call_id=call_id, text=text[:PROGRESS_CHARACTERS])
             self._start_batch()
 
     def _end_tool_call(self, action: EndToolCall) -> None:
@@ -412,9 +416,9 @@ class ActiveTurn:
             truncated=is_truncated,
             elapsed_s=self._tools.elapsed_s(call_id),
         )
-        message = records.tool_message(self.key, call_id=call_id, text=text)
+        message = turns.tool_message(self.key, call_id=call_id, text=text)
         self._history.append(message)
-        self._add_turn_change(records.end_tool, end=end, message=message)
+        self._add_turn_change(turns.end_tool, end=end, message=message)
 
     # The end
 
@@ -422,7 +426,7 @@ class ActiveTurn:
         if not self._message_is_saved:
             self._save_message(())
         stats = self._usage.stats(self._loop.time())
-        self._add_turn_change(records.end, ending=ending, text=self._message.text, stats=stats)
+        self._add_turn_change(turns.end, ending=ending, text=self._message.text, stats=stats)
 
 
 class RunningTools:
@@ -486,3 +490,64 @@ class RunningTools:
     def running_tasks(self) -> list[asyncio.Task[None]]:
         """Return the tasks that have not ended."""
         return [task for task in self._tasks.values() if not task.done()]
+
+
+class TurnWriter:
+    """Writes the pending changes of a turn. Changes that could not be written stay pending, before later ones."""
+
+    def __init__(self, store: Store, upstream: ModelClient) -> None:
+        self.pending: list[Change] = []
+        self._store = store
+        self._upstream = upstream
+        self._abandoned = asyncio.Event()
+
+    async def write(self, *, ending: bool = False) -> None:
+        """Write the pending changes, and the state of the model server if it has changed.
+
+        Args:
+            ending: Whether the changes end something. They are then tried even on a full disk.
+
+        Raises:
+            StorageFullError: The disk is full. All changes are still pending.
+        """
+        pending, status = list(self.pending), self._upstream.unreported_status()
+        if not pending and status is None:
+            return
+        await self._store.write(partial(_apply, pending, status), ending=ending)
+        del self.pending[: len(pending)]
+        if status is not None:
+            self._upstream.mark_reported(status)
+
+    async def write_end(self, retry_on: type[LabError] = StorageFullError) -> bool:
+        """Write the pending changes, and retry until it succeeds.
+
+        Args:
+            retry_on: Exceptions after which to retry. Others are raised.
+
+        Returns:
+            False if the changes were not written because of ``abandon`` or because the database is closed.
+        """
+        retry_s = MIN_RETRY_S
+        while not self._abandoned.is_set():
+            try:
+                await self.write(ending=True)
+                return True
+            except StoppingError:
+                return False  # The database is closed.
+            except retry_on as exc:
+                log.warning("the end of a turn cannot be written yet: %s", exc)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._abandoned.wait(), retry_s)
+            retry_s = min(MAX_RETRY_S, 2 * retry_s)
+        return False
+
+    def abandon(self) -> None:
+        """Stop retrying. The next start of the daemon ends the turn."""
+        self._abandoned.set()
+
+
+def _apply(changes: Sequence[Change], status: ModelStatus | None, tx: Transaction) -> None:
+    if status is not None:
+        tx.append("model.status", status)
+    for change in changes:
+        change(tx)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lmx_lab.client.chat_chunks import CompleteToolCall, Piece, ToolCallAssembler
+from lmx_lab.client.chat_chunks import Piece
+from lmx_lab.values.outputs import ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.sessions import CONTENT_CHARACTERS, TurnStats
 
 TextEvent = Literal["turn.token", "turn.thinking"]
@@ -31,16 +32,13 @@ class MessageBuilder:
         self._thinking: list[str] = []
         self._characters_left = {"turn.token": CONTENT_CHARACTERS, "turn.thinking": CONTENT_CHARACTERS}
         self._pending: list[tuple[TextEvent, list[str]]] = []
-        self._calls = ToolCallAssembler()
+        self._calls: list[ToolCallDelta] = []
 
     def add(self, piece: Piece, now_s: float) -> bool:
         """Add a piece. Returns whether there is text that was not taken yet.
 
         Args:
             now_s: The current time in seconds, on any clock.
-
-        Raises:
-            EngineError: The answer has more calls than allowed.
         """
         if self.is_closed:
             return False
@@ -48,8 +46,7 @@ class MessageBuilder:
             self.prompt_tokens = piece.usage.prompt or 0
             self._reported_tokens = piece.usage.completion
         self._finish_reason = piece.finish_reason or self._finish_reason
-        for call in piece.calls:
-            self._calls.add(call)
+        self._calls += piece.calls
         if piece.has_output:
             self.first_s = now_s if self.first_s is None else self.first_s
             self.last_s = now_s
@@ -85,9 +82,9 @@ class MessageBuilder:
         return "".join(self._thinking)
 
     @property
-    def calls(self) -> tuple[CompleteToolCall, ...]:
+    def calls(self) -> tuple[ToolCallDelta, ...]:
         """The calls so far. They are complete when the answer is."""
-        return self._calls.calls()
+        return merge_tool_calls(self._calls)
 
     @property
     def is_full(self) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import DatabaseView, Transaction
 from lmx_lab.errors import (
