@@ -6,7 +6,7 @@
 # coverage     run all tests and report the lines of the package that they do not run
 # parity       compare encoders and decoders with PyTorch, in a separate environment
 # cluster      test Ray Serve, Ray Data and Dask with local clusters, in a separate environment
-# panels       build the JavaScript of the panels; blocking: generate the blocking clients
+# panels       build the JavaScript of the panels
 # gallery      run all notebooks and render them as pages in build/gallery
 # clients      test other projects' clients against a running server, in a separate environment
 # harnesses    run lm-evaluation-harness and Inspect against both engines, and copy evaluations to MLflow and W&B, in a separate environment
@@ -37,7 +37,7 @@ AGENTS_STAMP := $(AGENTS)/installed
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test test-fast test-all coverage check parity cluster panels blocking gallery clients harnesses binder package bench soak screenshots lock clean
+.PHONY: setup lab demo test test-fast test-all coverage check parity cluster panels gallery clients harnesses binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
@@ -118,10 +118,6 @@ $(CLUSTER_STAMP): pyproject.toml constraints.txt
 # Builds the JavaScript that each widget contains from the files beside it.
 panels: setup
 	$(BIN)/python -m lmx_lab.panels.build
-
-# Generates the blocking clients from the async ones.
-blocking: setup
-	$(BIN)/python -P lmx_lab/client/blocking/generate.py
 
 gallery: setup
 	$(BIN)/python notebooks/gallery.py build/gallery

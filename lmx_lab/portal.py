@@ -7,6 +7,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import inspect
+import os
 import selectors
 import signal
 import threading
@@ -97,6 +98,12 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
         self._stopped = False
+        self._process = os.getpid()
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether the process was forked since the thread was created, so that waiting for it would never end."""
+        return self._process != os.getpid()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -174,6 +181,11 @@ class LoopThread:
             self._thread.join(2 * CANCEL_S)
 
     def _call(self, coro: Coroutine[Any, Any, T]) -> _Call[T]:
+        if self.is_of_parent:
+            coro.close()
+            raise HostingError(
+                "this client or lab was created before the process forked; create another one in the child"
+            )
         with self._lock:
             if self._stopped or self._loop is None:
                 coro.close()

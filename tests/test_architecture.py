@@ -46,6 +46,7 @@ TABLE = {
     "heap": Row(),
     # Running a coroutine for a blocking caller; knows no servers.
     "portal": Row("errors"),
+    "blocking": Row("errors portal"),
     "wire": Row("errors values", "pydantic"),
     # What server and daemon share: the two never import each other.
     "http": Row("errors heap sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
@@ -63,7 +64,7 @@ TABLE = {
         "fastapi starlette pydantic pydantic_core prometheus_client numpy opentelemetry",
     ),
     # settings: the state file of a daemon on this machine. numpy: vectors of embeddings.
-    "client": Row("errors values settings broadcast portal wire", "httpx2 pydantic pydantic_core numpy"),
+    "client": Row("errors values settings broadcast blocking portal wire", "httpx2 pydantic pydantic_core numpy"),
     # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.
     "daemon": Row(
         "errors settings values broadcast http portal sanitize wire client",

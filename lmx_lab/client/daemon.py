@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from typing import Self
 
 import httpx2
 from pydantic import JsonValue
 
+from lmx_lab.blocking import BlockingStream, twin
+from lmx_lab.client.blocking import BlockingClient
 from lmx_lab.client.credentials import Credentials
-from lmx_lab.client.cursors import CursorStore
+from lmx_lab.client.cursors import Cursor, CursorStore
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.request_bodies import build_body
-from lmx_lab.client.session import AsyncSession
-from lmx_lab.client.subscription import Subscription
+from lmx_lab.client.session import AsyncSession, Session
+from lmx_lab.client.subscription import ConnectionState, Subscription
 from lmx_lab.client.turn import TurnFollower
+from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.sessions import CreateSession, SessionMessage
 
 
@@ -113,3 +117,106 @@ class AsyncDaemonClient(DaemonRoutes):
             cursor: Stores the last event that was read; the next subscription with it continues there.
         """
         return Subscription(self, after=after, session_ids=session_ids, types=types, cursor=cursor)
+
+
+class BlockingSubscription(BlockingStream[DaemonEvent]):
+    """Events of the daemon for a ``for`` loop: ``with client.events() as events: for event in events: …``
+
+    It has the properties and methods of ``Subscription``, and starts when the ``with`` block is entered.
+    """
+
+    def __init__(self, client: DaemonClient, subscription: Subscription) -> None:
+        super().__init__(client._portal, lambda _: subscription)
+        self._url = client.url
+        self._async = subscription
+
+    @property
+    def state(self) -> ConnectionState:
+        """The current state of the connection."""
+        return self._async.state
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """The cursor after the last event that was read; None before the daemon has answered for the first time."""
+        return self._async.cursor
+
+    @property
+    def reconnects(self) -> int:
+        """Number of reconnects so far."""
+        return self._async.reconnects
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} to {self._url}: {self.state.state}>"
+
+    def __enter__(self) -> Self:
+        self._started()
+        return self
+
+    def opened(self) -> Cursor | None:
+        """Connect, and wait for the result of the first attempt; see ``Subscription.opened``."""
+        self._started()
+        return self._portal.run(self._async.opened())
+
+    def states(self) -> BlockingStream[ConnectionState]:
+        """Yield the current state, then each change until the subscription is closed. Any number of readers."""
+        return BlockingStream(self._portal, lambda _: aclosing(self._async.states()))
+
+
+class DaemonClient(BlockingClient[AsyncDaemonClient]):
+    """A blocking client of a daemon, for any thread: ``with DaemonClient.discover() as client``.
+
+    It has the methods of ``AsyncDaemonClient``. Every method waits, and an interrupt (Ctrl-C) cancels the request.
+
+    Raises:
+        InvalidRequestError: the address or the key is not valid.
+    """
+
+    def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+        super().__init__(AsyncDaemonClient(base_url, token=token, transport=transport))
+
+    @classmethod
+    def discover(
+        cls, home: str | os.PathLike[str] | None = None, *, transport: httpx2.AsyncBaseTransport | None = None
+    ) -> Self:
+        """Return a client of this user's daemon; see ``AsyncDaemonClient.discover``."""
+        client = cls.__new__(cls)
+        BlockingClient.__init__(client, AsyncDaemonClient.discover(home, transport=transport))
+        return client
+
+    def events(
+        self,
+        *,
+        after: int | None = None,
+        session_ids: Sequence[str] = (),
+        types: Sequence[str] = (),
+        cursor: CursorStore | None = None,
+    ) -> BlockingSubscription:
+        """Subscribe to events; see ``AsyncDaemonClient.events``."""
+        return BlockingSubscription(
+            self, self._async.events(after=after, session_ids=session_ids, types=types, cursor=cursor)
+        )
+
+    session = twin(AsyncDaemonClient.session, Session)
+    health = twin(AsyncDaemonClient.health)
+    state = twin(AsyncDaemonClient.state)
+    shut_down = twin(AsyncDaemonClient.shut_down)
+    create_session = twin(AsyncDaemonClient.create_session)
+    sessions = twin(AsyncDaemonClient.sessions)
+    read_session = twin(AsyncDaemonClient.read_session)
+    change_session = twin(AsyncDaemonClient.change_session)
+    delete_session = twin(AsyncDaemonClient.delete_session)
+    fork_session = twin(AsyncDaemonClient.fork_session)
+    submit_turn = twin(AsyncDaemonClient.submit_turn)
+    read_turn = twin(AsyncDaemonClient.read_turn)
+    cancel_turns = twin(AsyncDaemonClient.cancel_turns)
+    permissions = twin(AsyncDaemonClient.permissions)
+    decide = twin(AsyncDaemonClient.decide)
+    mcp_servers = twin(AsyncDaemonClient.mcp_servers)
+    add_mcp_server = twin(AsyncDaemonClient.add_mcp_server)
+    mcp_server = twin(AsyncDaemonClient.mcp_server)
+    change_mcp_server = twin(AsyncDaemonClient.change_mcp_server)
+    remove_mcp_server = twin(AsyncDaemonClient.remove_mcp_server)
+    restart_mcp_server = twin(AsyncDaemonClient.restart_mcp_server)
+    test_mcp_server = twin(AsyncDaemonClient.test_mcp_server)
+    mcp_tools = twin(AsyncDaemonClient.mcp_tools)
+    page = twin(AsyncDaemonClient.page)

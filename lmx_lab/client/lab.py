@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
+from lmx_lab.blocking import twin, twin_stream
+from lmx_lab.client.blocking import BlockingClient
 from lmx_lab.client.chat_format import DONE, LAB_HEADER
 from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks, receive_messages
 from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, QUICK_S, SHORT_BYTES, AsyncClientBase, HttpConnection
@@ -451,6 +453,48 @@ class AsyncLabClient(AsyncClientBase):
             async for event in events:
                 if isinstance(event, str):
                     yield lab_event(event)
+
+
+class LabClient(BlockingClient[AsyncLabClient]):
+    """A blocking client of an inference server, for any thread: ``with LabClient("http://host:8400")``.
+
+    It has the methods of ``AsyncLabClient``. Every method waits, and an interrupt (Ctrl-C) cancels the request.
+    Streams are iterated with ``for``.
+
+    Raises:
+        InvalidRequestError: the address or the key is not valid.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(AsyncLabClient(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s))
+
+    @property
+    def api_key(self) -> str | None:
+        """The key that the client sends; None if it sends none."""
+        return self._async.api_key
+
+    chat = twin(AsyncLabClient.chat)
+    stream = twin_stream(AsyncLabClient.stream)
+    stream_with_remarks = twin_stream(AsyncLabClient.stream_with_remarks)
+    complete = twin(AsyncLabClient.complete)
+    tokenize = twin(AsyncLabClient.tokenize)
+    embed = twin(AsyncLabClient.embed)
+    rerank = twin(AsyncLabClient.rerank)
+    trace = twin(AsyncLabClient.trace)
+    models = twin(AsyncLabClient.models)
+    timeline = twin(AsyncLabClient.timeline)
+    load = twin(AsyncLabClient.load)
+    unload = twin(AsyncLabClient.unload)
+    version = twin(AsyncLabClient.version)
+    ready = twin(AsyncLabClient.ready)
+    events = twin_stream(AsyncLabClient.events)
 
 
 def as_array(answer: EmbeddingList) -> npt.NDArray[np.float32]:

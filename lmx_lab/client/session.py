@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from pydantic import JsonValue
 
+from lmx_lab.blocking import Twin, twin, twin_stream
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.request_bodies import build_body
 from lmx_lab.client.turn import OnPermission, TurnFollower, TurnResult
@@ -49,8 +50,13 @@ class AsyncSession:
         self._client = client
         self._turns = set() if turns is None else turns
 
+    @property
+    def url(self) -> str:
+        """The daemon's address at the time of the last request."""
+        return self._client.url
+
     def __repr__(self) -> str:
-        return f"<AsyncSession {self.session_id} of {self._client.url}>"
+        return f"<AsyncSession {self.session_id} of {self.url}>"
 
     async def run(
         self,
@@ -171,3 +177,32 @@ class AsyncSession:
             wait_s: Wait until the turn has ended, but at most for this time in seconds, up to 60.
         """
         return await self._client.read_turn(self.session_id, turn_id, wait_s=wait_s)
+
+
+class Session:
+    """One session, with the methods of ``AsyncSession``. ``DaemonClient.session()`` returns it.
+
+    An interrupt (Ctrl-C) cancels the turn that is waited for. Callbacks are called in the waiting thread.
+    """
+
+    def __init__(self, client: Twin[Any], session: AsyncSession) -> None:
+        self._portal = client._portal
+        self._async = session
+
+    @property
+    def session_id(self) -> str:
+        """The session's id."""
+        return self._async.session_id
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.session_id} of {self._async.url}>"
+
+    run = twin(AsyncSession.run)
+    stream = twin_stream(AsyncSession.stream)
+    snapshot = twin(AsyncSession.snapshot)
+    change = twin(AsyncSession.change)
+    delete = twin(AsyncSession.delete)
+    # A lambda, because the class does not exist yet.
+    fork = twin(AsyncSession.fork, lambda self, forked: Session(self, forked))  # noqa: PLW0108
+    cancel = twin(AsyncSession.cancel)
+    turn = twin(AsyncSession.turn)

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     pass
 
 CODE = """
-from lmx_lab.client.blocking.daemon import DaemonClient
-from lmx_lab.client.blocking.lab import LabClient
+from lmx_lab.client.daemon import DaemonClient
+from lmx_lab.client.lab import LabClient
 from lmx_lab.wire.chat import ChatMessage, ChatRequest
 from lmx_lab.wire.sessions import TurnOverrides
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.client.blocking.daemon import DaemonClient
 from lmx_lab.client.cursors import MemoryCursor
+from lmx_lab.client.daemon import DaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent, PermissionRequestEvent, TurnDoneEvent
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed
 from lmx_lab.wire.sessions import (
@@ -301,8 +301,8 @@ def test_a_closed_subscription_does_not_connect(client):
 def test_a_forked_child_does_not_affect_its_parents_streams(daemon):
     output = run_script(f"""
 import os
-from lmx_lab.client.blocking import stream
-from lmx_lab.client.blocking.daemon import DaemonClient
+from lmx_lab import blocking as stream
+from lmx_lab.client.daemon import DaemonClient
 stream.END_S = 3600.0
 client = DaemonClient.discover({str(daemon.folder.parent)!r})
 events = client.events(after=0)

@@ -13,7 +13,7 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, as_array
-from lmx_lab.client.blocking.lab import LabClient
+from lmx_lab.client.lab import LabClient
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.wire.admin import ModelEvent, NotReady, Sample

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.client.blocking.lab import LabClient
-from lmx_lab.client.blocking.portal import Portal
-from lmx_lab.client.blocking.stream import MAX_PENDING_CALLS, BlockingStream, CallbackQueue, run_with_callbacks
+from lmx_lab.blocking import MAX_PENDING_CALLS, BlockingStream, CallbackQueue, run_with_callbacks
+from lmx_lab.client.blocking import ClientPortal
+from lmx_lab.client.lab import LabClient
 from lmx_lab.http import uvicorn_server
 from lmx_lab.portal import LoopThread
 from tests.support.programs import run_script
@@ -44,7 +44,7 @@ def make_portal():
     async def close() -> None:
         pass
 
-    return Portal(close)
+    return ClientPortal(close)
 
 
 # --- calls that would wait for themselves
@@ -67,7 +67,7 @@ def test_a_blocking_call_on_the_clients_loop_is_refused():
 def test_all_clients_share_one_loop_which_importing_does_not_start():
     script = f"""
 import threading
-from lmx_lab.client.blocking import lab as it
+from lmx_lab.client import lab as it
 from lmx_lab.errors import LabError
 names = lambda: [thread.name for thread in threading.enumerate() if thread.name == {THREAD!r}]
 client, other = it.LabClient("127.0.0.1:9"), it.LabClient("127.0.0.1:9")
@@ -86,7 +86,7 @@ assert names() == [{THREAD!r}]
 def test_a_script_can_end_while_a_stream_is_open():
     with answering(Endless(b"data: {}\n\n", head=EVENT_HEAD, every_s=0.01)) as server:
         run_script(f"""
-from lmx_lab.client.blocking.lab import LabClient
+from lmx_lab.client.lab import LabClient
 client = LabClient({server.url!r})
 stream = client.events()
 next(stream), next(stream)
@@ -99,7 +99,7 @@ def test_a_forked_child_needs_clients_of_its_own():
     with answering(ALIVE) as server:
         output = run_script(f"""
 import os, sys
-from lmx_lab.client.blocking.lab import LabClient
+from lmx_lab.client.lab import LabClient
 from lmx_lab.errors import HostingError
 client = LabClient({server.url!r})
 unused = LabClient({server.url!r})
@@ -137,7 +137,7 @@ def test_deleting_a_client_closes_its_connections():
     async def close() -> None:
         closed.set()
 
-    portal = Portal(close)
+    portal = ClientPortal(close)
     portal.run(asyncio.sleep(0))
     gc.disable()
     try:

@@ -4,13 +4,10 @@ import inspect
 
 import pytest
 
-from lmx_lab.client.blocking.daemon import DaemonClient
-from lmx_lab.client.blocking.lab import LabClient
-from lmx_lab.client.blocking.session import Session
-from lmx_lab.client.blocking.subscription import BlockingSubscription
-from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.lab import AsyncLabClient
-from lmx_lab.client.session import AsyncSession
+from lmx_lab.blocking import expand_keywords
+from lmx_lab.client.daemon import AsyncDaemonClient, BlockingSubscription, DaemonClient
+from lmx_lab.client.lab import AsyncLabClient, LabClient
+from lmx_lab.client.session import AsyncSession, Session
 from lmx_lab.client.subscription import Subscription
 
 ALONE = {"aclose", "close", "connection", "credentials", "session_id", "url"}
@@ -23,8 +20,10 @@ def members(of):
 
 
 def arguments(function):
-    given = inspect.signature(function).parameters.values()
-    return [(it.name, it.kind, it.default) for it in given]
+    written = [
+        each for it in inspect.signature(function).parameters.values() for each in expand_keywords(it, function)
+    ]
+    return [(it.name, it.kind, it.default) for it in written]
 
 
 @pytest.mark.parametrize(

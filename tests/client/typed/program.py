@@ -8,6 +8,7 @@ from typing import assert_never
 
 from bodies import chat_request, embedding_request, rerank_request
 
+from lmx_lab.blocking import BlockingStream
 from lmx_lab.client import (
     AsyncDaemonClient,
     AsyncLabClient,
@@ -27,7 +28,6 @@ from lmx_lab.client import (
     UnknownLabEvent,
     as_array,
 )
-from lmx_lab.client.blocking.stream import BlockingStream
 from lmx_lab.client.daemon_events import (
     DaemonEvent,
     PermissionRequestEvent,

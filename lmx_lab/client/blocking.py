@@ -1,4 +1,4 @@
-"""Run the coroutines of async clients for blocking callers, on one background event loop of the process."""
+"""Run the async clients for blocking callers, on one background event loop of the process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
 
+from lmx_lab.blocking import Portal
 from lmx_lab.errors import HostingError
 from lmx_lab.portal import LoopThread
 
-T = TypeVar("T")
 CLOSE_S = 5.0
 """Maximum time for closing a client, including the cancellation of its turns."""
 
@@ -34,10 +35,6 @@ class _Background:
             self._thread.start()
             return self._thread
 
-    def owns(self, thread: LoopThread) -> bool:
-        """Whether this is the thread of this process."""
-        return self._thread is thread
-
     def stop(self) -> None:
         if self._thread is not None:
             self._thread.stop()
@@ -52,16 +49,8 @@ atexit.register(_BACKGROUND.stop)
 os.register_at_fork(after_in_child=_BACKGROUND.reset)
 
 
-def belongs_to_parent(thread: LoopThread) -> bool:
-    """Whether the thread belongs to the parent of this forked process, so that waiting for it would never end."""
-    return not _BACKGROUND.owns(thread)
-
-
-class Portal:
-    """Runs the coroutines of one async client for blocking callers on any thread.
-
-    An interrupt (Ctrl-C) cancels the coroutine, and is raised when the coroutine has ended. The client is closed when
-    the portal is deleted, and at the end of the process.
+class ClientPortal(Portal):
+    """The portal of one async client. The client is closed when the portal is deleted, and at the end of the process.
 
     Args:
         close: Closes the client.
@@ -79,39 +68,21 @@ class Portal:
         """The thread of the background loop.
 
         Raises:
-            HostingError: the client was closed; or the process has forked since the client was created, so that parent
-                and child would use the same connection; or the caller runs on the background loop, which would wait for
-                itself.
+            HostingError: the client was closed, or the caller runs on the background loop, which would wait for itself.
         """
         if not self._finalizer.alive:
             raise HostingError("this client was closed; create a new one")
         if not self._used:
             self._used.append(_BACKGROUND.thread)
-        if not _BACKGROUND.owns(self._used[0]):
-            raise HostingError("this client was created before the process forked; create another one in the child")
         if asyncio._get_running_loop() is self._used[0].loop:
             raise HostingError(
                 "a blocking call on the event loop of the blocking clients would never return; await the async client"
             )
         return self._used[0]
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine in the background and wait for its result.
-
-        Raises:
-            HostingError: as ``thread``.
-            TimeoutError: after ``timeout_s``; the coroutine was cancelled.
-        """
-        try:
-            thread = self.thread
-        except BaseException:
-            work.close()
-            raise
-        return thread.run(work, timeout_s)
-
     def close(self) -> None:
         """Close the client with its connections. Idempotent."""
-        if self._finalizer.detach() is not None and self._used and _BACKGROUND.owns(self._used[0]):
+        if self._finalizer.detach() is not None and self._used:
             with suppress(TimeoutError, HostingError):
                 self._used[0].run(self._close(), CLOSE_S)
 
@@ -127,6 +98,44 @@ def _close_later(used: list[LoopThread], close: Callable[[], Coroutine[Any, Any,
         _CLOSING.add(task)
         task.add_done_callback(_CLOSING.discard)
 
-    if used and _BACKGROUND.owns(used[0]):
+    if used and not used[0].is_of_parent:
         with suppress(RuntimeError):  # The loop is closed, because the process is about to end.
             used[0].loop.call_soon_threadsafe(start)
+
+
+class _AsyncClient(Protocol):
+    @property
+    def url(self) -> str: ...
+
+    async def aclose(self) -> None: ...
+
+
+Client = TypeVar("Client", bound=_AsyncClient)
+
+
+class BlockingClient(Generic[Client]):
+    """A blocking client: an async client, and the portal to it."""
+
+    def __init__(self, client: Client) -> None:
+        self._async = client
+        self._portal = ClientPortal(client.aclose)
+
+    @property
+    def url(self) -> str:
+        """The server's address at the time of the last request."""
+        return self._async.url
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.url}>"
+
+    def close(self) -> None:
+        """Close all connections; the server stops its work for them. Idempotent."""
+        self._portal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

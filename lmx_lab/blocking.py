@@ -1,0 +1,446 @@
+"""Make blocking methods and streams from coroutine functions and async generator functions.
+
+A ``Portal`` runs the coroutines on the loop of one thread. ``twin`` and ``twin_stream`` derive the methods of a
+blocking class from those of an async class, with their types, signatures and docstrings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import re
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from enum import Enum, auto
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
+
+from lmx_lab.errors import HostingError
+from lmx_lab.portal import LoopThread, receive
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Made = TypeVar("Made")
+Item = TypeVar("Item")
+Async = TypeVar("Async")
+Async_co = TypeVar("Async_co", covariant=True)
+Call = Callable[[], object]
+END_S = 5.0
+"""Maximum wait for the end of a cancelled coroutine, such as that of a turn, which the daemon has to cancel."""
+MAX_PENDING_CALLS = 10_000
+"""Maximum number of pending callbacks."""
+UNPACKED = re.compile(r"(?:typing\.)?Unpack\[(\w+)\]")
+BLOCKING_WORDS = (
+    ("async with", "with"),
+    ("async for", "for"),
+    ("on this loop", "in this thread"),
+    ("Cancelling this", "An interrupt (Ctrl-C)"),
+)
+"""Replacements in the docstring of a coroutine function, for its blocking form."""
+
+
+class Portal:
+    """Runs coroutines on the loop of one thread, for callers on any thread and any loop.
+
+    Args:
+        thread: The thread of the loop.
+        check: Called before each call; raises ``HostingError`` if the loop is no longer in use.
+    """
+
+    def __init__(self, thread: LoopThread, *, check: Callable[[], None] = lambda: None) -> None:
+        self._thread = thread
+        self._check = check
+
+    @property
+    def thread(self) -> LoopThread:
+        """The thread of the loop.
+
+        Raises:
+            HostingError: as ``check``.
+        """
+        self._check()
+        return self._thread
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine and wait for its result. An interrupt (Ctrl-C) cancels it, and is raised when it has ended.
+
+        Raises:
+            HostingError: as ``thread``, or the caller runs on this loop.
+            TimeoutError: there was no result after ``timeout_s``; the coroutine was cancelled.
+        """
+        try:
+            return self._thread_for(work).run(work, timeout_s)
+        except KeyboardInterrupt:
+            # The interrupt may have occurred before the coroutine was started.
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()
+            raise
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. Cancelling the caller cancels it.
+
+        Raises:
+            HostingError: as ``thread``.
+        """
+        thread = self._thread_for(work)
+        on_loop = asyncio.get_running_loop() is thread.loop
+        return await work if on_loop else await receive(thread.submit(work))
+
+    def _thread_for(self, work: Coroutine[Any, Any, Any]) -> LoopThread:
+        try:
+            return self.thread
+        except BaseException:
+            work.close()
+            raise
+
+
+# Callbacks
+
+
+class CallbackQueue:
+    """Passes callbacks from the portal's loop to the waiting thread, in order."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Call] = deque()
+        self._woken = asyncio.Event()
+
+    def schedule(self, function: Call) -> None:
+        """Have the function called in the waiting thread.
+
+        Raises:
+            HostingError: too many calls are pending.
+        """
+        if len(self._pending) >= MAX_PENDING_CALLS:
+            raise HostingError(
+                f"{MAX_PENDING_CALLS:,} calls of callbacks are pending; make the callbacks return sooner"
+            )
+        self._pending.append(function)
+        self._woken.set()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call the function in the waiting thread and return its result. If it raises, the coroutine is cancelled."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def set_result(value: T) -> None:
+            if not result.done():
+                result.set_result(value)
+
+        def call() -> None:
+            # The coroutine may have been cancelled.
+            if not result.cancelled():
+                loop.call_soon_threadsafe(set_result, function())
+
+        self.schedule(call)
+        return await result
+
+    def notifier(self, function: Any) -> Any:
+        """Return a function that has the callback called in the waiting thread, without waiting for it."""
+
+        def notify(value: Any) -> None:
+            self.schedule(functools.partial(function, value))
+
+        return notify if callable(function) else function
+
+    def decider(self, function: Any) -> Any:
+        """Return a coroutine function that calls the callback in the waiting thread, and waits for its result. A
+        coroutine that the callback returns is awaited on the loop. Another value is returned unchanged.
+        """
+
+        async def decide(value: Any) -> Any:
+            decision = await self.call(lambda: function(value))
+            return await decision if inspect.isawaitable(decision) else decision
+
+        return decide if callable(function) else function
+
+    def wake(self, *_: object) -> None:
+        """Let ``calls_before`` check its futures again."""
+        self._woken.set()
+
+    async def calls_before(self, *futures: asyncio.Future[Any]) -> list[Call]:
+        """Wait for pending calls, and return them. The list is empty if one of the futures is done first."""
+        while not self._pending and not any(future.done() for future in futures):
+            self._woken.clear()
+            await self._woken.wait()
+        calls = list(self._pending)
+        self._pending.clear()
+        return calls
+
+
+# Streams
+
+Source = Callable[[CallbackQueue], AbstractAsyncContextManager[AsyncIterator[Item]]]
+
+
+class _End(Enum):
+    END = auto()
+
+
+END = _End.END
+"""Returned instead of an item at the end of a stream."""
+
+
+class _PulledIterator(Generic[Item]):
+    """An async iterator on a portal's loop, whose next item is requested only when the caller needs it.
+
+    It is one task from start to end, as cancel scopes require.
+    """
+
+    def __init__(self, thread: LoopThread, source: Source[Item]) -> None:
+        self._thread = thread
+        self._source = source
+        self._callbacks = CallbackQueue()
+        self._requests: asyncio.Queue[asyncio.Future[Item] | None] = asyncio.Queue()
+        """Futures for the next items; None ends the iteration."""
+        self._next_item: asyncio.Future[Item] | None = None
+        """The requested item, which may not have arrived before an interrupt."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        async def create_task() -> None:
+            self._task = asyncio.create_task(self._serve(), name="lmx-lab work for a blocking caller")
+            # If nothing retrieved the exception, asyncio would log it.
+            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._task.add_done_callback(self._callbacks.wake)
+
+        self._thread.run(create_task())
+
+    async def _serve(self) -> None:
+        async with self._source(self._callbacks) as items:
+            while (request := await self._requests.get()) is not None:
+                item = await anext(items, END)
+                if item is END:
+                    return
+                request.set_result(item)
+
+    async def pull(self) -> Item | list[Call] | _End:
+        """Return the next item, or callbacks to call before it arrives, or ``END``."""
+        task, item = self._task, self._next_item
+        if task is None:
+            return END
+        if item is None:
+            item = self._next_item = asyncio.get_running_loop().create_future()
+            item.add_done_callback(self._callbacks.wake)
+            self._requests.put_nowait(item)
+        if calls := await self._callbacks.calls_before(item, task):
+            return calls
+        if not item.done():
+            if not task.cancelled():
+                task.result()
+            return END
+        self._next_item = None
+        return item.result()
+
+    def finish(self) -> None:
+        """Leave the source like a ``with`` block that ends without an error, and wait until it is left."""
+        self._wait(lambda: self._requests.put_nowait(None))
+
+    def cancel(self) -> None:
+        """Cancel the task, and wait until it has ended, for at most ``END_S``."""
+        self._wait(self._cancel)
+
+    def cancel_later(self) -> None:
+        """Cancel the task without waiting; can be called on any thread and in finalizers."""
+        with suppress(RuntimeError):  # The loop is closed, and the task has ended.
+            self._thread.loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _wait(self, begin: Callable[[], None]) -> None:
+        async def end() -> None:
+            begin()
+            if self._task is not None:
+                await asyncio.wait({self._task})
+
+        with suppress(TimeoutError, HostingError):
+            self._thread.run(end(), END_S)
+
+
+class BlockingStream(Generic[Item]):
+    """A stream for a ``for`` loop, optionally in ``with … as items``. It starts when the first item is requested.
+
+    Closing or deleting it, or an interrupt (Ctrl-C), ends the stream and the server's work for it.
+    """
+
+    def __init__(self, portal: Portal, source: Source[Item]) -> None:
+        self._portal = portal
+        self._source = source
+        self._iterator: _PulledIterator[Item] | None = None
+        self._reading = threading.Lock()
+        self._has_ended = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Item:
+        if not self._reading.acquire(blocking=False):
+            raise RuntimeError("two threads read the same stream; create one for each thread")
+        try:
+            item = END if self._has_ended else self._next()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._reading.release()
+        if item is END:
+            self._has_ended = True
+            raise StopIteration
+        return item
+
+    def _next(self) -> Item | _End:
+        while isinstance(result := self._portal.run(self._started().pull()), list):
+            for call in result:
+                call()
+        return result
+
+    def close(self) -> None:
+        """End the stream. Idempotent."""
+        self._has_ended = True
+        if self._iterator is not None:
+            self._iterator.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._iterator is not None and not self._has_ended:
+            self._iterator.finish()
+        self.close()
+
+    def _started(self) -> _PulledIterator[Item]:
+        if self._iterator is None:
+            if self._has_ended:
+                raise HostingError("this stream was closed; create a new one")
+            self._iterator = _PulledIterator(self._portal.thread, self._source)
+            weakref.finalize(self, self._iterator.cancel_later).atexit = False
+            self._iterator.start()
+        return self._iterator
+
+
+def run_with_callbacks(portal: Portal, work: Callable[[CallbackQueue], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine in the background, and call its callbacks in this thread, which waits for it.
+
+    An interrupt, or an exception of a callback, cancels the coroutine, and is raised when the coroutine has ended.
+    """
+
+    async def once(callbacks: CallbackQueue) -> AsyncGenerator[T, None]:
+        yield await work(callbacks)
+
+    with BlockingStream(portal, lambda callbacks: aclosing(once(callbacks))) as results:
+        for result in results:
+            return result
+    raise HostingError("this call was cancelled before it started")
+
+
+# Blocking classes
+
+CALLBACKS: dict[str, Callable[[CallbackQueue, Any], Any]] = {
+    "progress": CallbackQueue.notifier,
+    "on_event": CallbackQueue.notifier,
+    "on_permission": CallbackQueue.decider,
+}
+"""Parameters with callbacks, and how these are called in the waiting thread."""
+
+
+class Twin(Protocol[Async_co]):
+    """An object with the blocking forms of the methods of ``_async``."""
+
+    @property
+    def _async(self) -> Async_co: ...
+    @property
+    def _portal(self) -> Portal: ...
+
+
+@overload
+def twin(
+    method: Callable[Concatenate[Async, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Twin[Async], P], T]: ...
+@overload
+def twin(
+    method: Callable[Concatenate[Async, P], Coroutine[Any, Any, T]], wrap: Callable[[Any, T], Made]
+) -> Callable[Concatenate[Twin[Async], P], Made]: ...
+def twin(method: Callable[..., Any], wrap: Callable[[Any, Any], Any] | None = None) -> Any:
+    """Return the method that waits for a coroutine function. An interrupt (Ctrl-C) cancels the coroutine.
+
+    Args:
+        wrap: Makes the result, from the object and the result of the coroutine.
+    """
+
+    def call(self: Twin[Any], /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if any(kwargs.get(name) is not None for name in CALLBACKS):
+            work = functools.partial(_with_callbacks, method, self._async, args, kwargs)
+            result = run_with_callbacks(self._portal, work)
+        else:
+            result = self._portal.run(method(self._async, *args, **kwargs))
+        return result if wrap is None else wrap(self, result)
+
+    return _described(call, method)
+
+
+def twin_stream(
+    method: Callable[Concatenate[Async, P], AsyncGenerator[Item, None]],
+) -> Callable[Concatenate[Twin[Async], P], BlockingStream[Item]]:
+    """Return the method that iterates over an async generator function with ``for``."""
+
+    def call(self: Twin[Async], /, *args: P.args, **kwargs: P.kwargs) -> BlockingStream[Item]:
+        __tracebackhide__ = True
+        # Wrong arguments are an error of this call, and not of the first item.
+        inspect.signature(method).bind(self, *args, **kwargs)
+        return BlockingStream(
+            self._portal, lambda calls: aclosing(_with_callbacks(method, self._async, args, kwargs, calls))
+        )
+
+    return _described(call, method)
+
+
+def _with_callbacks(
+    method: Callable[..., T], owner: object, args: Any, kwargs: dict[str, Any], calls: CallbackQueue
+) -> T:
+    wrapped = {name: CALLBACKS[name](calls, value) if name in CALLBACKS else value for name, value in kwargs.items()}
+    return method(owner, *args, **wrapped)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _described(function: Function, method: Callable[..., Any]) -> Function:
+    """Give a blocking method the name, the signature and the docstring of its coroutine function."""
+    functools.update_wrapper(function, method)
+    doc = method.__doc__ or ""
+    for word, replacement in BLOCKING_WORDS:
+        doc = doc.replace(word, replacement)
+    function.__doc__ = doc
+    signature = inspect.signature(method)
+    items = re.fullmatch(r"AsyncGenerator\[(.*), None\]", str(signature.return_annotation))
+    returned = signature.return_annotation if items is None else f"BlockingStream[{items[1]}]"
+    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[each for it in signature.parameters.values() for each in expand_keywords(it, method)],
+        return_annotation=returned,
+    )
+    return function
+
+
+def expand_keywords(parameter: inspect.Parameter, function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the keywords that ``**options: Unpack[SomeTypedDict]`` stands for; of another parameter, itself.
+
+    Editors and IPython complete only keywords that a signature names.
+    """
+    options = UNPACKED.fullmatch(str(parameter.annotation))
+    if options is None:
+        return [parameter]
+    keywords: dict[str, Any] = function.__globals__[options[1]].__annotations__
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=getattr(it, "__forward_arg__", it)
+        )
+        for name, it in keywords.items()
+    ]
