@@ -1,8 +1,8 @@
 """Pages for browsers: a chat, an overview of the server, and a description of its routes with a form to try them.
 
 All links are relative, because behind JupyterHub or Binder the server has a path that only the browser knows. Nothing
-is loaded from another host: the code of the pages is in ``built``. ``make panels`` writes it from the files of
-``lmx_lab.panels``.
+is loaded from another host: the code of the pages is in ``built``. ``make panels`` writes it from the files in
+``pages`` and of ``lmx_lab.panels``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import secrets
 import struct
 import zlib
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,12 +92,43 @@ def page_routes(manager: ModelManager) -> APIRouter:
     """Return the router of the pages."""
     router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
+    @router.api_route("/about", methods=["GET", "HEAD"])
+    async def about(request: Request) -> Response:
+        now, local = manager.snapshot, is_local(request.scope)
+        pinned = [public_id(each.entry.id, local=local) for each in now.pinned]
+        also = f" Also loaded: {', '.join(pinned)}." if pinned else ""
+        recorded = " The requests of all clients are recorded." if manager.settings.record == "all" else ""
+        model = public_id(now.model, local=local) if now.model else "No chat model"
+        state = f"{model} is {now.unloading or 'loaded'}.{also}{recorded}"
+        # The address of this page, without the path of a proxy.
+        url = f"{str(request.base_url).rstrip('/')}/v1/chat/completions"
+        body = '{"model": "default", "messages": [{"role": "user", "content": "Say hello."}]}'
+        curl = f"curl {url} -H 'content-type: application/json' -d '{body}'"
+        nonce = secrets.token_urlsafe(16)
+        page = FRONT % {"nonce": nonce, "state": html.escape(state), "curl": html.escape(curl)}
+        return HTMLResponse(page, headers={"content-security-policy": FRONT_POLICY % {"nonce": nonce}})
+
     # HEAD is for clients that only check whether the page exists. The HTTP server omits the body.
     if manager.settings.page:
-        _add_chat_page(router)
+
+        @router.api_route("/", methods=["GET", "HEAD"])
+        async def chat(request: Request) -> Response:
+            return _script_page(request, chat_page())
+
+        @router.api_route("/manifest.webmanifest", methods=["GET", "HEAD"])
+        async def manifest() -> Response:
+            return Response(json.dumps(MANIFEST), media_type="application/manifest+json")
+
+        @router.api_route("/icon-192.png", methods=["GET", "HEAD"])
+        async def small_icon() -> Response:
+            return Response(icon_png(192), media_type="image/png", headers={"cache-control": CACHED})
+
+        @router.api_route("/icon-512.png", methods=["GET", "HEAD"])
+        async def large_icon() -> Response:
+            return Response(icon_png(512), media_type="image/png", headers={"cache-control": CACHED})
+
     else:
-        router.add_api_route("/", _about(manager), methods=["GET", "HEAD"])
-    router.add_api_route("/about", _about(manager), methods=["GET", "HEAD"])
+        router.add_api_route("/", about, methods=["GET", "HEAD"])
 
     @router.api_route("/docs", methods=["GET", "HEAD"])
     async def docs(request: Request) -> Response:
@@ -109,36 +139,6 @@ def page_routes(manager: ModelManager) -> APIRouter:
         return Response(ICON, media_type="image/svg+xml", headers={"cache-control": CACHED})
 
     return router
-
-
-def _about(manager: ModelManager) -> Callable[[Request], Awaitable[Response]]:
-    async def about(request: Request) -> Response:
-        state, curl = _describe(manager, local=is_local(request.scope)), _curl(request)
-        nonce = secrets.token_urlsafe(16)
-        page = FRONT % {"nonce": nonce, "state": html.escape(state), "curl": html.escape(curl)}
-        return HTMLResponse(page, headers={"content-security-policy": FRONT_POLICY % {"nonce": nonce}})
-
-    return about
-
-
-def _add_chat_page(router: APIRouter) -> None:
-    """Add the routes of the chat page, which are among ``PAGE_PATHS``."""
-
-    @router.api_route("/", methods=["GET", "HEAD"])
-    async def chat(request: Request) -> Response:
-        return _script_page(request, chat_page())
-
-    @router.api_route("/manifest.webmanifest", methods=["GET", "HEAD"])
-    async def manifest() -> Response:
-        return Response(json.dumps(MANIFEST), media_type="application/manifest+json")
-
-    @router.api_route("/icon-192.png", methods=["GET", "HEAD"])
-    async def small_icon() -> Response:
-        return Response(icon_png(192), media_type="image/png", headers={"cache-control": CACHED})
-
-    @router.api_route("/icon-512.png", methods=["GET", "HEAD"])
-    async def large_icon() -> Response:
-        return Response(icon_png(512), media_type="image/png", headers={"cache-control": CACHED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,19 +212,3 @@ def _script_page(request: Request, page: ScriptPage) -> Response:
     if "gzip" in request.headers.get("accept-encoding", ""):
         return HTMLResponse(page.compressed, headers={**headers, "content-encoding": "gzip"})
     return HTMLResponse(gzip.decompress(page.compressed), headers=headers)
-
-
-def _describe(manager: ModelManager, *, local: bool) -> str:
-    now = manager.snapshot
-    pinned = [public_id(each.entry.id, local=local) for each in now.pinned]
-    also = f" Also loaded: {', '.join(pinned)}." if pinned else ""
-    state = now.unloading or "loaded"
-    recorded = " The requests of all clients are recorded." if manager.settings.record == "all" else ""
-    return f"{public_id(now.model, local=local) if now.model else 'No chat model'} is {state}.{also}{recorded}"
-
-
-def _curl(request: Request) -> str:
-    """Return an example request as a shell command, with the address of this page but without the path of a proxy."""
-    url = f"{str(request.base_url).rstrip('/')}/v1/chat/completions"
-    body = '{"model": "default", "messages": [{"role": "user", "content": "Say hello."}]}'
-    return f"curl {url} -H 'content-type: application/json' -d '{body}'"
