@@ -6,13 +6,10 @@ The lab's verbs and the panels use nothing else.
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, Self
 
-from lmx_lab.broadcast import Feed
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.outputs import (
     Delta,
@@ -34,9 +31,6 @@ from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.rerank import RerankBody
 from lmx_lab.wire.tracing import TraceBody
 
-T = TypeVar("T")
-LOAD_SHOWN_S = 1.0
-"""A load whose engine reports no progress is shown if it takes longer than this."""
 Progress = Callable[[ModelEvent], None]
 """Called with each step of a load or unload, on the event loop that awaits it."""
 
@@ -269,107 +263,3 @@ async def read_answer(backend: Backend, request: ChatRequest, *, batch: bool = F
     finally:
         stream.close()
     return merge_deltas(deltas), stream.cost()
-
-
-class RunningChange(Generic[T]):
-    """A load or unload and its steps, for a caller that shows the progress. Deleting it does not end the work.
-
-    Args:
-        start: Starts the work, which reports its steps to the given function.
-    """
-
-    def __init__(self, start: Callable[[Progress], Coroutine[Any, Any, T]], name: str) -> None:
-        steps: Feed[ModelEvent] = Feed()
-        self._steps = steps.subscribe()
-        self._unloading: ModelEvent | None = None
-        """The last event of the stage ``unloading``, until the model is unloaded."""
-        self._loading: ModelEvent | None = None
-        """The event of the stage ``load``, until it is returned."""
-        self._task = asyncio.create_task(start(steps.publish), name=name)
-        self._task.add_done_callback(functools.partial(_end_steps, steps))
-
-    async def step(self) -> ModelEvent | None:
-        """Return the next step of a load or unload; None at the end. While an unload waits for running answers, it
-        returns a step with the remaining time each second. The stage ``load`` is returned only if it takes longer than
-        ``LOAD_SHOWN_S``.
-        """
-        while True:
-            limit_s = LOAD_SHOWN_S if self._loading is not None else 1.0 if self._unloading is not None else None
-            try:
-                step = await asyncio.wait_for(anext(self._steps), limit_s)
-            except StopAsyncIteration:
-                return None
-            except TimeoutError:
-                if (loading := self._loading) is not None:
-                    self._loading = None
-                    return loading
-                assert self._unloading is not None
-                step = _one_second_later(self._unloading)
-            self._loading = None
-            if step.unloading is not None or self._unloading is not None:
-                self._unloading = step if step.unloading is not None else None
-                return step
-            if step.done_bytes is not None:
-                return step
-            if step.stage == "load":
-                self._loading = step
-
-    @property
-    def unloading(self) -> ModelEvent | None:
-        """The last step if a model is being unloaded; None otherwise."""
-        return self._unloading
-
-    async def cancel(self) -> None:
-        """Cancel the work, and wait until it has ended."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-    async def result(self) -> T:
-        """Wait for the end.
-
-        Raises:
-            LabError: the load or unload has failed.
-        """
-        return await asyncio.shield(self._task)
-
-
-class RunningLoad(RunningChange[LoadReport]):
-    """A load and its steps."""
-
-    def __init__(self, backend: Backend, spec: LoadSpec) -> None:
-        self._backend, self._model = backend, spec.model
-        self._loop = asyncio.get_running_loop()
-        super().__init__(lambda report: backend.load(spec, progress=report), f"load {spec.model:.80}")
-
-    async def cancel(self) -> None:
-        """Cancel the load, and wait until it has ended."""
-        # Cancelling fails if the load has just ended, or if the server was stopped.
-        await asyncio.gather(self._backend.cancel_load(self._model), return_exceptions=True)
-        await asyncio.wait([self._task])
-
-    def close(self) -> None:
-        """Cancel the load after its caller was interrupted before it received this object. Thread-safe."""
-        asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
-
-
-async def start_load(backend: Backend, spec: LoadSpec) -> RunningLoad:
-    """Start a load on the running event loop."""
-    return RunningLoad(backend, spec)
-
-
-async def start_unload(backend: Backend, model: str | None, *, wait: bool | None) -> RunningChange[float]:
-    """Start an unload on the running event loop."""
-    return RunningChange(lambda report: backend.unload(model, wait=wait, progress=report), "unload")
-
-
-def _one_second_later(step: ModelEvent) -> ModelEvent:
-    state = step.unloading
-    if state is None or state.seconds_left is None:
-        return step
-    return step.model_copy(update={"unloading": replace(state, seconds_left=max(0, state.seconds_left - 1))})
-
-
-def _end_steps(steps: Feed[ModelEvent], work: asyncio.Task[Any]) -> None:
-    steps.close()
-    if not work.cancelled():
-        work.exception()  # Retrieved, because the caller may have stopped waiting.

@@ -1,10 +1,18 @@
-"""Compute the addresses of a server on this machine from its host, its port and the environment variables."""
+"""Compute the addresses of a server on this machine from its host, its port and the environment variables.
+
+The QR codes of addresses, for phones, require segno, which is optional (extra ``lan``).
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
+
+from lmx_lab.errors import MissingPackageError
+from lmx_lab.extras import import_optional
 
 LOOPBACK_FOR = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -13,6 +21,9 @@ OVERRIDE = "LMX_LAB_PROXY_URL"
 # VS Code removes these variables from its terminals, so a process that has one is a kernel that VS Code started.
 VSCODE = ("VSCODE_PID", "VSCODE_CWD", "VSCODE_IPC_HOOK")
 COLAB = ("COLAB_RELEASE_TAG", "COLAB_BACKEND_VERSION")
+BLOCKS = {(True, True): "█", (True, False): "▀", (False, True): "▄", (False, False): " "}
+QUIET_ZONE = 2
+"""Width of the border, in modules. The standard requires 4; scanners accept 2."""
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]*|[0-9a-f:.]+", re.ASCII)
 
 
@@ -65,7 +76,12 @@ def proxy_url(port: int, environ: Mapping[str, str]) -> str | None:
         ValueError: ``LMX_LAB_PROXY_URL`` is not a valid address.
     """
     if template := _value(environ, OVERRIDE):
-        return _override(template, port)
+        url = _with_slash(template.replace("{port}", str(port)))
+        if not _is_address(url) or set("?#{}") & set(url) or not url.isprintable() or " " in url:
+            raise ValueError(
+                f"{OVERRIDE} is {template!r}; write https://name/path/ or /path/, with {{port}} in place of the port"
+            )
+        return url
     if server := _hub_url(environ):
         return proxied_url(server, port)
     if template := _value(environ, "VSCODE_PROXY_URI"):
@@ -96,7 +112,8 @@ def browser_step(port: int, environ: Mapping[str, str]) -> str | None:
         return None
     if any(_value(environ, name) for name in COLAB):
         return f"from google.colab import output; output.serve_kernel_port_as_window({port})"
-    return f"VS Code: forward port {port} in the Ports view" if is_vscode(environ) and _is_remote(environ) else None
+    is_remote = any(_value(environ, name) for name in ("VSCODE_AGENT_FOLDER", "SSH_CONNECTION", "REMOTE_CONTAINERS"))
+    return f"VS Code: forward port {port} in the Ports view" if is_vscode(environ) and is_remote else None
 
 
 def is_vscode(environ: Mapping[str, str]) -> bool:
@@ -152,21 +169,8 @@ def _hub_url(environ: Mapping[str, str]) -> str | None:
     return _with_slash("/" + prefix.lstrip("/")) if prefix else None
 
 
-def _override(template: str, port: int) -> str:
-    url = _with_slash(template.replace("{port}", str(port)))
-    if not _is_address(url) or set("?#{}") & set(url) or not url.isprintable() or " " in url:
-        raise ValueError(
-            f"{OVERRIDE} is {template!r}; write https://name/path/ or /path/, with {{port}} in place of the port"
-        )
-    return url
-
-
 def _is_address(url: str) -> bool:
     return _split(url) is not None or (url.startswith("/") and not url.startswith("//"))
-
-
-def _is_remote(environ: Mapping[str, str]) -> bool:
-    return any(_value(environ, name) for name in ("VSCODE_AGENT_FOLDER", "SSH_CONNECTION", "REMOTE_CONTAINERS"))
 
 
 def _split(url: str) -> SplitResult | None:
@@ -190,3 +194,40 @@ def _value(environ: Mapping[str, str], name: str) -> str:
 
 def _with_slash(url: str) -> str:
     return url if url.endswith("/") else url + "/"
+
+
+# QR codes
+
+
+@functools.cache
+def qr_data_uri(address: str) -> str:
+    """Return the QR code of an address as an SVG image in a data URI; empty if segno is not installed.
+
+    Its background is white.
+    """
+    code = _qr_code(address)
+    return code.svg_data_uri(border=QUIET_ZONE, light="white", scale=4) if code is not None else ""
+
+
+def qr_half_blocks(address: str) -> str:
+    """Return the QR code of an address as text with two modules in each character; empty if segno is not installed.
+
+    The blocks are the light modules, so the code is correct on a dark terminal. On a light one it is inverted, which
+    scanners can also read.
+    """
+    code = _qr_code(address)
+    if code is None:
+        return ""
+    rows = [[not dark for dark in row] for row in code.matrix_iter(border=QUIET_ZONE)]
+    if len(rows) % 2:
+        rows.append([False] * len(rows[0]))
+    pairs = zip(rows[::2], rows[1::2], strict=True)
+    return "\n".join("".join(BLOCKS[pair] for pair in zip(*rows, strict=True)) for rows in pairs)
+
+
+def _qr_code(address: str) -> Any:
+    try:
+        segno = import_optional("segno", "a QR code")
+    except MissingPackageError:
+        return None
+    return segno.make_qr(address, error="m")

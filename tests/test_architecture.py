@@ -33,15 +33,15 @@ TABLE = {
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
-    "values": Row("errors", "numpy"),
+    # pydantic: the form of steps in JSON.
+    "values": Row("errors", "numpy pydantic"),
     "settings": Row("errors"),
-    "urls": Row(),
+    "urls": Row("errors extras"),
     "broadcast": Row(),
     "sanitize": Row(),
     "extras": Row("errors"),
     "frames": Row("extras"),
     "progress": Row("", "rich IPython"),
-    "qr_code": Row("errors extras"),
     # Sandboxes load this file without the package.
     "heap": Row(),
     # Running a coroutine for a blocking caller; knows no servers.

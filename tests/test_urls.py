@@ -1,6 +1,9 @@
-"""Tests of the addresses of a server: local, LAN, proxies and origins."""
+"""Tests of the addresses of a server: local, LAN, proxies and origins, and of their QR codes."""
+
+import sys
 
 import pytest
+import segno
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +19,11 @@ from lmx_lab.urls import (
     proxied_url,
     proxy_path,
     proxy_url,
+    qr_data_uri,
+    qr_half_blocks,
 )
 
+CODED = "http://192.168.1.20:8400"
 HUB = {"JUPYTERHUB_SERVICE_PREFIX": "/user/ada/"}
 SUBDOMAIN = {
     **HUB,
@@ -225,3 +231,23 @@ def test_a_terminal_of_vs_code_is_not_a_kernel():
 def test_the_step_in_the_browser_is_given_if_only_the_browser_knows_the_address(environ, step):
     found = browser_step(8400, environ)
     assert found is None if step is None else step in (found or "")
+
+
+def test_the_text_of_a_qr_code_has_its_modules():
+    lines = qr_half_blocks(CODED).splitlines()
+    light = [[block in half for block in line] for line in lines for half in ("█▀", "█▄")]
+    expected = [[not dark for dark in row] for row in segno.make_qr(CODED, error="m").matrix_iter(border=2)]
+    assert light[: len(expected)] == expected
+
+
+def test_the_image_of_a_qr_code_is_a_data_uri_without_other_addresses():
+    image = qr_data_uri(CODED)
+    assert image.startswith("data:image/svg+xml")
+    assert "script" not in image
+
+
+def test_without_segno_there_is_no_qr_code(monkeypatch):
+    monkeypatch.setitem(sys.modules, "segno", None)
+    qr_data_uri.cache_clear()
+    assert (qr_data_uri(CODED), qr_half_blocks(CODED)) == ("", "")
+    qr_data_uri.cache_clear()

@@ -13,8 +13,8 @@ from lmx_lab.cli.process import freeze_objects, stop_on_signals
 from lmx_lab.cli.terminal import print_line
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.tokenizing.templates import prepared_trial
-from lmx_lab.qr_code import half_blocks
 from lmx_lab.settings import Settings
+from lmx_lab.urls import qr_half_blocks
 from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec
 
 SWITCH_S = 0.0005
@@ -156,5 +156,5 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None, first: asyncio.Task[Lo
 
 def _print_code(lab: lmx_lab.Lab) -> None:
     """Print a QR code of the chat page for phones, if other machines can reach it and the output is a terminal."""
-    if lab.lan_url is not None and lab.settings.page and sys.stdout.isatty() and (code := half_blocks(lab.lan_url)):
+    if lab.lan_url is not None and lab.settings.page and sys.stdout.isatty() and (code := qr_half_blocks(lab.lan_url)):
         print_line(f"the chat page for phones:\n{code}")

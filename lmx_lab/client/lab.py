@@ -356,8 +356,8 @@ class AsyncLabClient(AsyncClientBase):
             page = await self._connection.fetch(
                 "GET", f"/admin/timeline?{query}", TimelinePage, limit=LONG_BYTES, within_s=QUICK_S
             )
-            requests += page.request_timelines()
-            models += page.model_timelines()
+            requests += page.requests
+            models += page.models
             # If ``before`` does not decrease, the server would repeat pages without end.
             if page.before is None or (before is not None and page.before >= before):
                 break

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from lmx_lab.backend import Backend, RunningChange, start_load, start_unload
+from lmx_lab.backend import Backend, Progress
+from lmx_lab.broadcast import Feed
 from lmx_lab.notebook.verbs import on_loop
 from lmx_lab.progress import ProgressBar, bar, status
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
@@ -17,11 +19,102 @@ if TYPE_CHECKING:
     from lmx_lab.notebook.local import LocalBackend
 
 
+T = TypeVar("T")
+LOAD_SHOWN_S = 1.0
+"""A load whose engine reports no progress is shown if it takes longer than this."""
+
+
 class FreedMemory(float):
     """Memory that an unload has released, in GB (10^9 bytes)."""
 
     def __repr__(self) -> str:
         return f"{self:.2f} GB freed"
+
+
+class RunningChange(Generic[T]):
+    """A load or unload and its steps, for a caller that shows the progress. Deleting it does not end the work.
+
+    Args:
+        start: Starts the work, which reports its steps to the given function.
+    """
+
+    def __init__(self, start: Callable[[Progress], Coroutine[Any, Any, T]], name: str) -> None:
+        steps: Feed[ModelEvent] = Feed()
+        self._steps = steps.subscribe()
+        self._unloading: ModelEvent | None = None
+        """The last event of the stage ``unloading``, until the model is unloaded."""
+        self._loading: ModelEvent | None = None
+        """The event of the stage ``load``, until it is returned."""
+        self._task = asyncio.create_task(start(steps.publish), name=name)
+        self._task.add_done_callback(lambda _: steps.close())
+        # Retrieved, because the caller may have stopped waiting.
+        self._task.add_done_callback(lambda work: work.cancelled() or work.exception())
+
+    async def step(self) -> ModelEvent | None:
+        """Return the next step of a load or unload; None at the end. While an unload waits for running answers, it
+        returns a step with the remaining time each second. The stage ``load`` is returned only if it takes longer than
+        ``LOAD_SHOWN_S``.
+        """
+        while True:
+            limit_s = LOAD_SHOWN_S if self._loading is not None else 1.0 if self._unloading is not None else None
+            try:
+                step = await asyncio.wait_for(anext(self._steps), limit_s)
+            except StopAsyncIteration:
+                return None
+            except TimeoutError:
+                if (loading := self._loading) is not None:
+                    self._loading = None
+                    return loading
+                assert self._unloading is not None
+                step, state = self._unloading, self._unloading.unloading
+                if state is not None and state.seconds_left is not None:
+                    later = replace(state, seconds_left=max(0, state.seconds_left - 1))
+                    step = step.model_copy(update={"unloading": later})
+            self._loading = None
+            if step.unloading is not None or self._unloading is not None:
+                self._unloading = step if step.unloading is not None else None
+                return step
+            if step.done_bytes is not None:
+                return step
+            if step.stage == "load":
+                self._loading = step
+
+    @property
+    def unloading(self) -> ModelEvent | None:
+        """The last step if a model is being unloaded; None otherwise."""
+        return self._unloading
+
+    async def cancel(self) -> None:
+        """Cancel the work, and wait until it has ended."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def result(self) -> T:
+        """Wait for the end.
+
+        Raises:
+            LabError: the load or unload has failed.
+        """
+        return await asyncio.shield(self._task)
+
+
+class RunningLoad(RunningChange[LoadReport]):
+    """A load and its steps."""
+
+    def __init__(self, backend: Backend, spec: LoadSpec) -> None:
+        self._backend, self._model = backend, spec.model
+        self._loop = asyncio.get_running_loop()
+        super().__init__(lambda report: backend.load(spec, progress=report), f"load {spec.model:.80}")
+
+    async def cancel(self) -> None:
+        """Cancel the load, and wait until it has ended."""
+        # Cancelling fails if the load has just ended, or if the server was stopped.
+        await asyncio.gather(self._backend.cancel_load(self._model), return_exceptions=True)
+        await asyncio.wait([self._task])
+
+    def close(self) -> None:
+        """Cancel the load after its caller was interrupted before it received this object. Thread-safe."""
+        asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
 
 
 async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
@@ -30,7 +123,11 @@ async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
     Raises:
         LabError: the load has failed.
     """
-    load = await on_loop(start_load(backend, spec))
+
+    async def start() -> RunningLoad:
+        return RunningLoad(backend, spec)
+
+    load = await on_loop(start())
     try:
         # The bar is drawn in the caller's thread, because the output of another thread could appear in another cell.
         with bar(spec.model) as shown:
@@ -82,9 +179,13 @@ async def show_unload(backend: Backend, model: str | None, *, wait: bool | None)
     Raises:
         LabError: the unload has failed.
     """
+
+    async def start() -> RunningChange[float]:
+        return RunningChange(lambda report: backend.unload(model, wait=wait, progress=report), "unload")
+
     unload: RunningChange[float] | None = None
     try:
-        unload = await on_loop(start_unload(backend, model, wait=wait))
+        unload = await on_loop(start())
         with status() as shown:
             before = None
             while (step := await on_loop(unload.step())) is not None:

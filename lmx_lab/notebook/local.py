@@ -30,7 +30,6 @@ from lmx_lab.notebook.arguments import Prompt, chat_request
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
 from lmx_lab.portal import HostedLoop, LoopThread
-from lmx_lab.qr_code import data_uri
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.admin import model_records
 from lmx_lab.server.embeddings import embedding_request
@@ -40,6 +39,7 @@ from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.tracing import trace_request
 from lmx_lab.server.translate import generation_request, timings, usage
 from lmx_lab.settings import Settings
+from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, capacity_in_words, with_reason
 from lmx_lab.values.outputs import Delta, TokenLogprob, Vectors
@@ -439,7 +439,7 @@ class LocalBackend:
             place=server.place,
             url=addresses.url,
             lan_url=(lan_url := next(iter(addresses.lan_urls), None)),
-            phone_code=data_uri(lan_url) if lan_url is not None and server.settings.page else "",
+            phone_code=qr_data_uri(lan_url) if lan_url is not None and server.settings.page else "",
             proxy_url=addresses.proxy_url,
             proxy_path=addresses.proxy_path,
             model=now.model,
@@ -521,7 +521,7 @@ class LocalBackend:
         )
 
     async def trace(self, body: TraceBody) -> Trace:
-        return await self._services.inference.trace(trace_request(body), local=True)
+        return await self._services.manager.trace(trace_request(body))
 
     # Recorded tokens
 
@@ -534,7 +534,7 @@ class LocalBackend:
             request = generation_request(prompt)
         else:
             request = GenerationRequest(prompt=TextPrompt(text=prompt, special=special))
-        return await self._services.inference.encode(request, local=True)
+        return await self._services.manager.encode(request)
 
     async def regenerate(self, record: Record) -> Record:
         return await self._services.inference.regenerate(record)

@@ -13,18 +13,24 @@ from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
 
 PAGES_FOLDER = assets.FOLDER.parent / "server" / "built"
-SHARED_SCRIPTS = ("elements.js", "keyed.js", "markdown.js", "message.js", "page_stream.js")
+SOURCES = assets.FOLDER.parent / "server" / "pages"
+SHARED_SCRIPTS = ("elements.js", "keyed.js", "markdown.js", "message.js")
+"""Scripts of the panels that all pages use."""
 PAGE_SCRIPTS: Mapping[str, Sequence[str]] = {
-    "page": ("page_store.js", "page_file.js", "page.js"),
-    "routes": ("routes.js",),
+    "page": ("page_stream.js", "page_store.js", "page_file.js", "page.js"),
+    "routes": ("page_stream.js", "routes.js"),
 }
-"""The scripts of each page, in addition to those that all pages share."""
-SHARED_STYLES = ("panel.css", "message.css", "document.css")
+"""The other scripts of each page."""
 
 
-def minify_module(*names: str) -> str:
-    """Return a panel's module from these files, without comments and whitespace, and with short local names."""
-    small: str = minify.string("application/javascript", assets.join_own_files(*names))
+def minify_module(*names: str, pages: Sequence[str] = ()) -> str:
+    """Return a module from these files, without comments and whitespace, and with short local names.
+
+    Args:
+        pages: Further files, of the server's pages.
+    """
+    own = [(SOURCES / name).read_text(encoding="utf-8") for name in pages]
+    small: str = minify.string("application/javascript", "\n".join([assets.join_own_files(*names), *own]))
     return small.rstrip() + "\n"
 
 
@@ -32,8 +38,9 @@ def page_files() -> dict[str, str]:
     """Return the files of the server's pages, which share code with the chat panel, by their names."""
     files = {}
     for name, scripts in PAGE_SCRIPTS.items():
-        style: str = minify.string("text/css", assets.styles(*SHARED_STYLES, f"{name}.css"))
-        files[f"{name}.js"] = minify_module(*SHARED_SCRIPTS, *scripts)
+        own = [(SOURCES / style).read_text(encoding="utf-8") for style in ("document.css", f"{name}.css")]
+        style: str = minify.string("text/css", "\n".join([assets.styles("panel.css", "message.css"), *own]))
+        files[f"{name}.js"] = minify_module(*SHARED_SCRIPTS, pages=scripts)
         files[f"{name}.css"] = style.strip() + "\n"
     return files
 

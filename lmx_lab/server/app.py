@@ -96,7 +96,12 @@ def create_server(
     manager.add_observer(lambda progress: feed.publish(model_event(progress)))
     metrics = Metrics(manager)
     request_log = RequestLog()
-    spans = _request_spans(settings)
+    spans: list[RequestSpans] = []
+    if settings.otel != "off":
+        with optional_imports(f"otel={settings.otel}"):
+            # Imported here, because the SDK is optional.
+            from lmx_lab.server.telemetry import RequestSpans
+        spans.append(RequestSpans(content=settings.otel == "content"))
     inference = InferenceService(
         manager=manager,
         feed=feed,
@@ -115,11 +120,11 @@ def create_server(
     api.include_router(health_routes(manager))
     api.include_router(chat_routes(inference))
     api.include_router(completion_routes(inference))
-    api.include_router(messages_routes(inference))
+    api.include_router(messages_routes(inference, manager))
     api.include_router(responses_routes(inference))
     api.include_router(ollama_routes(inference, manager, lan_admin=settings.lan_admin))
     api.include_router(ollama_model_routes(manager=manager, catalog=catalog, settings=settings))
-    api.include_router(token_routes(inference, manager))
+    api.include_router(token_routes(manager))
     api.include_router(embedding_routes(inference))
     api.include_router(rerank_routes(inference))
     api.include_router(socket_routes(inference, max_body_bytes=settings.max_body_bytes))
@@ -127,7 +132,7 @@ def create_server(
     api.include_router(admin_routes(manager=manager, catalog=catalog, lan_admin=settings.lan_admin))
     api.include_router(event_routes(manager=manager, feed=feed))
     api.include_router(timeline_routes(inference.timelines))
-    api.include_router(trace_routes(inference))
+    api.include_router(trace_routes(manager))
     api.include_router(metrics_routes(metrics))
     asgi = wrap_app(
         api,
@@ -136,15 +141,6 @@ def create_server(
         error_forms={"/v1/messages": messages_error, "/api/": ollama_error},
     )
     return InferenceServer(asgi=asgi, api=api, inference=inference, manager=manager, feed=feed, spans=spans)
-
-
-def _request_spans(settings: Settings) -> list[RequestSpans]:
-    if settings.otel == "off":
-        return []
-    with optional_imports(f"otel={settings.otel}"):
-        # Imported here, because the SDK is optional.
-        from lmx_lab.server.telemetry import RequestSpans
-    return [RequestSpans(content=settings.otel == "content")]
 
 
 def _create_api(settings: Settings) -> DescribedAPI:

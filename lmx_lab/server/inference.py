@@ -25,7 +25,6 @@ from lmx_lab.engine import (
     RerankRequest,
     Sampling,
     TokenPrompt,
-    TraceRequest,
 )
 from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds
 from lmx_lab.engine.stream import Outcome
@@ -40,7 +39,6 @@ from lmx_lab.values.outputs import Delta, EncodeReport, GenerationReport, TokenL
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import StepLog
-from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import RequestEvent
 
 CONTENDED_CLIENT_S = 1.0
@@ -197,7 +195,9 @@ class InferenceService:
                 )
             answers = await self._manager.submit_all(request, choices, local=caller.local, patient=caller.patient)
         except (LabError, asyncio.CancelledError) as exc:
-            self._refused(request, exc, index=first)
+            # Not the model in the request: a caller can choose it freely, and it is a label of a metric.
+            model = self._manager.snapshot.model or ""
+            self._end_without_report("chat", caller.request_id, model, exc, request=request, index=first)
             raise
         for at, answer in enumerate(answers):
             answer.index = first + at
@@ -306,28 +306,6 @@ class InferenceService:
         assert answer.prompt_scores is not None
         return answer.prompt_scores.tokens[start:]
 
-    async def trace(self, request: TraceRequest, *, local: bool = False) -> Trace:
-        """Return internal values of the model. Raises the same as ``ModelManager.trace``."""
-        return await self._manager.trace(request, local=local)
-
-    async def encode(self, request: GenerationRequest, *, local: bool = False) -> list[int]:
-        """Return the token ids of a request's prompt. Raises the same as ``ModelManager.encode``."""
-        return await self._manager.encode(request, local=local)
-
-    async def render(self, request: GenerationRequest, *, local: bool = False) -> str:
-        """Return the text that the model's chat template makes of a chat. Raises the same as ``encode``."""
-        return await self._manager.with_model(request, lambda it: it.engine.render(it.entry, request), local=local)
-
-    async def detokenize(self, tokens: Sequence[int], *, model: str | None, local: bool = False) -> str:
-        """Return the text of token ids. Raises the same as ``encode``."""
-        request = GenerationRequest(prompt=TokenPrompt(tokens=()), model=model)
-        return await self._manager.with_model(request, lambda it: it.engine.decode(tokens), local=local)
-
-    async def token_bytes(self, tokens: Sequence[int], *, model: str | None, local: bool = False) -> list[bytes]:
-        """Return the bytes of each token. Raises the same as ``encode``."""
-        request = GenerationRequest(prompt=TokenPrompt(tokens=()), model=model)
-        return await self._manager.with_model(request, lambda it: it.engine.token_bytes(tokens), local=local)
-
     async def decode(self, tokens: tuple[int, ...]) -> str:
         """Convert token ids to text with the tokenizer of the main model."""
         return await self._manager.decode(tokens)
@@ -370,10 +348,20 @@ class InferenceService:
         submitting: Coroutine[Any, Any, Pending[Result]],
         values: Callable[[Result], Vectors],
     ) -> Result:
+        """Wait for the result, and report the end.
+
+        Raises:
+            EngineError: a value is NaN or infinite.
+        """
         kind: Kind = "embedding" if isinstance(request, EmbeddingRequest) else "rerank"
         try:
             result = await (await submitting).result()
-            _check_finite(values(result), result.report)
+            # JSON cannot represent other values.
+            if not np.isfinite(values(result)).all():
+                raise EngineError(
+                    f"{result.report.model} computed values that are not finite (NaN or infinity): its weights are "
+                    "damaged, or too large for their data type; fetch it again, or start the server with dtype float32"
+                )
         except (Exception, asyncio.CancelledError) as exc:
             self._end_without_report(kind, request_id, model, exc, request=request)
             raise
@@ -412,12 +400,6 @@ class InferenceService:
             )
         )
 
-    def _refused(self, request: GenerationRequest, exc: BaseException, *, index: int) -> None:
-        """Report the end of a generation that was refused."""
-        # Not the name in the request: a caller can choose it freely, and it is a label of a metric.
-        model = self._manager.snapshot.model or ""
-        self._end_without_report("chat", request.request_id, model, exc, request=request, index=index)
-
     def _end_without_report(
         self,
         kind: Kind,
@@ -447,16 +429,3 @@ class InferenceService:
         self._feed.publish(end.event())
         for observe in self._observers:
             observe(end)
-
-
-def _check_finite(values: Vectors, report: EncodeReport) -> None:
-    """Check that all values are finite, because JSON cannot represent others.
-
-    Raises:
-        EngineError: a value is NaN or infinite.
-    """
-    if not np.isfinite(values).all():
-        raise EngineError(
-            f"{report.model} computed values that are not finite (NaN or infinity): its weights are damaged, or too "
-            "large for their data type; fetch it again, or start the server with dtype float32"
-        )

@@ -151,7 +151,8 @@ class TimelineLog:
             requests.append(_timeline(log, last, now))
             steps += len(requests[-1].steps)
         models = self._models_since(now - last_s, now) if before is None else ()
-        return TimelinePage.of(requests, models, before=last.number if entries and last is not None else None)
+        following = last.number if entries and last is not None else None
+        return TimelinePage(requests=requests, models=list(models), before=following)
 
     def _entries_since(self, since: float) -> list[tuple[StepLog, _Entry]]:
         return [
@@ -167,7 +168,26 @@ class TimelineLog:
                 for change in self._changes
                 if change.ended_at is None or change.ended_at >= since
             ]
-        return tuple([_model_timeline(change, now) for change in kept])
+        timelines = []
+        for change in kept:
+            end = now if change.ended_at is None else change.ended_at
+            # The first stage may be recorded a little after the beginning.
+            limits = [change.began_at, *(start for _, start in change.stages[1:]), end]
+            stages = [
+                ModelStage(name, start - change.began_at, following - start)
+                for (name, _), (start, following) in zip(change.stages, pairwise(limits), strict=False)
+            ]
+            timeline = ModelTimeline(
+                kind=change.kind,
+                model=change.model,
+                at=change.at,
+                outcome=change.outcome,
+                message=change.message,
+                total_s=end - change.began_at,
+                stages=tuple(stages),
+            )
+            timelines.append(timeline)
+        return tuple(timelines)
 
 
 def _timeline(log: StepLog, entry: _Entry, now: float) -> RequestTimeline:
@@ -190,24 +210,6 @@ def _timeline(log: StepLog, entry: _Entry, now: float) -> RequestTimeline:
         prefill_s=prefill_s,
         decode_s=decode_s,
         steps=steps,
-    )
-
-
-def _model_timeline(change: _Change, now: float) -> ModelTimeline:
-    end = now if change.ended_at is None else change.ended_at
-    # The first stage may be recorded a little after the beginning.
-    limits = [change.began_at, *(start for _, start in change.stages[1:]), end]
-    return ModelTimeline(
-        kind=change.kind,
-        model=change.model,
-        at=change.at,
-        outcome=change.outcome,
-        message=change.message,
-        total_s=end - change.began_at,
-        stages=tuple(
-            ModelStage(name, start - change.began_at, following - start)
-            for (name, _), (start, following) in zip(change.stages, pairwise(limits), strict=False)
-        ),
     )
 
 
@@ -239,8 +241,8 @@ def _content(
 ) -> str:
     page = timelines.page(last_s, limit=limit, before=before)
     if hide is not None:
-        for request in page.requests:
-            request.model = public_id(request.model, local=False)
-        for change in page.models:
-            change.model, change.message = public_id(change.model, local=False), hide(change.message)
+        page.requests = [replace(each, model=public_id(each.model, local=False)) for each in page.requests]
+        page.models = [
+            replace(each, model=public_id(each.model, local=False), message=hide(each.message)) for each in page.models
+        ]
     return page.model_dump_json()

@@ -6,7 +6,7 @@ from playwright.sync_api import expect
 
 from lmx_lab.panels import assets
 from lmx_lab.panels.models import ModelsPanel
-from lmx_lab.qr_code import data_uri
+from lmx_lab.urls import qr_data_uri
 from tests.support.browser import LONG_ANSWER, ask, model_button, model_row
 
 # The panel on an empty page. Its kernel replies when a direct request was sent to the server, which does not respond.
@@ -141,7 +141,7 @@ def panel_alone(browser, phone_code=""):
 
 
 def test_the_qr_code_of_the_chat_page_is_shown_if_there_is_one(browser):
-    page = panel_alone(browser, data_uri("http://192.0.2.5:8400"))
+    page = panel_alone(browser, qr_data_uri("http://192.0.2.5:8400"))
     page.get_by_text("QR code for phones").click()
     image = page.get_by_role("img", name="QR code of the LAN address")
     expect(image).to_be_visible()

@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from lmx_lab.qr_code import half_blocks
+from lmx_lab.urls import qr_half_blocks
 from tests.support.commands import Running, request, run_command, serving, status
 
 CHAT = "/v1/chat/completions"
@@ -104,7 +104,7 @@ def test_a_terminal_shows_the_qr_code_of_the_chat_page(tmp_path, monkeypatch):
 
     def look(server: Running) -> None:
         server.wait_for("the chat page for phones:\r\n")
-        code = half_blocks(f"http://192.0.2.5:{server.port}").splitlines()
+        code = qr_half_blocks(f"http://192.0.2.5:{server.port}").splitlines()
         assert server.wait_for("no model is loaded yet").splitlines() == code
         server.send_signal(signal.SIGTERM)
 

@@ -322,7 +322,7 @@ def test_openai_works_in_the_cell_or_from_a_thread(lab):
 
 @pytest.mark.long
 def test_a_load_shows_its_download_in_the_calling_cell_only(lab):
-    lab.run("import lmx_lab.backend; lmx_lab.backend.LOAD_SHOWN_S = 60; lab.unload()")
+    lab.run("import lmx_lab.notebook.load_progress as progress; progress.LOAD_SHOWN_S = 60; lab.unload()")
     lab.start("lab.load('echo')")
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # The report, without a progress bar.
     lab.start("""

@@ -28,7 +28,7 @@ def test_a_stream_displays_its_text_and_then_the_reply(fresh_notebook):
 
 def test_a_slow_launch_shows_where_the_time_went(fresh_notebook):
     fresh_notebook.start(
-        "import lmx_lab.backend; lmx_lab.backend.LOAD_SHOWN_S = 60; "
+        "import lmx_lab.notebook.load_progress as progress; progress.LOAD_SHOWN_S = 60; "
         "from lmx_lab.notebook import launcher; launcher.SLOW_S = launcher.SHOWN_S = 0"
     )
     fresh_notebook.read()

@@ -20,8 +20,8 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.http.uvicorn_server import bind
-from lmx_lab.qr_code import data_uri
 from lmx_lab.settings import Settings
+from lmx_lab.urls import qr_data_uri
 
 pytestmark = pytest.mark.anyio
 HELLO = "hi " * 4000
@@ -219,7 +219,7 @@ def test_the_html_of_a_lab_is_escaped(tmp_path):
 def test_the_html_of_a_lab_has_the_qr_code_of_its_chat_page(tmp_path, monkeypatch):
     monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5"])
     settings = Settings(home=tmp_path, host="0.0.0.0")
-    code = html.escape(data_uri("http://192.0.2.5:8400"))
+    code = html.escape(qr_data_uri("http://192.0.2.5:8400"))
     cases = [({}, 1), ({"page": False}, 0), ({"host": "127.0.0.1"}, 0)]
     for changes, count in cases:
         lab = lmx_lab.Lab(replace(settings, **changes), loop="thread")

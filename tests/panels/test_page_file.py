@@ -1,11 +1,13 @@
 """Test the conversion of the chat page's conversations to prompts and from files, in node."""
 
 import json
+from pathlib import Path
 
-from lmx_lab.panels import assets
+import lmx_lab
 from tests.support.programs import needs_node, node
 
 pytestmark = needs_node
+SCRIPT = Path(lmx_lab.__file__).parent / "server" / "pages" / "page_file.js"
 STUBS = """
 const newId = () => "id", titleOf = () => "title", SAMPLING = [["temperature"]];
 const newChat = () => ({ system: "", sampling: {}, messages: [] });
@@ -23,7 +25,7 @@ def message(role, content):
 def prompts(folder, *files):
     """Return the messages that the page sends for the conversation of each file."""
     script = "const files = %s; console.log(JSON.stringify(files.map((file) => toChatMessages(fromFile(file)[0]))))"
-    source = STUBS + assets.source("page_file.js") + script % json.dumps([json.dumps(file) for file in files])
+    source = STUBS + SCRIPT.read_text(encoding="utf-8") + script % json.dumps([json.dumps(file) for file in files])
     path = folder / "script.js"
     path.write_text(source, encoding="utf-8")
     found = json.loads(node(str(path)))

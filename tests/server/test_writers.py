@@ -111,8 +111,7 @@ def message(delta, reason="stop"):
     body = ChatWriter("tiny", "mlx").whole([[(delta, report(finish=reason))]])
     (choice,) = json.loads(body)["choices"]
     assert choice["finish_reason"] == reason
-    found = choice["message"]
-    return found
+    return choice["message"]
 
 
 def test_a_plain_answer_has_only_content():

@@ -20,9 +20,7 @@ def members(of):
 
 
 def arguments(function):
-    written = [
-        each for it in inspect.signature(function).parameters.values() for each in expand_keywords(it, function)
-    ]
+    written = [each for it in inspect.signature(function).parameters.values() for each in expand_keywords(it, function)]
     return [(it.name, it.kind, it.default) for it in written]
 
 
