@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -344,13 +345,14 @@ def test_merging_pieces_of_calls_is_associative(pieces, cut):
 
 
 def test_the_arguments_of_a_long_history_are_read_once(monkeypatch):
-    parsed, read = [], TypeAdapter.validate_json
+    parsed = []
+    read = TypeAdapter.validate_json
 
-    def noted(adapter, text):
-        parsed.append(text)
-        return read(adapter, text)
+    def noted(self: TypeAdapter[Any], data: str, **options: Any) -> Any:
+        parsed.append(data)
+        return read(self, data, **options)
 
-    messages = [with_calls(call(json.dumps({"n": n}), id=str(n))) for n in range(1000)]
     monkeypatch.setattr(TypeAdapter, "validate_json", noted)
+    messages = [with_calls(call(json.dumps({"n": n}), id=str(n))) for n in range(1000)]
     prompt(messages=messages)
     assert len(parsed) == 1000
