@@ -129,8 +129,8 @@ from benchmarks import (
 from benchmarks.bench import Bench, BenchError, Model
 from benchmarks.models import folder_of
 from benchmarks.rows import Row
-from lmx_lab.bench.provenance import provenance
 from lmx_lab.errors import LabError
+from lmx_lab.results.provenance import provenance
 
 ALL_MODELS: tuple[Model, ...] = get_args(Model)
 MODELS: tuple[Model, ...] = ("tiny", "smollm2")

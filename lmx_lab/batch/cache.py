@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lmx_lab.batch.answers import DTYPES, RowAnswer, answer_row
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.frames import make_table
 from lmx_lab.instrument.store import create_tables, open_database
+from lmx_lab.results.frames import make_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lmx_lab.bench.intervals import LEVEL, Interval, median_interval, ratio_interval
 from lmx_lab.bench.statistics import (
     CASE,
     CLIENT_METRICS,
@@ -29,7 +28,8 @@ from lmx_lab.bench.statistics import (
 )
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional
-from lmx_lab.frames import make_table
+from lmx_lab.results.frames import make_table
+from lmx_lab.results.statistics import LEVEL, Interval, median_interval, ratio_interval
 
 if TYPE_CHECKING:
     import pandas as pd

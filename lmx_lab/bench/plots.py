@@ -12,10 +12,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.bench.intervals import LEVEL
 from lmx_lab.bench.statistics import CASE, MEASURED, METRICS, TOTAL, Samples, summary
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional, optional_imports
+from lmx_lab.results.statistics import LEVEL
 
 with optional_imports("a plot"):
     from matplotlib.figure import Figure

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmx_lab.bench.case import Case, Closed, Sweep, number_repeats
 from lmx_lab.bench.load_generator import SILENCE_S, CaseRun, Run
-from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import Target, as_target
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.progress import counter
+from lmx_lab.results.provenance import provenance
 
 if TYPE_CHECKING:
     import pandas as pd

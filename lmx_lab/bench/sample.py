@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lmx_lab.client.chat_chunks import Piece, TokenUsage, count, number
-from lmx_lab.frames import dtypes_of, make_table
+from lmx_lab.results.frames import dtypes_of, make_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from lmx_lab.bench.intervals import LEVEL, NOTHING, Floats, Interval, half_width, median_interval, positions_of
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import make_table
+from lmx_lab.results.frames import make_table
+from lmx_lab.results.statistics import LEVEL, NOTHING, Floats, Interval, half_width, median_interval, positions_of
 
 if TYPE_CHECKING:
     import pandas as pd

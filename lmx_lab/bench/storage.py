@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from lmx_lab.bench.provenance import provenance as current_provenance
 from lmx_lab.bench.sample import RequestSample, new_run, read_row, row, table_of
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.results.provenance import provenance as current_provenance
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:

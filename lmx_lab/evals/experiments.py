@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.frames import align_columns, html_table, make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import create_tables, open_database
+from lmx_lab.results.frames import align_columns, html_table, make_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lmx_lab.backend import AnswerRecorder, Backend
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
-from lmx_lab.frames import make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
-from lmx_lab.instrument.text_file import write_text_file
+from lmx_lab.results.figures import write_text_file
+from lmx_lab.results.frames import make_table
 from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Record

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.answer import TokenAnswer
-from lmx_lab.instrument.text_file import write_file
+from lmx_lab.results.figures import write_file
 from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.base import ANY_MODEL

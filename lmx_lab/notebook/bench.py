@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lmx_lab.bench.case import Sweep
 from lmx_lab.bench.load_generator import Run
-from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.runner import Measured, RunProgress, progress_text, samples
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
@@ -21,6 +20,7 @@ from lmx_lab.notebook.verbs import on_loop
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.portal import LoopThread
 from lmx_lab.progress import counter
+from lmx_lab.results.provenance import provenance
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -23,11 +23,11 @@ from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, described_prompt, read_metric
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.frames import make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, check_parameters, request_maker
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop, on_other
+from lmx_lab.results.frames import make_table
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:

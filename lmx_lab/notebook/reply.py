@@ -12,12 +12,12 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend, read_answer
-from lmx_lab.frames import align_columns
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.lens import TokenTable
 from lmx_lab.notebook.verbs import LoopPortal
+from lmx_lab.results.frames import align_columns
 from lmx_lab.values.outputs import (
     Delta,
     GenerationReport,

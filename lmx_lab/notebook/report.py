@@ -23,9 +23,9 @@ import psutil
 
 from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.panels.charts import CSS as CHART_CSS
-from lmx_lab.panels.charts import LineChart, Series, format_clock, format_number
 from lmx_lab.panels.workbench import EndedRequest
+from lmx_lab.results.figures import CSS as CHART_CSS
+from lmx_lab.results.figures import LineChart, Series, format_clock, format_number
 from lmx_lab.wire.admin import ModelRecord, ModelRecords, RequestEvent, Sample
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")

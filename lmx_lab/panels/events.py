@@ -16,11 +16,11 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
-from lmx_lab.frames import make_table
 from lmx_lab.panels.event_log import COLUMNS, GROUPS, MAX_ROWS, EventRow, EventRows, RowFilter, SessionTracker
 from lmx_lab.panels.panel import BUG, Panel, number_field, text_field
 from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import EventSource, Workbench
+from lmx_lab.results.frames import make_table
 from lmx_lab.sanitize import replace_surrogates
 from lmx_lab.wire.admin import Sample
 from lmx_lab.wire.events import DaemonEvent, ResetFrame

@@ -15,11 +15,11 @@ import traitlets
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import dtypes_of, make_table
-from lmx_lab.panels.charts import LineChart, Series, format_clock
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import KEPT_S, Workbench
+from lmx_lab.results.figures import LineChart, Series, format_clock
+from lmx_lab.results.frames import dtypes_of, make_table
 from lmx_lab.wire.admin import Sample
 
 WINDOWS_MIN = (1, 5, 15)

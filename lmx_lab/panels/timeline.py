@@ -14,10 +14,10 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.instrument.timeline import Timeline
-from lmx_lab.panels.charts import format_clock
 from lmx_lab.panels.panel import Panel, text_field
 from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.results.figures import format_clock
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment
 from lmx_lab.wire.admin import Sample
 

@@ -13,12 +13,12 @@ import pytest
 
 from lmx_lab.bench import load, runner
 from lmx_lab.bench.case import Case, Poisson, Sweep
-from lmx_lab.bench.intervals import median_interval
 from lmx_lab.bench.runner import RunProgress, progress_text, run, samples
 from lmx_lab.bench.sample import COLUMNS, RequestSample
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.results.statistics import median_interval
 from tests.support.labs import serving
 from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
 from tests.support.samples import collect, sample

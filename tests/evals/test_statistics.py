@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from lmx_lab.evals import statistics
-from lmx_lab.evals.statistics import (
+from lmx_lab.results import statistics
+from lmx_lab.results.statistics import (
     BOOTSTRAP,
     MCNEMAR,
     PERMUTATION,
@@ -70,7 +70,7 @@ def test_sign_flips_approximate_all_permutations():
 
 
 def test_many_values_are_drawn_in_parts(monkeypatch):
-    monkeypatch.setattr(statistics, "NUMBERS_AT_ONCE", 1000)
+    monkeypatch.setattr(statistics, "NUMBERS_PER_CHUNK", 1000)
     assert sign_flips(np.ones(6)) == pytest.approx(2 / 64, abs=0.01)
 
 

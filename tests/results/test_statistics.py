@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.bench import median_interval, ratio_interval
-from lmx_lab.bench.intervals import NOTHING, NUMBERS_PER_CHUNK, Interval, student
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.results.statistics import NOTHING, NUMBERS_PER_CHUNK, Interval, student
 
 DRAWS = 200
 SIDE = st.lists(st.floats(1e-3, 1e6), min_size=3, max_size=12)

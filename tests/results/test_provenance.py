@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 
 from lmx_lab.bench import describe_machine, frame
-from lmx_lab.bench import provenance as module
-from lmx_lab.bench.provenance import provenance
+from lmx_lab.results import provenance as module
+from lmx_lab.results.provenance import provenance
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lmx_lab.frames import (
+from lmx_lab.results.frames import (
     Dtype,
     align_columns,
     dtypes_of,
