@@ -104,7 +104,7 @@ ONLY_IN = {
     "filelock": {"weights.store", "weights.hub_download"},
     "prometheus_client": {"server.metrics"},
     "opentelemetry": {"server.telemetry"},
-    "sqlite3": {"daemon.storage.store", "instrument.store", "batch.cache", "evals.experiments"},
+    "sqlite3": {"daemon.storage.store", "results.database", "instrument.store", "batch.cache", "evals.experiments"},
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.llama_cpp.worker"},
     # In a process of its own, within limits: templates are programs of strangers.

@@ -18,7 +18,8 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.results.figures import write_text_file
-from lmx_lab.results.frames import align_columns, html_table, make_table
+from lmx_lab.results.frames import make_table
+from lmx_lab.results.tables import align_columns, html_table
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.steering import recorded_steering
 

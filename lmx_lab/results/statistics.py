@@ -12,7 +12,7 @@ intervals are Student's on a log scale, because a bootstrap of three values woul
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TypeAlias
@@ -24,23 +24,76 @@ from lmx_lab.errors import InvalidRequestError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 LEVEL = 0.95
-DRAWS = 2000
+"""Default level of intervals; that of all scores and differences."""
+SEED = 0
+"""Default seed of random numbers, which makes results reproducible."""
+MEDIAN_DRAWS = 2000
+SCORE_DRAWS = 10_000
+"""Number of bootstrap samples, and of permutations of a permutation test."""
 NUMBERS_PER_CHUNK = 2_000_000
 """Random numbers that are drawn at once, 16 MB."""
 MIN_REPEATS = 3
 """Minimum number of repeats for an interval. With two, it would be tens of times as wide as the value."""
 BISECTIONS = 60
 """Number of bisection steps, which is enough for the precision of a float."""
-SCORE_DRAWS = 10_000
-"""Number of bootstrap samples, and of permutations of a permutation test."""
-SEED = 0
-"""Seed of bootstrap samples and permutations, which makes results reproducible."""
 BINS = 10
 """Number of bins of a calibration table."""
 WILSON = "Wilson score interval"
 BOOTSTRAP = f"percentile bootstrap, {SCORE_DRAWS:,} samples"
 MCNEMAR = "exact McNemar test"
 PERMUTATION = f"sign-flip permutation test, {SCORE_DRAWS:,} permutations"
+
+
+# The bootstrap
+
+
+def bootstrap(
+    values: Floats,
+    statistic: Callable[[Floats], Floats],
+    *,
+    groups: Iterable[Hashable] | None = None,
+    draws: int = SCORE_DRAWS,
+    level: float = LEVEL,
+    seed: int = SEED,
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of a statistic (Efron and Tibshirani, *An Introduction to the
+    Bootstrap*, 1993, chapter 13). It is deterministic for a seed.
+
+    Args:
+        values: One or more numbers.
+        statistic: Returns the statistic of each row of a matrix of bootstrap samples. With groups, rows can contain NaN
+            in place of values, which it must ignore.
+        groups: The group of each value. Groups are drawn first, then values within each.
+        draws: Number of bootstrap samples.
+    """
+    generator = np.random.default_rng(seed)
+    n = len(values)
+    if groups is None:
+        drawn = [statistic(values[generator.integers(n, size=(count, n))]) for count in _chunks(draws, n)]
+    else:
+        members = list(positions_of(groups).values())
+        sizes = np.array([len(one) for one in members])
+        longest = int(sizes.max())
+        # Shorter groups are padded with NaN.
+        padded = np.full((len(members), longest), n)
+        for at, one in enumerate(members):
+            padded[at, : len(one)] = one
+        source = np.append(values, math.nan)
+        drawn = []
+        for count in _chunks(draws, padded.size):
+            chosen = generator.integers(len(members), size=(count, len(members), 1))
+            within = (generator.random((count, len(members), longest)) * sizes[chosen]).astype(np.intp)
+            rows = padded[chosen, within]
+            rows[np.arange(longest) >= sizes[chosen]] = n
+            drawn.append(statistic(source[rows.reshape(count, -1)]))
+    low, high = np.quantile(np.concatenate(drawn), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _chunks(draws: int, n: int) -> Iterator[int]:
+    """Divide ``draws`` samples of ``n`` numbers into parts that fit into memory."""
+    chunk = max(1, NUMBERS_PER_CHUNK // n)
+    return (min(chunk, draws - start) for start in range(0, draws, chunk))
 
 
 # Intervals of measurements
@@ -80,8 +133,8 @@ def median_interval(
     *,
     groups: Iterable[Hashable] | None = None,
     level: float = LEVEL,
-    draws: int = DRAWS,
-    seed: int = 0,
+    draws: int = MEDIAN_DRAWS,
+    seed: int = SEED,
 ) -> Interval:
     """Return the median of the values that are numbers, with its bootstrap interval. It is deterministic for a seed.
 
@@ -100,15 +153,34 @@ def median_interval(
     """
     _check_level(level)
     if draws < 1:
-        raise InvalidRequestError(f"draws is {draws!r}; give 1 or more, {DRAWS} by default", param="draws")
-    table, members = _members(_floats(values), groups)
+        raise InvalidRequestError(f"draws is {draws!r}; give 1 or more, {MEDIAN_DRAWS} by default", param="draws")
+    table = _floats(values)
+    known = np.isfinite(table)
+    if groups is not None:
+        labels = list(groups)
+        if len(labels) != len(table):
+            raise InvalidRequestError(
+                f"there are {len(labels)} groups for {len(table)} values; give one group for each value"
+            )
+        groups = [labels[at] for at in np.flatnonzero(known)]
+    table = table[known]
     if not len(table):
         return NOTHING
     middle, n = float(np.median(table)), len(table)
     if 1 - 2 * 0.5**n < level:
         return Interval(median=middle, low=math.nan, high=math.nan, n=n)
-    low, high = np.quantile(_bootstrap(table, members, draws, seed), [(1 - level) / 2, (1 + level) / 2])
-    return Interval(median=middle, low=min(float(low), middle), high=max(float(high), middle), n=n)
+    low, high = bootstrap(table, _medians, groups=groups, draws=draws, level=level, seed=seed)
+    return Interval(median=middle, low=min(low, middle), high=max(high, middle), n=n)
+
+
+def _medians(drawn: Floats) -> Floats:
+    """Return the median of each row, without NaN."""
+    ordered = np.sort(drawn, axis=1)
+    counts = np.sum(~np.isnan(ordered), axis=1, keepdims=True)
+    below = np.take_along_axis(ordered, (counts - 1) // 2, axis=1)
+    above = np.take_along_axis(ordered, counts // 2, axis=1)
+    # Not half the sum, which could overflow, or differ from two equal values.
+    return np.asarray(below + (above - below) / 2)[:, 0]
 
 
 def ratio_interval(
@@ -192,55 +264,12 @@ def _floats(values: Iterable[float | None]) -> Floats:
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _members(table: Floats, groups: Iterable[Hashable] | None) -> tuple[Floats, list[npt.NDArray[np.intp]]]:
-    """Return the values that are numbers, and the indices of each group's values among them."""
-    labels = [None] * len(table) if groups is None else list(groups)
-    if len(labels) != len(table):
-        raise InvalidRequestError(
-            f"there are {len(labels)} groups for {len(table)} values; give one group for each value"
-        )
-    kept = np.flatnonzero(np.isfinite(table))
-    return table[kept], list(positions_of(labels[at] for at in kept).values())
-
-
 def positions_of(labels: Iterable[Hashable]) -> dict[Hashable, npt.NDArray[np.intp]]:
     """Return the positions of each label."""
     positions: dict[Hashable, list[int]] = {}
     for at, label in enumerate(labels):
         positions.setdefault(label, []).append(at)
     return {label: np.array(one) for label, one in positions.items()}
-
-
-def _bootstrap(table: Floats, members: list[npt.NDArray[np.intp]], draws: int, seed: int) -> Floats:
-    """Return the median of each bootstrap sample."""
-    generator = np.random.default_rng(seed)
-    sizes = np.array([len(one) for one in members])
-    longest = int(sizes.max())
-    # Shorter groups are padded with NaN, which is sorted to the end and not counted.
-    padded = np.full((len(members), longest), len(table))
-    for at, one in enumerate(members):
-        padded[at, : len(one)] = one
-    source = np.append(table, math.nan)
-    medians = []
-    chunk = max(1, NUMBERS_PER_CHUNK // padded.size)
-    for start in range(0, draws, chunk):
-        count = min(chunk, draws - start)
-        chosen = generator.integers(len(members), size=(count, len(members), 1))
-        within = (generator.random((count, len(members), longest)) * sizes[chosen]).astype(np.intp)
-        rows = padded[chosen, within]
-        rows[np.arange(longest) >= sizes[chosen]] = len(table)
-        medians.append(_medians(source[rows.reshape(count, -1)]))
-    return np.concatenate(medians)
-
-
-def _medians(drawn: Floats) -> Floats:
-    """Return the median of each row, without NaN."""
-    ordered = np.sort(drawn, axis=1)
-    counts = np.sum(~np.isnan(ordered), axis=1, keepdims=True)
-    below = np.take_along_axis(ordered, (counts - 1) // 2, axis=1)
-    above = np.take_along_axis(ordered, counts // 2, axis=1)
-    # Not half the sum, which could overflow, or differ from two equal values.
-    return np.asarray(below + (above - below) / 2)[:, 0]
 
 
 def _check_level(level: float) -> None:
@@ -299,7 +328,7 @@ def score_of(values: Sequence[float]) -> Score:
     if all(value in (0, 1) for value in values):
         low, high = wilson(round(math.fsum(values)), len(values))
         return Score(mean=mean, low=low, high=high, n=len(values), method=WILSON)
-    low, high = bootstrap(values)
+    low, high = bootstrap(np.asarray(values, dtype=np.float64), _means)
     return Score(mean=mean, low=low, high=high, n=len(values), method=BOOTSTRAP)
 
 
@@ -317,17 +346,8 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     return (0.0 if not successes else centre - reach), (1.0 if successes == n else centre + reach)
 
 
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of a mean (Efron and Tibshirani, *An Introduction to the Bootstrap*,
-    1993, chapter 13). It is deterministic.
-    """
-    table = np.asarray(values, dtype=np.float64)
-    generator = np.random.default_rng(SEED)
-    means = [
-        table[generator.integers(len(table), size=(count, len(table)))].mean(axis=1) for count in _counts(len(table))
-    ]
-    low, high = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+def _means(drawn: Floats) -> Floats:
+    return np.asarray(drawn.mean(axis=1), dtype=np.float64)
 
 
 def pass_at(k: int, right: int, n: int) -> float:
@@ -349,7 +369,7 @@ def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
         low = high = p_value = mean = math.nan
         method = "no common rows"
     else:
-        mean, (low, high) = float(differences.mean()), bootstrap(differences.tolist())
+        mean, (low, high) = float(differences.mean()), bootstrap(differences, _means)
         if all(value in (0, 1) for value in [*first, *second]):
             p_value, method = mcnemar(better, worse), MCNEMAR
         else:
@@ -380,16 +400,10 @@ def sign_flips(differences: Floats) -> float:
     # Sums that are equal except for rounding count as equal.
     limit = observed - 1e-12 * max(1.0, float(np.abs(differences).sum()))
     extreme = 0
-    for count in _counts(len(differences)):
+    for count in _chunks(SCORE_DRAWS, len(differences)):
         signs = generator.integers(2, size=(count, len(differences)), dtype=np.int8) * 2 - 1
         extreme += int((np.abs(signs @ differences) >= limit).sum())
     return (extreme + 1) / (SCORE_DRAWS + 1)
-
-
-def _counts(n: int) -> list[int]:
-    """Divide ``SCORE_DRAWS`` samples of ``n`` numbers into parts that fit into memory."""
-    chunk = max(1, NUMBERS_PER_CHUNK // n)
-    return [min(chunk, SCORE_DRAWS - start) for start in range(0, SCORE_DRAWS, chunk)]
 
 
 @dataclass(frozen=True, kw_only=True)
