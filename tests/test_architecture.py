@@ -86,8 +86,10 @@ TABLE = {
         "errors values urls portal sanitize results backend wire client instrument",
         "anywidget ipywidgets IPython traitlets pandas minify",
     ),
-    # settings: the folder of kept runs.
-    "bench": Row("errors extras values settings progress results wire client engine", "httpx2 pandas numpy matplotlib"),
+    # settings: the folder of kept runs. portal: runs are measured on a loop of their own.
+    "bench": Row(
+        "errors extras values settings portal progress results wire client engine", "httpx2 pandas numpy matplotlib"
+    ),
     # jupyter_core: Jupyter servers record their address. ipywidgets, pandas: types of results.
     "notebook": Row(EVERYTHING, "IPython ipywidgets pandas psutil pydantic rich jupyter_core"),
     # pandas, matplotlib: types of what bench prints and draws.
