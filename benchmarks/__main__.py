@@ -16,6 +16,8 @@ generator and clients are separate processes; the clients only record times.
 | mlx-lm     | overall tok/s of 8 clients ÷ ``mlx_lm.server`` on the same files; with     | tiny, smollm2 |
 |            | smollm2 also on files of float32 weights                                   |               |
 | turn       | time to first token of turn 2 ÷ turn 1, after 1,400 tokens                 | tiny, smollm2 |
+| restart    | time to first token after a restart with a prefix cache on disk ÷ the      | tiny, smollm2 |
+|            | first time; overall tok/s of 8 streams with it ÷ in memory                 |               |
 | stall      | p99 inter-token gap of a stream during a prefill of 1,400 tokens ÷ alone   | tiny, smollm2 |
 | disconnect | seconds from a cut connection to a free slot, nine cases                   | tiny, smollm2 |
 | cells      | longest gap of a stream, a WebSocket and requests while a cell sleeps 20 s; | tiny          |
@@ -33,6 +35,8 @@ generator and clients are separate processes; the clients only record times.
 | lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
 | draft      | decode tok/s of llama.cpp with a draft model ÷ without, if all drafts are   | smollm2       |
 |            | accepted                                                                   |               |
+| kv         | change of a text's log-likelihood with a quantized KV cache of llama.cpp;  | smollm2       |
+|            | tokens in the same memory ÷ float16                                        |               |
 | repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
 | recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
@@ -129,8 +133,8 @@ from benchmarks import (
 from benchmarks.bench import Bench, BenchError, Model
 from benchmarks.models import folder_of
 from benchmarks.rows import Row
-from lmx_lab.bench.provenance import provenance
 from lmx_lab.errors import LabError
+from lmx_lab.results.provenance import provenance
 
 ALL_MODELS: tuple[Model, ...] = get_args(Model)
 MODELS: tuple[Model, ...] = ("tiny", "smollm2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lmx_lab.errors import MissingPackageError
@@ -23,6 +24,14 @@ OPTIONAL: Mapping[str, tuple[str, str | None]] = {
 }
 """For each optional module, the package that contains it and the extra that installs it. A package of another project
 to which evaluations are copied has no extra."""
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def install_command(module: str) -> str:

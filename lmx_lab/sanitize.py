@@ -1,34 +1,35 @@
-"""Make untrusted text safe: paths, names, and the output of models and tools, in terminals, logs and JSON.
+"""Make untrusted text safe: paths, names, and the output of models and tools, in terminals, logs, pages and JSON.
 
-Control characters in such text can move the cursor, change the window title or reverse the direction of text.
+Characters in such text can move the cursor, change the window title or reverse the direction of text.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
-import unicodedata
 from collections import deque
 from collections.abc import Sequence
 
 MAX_LINE_CHARACTERS = 4000
 """Longer lines are cut when they are kept in memory."""
-# The category Cf contains the characters that change the direction of text (U+202A to U+202E, U+2066 to U+2069).
-UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
-# Line ends, tabs, and the two joiners, with which words of several languages are spelled.
-KEPT_CHARACTERS = "\n\t\u200c\u200d"
+UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\ud800-\udfff\U000e0001\U000e0020-\U000e007f]"
+)
+"""Characters that a terminal or a page interprets, or with which a text could be displayed as a different one: control
+characters except line ends and tabs, line separators, overrides of the direction of text, lone surrogates, and
+invisible copies of ASCII. Joiners, direction marks and soft hyphens are not among them, because words of several
+languages are spelled with them."""
 
 
 def escape_text(text: str) -> str:
-    """Return the text with control and formatting characters escaped, except line ends, tabs and joiners."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        char
-        if char in KEPT_CHARACTERS or unicodedata.category(char) not in UNSAFE_CATEGORIES
-        else char.encode("unicode_escape").decode()
-        for char in text
-    )
+    """Return the text with unsafe characters escaped."""
+    return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def clip(text: str, limit: int) -> str:
+    """Return at most ``limit`` characters of a text, in which unsafe characters are then escaped."""
+    return escape_text(text[: limit - 1] + "…" if len(text) > limit else text)
 
 
 def replace_surrogates(text: str) -> str:

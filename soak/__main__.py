@@ -51,7 +51,7 @@ import mlx.core as mx
 import psutil
 
 from benchmarks.models import folder_of
-from lmx_lab.bench.provenance import provenance
+from lmx_lab.results.provenance import provenance
 from soak import report
 from soak.row import Row
 from soak.soak import Soak

@@ -40,7 +40,8 @@ TABLE = {
     "broadcast": Row(),
     "sanitize": Row(),
     "extras": Row("errors"),
-    "frames": Row("extras"),
+    # numpy: statistics. psutil: cores and memory of a machine. pandas: the type of a table with a provenance.
+    "results": Row("errors extras", "numpy pandas psutil"),
     "progress": Row("", "rich IPython"),
     # Sandboxes load this file without the package.
     "heap": Row(),
@@ -74,21 +75,21 @@ TABLE = {
     "backend": Row("broadcast values wire"),
     # weights: the hashes of a model's files in the provenance of records.
     # numpy: activations and vectors. pydantic: errors of the fields of a trace.
-    "instrument": Row("errors extras values frames progress weights wire backend", "numpy pandas pydantic"),
+    "instrument": Row("errors extras values progress results weights wire backend", "numpy pandas pydantic"),
     # instrument: opens SQLite files in the same way. pydantic: schemas of typed columns.
-    "batch": Row("errors extras values frames wire backend instrument", "numpy pandas pydantic"),
+    "batch": Row("errors extras values results wire backend instrument", "numpy pandas pydantic"),
     # numpy: intervals and permutation tests. bench: the figure that notebooks display.
-    "evals": Row("errors extras frames wire backend instrument batch bench", "numpy pandas"),
+    "evals": Row("errors extras results wire backend instrument batch bench", "numpy pandas"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
     "panels": Row(
-        "errors values urls portal sanitize frames backend wire client instrument",
+        "errors values urls portal sanitize results backend wire client instrument",
         "anywidget ipywidgets IPython traitlets pandas minify",
     ),
-    # settings: the folder of kept runs. psutil: cores and memory in the provenance of a run.
+    # settings: the folder of kept runs. portal: runs are measured on a loop of their own.
     "bench": Row(
-        "errors extras values settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"
+        "errors extras values settings portal progress results wire client engine", "httpx2 pandas numpy matplotlib"
     ),
     # jupyter_core: Jupyter servers record their address. ipywidgets, pandas: types of results.
     "notebook": Row(EVERYTHING, "IPython ipywidgets pandas psutil pydantic rich jupyter_core"),
@@ -106,7 +107,7 @@ ONLY_IN = {
     "filelock": {"weights.store", "weights.hub_download"},
     "prometheus_client": {"server.metrics"},
     "opentelemetry": {"server.telemetry"},
-    "sqlite3": {"daemon.storage.store", "instrument.store", "batch.cache", "evals.experiments"},
+    "sqlite3": {"daemon.storage.store", "results.database", "instrument.store", "batch.cache", "evals.experiments"},
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.llama_cpp.worker"},
     # In a process of its own, within limits: templates are programs of strangers.
@@ -201,7 +202,7 @@ def test_only_one_module_makes_data_frames():
         for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "DataFrame"
     }
-    assert makers == {"frames", "batch.answers"}
+    assert makers == {"results.frames", "batch.answers"}
 
 
 def test_every_room_has_a_row():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 
 import pytest
@@ -13,8 +14,15 @@ from benchmarks import curves, gguf, harness, page, paths, report
 from benchmarks.bench import Bench, BenchError
 from benchmarks.rates import Timeline, decode_window, quantile
 from benchmarks.rows import Limit, Row
+from soak import __main__ as soak
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("program", "names"), [(program, program.FIGURES), (soak, soak.PARTS)])
+def test_the_docstring_describes_each_name(program, names):
+    described = re.findall(r"^\| ([\w-]+) +\|", program.__doc__, re.MULTILINE)
+    assert sorted(described) == sorted([*names, "part" if program is soak else "name"])
 
 
 def test_the_rate_of_one_stream_excludes_the_first_token():

@@ -5,9 +5,9 @@ import pytest
 
 from lmx_lab.sanitize import LastResortHandler, LogFormatter, RecentLinesHandler, escape_text, replace_surrogates
 
-ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b1m\u202eright-to-left\u2066\u200f\r\b"
+ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b1m\u202eright-to-left\u2066\r\b"
 """Colours, a window title, a C1 control, bidirectional overrides, a carriage return and a backspace."""
-CONTROLS = set("\x1b\x07\x9b\u202e\u2066\u200f\r\b")
+CONTROLS = set("\x1b\x07\x9b\u202e\u2066\r\b")
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,12 @@ CONTROLS = set("\x1b\x07\x9b\u202e\u2066\u200f\r\b")
         ("abc\u202edef\u2066", "abc\\u202edef\\u2066"),
         ("back\rspace\x08", "back\\rspace\\x08"),
         ("\u2028\ud800", "\\u2028\\ud800"),
-        ("\u200d joins", "\u200d joins"),
+        ("\U000e0001\U000e0041\ufff9\u206a", "\\U000e0001\\U000e0041\\ufff9\\u206a"),
+        # Joiners, direction marks and soft hyphens are parts of words; Arabic has visible formatting characters.
+        *[
+            (text, text)
+            for text in ("\u200d joins", "\u0646\u200c\u0645", "\u200e\u200f\u061c", "co\u00adop", "\u0600")
+        ],
     ],
 )
 def test_control_characters_are_escaped(text, safe):

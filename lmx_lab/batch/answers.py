@@ -11,7 +11,7 @@ from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Row
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional
-from lmx_lab.frames import Dtype, Library, make_table, make_table_of_columns
+from lmx_lab.results.frames import Dtype, Library, make_table, make_table_of_columns
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lmx_lab.batch.answers import DTYPES, RowAnswer, answer_row
-from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.frames import make_table
-from lmx_lab.instrument.store import create_tables, open_database
+from lmx_lab.errors import LabError
+from lmx_lab.results.database import open_database
+from lmx_lab.results.frames import make_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,10 +31,8 @@ T = TypeVar("T")
 APPLICATION = 0x4C4D5842
 """Marks the files of this module: "LMXB" in ASCII."""
 VERSION = 1
-SCHEMA = f"""
+SCHEMA = """
 CREATE TABLE answers (key TEXT PRIMARY KEY, at REAL NOT NULL, model TEXT NOT NULL, data TEXT NOT NULL) WITHOUT ROWID;
-PRAGMA application_id = {APPLICATION};
-PRAGMA user_version = {VERSION};
 """
 KEYS_AT_ONCE = 500
 
@@ -53,10 +51,16 @@ class AnswerCache:
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.path = Path(path).expanduser().absolute()
-        self._read_only = read_only
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-batch")
         self._connection = open_database(
-            self.path, self._prepare, purpose="a cache", param="cache", read_only=read_only
+            self.path,
+            SCHEMA,
+            application=APPLICATION,
+            version=VERSION,
+            purpose="a cache",
+            param="cache",
+            pragmas=("journal_mode = WAL", "synchronous = NORMAL"),
+            read_only=read_only,
         )
 
     async def find(self, keys: Sequence[str]) -> dict[str, RowAnswer]:
@@ -138,31 +142,3 @@ class AnswerCache:
             raise LabError(
                 f"the cache {self.path} cannot be used: {exc}; free disk space, or pass another path"
             ) from exc
-
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        is_cache = self._is_cache(connection)
-        if self._read_only:
-            if not is_cache:
-                raise InvalidRequestError(f"{self.path} contains no answers yet", param="cache")
-            return
-        if not is_cache:
-            connection.execute("PRAGMA journal_mode = WAL")
-            create_tables(connection, SCHEMA, self._is_cache)
-        connection.execute("PRAGMA synchronous = NORMAL")
-
-    def _is_cache(self, connection: sqlite3.Connection) -> bool:
-        """Return whether the file is a cache; False if it is empty.
-
-        Raises:
-            InvalidRequestError: it belongs to another program, or was written by another version.
-        """
-        found = tuple(
-            int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
-        )
-        if found == (APPLICATION, VERSION):
-            return True
-        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] or found != (0, 0):
-            raise InvalidRequestError(
-                f"{self.path} is not a cache of this version of LMX Lab; pass another path", param="cache"
-            )
-        return False

@@ -9,7 +9,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import Dtype
+from lmx_lab.results.frames import Dtype
 
 Schema = Mapping[str, Any] | type[BaseModel]
 DTYPES: Mapping[str, Dtype] = {"integer": "Int64", "number": "float64", "boolean": "boolean"}

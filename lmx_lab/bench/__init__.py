@@ -15,31 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmx_lab.bench.case import Arrival, Case, Closed, Poisson, Sweep
-    from lmx_lab.bench.comparison import compare
-    from lmx_lab.bench.intervals import Interval, median_interval, ratio_interval
     from lmx_lab.bench.load_generator import drive
     from lmx_lab.bench.plots import by_concurrency, by_prompt_length
-    from lmx_lab.bench.provenance import describe_machine
     from lmx_lab.bench.runner import run, samples
-    from lmx_lab.bench.sample import RequestSample, Sample, frame
-    from lmx_lab.bench.statistics import summary
+    from lmx_lab.bench.sample import RequestSample, frame
     from lmx_lab.bench.storage import Recorder, load, save
+    from lmx_lab.bench.summaries import compare, summary
     from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts
+    from lmx_lab.results.provenance import describe_machine
+    from lmx_lab.results.statistics import Interval, median_interval, ratio_interval
 
 _MODULES = {
-    "case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
-    "comparison": ("compare",),
-    "intervals": ("Interval", "median_interval", "ratio_interval"),
-    "load_generator": ("drive",),
-    "storage": ("Recorder", "load", "save"),
-    "plots": ("by_concurrency", "by_prompt_length"),
-    "provenance": ("describe_machine",),
-    "runner": ("run", "samples"),
-    "sample": ("RequestSample", "Sample", "frame"),
-    "statistics": ("summary",),
-    "targets": ("ChatTarget", "EngineTarget", "Target", "TargetFacts"),
+    "bench.case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
+    "results.statistics": ("Interval", "median_interval", "ratio_interval"),
+    "bench.load_generator": ("drive",),
+    "bench.storage": ("Recorder", "load", "save"),
+    "bench.plots": ("by_concurrency", "by_prompt_length"),
+    "results.provenance": ("describe_machine",),
+    "bench.runner": ("run", "samples"),
+    "bench.sample": ("RequestSample", "frame"),
+    "bench.summaries": ("compare", "summary"),
+    "bench.targets": ("ChatTarget", "EngineTarget", "Target", "TargetFacts"),
 }
-_EXPORTS = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+_EXPORTS = {name: f"lmx_lab.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Arrival",
     "Case",
@@ -50,7 +48,6 @@ __all__ = [
     "Poisson",
     "Recorder",
     "RequestSample",
-    "Sample",
     "Sweep",
     "Target",
     "TargetFacts",

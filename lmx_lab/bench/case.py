@@ -12,7 +12,7 @@ import math
 import operator
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -33,8 +33,6 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "seed": (0, 2**63 - 1),
     "repeats": (1, 1000),
 }
-SINGLE_VALUED = ("requests", "warm_up", "repeats")
-"""Fields of a sweep that have a single value."""
 # Each word is one token in most vocabularies if a space precedes it.
 _LINE = (
     "apple river stone cloud garden winter letter market bridge forest silver window morning shadow summer kitchen "
@@ -48,8 +46,7 @@ MIN_WORDS = 4
 """Minimum length of a prompt: 48⁴ combinations, five million."""
 TASK = "Write a very long story, in many chapters, about all of these words."
 """A task at the end of the prompt, so that models write long answers on servers without ``ignore_eos``."""
-_TASK_WORDS = len(TASK.split())
-MIN_WORDS_WITH_TASK = 2 * _TASK_WORDS
+MIN_WORDS_WITH_TASK = 2 * len(TASK.split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +113,8 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.name in BOUNDS):
-            object.__setattr__(self, name, _check_integer(name, getattr(self, name)))
-        _check_arrival(self.arrival)
-        _check_cache(self.cache)
-        self._check_combination()
-
-    def _check_combination(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, _check(field.name, getattr(self, field.name)))
         if isinstance(self.arrival, Closed) and self.requests < self.concurrency:
             raise InvalidRequestError(
                 f"requests is {self.requests} and concurrency is {self.concurrency}, which would never be reached; "
@@ -145,56 +137,56 @@ class Case:
         return self.name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """All combinations of the given values. ``requests``, ``warm_up`` and ``repeats`` have a single value.
+def Sweep(
+    *,
+    prompt_tokens: int | Iterable[int],
+    output_tokens: int | Iterable[int],
+    concurrency: int | Iterable[int] = 1,
+    requests: int | None = None,
+    warm_up: int = 1,
+    arrival: Arrival | Iterable[Arrival] = Closed(),
+    cache: Cache | Iterable[Cache] = "cold",
+    seed: int | Iterable[int] = 0,
+    repeats: int = 1,
+) -> tuple[Case, ...]:
+    """Return the cases of all combinations of the given values, once for each repeat, so that drift of the machine
+    affects all combinations alike. The fields are those of ``Case``; equal values are measured once.
+
+    Args:
+        requests: Number of requests of each case; by default 8, or twice the concurrency if that is more.
+        repeats: How often each combination is measured. With 3 or more repeats, intervals include the drift of the
+            machine, and a comparison can decide which side is better.
 
     Raises:
         InvalidRequestError: a value is not valid, a field is empty, or there are too many cases.
     """
-
-    prompt_tokens: int | Sequence[int]
-    output_tokens: int | Sequence[int]
-    concurrency: int | Sequence[int] = 1
-    requests: int | None = None
-    """Number of requests of each case; by default 8, or twice the concurrency if that is more."""
-    warm_up: int = 1
-    arrival: Arrival | Sequence[Arrival] = Closed()
-    cache: Cache | Sequence[Cache] = "cold"
-    seed: int | Sequence[int] = 0
-    repeats: int = 1
-    """How often each combination is measured. With 3 or more repeats, intervals include the drift of the machine, and a
-    comparison can decide which side is better."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            check = _check if field.name in SINGLE_VALUED else _check_several
-            object.__setattr__(self, field.name, check(field.name, getattr(self, field.name)))
-        count = self.repeats * math.prod(len(values) for values in self._axes().values())
-        if count > MAX_CASES:
-            raise InvalidRequestError(
-                f"the sweep has {count:,} cases; the limit is {MAX_CASES:,}, so give fewer values or repeats"
-            )
-        self._combinations()
-
-    def cases(self) -> tuple[Case, ...]:
-        """Return all combinations, once for each repeat, so that drift of the machine affects all combinations
-        alike."""
-        return self._combinations() * self.repeats
-
-    def _axes(self) -> dict[str, tuple[Any, ...]]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SINGLE_VALUED}
-
-    def _combinations(self) -> tuple[Case, ...]:
-        axes = self._axes()
-        combinations = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
-        return tuple(
-            Case(**values, requests=self._requests(values["concurrency"]), warm_up=self.warm_up)
-            for values in combinations
+    repeats = _check("repeats", repeats)
+    axes: dict[str, tuple[Any, ...]] = {}
+    for name, given in {
+        **{"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "concurrency": concurrency},
+        **{"arrival": arrival, "cache": cache, "seed": seed},
+    }.items():
+        values: Any = given
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            values = (values,)
+        axes[name] = tuple(dict.fromkeys(_check(name, value) for value in values))
+        if not axes[name]:
+            raise InvalidRequestError(f"{name} is empty; give one value or more", param=name)
+    count = repeats * math.prod(map(len, axes.values()))
+    if count > MAX_CASES:
+        raise InvalidRequestError(
+            f"the sweep has {count:,} cases; the limit is {MAX_CASES:,}, so give fewer values or repeats"
         )
-
-    def _requests(self, concurrency: int) -> int:
-        return max(DEFAULT_REQUESTS, 2 * concurrency) if self.requests is None else self.requests
+    combinations = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+    cases = [
+        Case(
+            **each,
+            requests=max(DEFAULT_REQUESTS, 2 * each["concurrency"]) if requests is None else requests,
+            warm_up=warm_up,
+        )
+        for each in combinations
+    ]
+    return tuple(cases) * repeats
 
 
 def number_repeats(cases: Iterable[Case]) -> Iterator[tuple[int, Case]]:
@@ -208,28 +200,18 @@ def number_repeats(cases: Iterable[Case]) -> Iterator[tuple[int, Case]]:
         seen[case.name, case.seed] += 1
 
 
-def _check_several(name: str, value: Any) -> tuple[Any, ...]:
-    """Return the distinct, checked values of one field of a sweep."""
-    if isinstance(value, str | Closed | Poisson) or value is None or not isinstance(value, Iterable):
-        value = (value,)
-    values = tuple(dict.fromkeys(_check(name, one) for one in value))
-    if not values:
-        raise InvalidRequestError(f"{name} is empty; give one value or more", param=name)
-    return values
-
-
 def _check(name: str, value: Any) -> Any:
+    """Check the value of a field. Numpy integers become Python integers, which can be written as JSON."""
     if name == "arrival":
-        _check_arrival(value)
-    elif name == "cache":
-        _check_cache(value)
-    elif value is not None or name != "requests":
-        return _check_integer(name, value)
-    return value
-
-
-def _check_integer(name: str, value: Any) -> int:
-    """Check an integer, and convert numpy integers to Python integers, which can be written as JSON."""
+        if not isinstance(value, Closed | Poisson):
+            raise InvalidRequestError(
+                f"arrival is {value!r}; it can be Closed() or Poisson(per_second=...)", param="arrival"
+            )
+        return value
+    if name == "cache":
+        if value not in get_args(Cache):
+            raise InvalidRequestError(f"cache is {value!r}; it can be {' or '.join(get_args(Cache))}", param="cache")
+        return value
     low, high = BOUNDS[name]
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -238,18 +220,6 @@ def _check_integer(name: str, value: Any) -> int:
     if number is None or not low <= number <= high:
         raise InvalidRequestError(f"{name} is {value!r}; give a whole number from {low:,} to {high:,}", param=name)
     return number
-
-
-def _check_arrival(value: Any) -> None:
-    if not isinstance(value, Closed | Poisson):
-        raise InvalidRequestError(
-            f"arrival is {value!r}; it can be Closed() or Poisson(per_second=...)", param="arrival"
-        )
-
-
-def _check_cache(value: Any) -> None:
-    if value not in get_args(Cache):
-        raise InvalidRequestError(f"cache is {value!r}; it can be {' or '.join(get_args(Cache))}", param="cache")
 
 
 def words(seed: int, request: int, tokens: int, tokens_per_word: float = 1.0) -> str:

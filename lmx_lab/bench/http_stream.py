@@ -19,7 +19,7 @@ from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.errors import CHAT_SERVER, CHECK, UnexpectedResponse, chat_server_error
 from lmx_lab.client.plain_http import ReceiveBuffer, ResponseHead
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
-from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
+from lmx_lab.errors import ConnectionLostError, UnreachableError, WrongServerError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,26 +145,19 @@ class TimedRequest:
         Raises:
             LabError: the response is an error.
         """
-        body = await self._read_body(head, start)
-        if head.status != 200 or not head.media_type.endswith("json"):
-            raise self._error_for(head, body)
-        return TimedEvent(at_s=time.perf_counter(), data=body.decode(errors="replace"))
-
-    async def _read_body(self, head: ResponseHead, start: bytes) -> bytes:
         limit = LONG_BYTES if head.status == 200 else SHORT_BYTES
         body = bytearray(head.decode(start))
         while not head.ended and len(body) < limit and (received := await self._buffer.take()):
             body += b"".join(head.decode(data) for _, data in received)
-        return bytes(body)
-
-    def _error_for(self, head: ResponseHead, body: bytes) -> LabError:
-        return chat_server_error(
+        if head.status == 200 and head.media_type.endswith("json"):
+            return TimedEvent(at_s=time.perf_counter(), data=body.decode(errors="replace"))
+        raise chat_server_error(
             UnexpectedResponse(
                 url=self._endpoint.url,
                 status=head.status,
                 content_type=head.fields.get("content-type", ""),
                 retry_after=head.fields.get("retry-after"),
-                body=body,
+                body=bytes(body),
                 server=CHAT_SERVER,
             )
         )

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lmx_lab.bench.case import Case, Closed, Poisson, prompt, prompt_hash, words
 from lmx_lab.bench.sample import RequestSample, RunClock, Trace, new_run
@@ -115,7 +114,12 @@ class CaseRun:
         known, key = self._run.calibrations, (id(self._target), self._case.prompt_tokens)
         try:
             async with asyncio.timeout(self._run.silence_s):
-                await self._describe()
+                try:
+                    self._facts = await self._target.describe()
+                except UnclearModelError:
+                    raise
+                except (LabError, OSError) as exc:
+                    log.info("%s could not be described: %s", self._target.name, exc)
                 if key not in known:
                     known[key] = await calibrate(self._target, self._case.prompt_tokens)
         except UnclearModelError:
@@ -124,27 +128,16 @@ class CaseRun:
             log.info("%s could not be described or calibrated: %r", self._target.name, exc)
         self._calibration = known.get(key, self._calibration)
 
-    async def _describe(self) -> None:
-        try:
-            self._facts = await self._target.describe()
-        except UnclearModelError:
-            raise
-        except (LabError, OSError) as exc:
-            log.info("%s could not be described: %s", self._target.name, exc)
-
     async def warm_up(self) -> AsyncGenerator[RequestSample, None]:
         """Send the warm-up requests. Their prompt tokens correct the length of the following prompts."""
         numbers = range(self._case.warm_up)
         async with aclosing(_samples_of(lambda on_sample: self._users(numbers, on_sample, warm_up=True))) as ended:
             async for sample in ended:
-                if sample.prompt_tokens and sample.error is None:
-                    self._correct_length(sample.prompt_tokens)
+                if sample.prompt_tokens and sample.error is None and not self._calibration.confirmed:
+                    wanted = self._case.prompt_tokens
+                    self._calibration = self._calibration.corrected(wanted, sample.prompt_tokens)
+                    self._run.calibrations[id(self._target), wanted] = self._calibration
                 yield sample
-
-    def _correct_length(self, counted_tokens: int) -> None:
-        known, key = self._run.calibrations, (id(self._target), self._case.prompt_tokens)
-        if not self._calibration.confirmed:
-            self._calibration = known[key] = self._calibration.corrected(self._case.prompt_tokens, counted_tokens)
 
     def measure(self, numbers: Sequence[int]) -> AsyncGenerator[RequestSample, None]:
         """Send the requests with these numbers, at the times given by the case's arrival."""
@@ -192,33 +185,57 @@ class CaseRun:
     ) -> tuple[RequestSample, float | None]:
         """Send a request. Return its sample, and the time in seconds that the server advises to wait after a
         refusal."""
-        text = self._prompt(number, warm_up=warm_up)
+        case, target, calibration = self._case, self._target, self._calibration
+        text = prompt(
+            case,
+            repeat=self._repeat,
+            request=number,
+            warm_up=warm_up,
+            # Different for each target: two targets may be the same server, which would have the prompts in its cache.
+            run=f"{self._run.id} {target.name}",
+            tokens=calibration.word_tokens(case.prompt_tokens),
+            tokens_per_word=calibration.tokens_per_word,
+        )
         now_s = time.perf_counter()
         trace = Trace(sent_at_s=now_s, due_at_s=due_s, ended_at_s=now_s)
-        error, advised_s = self._skip_reason, None
+        error: str | None = None
+        advised_s: float | None = None
+        if self._failures >= MAX_FAILURES:
+            error = f"unreachable: not sent, because {target.name} did not reply to {MAX_FAILURES} requests in a row"
         if error is None:
             try:
                 await self._read(text, trace)
                 self._failures = 0
                 if not trace.counts:
-                    error = f"empty: {self._target.name} ended its answer without a token"
+                    error = f"empty: {target.name} ended its answer without a token"
             except (LabError, OSError, TimeoutError) as exc:
                 trace.ended_at_s = time.perf_counter()
                 error, advised_s = self._note_failure(exc)
-        fields = {
-            **self._fields,
-            **trace.metrics(),
-            "started_at": self._run.clock.stamp(trace.sent_at_s),
-            "request": number,
-            "warm_up": warm_up,
-            "late_ms": None if due_s is None else max(0.0, trace.sent_at_s - due_s) * 1e3,
-            "error": error,
-            "prompt_hash": prompt_hash(text),
-        }
-        if self._case.cache == "warm" and fields["cached_tokens"] is None:
+        metrics = trace.metrics()
+        if case.cache == "warm" and metrics["cached_tokens"] is None:
             # Most of the prompt was cached, but the server does not report how many tokens.
-            fields["prefill_tok_s"] = None
-        return RequestSample(**fields), advised_s
+            metrics["prefill_tok_s"] = None
+        sample = RequestSample(
+            run=self._run.id,
+            target=target.name,
+            **vars(self._facts),
+            case=case.name,
+            prompt_tokens_wanted=case.prompt_tokens,
+            output_tokens_wanted=case.output_tokens,
+            concurrency=case.concurrency,
+            arrival=str(case.arrival),
+            cache=case.cache,
+            seed=case.seed,
+            repeat=self._repeat,
+            request=number,
+            warm_up=warm_up,
+            started_at=self._run.clock.stamp(trace.sent_at_s),
+            late_ms=None if due_s is None else max(0.0, trace.sent_at_s - due_s) * 1e3,
+            error=error,
+            prompt_hash=prompt_hash(text),
+            **metrics,
+        )
+        return sample, advised_s
 
     async def _read(self, text: str, trace: Trace) -> None:
         """Send a prompt, and add the chunks of the answer to the trace.
@@ -260,43 +277,6 @@ class CaseRun:
                 None,
             )
         return f"connection-lost: {exc!s:.200}", None
-
-    @property
-    def _skip_reason(self) -> str | None:
-        """The error of requests that are not sent because the target does not reply; None while it does."""
-        if self._failures < MAX_FAILURES:
-            return None
-        return f"unreachable: not sent, because {self._target.name} did not reply to {MAX_FAILURES} requests in a row"
-
-    def _prompt(self, number: int, *, warm_up: bool) -> str:
-        return prompt(
-            self._case,
-            repeat=self._repeat,
-            request=number,
-            warm_up=warm_up,
-            # Different for each target: two targets may be the same server, which would have the prompts in its cache.
-            run=f"{self._run.id} {self._target.name}",
-            tokens=self._calibration.word_tokens(self._case.prompt_tokens),
-            tokens_per_word=self._calibration.tokens_per_word,
-        )
-
-    @property
-    def _fields(self) -> dict[str, Any]:
-        """The fields that all samples of this run of the case share."""
-        case = self._case
-        return {
-            "run": self._run.id,
-            "target": self._target.name,
-            **vars(self._facts),
-            "case": case.name,
-            "prompt_tokens_wanted": case.prompt_tokens,
-            "output_tokens_wanted": case.output_tokens,
-            "concurrency": case.concurrency,
-            "arrival": str(case.arrival),
-            "cache": case.cache,
-            "seed": case.seed,
-            "repeat": self._repeat,
-        }
 
 
 async def calibrate(target: Target, tokens: int) -> Calibration:

@@ -12,10 +12,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.bench.intervals import LEVEL
-from lmx_lab.bench.statistics import CASE, MEASURED, METRICS, TOTAL, Samples, summary
+from lmx_lab.bench.summaries import CASE, MEASURED, METRICS, TOTAL, Samples, summary
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional, optional_imports
+from lmx_lab.results.statistics import LEVEL
 
 with optional_imports("a plot"):
     from matplotlib.figure import Figure
@@ -27,21 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.container import Container
 
 LABELS = {
-    TOTAL: "all requests together, tok/s",
-    "ttft_ms": "time to first token, ms",
-    "itl_ms_p50": "time between pieces, ms (median of each answer)",
-    "itl_ms_p95": "time between pieces, ms (95th percentile of each answer)",
-    "itl_ms_p99": "time between pieces, ms (99th percentile of each answer)",
-    "prefill_tok_s": "prefill, tok/s",
-    "decode_tok_s": "decode per request, tok/s",
-    "e2e_ms": "whole answer, ms",
-    "queue_ms": "time in queue, ms",
-    "server_ttft_ms": "time to first token (server), ms",
-    "server_prefill_tok_s": "prefill (server), tok/s",
-    "server_decode_tok_s": "decode (server), tok/s",
-    "late_ms": "delay of sending, ms",
-    "concurrency": "concurrent requests",
-    "prompt_tokens_wanted": "prompt tokens",
+    **{name: metric.label for name, metric in METRICS.items()},
+    **{"concurrency": "concurrent requests", "prompt_tokens_wanted": "prompt tokens"},
 }
 BY_CONCURRENCY = (TOTAL, "decode_tok_s", "ttft_ms")
 BY_PROMPT_LENGTH = ("prefill_tok_s", "ttft_ms", "decode_tok_s")
@@ -102,10 +89,9 @@ def by_prompt_length(
 
 
 def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) -> NotebookFigure:
-    if unknown := [name for name in metrics if name not in (*METRICS, TOTAL)]:
-        known = ", ".join((TOTAL, *METRICS))
+    if unknown := [name for name in metrics if name not in METRICS]:
         raise InvalidRequestError(
-            f"metrics: unknown metric {', '.join(unknown)}; available are {known}", param="metrics"
+            f"metrics: unknown metric {', '.join(unknown)}; available are {', '.join(METRICS)}", param="metrics"
         )
     if not metrics:
         raise InvalidRequestError(f"metrics is empty; give at least one, such as {TOTAL!r}", param="metrics")
@@ -118,7 +104,10 @@ def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) ->
     chart.set_layout_engine("constrained", w_pad=PANEL_PADDING_INCHES)
     panels = chart.subplots(1, len(metrics), squeeze=False)[0]
     handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
-    title = chart.suptitle(textwrap.fill(_title(table, over), TITLE_CHARACTERS * len(metrics)), fontsize="medium")
+    # The values that all lines have in common.
+    same = [name for name in _key_columns(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
+    text = " · ".join(_parts(same, table[same].iloc[0]))
+    title = chart.suptitle(textwrap.fill(text, TITLE_CHARACTERS * len(metrics)), fontsize="medium")
     below = _legend(chart, handles, list(lines)) if len(lines) > 1 else 0.0
     chart.set_figheight(height + below)
     chart.widen(title, *chart.legends)
@@ -151,7 +140,8 @@ def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
         )
     lines: dict[str, pd.DataFrame] = {}
     for key, group in groups:
-        name = _name(differing, key) or UNKNOWN
+        text = " · ".join(_parts(differing, key)) or UNKNOWN
+        name = text if len(text) <= MAX_NAME_CHARACTERS else f"{text[: MAX_NAME_CHARACTERS - 1]}…"
         # Names that were shortened may be equal.
         lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = group
     return lines
@@ -160,17 +150,6 @@ def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
 def _key_columns(table: pd.DataFrame, over: str) -> list[str]:
     """Return the columns that identify a line."""
     return [name for name in ("run", *MEASURED, *CASE) if name in table and name != over]
-
-
-def _title(table: pd.DataFrame, over: str) -> str:
-    """Return the values that all lines have in common."""
-    same = [name for name in _key_columns(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
-    return " · ".join(_parts(same, table[same].iloc[0]))
-
-
-def _name(columns: Sequence[str], key: tuple[Any, ...]) -> str:
-    text = " · ".join(_parts(columns, key))
-    return text if len(text) <= MAX_NAME_CHARACTERS else f"{text[: MAX_NAME_CHARACTERS - 1]}…"
 
 
 def _parts(columns: Sequence[str], values: Iterable[Any]) -> list[str]:
@@ -206,7 +185,12 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
         panel.set_xlabel(_describe(over, places[0]))
     else:
         drawn = _draw_lines(panel, lines, over, metric)
-        _scale(panel, places)
+        # Sweeps usually double their values.
+        if places[-1] >= 4 * places[0]:
+            panel.set_xscale("log", base=2)
+        panel.set_xticks(places[:: max(1, math.ceil(len(places) / 8))])
+        panel.set_xticks([], minor=True)
+        panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         panel.set_xlabel(LABELS[over])
     # After the data, because matplotlib does not adapt limits that were set.
     panel.set_ylim(bottom=0)
@@ -247,12 +231,3 @@ def _draw_bars(panel: Axes, lines: dict[str, pd.DataFrame], metric: str) -> list
     panel.set_xlim(-1, len(lines))
     panel.margins(y=0.15)
     return drawn
-
-
-def _scale(panel: Axes, places: list[int]) -> None:
-    """Use a logarithmic axis for a wide range, because sweeps usually double their values."""
-    if len(places) > 1 and places[-1] >= 4 * places[0]:
-        panel.set_xscale("log", base=2)
-    panel.set_xticks(places[:: max(1, math.ceil(len(places) / 8))])
-    panel.set_xticks([], minor=True)
-    panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-import signal
-import threading
+import concurrent.futures
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from lmx_lab.bench.case import Case, Closed, Sweep, number_repeats
+from lmx_lab.bench.case import Case, Closed, number_repeats
 from lmx_lab.bench.load_generator import SILENCE_S, CaseRun, Run
-from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import Target, as_target
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.portal import Interrupts, LoopThread
 from lmx_lab.progress import counter
+from lmx_lab.results.provenance import provenance
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,11 +26,9 @@ if TYPE_CHECKING:
     from lmx_lab.engine import ModelManager
 
 Measured: TypeAlias = "Target | str | ModelManager"
-Plan: TypeAlias = Sweep | Case | Sequence[Case]
+Plan: TypeAlias = Case | Sequence[Case]
 POLL_S = 0.25
 """Maximum duration of one wait. A signal that arrives just before a wait starts does not interrupt it."""
-END_S = 5.0
-"""Maximum time to wait until cancelled requests have ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,24 +74,125 @@ def run(
         InvalidRequestError: a target or the plan is not valid, or the run cannot be stored.
         MissingPackageError: pandas is not installed.
     """
-    frame(())
-    cases, shared = _cases(plan), Run(silence_s=silence_s)
-    targets = _targets(target)
-    known = provenance(seeds=[case.seed for case in cases], run=shared.id)
-    total = len(targets) * sum(case.warm_up + case.requests for case in cases)
-    taken: list[RequestSample] = []
-    recorder = Recorder(record if isinstance(record, Path | str) else None, provenance=known) if record else None
-    worker = _Worker(lambda: _samples(targets, cases, shared))
-    with recorder or nullcontext(), _progress_callback(progress) as report, _interruptible(worker):
-        for sample in worker:
-            taken.append(sample)
-            if recorder is not None:
-                recorder.add_or_log(sample)
-            report(RunProgress(done=len(taken), total=total, sample=sample))
-    table = frame(taken, known)
-    table.attrs["interrupted"] = worker.cancelled
-    table.attrs["path"] = str(recorder.path) if recorder is not None and recorder.path is not None else None
-    return table
+    measurement = Measurement(target, plan, record=record, silence_s=silence_s)
+    with measurement, counter("bench") if progress is True else nullcontext() as bar, Interrupts() as interrupts:
+        interrupts.set_cancel(measurement.cancel)
+        while (step := measurement.wait()) is not None:
+            if callable(progress):
+                progress(step)
+            elif bar is not None:
+                bar.show(progress_text(step), step.done, step.total)
+        # The first Ctrl-C has cancelled the measurement.
+        with suppress(KeyboardInterrupt):
+            interrupts.check()
+    return measurement.table()
+
+
+class Measurement:
+    """One run, as a context manager. ``step`` and ``wait`` wait for the next result; ``table`` returns all so far.
+
+    The requests are sent from a thread of its own: a client on the event loop of a server would receive its answers
+    late, and the results would depend on this loop.
+
+    Args:
+        target, plan, record, silence_s: As for ``run``.
+        folder: The folder to use if ``record`` is True; None selects ``bench`` in the home of the current settings.
+        required: Whether the first target must have a model.
+
+    Raises:
+        InvalidRequestError: a target or the plan is not valid.
+        MissingPackageError: pandas is not installed.
+    """
+
+    def __init__(
+        self,
+        target: Measured | Sequence[Measured],
+        plan: Plan,
+        *,
+        record: bool | Path | str = False,
+        folder: Path | None = None,
+        silence_s: float = SILENCE_S,
+        required: bool = False,
+    ) -> None:
+        frame(())  # Raises MissingPackageError before the measurement.
+        self.interrupted = False
+        self._shared = Run(silence_s=silence_s)
+        self._cases = _cases(plan)
+        self._targets = _targets(target)
+        self._total = len(self._targets) * sum(case.warm_up + case.requests for case in self._cases)
+        self._recorder: Recorder | None = None
+        if record:
+            self._recorder = Recorder(record if isinstance(record, Path | str) else folder, provenance={})
+        self._required = required
+        self._provenance: dict[str, Any] = {}
+        self._taken: list[RequestSample] = []
+        self._steps: asyncio.Queue[RunProgress | None] = asyncio.Queue()
+        """At most one entry for each request of the run."""
+        self._thread = LoopThread("lmx-lab-bench")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._work = self._thread.submit(self._measure())
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._thread.stop()
+
+    def cancel(self) -> None:
+        """Cancel all requests, so that the results are incomplete. Idempotent; can be called on any thread and in
+        signal handlers."""
+        self.interrupted = True
+        self._work.cancel()
+
+    async def step(self) -> RunProgress | None:
+        """Wait until the next request has ended, and return the progress; None after the last request, or after all
+        requests were cancelled. Can be awaited on any loop.
+
+        Raises:
+            NotLoadedError: the first target is required, and has no model in memory.
+            LabError: the required target does not answer, it is not clear which model is to be measured, or the run
+                cannot be stored.
+        """
+        step = await asyncio.wrap_future(self._thread.submit(self._steps.get()))
+        if step is None and not self.interrupted:
+            await asyncio.wrap_future(self._work)
+        return step
+
+    def wait(self) -> RunProgress | None:
+        """Do the same as ``step``, but block."""
+        received = self._thread.submit(self._steps.get())
+        while not received.done():
+            concurrent.futures.wait([received], POLL_S)
+        if received.result() is None and not self.interrupted:
+            self._work.result()
+        return received.result()
+
+    def table(self) -> pd.DataFrame:
+        """Return the results so far, one row for each request."""
+        table = frame(self._taken, self._provenance)
+        table.attrs["interrupted"] = self.interrupted
+        path = None if self._recorder is None else self._recorder.path
+        table.attrs["path"] = None if path is None else str(path)
+        return table
+
+    async def _measure(self) -> None:
+        try:
+            if self._required:
+                await self._targets[0].describe()
+            self._provenance = provenance(seeds=[case.seed for case in self._cases], run=self._shared.id)
+            if self._recorder is not None:
+                self._recorder.provenance = self._provenance
+            measured = samples(self._targets, self._cases, shared=self._shared)
+            with self._recorder or nullcontext():
+                async with aclosing(measured) as ended:
+                    async for sample in ended:
+                        if self._recorder is not None:
+                            self._recorder.add_or_log(sample)
+                        self._taken.append(sample)
+                        progress = RunProgress(done=len(self._taken), total=self._total, sample=sample)
+                        self._steps.put_nowait(progress)
+        finally:
+            self._steps.put_nowait(None)
 
 
 async def samples(
@@ -118,15 +216,9 @@ async def samples(
     Raises:
         InvalidRequestError: a target or the plan is not valid.
     """
-    measured = _samples(_targets(target), _cases(plan), shared or Run(silence_s=silence_s))
-    async with aclosing(measured) as ended:
-        async for sample in ended:
-            yield sample
-
-
-async def _samples(targets: list[Target], cases: tuple[Case, ...], shared: Run) -> AsyncGenerator[RequestSample, None]:
+    targets, cases, run = _targets(target), _cases(plan), shared or Run(silence_s=silence_s)
     for repeat, case in number_repeats(cases):
-        case_runs = [CaseRun(target, case, repeat=repeat, run=shared) for target in targets]
+        case_runs = [CaseRun(target, case, repeat=repeat, run=run) for target in targets]
         for case_run in case_runs:
             await case_run.prepare()
         for part in _parts(case_runs, case, repeat):
@@ -166,7 +258,7 @@ def _targets(given: Measured | Sequence[Measured]) -> list[Target]:
 
 
 def _cases(plan: Plan) -> tuple[Case, ...]:
-    given: Any = plan.cases() if isinstance(plan, Sweep) else (plan,) if isinstance(plan, Case) else plan
+    given: Any = (plan,) if isinstance(plan, Case) else plan
     cases = tuple(given) if isinstance(given, Iterable) else ()
     if not cases or not all(isinstance(case, Case) for case in cases):
         raise InvalidRequestError(
@@ -175,110 +267,6 @@ def _cases(plan: Plan) -> tuple[Case, ...]:
             param="plan",
         )
     return cases
-
-
-class _Worker:
-    """A thread that measures on a separate event loop. Iterating starts it and yields the samples.
-
-    The length of its queue is limited by the number of samples of the run.
-    """
-
-    def __init__(self, measure: Callable[[], AsyncGenerator[RequestSample, None]]) -> None:
-        self.cancelled = False
-        self._measure = measure
-        self._ended: queue.SimpleQueue[RequestSample | BaseException | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="lmx-lab-bench", daemon=True)
-        self._task: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        # Reentrant, because a signal handler may run while its own thread holds the lock.
-        self._lock = threading.RLock()
-
-    def __iter__(self) -> Iterator[RequestSample]:
-        self._thread.start()
-        try:
-            while (item := self._next()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            self.cancel(requested=False)
-            self._thread.join(END_S)
-
-    def cancel(self, *, requested: bool = True) -> None:
-        """Cancel all requests. Idempotent; can be called on any thread and in signal handlers.
-
-        Args:
-            requested: Whether the user has requested it, so that the results are incomplete.
-        """
-        self.cancelled = self.cancelled or requested
-        with self._lock:
-            if self._loop is not None and self._task is not None:
-                self._loop.call_soon_threadsafe(self._task.cancel)
-
-    def _next(self) -> RequestSample | BaseException | None:
-        while True:
-            try:
-                return self._ended.get(timeout=POLL_S)
-            except queue.Empty:
-                continue
-
-    def _main(self) -> None:
-        failure: BaseException | None = None
-        try:
-            asyncio.run(self._work())
-        except asyncio.CancelledError:
-            pass
-        except BaseException as exc:  # Raised on the caller's thread.
-            failure = exc
-        self._ended.put(failure)
-
-    async def _work(self) -> None:
-        with self._lock:
-            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        try:
-            if self.cancelled:
-                return
-            async with aclosing(self._measure()) as ended:
-                async for sample in ended:
-                    self._ended.put(sample)
-        finally:
-            with self._lock:
-                self._loop = self._task = None
-
-
-@contextmanager
-def _interruptible(worker: _Worker) -> Iterator[None]:
-    """Let the first Ctrl-C in the block cancel the worker, and the second one raise ``KeyboardInterrupt``.
-
-    An exception of the default handler could be raised after a request has ended but before its sample is stored. In
-    cells with ``await``, the handler of ipykernel raises no exception at all.
-    """
-    previous: Any = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-
-    def interrupted(number: int, frame: object) -> None:
-        if worker.cancelled:
-            raise KeyboardInterrupt
-        worker.cancel()
-
-    signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-@contextmanager
-def _progress_callback(progress: bool | ProgressCallback) -> Iterator[ProgressCallback]:
-    if callable(progress):
-        yield progress
-    elif progress:
-        with counter("bench") as shown:
-            yield lambda step: shown.show(progress_text(step), step.done, step.total)
-    else:
-        yield lambda step: None
 
 
 def progress_text(step: RunProgress) -> str:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lmx_lab.client.chat_chunks import Piece, TokenUsage, count, number
-from lmx_lab.frames import dtypes_of, make_table
+from lmx_lab.results.frames import dtypes_of, make_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MAX_TOKENS_PER_PIECE = 2
 """Mean number of tokens in a piece up to which the times of pieces count as times of tokens."""
+PERCENTILES = (50, 95, 99)
 CountedBy = Literal["usage", "chunks"]
 
 
@@ -54,26 +55,25 @@ def measure_chunk(piece: Piece | None, at_s: float) -> Chunk:
     """Return the measurements in a piece of a server's answer that arrived at ``at_s``."""
     if piece is None:
         return Chunk(at_s=at_s)
+    server, timings = None, piece.timings
+    # llama.cpp has these fields; LMX Lab has more.
+    if timings is not None:
+        server = ServerMetrics(
+            queue_ms=number(timings.get("queue_ms")),
+            ttft_ms=number(timings.get("ttft_ms")),
+            prefill_tok_s=number(timings.get("prompt_per_second")) or None,
+            decode_tok_s=number(timings.get("predicted_per_second")) or None,
+            peak_memory_gb=number(timings.get("peak_memory_gb")),
+            cached_tokens=count(timings.get("cache_n")),
+            drafted_tokens=count(timings.get("draft_n")),
+            accepted_tokens=count(timings.get("draft_n_accepted")),
+        )
     return Chunk(
         at_s=at_s,
         tokens=1 if piece.has_output else 0,
         finish_reason=piece.finish_reason[:40] if piece.finish_reason else None,
         usage=piece.usage,
-        server=None if piece.timings is None else _server_metrics(piece.timings),
-    )
-
-
-def _server_metrics(timings: Mapping[str, Any]) -> ServerMetrics:
-    """Convert the ``timings`` of llama.cpp or of LMX Lab, which has more fields."""
-    return ServerMetrics(
-        queue_ms=number(timings.get("queue_ms")),
-        ttft_ms=number(timings.get("ttft_ms")),
-        prefill_tok_s=number(timings.get("prompt_per_second")) or None,
-        decode_tok_s=number(timings.get("predicted_per_second")) or None,
-        peak_memory_gb=number(timings.get("peak_memory_gb")),
-        cached_tokens=count(timings.get("cache_n")),
-        drafted_tokens=count(timings.get("draft_n")),
-        accepted_tokens=count(timings.get("draft_n_accepted")),
+        server=server,
     )
 
 
@@ -109,23 +109,38 @@ class Trace:
 
     def metrics(self) -> dict[str, Any]:
         """Return the fields of a ``RequestSample`` that are computed here."""
-        tokens, cached = self._output_tokens, self._cached
-        prompt = self.usage.prompt if self.usage else None
+        usage, server, times_s, pieces = self.usage, self.server, self.times_s, sum(self.counts)
+        prompt = usage.prompt if usage else None
+        cached = server.cached_tokens if usage is None or usage.cached is None else usage.cached
+        # A reported number of 0 is ignored if there was output.
+        reported = usage.completion if usage and (usage.completion or not pieces) else None
+        tokens = pieces if reported is None else reported
         began_s = self.sent_at_s if self.due_at_s is None else self.due_at_s
-        first_s = self.times_s[0] if self.times_s else None
-        prefill_s = None if first_s is None else first_s - self.sent_at_s
+        prefill_s = times_s[0] - self.sent_at_s if times_s else None
         computed = None if prompt is None else max(0, prompt - (cached or 0))
-        server = self.server
+        decode_tok_s: float | None = None
+        gaps: dict[str, float] = {}
+        # Otherwise the pieces are so large that the times of single tokens are not known.
+        if times_s and tokens <= MAX_TOKENS_PER_PIECE * pieces:
+            # The last tokens may have no text, such as the end-of-text token.
+            elapsed_s = max(times_s[-1], self.finished_at_s or 0.0) - times_s[0]
+            if tokens > self.counts[0] and elapsed_s > 0:
+                decode_tok_s = (tokens - self.counts[0]) / elapsed_s
+            if len(times_s) > 1:
+                # The tokens of a piece share the time before it.
+                counts = np.asarray(self.counts[1:])
+                found = np.percentile(np.repeat(np.diff(times_s) / counts, counts) * 1e3, PERCENTILES)
+                gaps = {f"itl_ms_p{each}": float(value) for each, value in zip(PERCENTILES, found, strict=True)}
         return {
             "prompt_tokens": prompt,
             "cached_tokens": cached,
             "output_tokens": tokens,
-            "counted_by": "usage" if self._reported_tokens is not None else "chunks",
+            "counted_by": "chunks" if reported is None else "usage",
             "pieces": len(self.counts),
-            "ttft_ms": None if first_s is None else (first_s - began_s) * 1e3,
-            **(self._gaps_ms() if self._has_token_times(tokens) else {}),
+            "ttft_ms": (times_s[0] - began_s) * 1e3 if times_s else None,
+            **gaps,
             "prefill_tok_s": computed / prefill_s if computed and prefill_s else None,
-            "decode_tok_s": self._decode_rate(tokens) if self._has_token_times(tokens) else None,
+            "decode_tok_s": decode_tok_s,
             "e2e_ms": (self.ended_at_s - began_s) * 1e3,
             "queue_ms": server.queue_ms,
             "server_ttft_ms": server.ttft_ms,
@@ -136,42 +151,6 @@ class Trace:
             "accepted_tokens": server.accepted_tokens,
             "finish_reason": self.finish_reason,
         }
-
-    @property
-    def _reported_tokens(self) -> int | None:
-        """The number of tokens reported by the server. 0 for an answer with output is ignored."""
-        reported = self.usage.completion if self.usage else None
-        return reported if reported or not self.counts else None
-
-    @property
-    def _output_tokens(self) -> int:
-        return sum(self.counts) if self._reported_tokens is None else self._reported_tokens
-
-    @property
-    def _cached(self) -> int | None:
-        reported = self.usage.cached if self.usage else None
-        return self.server.cached_tokens if reported is None else reported
-
-    def _has_token_times(self, tokens: int) -> bool:
-        """Whether the pieces are so small that the time of each token is known."""
-        return tokens <= MAX_TOKENS_PER_PIECE * sum(self.counts)
-
-    def _decode_rate(self, tokens: int) -> float | None:
-        """Divide the number of tokens after the first chunk by the time from that chunk to the last token."""
-        if not self.times_s or tokens <= self.counts[0]:
-            return None
-        # The last tokens may have no text, such as the end-of-text token.
-        elapsed_s = max(self.times_s[-1], self.finished_at_s or 0.0) - self.times_s[0]
-        return (tokens - self.counts[0]) / elapsed_s if elapsed_s > 0 else None
-
-    def _gaps_ms(self) -> dict[str, float]:
-        """Return percentiles of the time between two tokens. The tokens of a piece share the time before it."""
-        if len(self.times_s) < 2:
-            return {}
-        counts = np.asarray(self.counts[1:])
-        gaps_ms = np.repeat(np.diff(self.times_s) / counts, counts) * 1e3
-        percentiles = np.percentile(gaps_ms, (50, 95, 99))
-        return {f"itl_ms_p{level}": float(value) for level, value in zip((50, 95, 99), percentiles, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,9 +229,6 @@ class RequestSample:
     """Id of the run, which is also the name of its file."""
 
 
-Sample = RequestSample
-"""The former name of ``RequestSample``."""
-
 COLUMNS = tuple(field.name for field in fields(RequestSample))
 """Columns of the table, in order."""
 MAX_INTEGER = 2**63
@@ -289,14 +265,19 @@ def read_row(values: Mapping[str, Any]) -> dict[str, Any] | None:
     Returns:
         ``None`` if a required field is missing or has a wrong type.
     """
-    fields_read = {name: values.get(name) if _has_type(values.get(name), _TYPES[name]) else None for name in COLUMNS}
-    fields_read["warm_up"] = bool(fields_read["warm_up"])
-    is_complete = all(fields_read[name] is not None for name in COLUMNS if name not in _OPTIONAL)
-    return (
-        {name: _finite(value) for name, value in fields_read.items()}
-        if is_complete and _is_time(fields_read["started_at"])
-        else None
-    )
+    found: dict[str, Any] = {
+        name: values.get(name) if _has_type(values.get(name), _TYPES[name]) else None for name in COLUMNS
+    }
+    found["warm_up"] = bool(found["warm_up"])
+    if any(found[name] is None for name in COLUMNS if name not in _OPTIONAL):
+        return None
+    try:
+        moment = datetime.fromisoformat(found["started_at"])
+        # Fails if the time in UTC is before the year 1 or after 9999.
+        moment.astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+    return {name: _finite(value) for name, value in found.items()} if moment.tzinfo is not None else None
 
 
 def frame(samples: Iterable[RequestSample], provenance: Mapping[str, Any] | None = None) -> pd.DataFrame:
@@ -331,16 +312,6 @@ def _has_type(value: Any, kind: str) -> bool:
             return isinstance(value, float) or _has_type(value, "int")
         case _:
             return isinstance(value, str)
-
-
-def _is_time(text: Any) -> bool:
-    try:
-        moment = datetime.fromisoformat(text)
-        # Fails if the time in UTC is before the year 1 or after 9999.
-        moment.astimezone(UTC)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return moment.tzinfo is not None
 
 
 def _finite(value: Any) -> Any:

@@ -9,15 +9,15 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from lmx_lab.bench.provenance import provenance as current_provenance
 from lmx_lab.bench.sample import RequestSample, new_run, read_row, row, table_of
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.results.provenance import provenance as current_provenance
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
@@ -183,18 +183,13 @@ def _files(source: Path, last: int | None, *, explicit: bool) -> list[Path]:
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with path.open(encoding="utf-8", errors="replace") as file:
-        lines = _lines(file)
+        # A line that is longer than any sample is split into pieces, which are not valid.
+        lines = iter(lambda: file.readline(MAX_LINE_CHARACTERS), "")
         head = _parse_object(next(lines, ""))
         if head is None or not isinstance(head.get("provenance"), dict) or "lmx_lab_bench" not in head:
             raise InvalidRequestError(f"{path} is not the file of a run: its first line is not a provenance")
         samples = (read_row(one) for one in map(_parse_object, lines) if one is not None)
         return head["provenance"], [one for one in samples if one is not None]
-
-
-def _lines(file: IO[str]) -> Iterator[str]:
-    """Yield the lines of the file. A line that is longer than any sample is split into pieces, which are not valid."""
-    while line := file.readline(MAX_LINE_CHARACTERS):
-        yield line
 
 
 def _parse_object(line: str) -> dict[str, Any] | None:

@@ -32,7 +32,6 @@ from lmx_lab.errors import (
 # The engine is imported only for types and in EngineTarget, because measuring another server does not need MLX.
 if TYPE_CHECKING:
     from lmx_lab.engine import ModelManager
-    from lmx_lab.values.outputs import GenerationReport
 
 LAB_FIELDS = {"temperature": 0, "ignore_eos": True}
 """Additional request fields for LMX Lab servers, with which all answers are deterministic and have the requested
@@ -127,30 +126,24 @@ class ChatTarget:
                 names = await client.models()
                 self._is_lab = client.is_lab
             except LabError as exc:
+                # So that the list is not requested again before each request.
+                if was_sent(exc):
+                    self._is_lab = bool(client.is_lab)
                 # For example, mlx_lm.server lists the hub cache only, and fails if there is none.
                 if self._model is None or isinstance(exc, UnauthorizedError) or not was_sent(exc):
                     raise
         if not self._is_lab and not self._model:
-            self._model = self._only_model(names)
+            if not names:
+                raise ModelNotFoundError(f"{self.url} lists no models; give the name of a model with model=")
+            # Some servers list all models that they could load, so the first of several is not used by default.
+            if len(names) > 1:
+                more = len(names) - MAX_SHOWN_NAMES
+                listed = ", ".join(names[:MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+                raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); choose one with model=")
+            self._model = names[0]
         found = await self._lab_facts() if self._is_lab else TargetFacts(model=self._model)
         given = {name: value for name, value in vars(self._known).items() if value is not None}
         return replace(found, **given)
-
-    def _only_model(self, names: list[str]) -> str:
-        """Return the only listed model.
-
-        Some servers list all models that they could load, so the first of several models is not used by default.
-
-        Raises:
-            LabError: the server lists no model, or several.
-        """
-        if not names:
-            raise ModelNotFoundError(f"{self.url} lists no models; give the name of a model with model=")
-        if len(names) > 1:
-            more = len(names) - MAX_SHOWN_NAMES
-            listed = ", ".join(names[:MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
-            raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); choose one with model=")
-        return names[0]
 
     async def _lab_facts(self) -> TargetFacts:
         async with AsyncLabClient(self.url, api_key=self._api_key) as client:
@@ -184,7 +177,13 @@ class ChatTarget:
         lab_fields = LAB_FIELDS if self._is_lab else {}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         request = {"model": self._model or "default", **body, **stream, **lab_fields, **self._extra}
-        async with TimedRequest(self._endpoint, _encode(request)) as sent:
+        try:
+            content = json.dumps(request, allow_nan=False).encode()
+        except (TypeError, ValueError) as exc:
+            raise InvalidRequestError(
+                f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
+            ) from exc
+        async with TimedRequest(self._endpoint, content) as sent:
             yield Chunk(at_s=sent.send())
             async with aclosing(self._chunks(sent)) as chunks:
                 async for chunk in chunks:
@@ -238,8 +237,23 @@ class EngineTarget:
             yield Chunk(at_s=sent_at_s)
             async for delta in stream:
                 yield Chunk(at_s=time.perf_counter(), tokens=delta.tokens)
-            if stream.report is not None:
-                yield _report_chunk(stream.report)
+            if (report := stream.report) is not None:
+                yield Chunk(
+                    at_s=time.perf_counter(),
+                    finish_reason=report.finish_reason,
+                    usage=TokenUsage(
+                        prompt=report.prompt_tokens, cached=report.cached_tokens, completion=report.output_tokens
+                    ),
+                    server=ServerMetrics(
+                        queue_ms=report.queue_s * 1e3,
+                        ttft_ms=report.ttft_s * 1e3,
+                        prefill_tok_s=report.prompt_tokens_per_second or None,
+                        decode_tok_s=report.tokens_per_second or None,
+                        peak_memory_gb=report.peak_memory_bytes / 1e9,
+                        drafted_tokens=report.drafted_tokens,
+                        accepted_tokens=report.accepted_tokens,
+                    ),
+                )
 
 
 def as_target(target: Target | str | ModelManager) -> Target:
@@ -281,29 +295,3 @@ def _engine_facts(lab: str, *, llama: str | None, blas: str | None, threads: int
     # llama.cpp uses as many threads as OpenBLAS. If MLX uses a GPU, it is not known whether llama.cpp does.
     own_threads = threads if blas == "openblas" else None
     return TargetFacts(engine=f"{lab}, {llama}", device="cpu" if blas and not on_gpu else None, threads=own_threads)
-
-
-def _report_chunk(report: GenerationReport) -> Chunk:
-    return Chunk(
-        at_s=time.perf_counter(),
-        finish_reason=report.finish_reason,
-        usage=TokenUsage(prompt=report.prompt_tokens, cached=report.cached_tokens, completion=report.output_tokens),
-        server=ServerMetrics(
-            queue_ms=report.queue_s * 1e3,
-            ttft_ms=report.ttft_s * 1e3,
-            prefill_tok_s=report.prompt_tokens_per_second or None,
-            decode_tok_s=report.tokens_per_second or None,
-            peak_memory_gb=report.peak_memory_bytes / 1e9,
-            drafted_tokens=report.drafted_tokens,
-            accepted_tokens=report.accepted_tokens,
-        ),
-    )
-
-
-def _encode(body: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(body, allow_nan=False).encode()
-    except (TypeError, ValueError) as exc:
-        raise InvalidRequestError(
-            f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
-        ) from exc

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from lmx_lab.bench import ChatTarget, Sweep, Target
+    from lmx_lab.bench import Case, ChatTarget, Target
 
 app = typer.Typer()
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")
@@ -190,7 +190,7 @@ async def _send_request(target: ChatTarget) -> None:
 
 @contextmanager
 def _first_target(
-    url: str | None, model: str | None, api_key: str | None, plan: Sweep, *, served: bool
+    url: str | None, model: str | None, api_key: str | None, plan: Sequence[Case], *, served: bool
 ) -> Iterator[Target]:
     """Provide the first target. A model of this process is loaded for the duration of the block."""
     if url is not None:
@@ -200,7 +200,7 @@ def _first_target(
         return
     assert model is not None
     settings = settings_with_folders(host="127.0.0.1", port=0)
-    concurrency = max(case.concurrency for case in plan.cases())
+    concurrency = max(case.concurrency for case in plan)
     if concurrency > settings.slots:
         print_note(
             f"the concurrency {concurrency} exceeds the {settings.slots} slots, so some requests will wait; set "

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lmx_lab.bench.comparison import compare
-from lmx_lab.bench.statistics import CASE, MEASURED, TOTAL, counts_pieces, summary, token_counts_differ
+from lmx_lab.bench.summaries import CASE, MEASURED, METRICS, TOTAL, compare, counts_pieces, summary, token_counts_differ
 from lmx_lab.cli.terminal import err, out, print_line, print_note, single_line
 from lmx_lab.errors import InvalidRequestError
 
@@ -29,11 +28,7 @@ HEADINGS = {
     "prompt_tokens_wanted": "prompt\ntokens",
     "output_tokens_wanted": "output\ntokens",
     "requests": "re-\nquests",
-    "ttft_ms": "first token\nms",
-    "itl_ms_p50": "next piece\nms",
-    "decode_tok_s": "decode\ntok/s",
-    TOTAL: "total\ntok/s",
-    "late_ms": "late\nms",
+    **{name: metric.heading for name, metric in METRICS.items() if metric.heading},
     "ratio": "a / b",
 }
 FILE_WIDTH = 160

@@ -64,7 +64,7 @@ class ChatFormatClient(AsyncClientBase):
             read_error=chat_server_error,
         )
         self.is_lab: bool | None = None
-        """Whether the server is an LMX Lab server; None before ``models`` has returned."""
+        """Whether the server is an LMX Lab server; None before it has answered ``models``."""
 
     @property
     def url(self) -> str:
@@ -82,6 +82,7 @@ class ChatFormatClient(AsyncClientBase):
             LabError: no server answers, or the response is not a list of models.
         """
         response, body = await self._connection.request("GET", "/v1/models", limit=LONG_BYTES, within_s=QUICK_S)
+        self.is_lab = LAB_HEADER in response.headers
         if not response.is_success:
             raise self._connection.error_for(response, body)
         try:
@@ -91,7 +92,6 @@ class ChatFormatClient(AsyncClientBase):
             ids = [str(entry["id"]) for entry in entries[:MAX_MODELS]]
         except (ValueError, TypeError, KeyError) as exc:
             raise self._connection.error_for(response, body) from exc
-        self.is_lab = LAB_HEADER in response.headers
         return ids
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Piece, None]:

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from lmx_lab.doctor import Finding
-from lmx_lab.extras import install_command
+from lmx_lab.extras import install_command, installed_version
 from lmx_lab.settings import Settings
 
 try:
@@ -136,7 +136,7 @@ def _query_python(python: str) -> dict[str, Any] | None:
     """
     if python == sys.executable:
         version = ".".join(map(str, sys.version_info[:3]))
-        return {"version": version, "ipykernel": _installed_version("ipykernel"), LAB: True}
+        return {"version": version, "ipykernel": installed_version("ipykernel"), LAB: True}
     try:
         # A kernel starts in a different folder than this process, so packages in the current folder must not be found.
         done = subprocess.run(
@@ -147,13 +147,6 @@ def _query_python(python: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return answer
-
-
-def _installed_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _oldest_supported(package: str) -> str:

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lmx_lab.doctor import Finding
-from lmx_lab.extras import install_command
+from lmx_lab.extras import install_command, installed_version
 from lmx_lab.settings import Settings
 from lmx_lab.weights.starters import STARTERS
 
@@ -28,9 +28,9 @@ def check_packages(_: Settings) -> Iterator[Finding]:
     for name in PACKAGES:
         yield Finding(topic=name, verdict="fine", found=metadata.version(name))
     for name in OPTIONAL_PACKAGES:
-        try:
-            yield Finding(topic=name, verdict="fine", found=metadata.version(name))
-        except metadata.PackageNotFoundError:
+        if (found := installed_version(name)) is not None:
+            yield Finding(topic=name, verdict="fine", found=found)
+        else:
             yield Finding(topic=name, verdict="note", found="not installed", remedy=install_command(name))
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from lmx_lab.engine.llama_cpp.process import INSTALL, PACKAGE, is_installed
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.extras import installed_version
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry
 
@@ -48,10 +48,7 @@ class EngineRow:
     @property
     def version(self) -> str | None:
         """Version of the package; None if it is not installed."""
-        try:
-            return version(self.package) if self.package is not None and self.problem() is None else None
-        except PackageNotFoundError:
-            return None
+        return installed_version(self.package) if self.package is not None and self.problem() is None else None
 
 
 # The imports are inside functions because each engine is slow to import and may not be used.

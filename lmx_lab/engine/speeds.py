@@ -14,13 +14,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lmx_lab.engine.memory import default_threads
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.extras import installed_version
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineName, Format
 from lmx_lab.weights.files import open_regular
@@ -97,7 +97,7 @@ def conditions(settings: Settings) -> dict[str, Any]:
     threads = default_threads(os.environ) if sys.platform == "linux" else None
     return {
         "engines": versions(),
-        "mlx-lm": _version("mlx-lm"),
+        "mlx-lm": installed_version("mlx-lm"),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "threads": settings.threads or threads,
@@ -152,10 +152,3 @@ def age_in_words(at: float) -> str:
             count = int(seconds // length)
             return f"{count} {unit}{'s' * (count > 1)} ago"
     return "just now"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

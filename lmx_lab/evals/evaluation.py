@@ -15,11 +15,12 @@ from lmx_lab.batch.run import plain_text, text_tokens
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb, write_inspect_log
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, mean_score, to_json
-from lmx_lab.evals.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
-from lmx_lab.frames import Dtype, dtypes_of, html_table, make_table, make_table_of_columns
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RecordedRequest, RequestList
+from lmx_lab.results.frames import Dtype, dtypes_of, make_table, make_table_of_columns
+from lmx_lab.results.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
+from lmx_lab.results.tables import html_table
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 

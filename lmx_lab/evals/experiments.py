@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.frames import align_columns, html_table, make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
-from lmx_lab.instrument.store import create_tables, open_database
+from lmx_lab.results.database import open_database
+from lmx_lab.results.frames import make_table
+from lmx_lab.results.tables import align_columns, html_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +42,7 @@ COLUMNS = {
     **{"machine": "str"},
 }
 """Columns of the table of all experiments, and their types in a data frame."""
-SCHEMA = f"""
+SCHEMA = """
 CREATE TABLE experiments (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     at REAL NOT NULL,
@@ -62,8 +63,6 @@ CREATE TABLE experiments (
     machine TEXT NOT NULL,
     data BLOB NOT NULL
 );
-PRAGMA application_id = {APPLICATION};
-PRAGMA user_version = {VERSION};
 """
 REMEDY = "check its permissions and the free space, or move it elsewhere"
 """What the user can do if the file cannot be used."""
@@ -222,25 +221,19 @@ class Experiments(Sequence[Evaluation]):
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
             with closing(
-                open_database(self.path, self._prepare, purpose="a file of experiments", param="home", remedy=REMEDY)
+                open_database(
+                    self.path,
+                    SCHEMA,
+                    application=APPLICATION,
+                    version=VERSION,
+                    purpose="a file of experiments",
+                    param="home",
+                    remedy=REMEDY,
+                )
             ) as connection:
                 return work(connection)
         except sqlite3.Error as exc:
             raise LabError(f"the experiments in {self.path} cannot be used: {exc}; {REMEDY}") from exc
-
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        if not self._is_created(connection):
-            create_tables(connection, SCHEMA, self._is_created)
-
-    def _is_created(self, connection: sqlite3.Connection) -> bool:
-        found = [int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")]
-        if found == [APPLICATION, VERSION]:
-            return True
-        if found != [0, 0] or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise InvalidRequestError(
-                f"{self.path} is not a file of experiments of this version of LMX Lab; move it elsewhere", param="home"
-            )
-        return False
 
     # Display
 

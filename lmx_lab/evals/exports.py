@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, to_plain
-from lmx_lab.evals.statistics import LEVEL, Score
 from lmx_lab.extras import import_optional
+from lmx_lab.results.statistics import LEVEL, Score
 
 if TYPE_CHECKING:
     import pandas as pd

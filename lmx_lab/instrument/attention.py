@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.heatmap import HeatMap
 from lmx_lab.instrument.traces import token_label
+from lmx_lab.results.figures import HeatMap
 from lmx_lab.values.tracing import Trace
 
 SHOWN_TOKENS = 40

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lmx_lab.frames import make_table
-from lmx_lab.instrument.heatmap import HeatMap
+from lmx_lab.results.figures import HeatMap
+from lmx_lab.results.frames import make_table
 from lmx_lab.values.tracing import Trace
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer, chosen_token, continue_answer, generate
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of, scored_lens
-from lmx_lab.instrument.text_file import write_text_file
 from lmx_lab.instrument.traces import ActivationCache, Traced, activation_fields, traced_answer
+from lmx_lab.results.figures import write_text_file
+from lmx_lab.results.frames import make_table
 from lmx_lab.values.outputs import TokenLogprob, merge_deltas
 from lmx_lab.values.recording import Continuation
 from lmx_lab.wire.chat import ChatRequest

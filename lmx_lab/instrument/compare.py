@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lmx_lab.backend import AnswerRecorder, Backend
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
-from lmx_lab.frames import make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
-from lmx_lab.instrument.text_file import write_text_file
+from lmx_lab.results.figures import write_text_file
+from lmx_lab.results.frames import make_table
+from lmx_lab.results.tables import Html, html_table
 from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Record
@@ -490,16 +491,17 @@ class Comparison:
         return self._grid(SHOWN_PROMPTS)
 
     def _grid(self, prompts: int) -> str:
-        style = "style='text-align:left;vertical-align:top;white-space:pre-wrap;padding:4px 8px'"
-        head = "".join(f"<th {style} scope='col'>{html.escape(name)}</th>" for name in ("prompt", *self.settings))
-        rows = []
-        for number, prompt in enumerate(self.prompts[:prompts]):
-            cells = [self._cell_html(self._cell(number, at)) for at in range(len(self.settings))]
-            body = "".join(f"<td {style}>{cell}</td>" for cell in cells)
-            rows.append(f"<tr><th {style} scope='row'>{html.escape(_shown_prompt(prompt))}</th>{body}</tr>")
+        rows = (
+            (
+                _shown_prompt(prompt),
+                *(Html(self._cell_html(self._cell(number, at))) for at in range(len(self.settings))),
+            )
+            for number, prompt in enumerate(self.prompts[:prompts])
+        )
+        style = "text-align:left;vertical-align:top;white-space:pre-wrap;padding:4px 8px"
+        table = html_table(("prompt", *self.settings), rows, row_names=True, style=style)
         more = len(self.prompts) - prompts
-        foot = f"<div>{more} more prompts: see .df, or .save() a file</div>" if more > 0 else ""
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{foot}"
+        return table + (f"<div>{more} more prompts: see .df, or .save() a file</div>" if more > 0 else "")
 
     def _cell_html(self, cell: Cell) -> str:
         record = self._run.records.get(cell.key)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import align_columns, html_table, make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
-from lmx_lab.instrument.text_file import write_text_file
+from lmx_lab.results.figures import write_text_file
+from lmx_lab.results.frames import make_table
+from lmx_lab.results.tables import align_columns, html_table
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.steering import recorded_steering
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import make_table_of_columns
-from lmx_lab.instrument.heatmap import HeatMap
 from lmx_lab.instrument.traces import token_label
+from lmx_lab.results.figures import HeatMap
+from lmx_lab.results.frames import make_table_of_columns
 from lmx_lab.values.tracing import Trace
 
 if TYPE_CHECKING:

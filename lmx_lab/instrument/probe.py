@@ -19,8 +19,8 @@ import numpy as np
 
 from lmx_lab.errors import InvalidRequestError, StorageFullError
 from lmx_lab.extras import import_optional
-from lmx_lab.frames import make_table
 from lmx_lab.instrument.traces import integer
+from lmx_lab.results.frames import make_table
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.values.tensors import encode_header
 

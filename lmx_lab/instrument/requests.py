@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import Dtype, align_columns, html_table, make_table
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.store import COLUMNS, SHOWN_CHARACTERS, RecordStore
 from lmx_lab.instrument.timeline import Timeline, timeline_of_record
+from lmx_lab.results.frames import Dtype, make_table
+from lmx_lab.results.tables import align_columns, html_table
 from lmx_lab.values.recording import Provenance, Record
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.text_file import write_file
 from lmx_lab.instrument.traces import integer
+from lmx_lab.results.figures import write_file
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.values.steering import LARGEST, VECTOR_LIMIT, encode_components
 from lmx_lab.values.tensors import decode_tensors, encode_tensors

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import sqlite3
 import threading
 from collections import deque
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.results.database import open_database
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Provenance, Record
 from lmx_lab.values.timeline import decode_steps, encode_steps
@@ -43,8 +43,6 @@ PAGE = 500
 """Number of records that an iteration reads in one query."""
 SHOWN_CHARACTERS = 200
 """Number of characters of an answer in the table of all records."""
-BUSY_S = 10.0
-"""Time to wait for another process that writes to the same file."""
 VERSION = 1
 SCHEMA = """
 CREATE TABLE provenance (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, data TEXT NOT NULL);
@@ -65,7 +63,6 @@ CREATE TABLE records (
     provenance INTEGER NOT NULL REFERENCES provenance (id),
     data BLOB NOT NULL
 );
-PRAGMA user_version = 1;
 """
 COLUMNS = {
     **{"id": "int64", "at": "time", "own": "bool", "request_id": "str", "model": "str", "outcome": "str"},
@@ -138,64 +135,6 @@ def _decode_token(values: Sequence[Any]) -> TokenLogprob:
     )
 
 
-def open_database(
-    path: Path | None,
-    prepare: Callable[[sqlite3.Connection], None],
-    *,
-    purpose: str,
-    param: str,
-    remedy: str = "pass another path",
-    read_only: bool = False,
-) -> sqlite3.Connection:
-    """Open an SQLite file, which is created if it does not exist. Only its owner can read a new file.
-
-    Args:
-        path: None opens a database in memory.
-        prepare: Checks the content of the database, and creates the tables of a new one.
-        purpose: Description of the use of the file, for the error message.
-        param: The argument that named the file, for the error message.
-        remedy: What the user can do if the file cannot be opened, for the error message.
-        read_only: Whether to open an existing file without changing it.
-
-    Raises:
-        InvalidRequestError: the file cannot be opened.
-    """
-    name = ":memory:"
-    if path is not None:
-        absolute = path.expanduser().absolute()
-        name = f"{absolute.as_uri()}?mode={'ro' if read_only else 'rwc'}"
-        if not read_only:
-            # SQLite gives its other files the same mode. If the file cannot be created, opening it raises the error.
-            with contextlib.suppress(OSError):
-                os.close(os.open(absolute, os.O_CREAT | os.O_EXCL, 0o600))
-    try:
-        connection = sqlite3.connect(name, uri=path is not None, timeout=BUSY_S, check_same_thread=False)
-        try:
-            prepare(connection)
-        except BaseException:
-            connection.close()
-            raise
-    except sqlite3.Error as exc:
-        raise InvalidRequestError(f"{path} cannot be used as {purpose}: {exc}; {remedy}", param=param) from exc
-    return connection
-
-
-def create_tables(
-    connection: sqlite3.Connection, schema: str, is_created: Callable[[sqlite3.Connection], bool]
-) -> None:
-    """Create the tables of a new database, unless another process has created them.
-
-    Args:
-        schema: The statements, separated by semicolons.
-        is_created: Whether the tables exist.
-    """
-    connection.execute("BEGIN IMMEDIATE")
-    if not is_created(connection):
-        for statement in filter(str.strip, schema.split(";")):
-            connection.execute(statement)
-    connection.commit()
-
-
 class RecordStore:
     """Stores records, and deletes the oldest ones above its limits. All methods are thread-safe.
 
@@ -231,7 +170,15 @@ class RecordStore:
         self._pending = threading.Semaphore(MAX_PENDING)
         self._has_warned = False
         self._connection = open_database(
-            path, self._prepare, purpose="a recording", param="record_to", read_only=read_only
+            path,
+            SCHEMA,
+            version=VERSION,
+            purpose="a recording",
+            param="record_to",
+            # Deleted records are overwritten.
+            pragmas=("secure_delete = ON", "journal_mode = WAL", "synchronous = NORMAL"),
+            prepare=(lambda connection: None) if read_only else self._measure,
+            read_only=read_only,
         )
 
     @classmethod
@@ -338,23 +285,6 @@ class RecordStore:
         self._executor.shutdown()
 
     # On the thread
-
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        if version != VERSION and not (is_empty and not self._read_only):
-            raise InvalidRequestError(
-                f"{self.path} is not a recording of this version of LMX Lab; pass another path",
-                param="record_to",
-            )
-        if self._read_only:
-            return
-        connection.execute("PRAGMA secure_delete = ON")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        if is_empty:
-            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
-        self._measure(connection)
 
     def _measure(self, connection: sqlite3.Connection) -> None:
         sums = connection.execute("SELECT count(*), total(size) FROM records").fetchone()

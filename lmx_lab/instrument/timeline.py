@@ -12,8 +12,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import make_table
-from lmx_lab.instrument.text_file import write_text_file
+from lmx_lab.results.figures import write_text_file
+from lmx_lab.results.frames import make_table
 from lmx_lab.values.recording import Record
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment, Span, others_during, phase_durations
 

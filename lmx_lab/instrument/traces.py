@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.answer import TokenAnswer
-from lmx_lab.instrument.text_file import write_file
+from lmx_lab.results.figures import write_file
+from lmx_lab.results.tables import Html, html_table
 from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.base import ANY_MODEL
@@ -306,9 +307,5 @@ def _grouped(shapes: Mapping[str, Shape]) -> list[tuple[str, str]]:
 
 
 def _table(title: str, shapes: Mapping[str, Shape]) -> str:
-    left = "style='text-align:left'"
-    rows = "".join(
-        f"<tr><td {left}><code>{html.escape(name)}</code></td><td {left}>{html.escape(shape)}</td></tr>"
-        for name, shape in _grouped(shapes)
-    )
-    return f"<div>{html.escape(title)}</div><table><tbody>{rows}</tbody></table>"
+    rows = ((Html(f"<code>{html.escape(name)}</code>"), shape) for name, shape in _grouped(shapes))
+    return f"<div>{html.escape(title)}</div>{html_table((), rows)}"

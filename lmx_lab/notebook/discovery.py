@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from lmx_lab.client import AsyncLabClient
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
 from lmx_lab.extras import import_optional
-from lmx_lab.frames import dtypes_of, make_table
 from lmx_lab.notebook.addresses import lan_addresses
 from lmx_lab.portal import LoopThread
+from lmx_lab.results.frames import dtypes_of, make_table
 from lmx_lab.urls import bracketed
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lmx_lab.batch.answers import LOGPROBS, SAMPLE, RowSource, read_source
@@ -23,11 +22,12 @@ from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, described_prompt, read_metric
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.frames import make_table
+from lmx_lab.extras import installed_version
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, check_parameters, request_maker
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop, on_other
+from lmx_lab.results.frames import make_table
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
@@ -255,7 +255,10 @@ class _Table:
             weights=loaded.weights,
             settings={"prompt": described_prompt(prompt), "answer": self._answer, "metric": metric, "parameters": kept},
             frame=digest.hexdigest(),
-            versions=_versions(),
+            versions={
+                "python": platform.python_version(),
+                **{name: found for name in PACKAGES if (found := installed_version(name)) is not None},
+            },
             machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         )
 
@@ -411,13 +414,3 @@ def _check(parameters: Mapping[str, Any], name: object) -> None:
         raise InvalidRequestError(NO_SCHEMA, param="schema")
     if not isinstance(name, str):
         raise InvalidRequestError(f"name is {name!r:.40}; it must be a string", param="name")
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -44,6 +44,7 @@ from lmx_lab.notebook.search import SearchVerbs
 from lmx_lab.notebook.tracing import TraceVerbs
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.results.tables import Html, html_table
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec
 from lmx_lab.values.outputs import InputType, Vectors
@@ -632,12 +633,8 @@ class Lab(
 
 def facts_html(facts: Mapping[str, str]) -> str:
     """Return the lines that describe a lab as a table in HTML."""
-    left = "style='text-align:left'"
-    rows = "".join(
-        f"<tr><th {left}>{html.escape(name)}</th><td {left}><code>{html.escape(value)}</code></td></tr>"
-        for name, value in facts.items()
-    )
-    return f"<table>{rows}</table>"
+    rows = ((name, Html(f"<code>{html.escape(value)}</code>")) for name, value in facts.items())
+    return html_table((), rows, row_names=True)
 
 
 def code_html(code: str) -> str:

@@ -12,12 +12,12 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend, read_answer
-from lmx_lab.frames import align_columns
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.lens import TokenTable
 from lmx_lab.notebook.verbs import LoopPortal
+from lmx_lab.results.tables import align_columns, html_table
 from lmx_lab.values.outputs import (
     Delta,
     GenerationReport,
@@ -420,14 +420,8 @@ class ModelList(list[ModelRecord]):
         return "\n".join([*align_columns(rows), *self.notes])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in SHOWN_FIELDS)
-        rows = "".join(f"<tr>{_table_cells(record)}</tr>" for record in self)
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{notes}"
-
-
-def _table_cells(record: ModelRecord) -> str:
-    return "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(record))
+        return f"{html_table(SHOWN_FIELDS, map(_cells, self))}{notes}"
 
 
 def _cells(record: ModelRecord) -> tuple[str, ...]:

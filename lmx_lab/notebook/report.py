@@ -12,24 +12,24 @@ import secrets
 import stat
 import statistics
 import time
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.panels.charts import CSS as CHART_CSS
-from lmx_lab.panels.charts import LineChart, Series, format_clock, format_number
+from lmx_lab.extras import installed_version
 from lmx_lab.panels.workbench import EndedRequest
+from lmx_lab.results.figures import CSS as CHART_CSS
+from lmx_lab.results.figures import LineChart, Series, format_clock, format_number
+from lmx_lab.results.tables import html_table
+from lmx_lab.sanitize import UNSAFE
 from lmx_lab.wire.admin import ModelRecord, ModelRecords, RequestEvent, Sample
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")
-DIRECTION_MARKS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that change the direction of text; a name that contains them could be displayed reversed."""
 MAX_REQUEST_ROWS = 200
 """Maximum number of rows of the table of requests."""
@@ -138,11 +138,7 @@ class Snapshot:
         return "\n".join(f"{name}: {value}" for name, value in self.facts().items())
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        rows = "".join(
-            f"<tr><th {left}>{safe_html(k)}</th><td {left}>{safe_html(v)}</td></tr>" for k, v in self.facts().items()
-        )
-        return f"<table><tbody>{rows}</tbody></table>"
+        return html_table((), ((name, _replace_unsafe(value)) for name, value in self.facts().items()), row_names=True)
 
 
 def take_snapshot(server: ServerState, models: ModelRecords, sample: Sample | None) -> Snapshot:
@@ -152,20 +148,16 @@ def take_snapshot(server: ServerState, models: ModelRecords, sample: Sample | No
         server=server,
         models=models,
         sample=sample,
-        versions={**{name: _version(name) for name in PACKAGES}, "python": platform.python_version()},
+        versions={
+            **{name: installed_version(name) or "not installed" for name in PACKAGES},
+            "python": platform.python_version(),
+        },
         machine=Machine(
             platform=f"{platform.system()} {platform.machine()}",
             cores=os.cpu_count() or 1,
             memory_gb=psutil.virtual_memory().total / 1e9,
         ),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def format_time(at: float) -> str:
@@ -176,11 +168,11 @@ def format_time(at: float) -> str:
 def safe_html(text: str) -> str:
     """Escape text for HTML. Characters that a page must not contain, or that change the text's direction, are
     replaced."""
-    return html.escape("".join("\N{REPLACEMENT CHARACTER}" if _is_unsafe(char) else char for char in text))
+    return html.escape(_replace_unsafe(text))
 
 
-def _is_unsafe(char: str) -> bool:
-    return char in DIRECTION_MARKS or (unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t")
+def _replace_unsafe(text: str) -> str:
+    return UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def report_html(

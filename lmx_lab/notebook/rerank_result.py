@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.backend import DocumentRanking
 from lmx_lab.errors import MissingPackageError
-from lmx_lab.frames import align_columns, dtypes_of, html_table, make_table
+from lmx_lab.results.frames import dtypes_of, make_table
+from lmx_lab.results.tables import align_columns, html_table
 from lmx_lab.values.outputs import EncodeReport, RerankMethod
 
 if TYPE_CHECKING:

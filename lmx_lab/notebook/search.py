@@ -23,11 +23,11 @@ from lmx_lab.batch.vectors import (
 )
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError
 from lmx_lab.extras import import_optional
-from lmx_lab.frames import make_table
 from lmx_lab.notebook.arguments import embeddings_body, rerank_body
 from lmx_lab.notebook.map import MapOwner, backends_of
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
+from lmx_lab.results.frames import make_table
 from lmx_lab.values.outputs import InputType
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from lmx_lab.backend import AnswerCost, AnswerStream, Backend
 from lmx_lab.client.request_bodies import build_body
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, QueueFullError
 from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
-from lmx_lab.panels.text import clip, preformatted
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.sanitize import replace_surrogates
+from lmx_lab.sanitize import clip, replace_surrogates
 from lmx_lab.values.outputs import Delta, whole_characters
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.base import ANY_MODEL
@@ -470,8 +469,13 @@ def describe_ending(cost: AnswerCost, max_tokens: int) -> str:
 def _message_html(message: TranscriptMessage) -> str:
     parts = [f"<div><b>{'You' if message.role == 'user' else 'Model'}</b></div>"]
     if message.reasoning:
-        parts.append(f"<details><summary>thoughts</summary>{preformatted(message.reasoning)}</details>")
-    parts += [preformatted(message.text)] if message.text else []
+        parts.append(f"<details><summary>thoughts</summary>{_preformatted(message.reasoning)}</details>")
+    parts += [_preformatted(message.text)] if message.text else []
     parts += [f"<div><b>{html.escape(message.error)}</b></div>"] if message.error else []
     parts += [f"<div><small>{html.escape(message.stats)}</small></div>"] if message.stats else []
     return "".join(parts)
+
+
+def _preformatted(text: str) -> str:
+    """Return HTML that displays a text with its line breaks and spaces."""
+    return f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'

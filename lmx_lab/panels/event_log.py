@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, get_args
 
-from lmx_lab.panels.text import clip
+from lmx_lab.sanitize import UNSAFE, clip
 from lmx_lab.wire.events import (
     DaemonEvent,
     MessageDoneEvent,
@@ -59,8 +58,6 @@ ROW_BYTES = 500
 """Approximate size of a row without its texts."""
 VIEW_CHARACTERS = 240
 """Maximum length of a row's text in a view."""
-# Direction marks and terminal controls, with which an event could be displayed as a different one.
-_UNSAFE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 ENVELOPE = ("event", "seq", "at", "session_id", "turn_id")
 COLUMNS = {
     **{"time": "time", "seq": "Int64", "event": "str", "session_id": "str", "turn_id": "str", "batches": "int64"},
@@ -177,9 +174,9 @@ class EventRow:
         return {name: event[name] for name in ENVELOPE if name in event} | event
 
     def as_json(self) -> str:
-        """Return ``record`` as indented JSON, in which control characters are escaped."""
+        """Return ``record`` as indented JSON, in which unsafe characters are escaped."""
         text = json.dumps(self.record(), ensure_ascii=False, indent=2)
-        return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+        return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
     def cells(self) -> tuple[Any, ...]:
         """Return the values in the order of ``COLUMNS``."""

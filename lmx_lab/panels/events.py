@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import html
 import logging
 import time
 from collections.abc import Mapping
@@ -16,12 +15,12 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
-from lmx_lab.frames import make_table
 from lmx_lab.panels.event_log import COLUMNS, GROUPS, MAX_ROWS, EventRow, EventRows, RowFilter, SessionTracker
 from lmx_lab.panels.panel import BUG, Panel, number_field, text_field
-from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import EventSource, Workbench
-from lmx_lab.sanitize import replace_surrogates
+from lmx_lab.results.frames import make_table
+from lmx_lab.results.tables import html_table
+from lmx_lab.sanitize import clip, replace_surrogates
 from lmx_lab.wire.admin import Sample
 from lmx_lab.wire.events import DaemonEvent, ResetFrame
 
@@ -309,12 +308,11 @@ class EventsPanel(Panel):
         now = self._connection_view()
         rows = self._rows.window(None, SNAPSHOT_ROWS)["rows"]
         where = f"{now['text']}, {now['place']}" if now["place"] else now["text"]
-        caption = html.escape(f"Events: {where}; {self._summary()}, the last {len(rows)} below")
-        head = table_row(["time (UTC)", "event", "session", "content"], "th")
-        body = "".join(_snapshot_row(row, self._sessions.name(row["session"])) for row in rows)
-        return f"<table><caption>{caption}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
+        caption = f"Events: {where}; {self._summary()}, the last {len(rows)} below"
+        shown = (_snapshot_row(row, self._sessions.name(row["session"])) for row in rows)
+        return html_table(("time (UTC)", "event", "session", "content"), shown, caption=caption)
 
 
-def _snapshot_row(row: Mapping[str, Any], session: str) -> str:
+def _snapshot_row(row: Mapping[str, Any], session: str) -> list[str]:
     kind = row["kind"] if row["batches"] == 1 else f"{row['kind']} \N{MULTIPLICATION SIGN}{row['batches']}"
-    return table_row([row["at"][11:23], kind, session, clip(row["text"], 200)])
+    return [row["at"][11:23], kind, session, clip(row["text"], 200)]

@@ -16,8 +16,8 @@ from lmx_lab.instrument import AnswerTree, Branch, TokenLens
 from lmx_lab.instrument.answer import TokenAnswer, continue_answer
 from lmx_lab.instrument.lens import LIMITS, ColorBy, known_lens, rank_of, scored_lens, visible_text
 from lmx_lab.panels.panel import BUG, Panel, integer_field, text_field
-from lmx_lab.panels.text import clip, escape_unsafe
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.sanitize import clip, escape_text
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.wire.admin import RequestEvent
 
@@ -217,7 +217,7 @@ class LensPanel(Panel):
             {
                 "id": branch.name,
                 "depth": depth,
-                "place": "" if branch.at is None else f"at {branch.at}: {escape_unsafe(str(branch.token))!r}",
+                "place": "" if branch.at is None else f"at {branch.at}: {escape_text(str(branch.token))!r}",
                 "tokens": len(branch.ids),
                 "logprob": _rounded(self._lenses[branch].logprob if branch in self._lenses else branch.known_logprob),
                 "text": clip(branch.text, TEXT_CHARACTERS),

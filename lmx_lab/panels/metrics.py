@@ -15,11 +15,12 @@ import traitlets
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import dtypes_of, make_table
-from lmx_lab.panels.charts import LineChart, Series, format_clock
 from lmx_lab.panels.panel import Panel
-from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import KEPT_S, Workbench
+from lmx_lab.results.figures import LineChart, Series, format_clock
+from lmx_lab.results.frames import dtypes_of, make_table
+from lmx_lab.results.tables import html_table
+from lmx_lab.sanitize import clip
 from lmx_lab.wire.admin import Sample
 
 WINDOWS_MIN = (1, 5, 15)
@@ -183,10 +184,9 @@ class MetricsPanel(Panel):
 
     def snapshot_html(self) -> str:
         samples = self.samples
-        rows = "".join(_snapshot_row(chart, at, samples) for chart in CHARTS for at in range(len(chart.fields)))
-        head = table_row(["measurement", "latest", f"highest of {len(samples)} samples"], "th")
-        state = html.escape(self.server["state"])
-        table = f"<table><caption>Metrics: server {state}</caption><thead>{head}</thead>{rows}</table>"
+        rows = (_snapshot_row(chart, at, samples) for chart in CHARTS for at in range(len(chart.fields)))
+        names = ("measurement", "latest", f"highest of {len(samples)} samples")
+        table = html_table(names, rows, caption=f"Metrics: server {self.server['state']}")
         failures = "".join(f"<li>{html.escape(text)}</li>" for text in self._failures())
         table += f"<div>Failed requests, newest first:</div><ul>{failures}</ul>" if failures else ""
         charts = CHARTS if samples else ()
@@ -208,10 +208,10 @@ def _line_chart(chart: MetricChart, samples: Sequence[Sample]) -> LineChart:
     )
 
 
-def _snapshot_row(chart: MetricChart, at: int, samples: Sequence[Sample]) -> str:
+def _snapshot_row(chart: MetricChart, at: int, samples: Sequence[Sample]) -> list[str]:
     field = attrgetter(chart.fields[at])
     latest, highest = (field(samples[-1]), max(map(field, samples))) if samples else (None, None)
-    return table_row([f"{chart.title}: {chart.names[at]}", _formatted(chart, latest), _formatted(chart, highest)])
+    return [f"{chart.title}: {chart.names[at]}", _formatted(chart, latest), _formatted(chart, highest)]
 
 
 def _formatted(chart: MetricChart, value: float | None) -> str:

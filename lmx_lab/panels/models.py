@@ -16,8 +16,8 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, text_field
-from lmx_lab.panels.text import table_row
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.results.tables import html_table
 from lmx_lab.values.models import LoadSpec, Unloading, with_reason
 from lmx_lab.wire.admin import ModelEvent, ModelRecord, Preference, Sample
 
@@ -338,11 +338,7 @@ class ModelsPanel(Panel):
         return lines + (f"<details><summary>models</summary>{table}</details>" if self.compact else table)
 
     def _table_html(self) -> str:
-        rows = "".join(table_row([row["id"], *row["cells"]]) for row in self._rows())
-        head = table_row(COLUMNS, "th")
-        return (
-            f"<table><caption>{_escaped(self._caption())}</caption><thead>{head}</thead><tbody>{rows}</tbody></table>"
-        )
+        return html_table(COLUMNS, ([row["id"], *row["cells"]] for row in self._rows()), caption=self._caption())
 
     def _wait_for_list(self) -> None:
         if not self._records:

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import traitlets
@@ -19,9 +18,9 @@ from lmx_lab.backend import Backend
 from lmx_lab.client.request_bodies import build_body
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
-from lmx_lab.panels.text import LEFT, clip, escape_unsafe, table_row
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.sanitize import replace_surrogates
+from lmx_lab.results.tables import html_table
+from lmx_lab.sanitize import clip, escape_text, replace_surrogates
 from lmx_lab.wire.admin import ModelEvent, Sample
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import INPUT_LIMIT
@@ -240,10 +239,8 @@ class RerankPanel(Panel):
         table = self.shown("table")
         if not table:
             return "<p>Rerank: no result yet</p>"
-        head = table_row(list(COLUMNS), "th")
-        body = "".join(table_row(row["cells"]) for row in table["rows"][:SNAPSHOT_ROWS])
-        caption = f"<caption {LEFT}>{escape(table['caption'])}</caption>"
-        return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
+        rows = [row["cells"] for row in table["rows"][:SNAPSHOT_ROWS]]
+        return html_table(tuple(COLUMNS), rows, caption=table["caption"])
 
 
 def _error_text(task: asyncio.Task[None]) -> str:
@@ -313,7 +310,7 @@ def tsv(table: RankingTable, order: Sequence[int]) -> str:
 
 def _tsv_cell(document: str) -> str:
     text = document.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
-    text = escape_unsafe(text)
+    text = escape_text(text)
     return "'" + text if text.lstrip().startswith(_FORMULA) else text
 
 

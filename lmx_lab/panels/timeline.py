@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import logging
 import time
 from collections.abc import Mapping
@@ -14,10 +13,11 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.instrument.timeline import Timeline
-from lmx_lab.panels.charts import format_clock
 from lmx_lab.panels.panel import Panel, text_field
-from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.results.figures import format_clock
+from lmx_lab.results.tables import html_table
+from lmx_lab.sanitize import clip
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment
 from lmx_lab.wire.admin import Sample
 
@@ -117,25 +117,22 @@ class TimelinePanel(Panel):
         return GONE if change is None else _explain_change(change)
 
     def snapshot_html(self) -> str:
-        head = table_row(["arrival", "request", "queued", "prefill", "decode", "tokens", "end"], "th")
-        rows = "".join(
-            table_row(
-                [
-                    format_clock(each.at),
-                    _name(each),
-                    *(f"{seconds:.3f} s" for seconds in (each.queue_s, each.prefill_s, each.decode_s)),
-                    each.output_tokens,
-                    each.code or each.outcome,
-                ]
+        rows: list[tuple[object, ...]] = [
+            (
+                format_clock(each.at),
+                _name(each),
+                *(f"{seconds:.3f} s" for seconds in (each.queue_s, each.prefill_s, each.decode_s)),
+                each.output_tokens,
+                each.code or each.outcome,
             )
             for each in self._timeline
-        )
-        rows += "".join(
-            table_row([format_clock(each.at), f"{each.kind} {clip(each.model, 40)}", "", "", "", "", each.outcome])
+        ]
+        rows += (
+            (format_clock(each.at), f"{each.kind} {clip(each.model, 40)}", "", "", "", "", each.outcome)
             for each in self._timeline.models
         )
-        state = html.escape(self.server["state"])
-        return f"<table><caption>Timeline: server {state}</caption><thead>{head}</thead>{rows}</table>"
+        names = ("arrival", "request", "queued", "prefill", "decode", "tokens", "end")
+        return html_table(names, rows, caption=f"Timeline: server {self.server['state']}")
 
 
 def _lane_id(one: RequestTimeline | ModelTimeline) -> str:

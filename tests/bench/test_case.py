@@ -95,8 +95,7 @@ def test_arrivals_have_the_requested_rate_and_are_reproducible():
 
 
 def test_a_sweep_measures_all_combinations_before_it_repeats_one():
-    sweep = Sweep(prompt_tokens=(16, 32), output_tokens=8, concurrency=range(1, 3), cache=("cold", "warm"), repeats=3)
-    cases = sweep.cases()
+    cases = Sweep(prompt_tokens=(16, 32), output_tokens=8, concurrency=range(1, 3), cache=("cold", "warm"), repeats=3)
     assert len(cases) == 24
     assert len(set(cases[:8])) == 8
     assert cases[:8] == cases[8:16] == cases[16:]
@@ -105,18 +104,20 @@ def test_a_sweep_measures_all_combinations_before_it_repeats_one():
 
 def test_several_arrivals_are_an_axis():
     arrivals = (Closed(), Poisson(per_second=1))
-    assert tuple(case.arrival for case in Sweep(**SIZES, arrival=arrivals).cases()) == arrivals
+    assert tuple(case.arrival for case in Sweep(**SIZES, arrival=arrivals)) == arrivals
 
 
 def test_duplicate_values_are_measured_once():
-    assert len(Sweep(**SIZES, concurrency=[1, 4, 4, np.int64(1)]).cases()) == 2
+    assert len(Sweep(**SIZES, concurrency=[1, 4, 4, np.int64(1)])) == 2
 
 
 def test_by_default_every_user_has_two_requests():
-    assert [case.requests for case in Sweep(**SIZES, concurrency=(1, 4, 16)).cases()] == [8, 8, 32]
+    assert [case.requests for case in Sweep(**SIZES, concurrency=(1, 4, 16))] == [8, 8, 32]
 
 
-@pytest.mark.parametrize("fields", [{"prompt_tokens": ()}, {"repeats": 0}, {"repeats": 1.5}, {"concurrency": "4"}])
+@pytest.mark.parametrize(
+    "fields", [{"prompt_tokens": ()}, {"repeats": 0}, {"repeats": 1.5}, {"concurrency": "4"}, {"seed": [[1]]}]
+)
 def test_a_sweep_refuses_invalid_values(fields):
     with pytest.raises(InvalidRequestError, match=next(iter(fields))):
         Sweep(**SIZES | fields)

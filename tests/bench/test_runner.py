@@ -5,23 +5,26 @@ from __future__ import annotations
 import errno
 import signal
 import threading
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmx_lab.bench import load, runner
+from lmx_lab.bench import load
 from lmx_lab.bench.case import Case, Poisson, Sweep
-from lmx_lab.bench.intervals import median_interval
 from lmx_lab.bench.runner import RunProgress, progress_text, run, samples
 from lmx_lab.bench.sample import COLUMNS, RequestSample
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.results.statistics import median_interval
+from tests.support.kernels import Notebook
 from tests.support.labs import serving
 from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
 from tests.support.samples import collect, sample
+from tests.support.waiting import until
 
 SWEEP = Sweep(prompt_tokens=8, output_tokens=4, concurrency=(1, 2), requests=4, repeats=2)
 CASE = Case(prompt_tokens=8, output_tokens=4, requests=4)
@@ -141,47 +144,37 @@ def test_a_run_can_be_stored_and_loaded(tmp_path):
     assert next(iter(kept.attrs["provenance"].values())) == table.attrs["provenance"]
 
 
-def interrupting(after):
-    def watch(progress: RunProgress) -> None:
-        if progress.done == after:
+def test_an_interrupt_returns_finished_requests_and_cancels_running_ones(tmp_path):
+    def interrupt(progress: RunProgress) -> None:
+        if progress.done == 3:
             signal.raise_signal(signal.SIGINT)
 
-    return watch
-
-
-def test_an_interrupt_returns_finished_requests_and_cancels_running_ones(tmp_path):
-    before = signal.getsignal(signal.SIGINT), threading.active_count()
+    before = signal.getsignal(signal.SIGINT)
     with Scripted(after_calibration(WORDS, WORDS, WORDS, [token("a"), STALL])) as server:
-        table = run(server.url, CASE, progress=interrupting(after=3), record=tmp_path)
+        table = run(server.url, CASE, progress=interrupt, record=tmp_path)
         threads = [thread.name for thread in threading.enumerate()]
     assert len(table) == 3
     assert table["error"].isna().all()
     assert table.attrs["interrupted"] is True
     assert len(load(table.attrs["path"])) == 3
-    assert signal.getsignal(signal.SIGINT) == before[0]
+    assert signal.getsignal(signal.SIGINT) == before
     assert "lmx-lab-bench" not in threads
 
 
 def test_an_interrupt_in_the_middle_of_an_answer_closes_its_connection():
     with Scripted(after_calibration(WORDS, [token("a"), STALL])) as server:
-        answering = threading.Thread(target=_interrupt_when, args=(lambda: len(server.bodies) == 4,))
-        answering.start()
+
+        def interrupt():
+            until(lambda: len(server.bodies) == 4)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
         table = run(server.url, CASE)
-        answering.join()
-        _until(lambda: server.left == 1)
+        interrupting.join()
+        until(lambda: server.left == 1)
     assert len(table) == 1
     assert table.attrs["interrupted"] is True
-
-
-def _interrupt_when(true):
-    _until(true)
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
-def _until(true):
-    pause = threading.Event()
-    while not true():
-        pause.wait(0.005)
 
 
 def test_a_second_interrupt_raises(monkeypatch):
@@ -264,9 +257,23 @@ def test_the_same_target_given_twice_is_equally_fast(lab):
     assert found[-1] == pytest.approx(1, abs=0.25), found
 
 
-def test_a_worker_cancelled_before_its_start_sends_nothing():
-    with Scripted(WORDS) as server:
-        worker = runner._Worker(lambda: samples(server.url, CASE))
-        worker.cancel()
-        assert list(worker) == []
-        assert server.bodies == []
+@pytest.mark.slow
+@pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
+def test_the_stop_button_returns_the_finished_requests(tmp_path, first_line):
+    """In a cell with ``await``, the handler of ipykernel raises no exception."""
+    with (
+        closing(Notebook(tmp_path)) as notebook,
+        Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server,
+    ):
+        output = notebook.interrupt(
+            f"""
+            {first_line}
+            from lmx_lab.bench import Case, run
+            case = Case(prompt_tokens=8, output_tokens=4, requests=4)
+            rows = run("{server.url}", case, progress=lambda step: step.done == 2 and print("started"))
+            print(len(rows), rows.attrs["interrupted"])
+            """
+        )
+        assert output.error is None, output.message
+        assert output.text.strip() == "2 True"
+        assert notebook.run("import sys; print('mlx.core' in sys.modules)") == "False"

@@ -182,6 +182,19 @@ async def test_the_model_of_a_request(given, models, sent):
         assert [body["model"] for body in server.bodies] == [sent]
 
 
+@pytest.mark.parametrize("lab", [False, True])
+@pytest.mark.parametrize("model", [None, "b"])
+@pytest.mark.parametrize("status", [404, 500])
+async def test_models_that_a_server_cannot_list_are_requested_once(model, lab, status):
+    """Another request before each chat would delay what is measured."""
+    with Scripted(WORDS, models=json_answer({"error": "no list"}, status=status), lab=lab) as server:
+        target = ChatTarget(server.url, model=model)
+        for _ in range(3):
+            await read_chunks(target)
+    assert server.paths.count("/v1/models") == 1
+    assert [body.get("ignore_eos", False) for body in server.bodies] == [lab] * 3
+
+
 async def test_a_server_with_several_models_needs_a_model_name():
     with Scripted(WORDS, models=[f"m{number}" for number in range(8)]) as server:
         with pytest.raises(InvalidRequestError, match=r"lists 8 models \(m0, m1, m2, m3, m4 and 3 more\)"):

@@ -241,7 +241,7 @@ async def test_an_invalid_list_of_models_is_an_error(listed):
         async with ChatFormatClient(upstream.url) as client:
             with pytest.raises(errors.LabError):
                 await client.models()
-            assert client.is_lab is None
+            assert client.is_lab is False
 
 
 # --- the real one

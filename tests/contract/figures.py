@@ -23,15 +23,14 @@ from benchmarks.rows import Row
 from lmx_lab.bench import by_concurrency, by_prompt_length
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts
-from lmx_lab.instrument import heatmap, probe
+from lmx_lab.instrument import probe
 from lmx_lab.instrument.attention import AttentionPattern
 from lmx_lab.instrument.attribution import LogitAttribution
-from lmx_lab.instrument.heatmap import HeatMap
 from lmx_lab.instrument.logit_lens import LogitLensTable
 from lmx_lab.instrument.patching import PatchSweep
 from lmx_lab.instrument.probe import LayerActivations, Probe, ProbeRun
-from lmx_lab.panels import charts
-from lmx_lab.panels.charts import LineChart, Series
+from lmx_lab.results import figures
+from lmx_lab.results.figures import HeatMap, LineChart, Series
 from lmx_lab.values.tracing import Trace
 from tests.support.samples import sample
 
@@ -150,10 +149,10 @@ class Line(Html):
 
     def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
         area = Box(
-            left=charts.LEFT,
-            top=charts.TOP,
-            right=charts.WIDTH - charts.RIGHT,
-            bottom=charts.HEIGHT - charts.BOTTOM,
+            left=figures.LEFT,
+            top=figures.TOP,
+            right=figures.WIDTH - figures.RIGHT,
+            bottom=figures.HEIGHT - figures.BOTTOM,
         )
         # The first line is in the legend.
         _, *paths = [path.get("d", "") for path in root.iter(f"{SVG}path") if "line-0" in path.get("class", "")]
@@ -200,9 +199,9 @@ class Cells(Html):
     def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
         (area, _), *cells = map(rectangle, root.iter(f"{SVG}rect"))
         corners = [corner for box, _ in cells for corner in ((box.left, box.top), (box.right, box.bottom))]
-        known = [(box, color) for box, color in cells if color not in (heatmap.MISSING, "#ffffff")]
+        known = [(box, color) for box, color in cells if color not in (figures.MISSING, "#ffffff")]
         places = [((box.left + box.right) / 2, (box.top + box.bottom) / 2) for box, _ in known]
-        levels = [(255 - int(color[1:3], 16)) / (255 - heatmap.SEQUENTIAL[1][0]) for _, color in known]
+        levels = [(255 - int(color[1:3], 16)) / (255 - figures.SEQUENTIAL[1][0]) for _, color in known]
         return Picture(page=page, area=area, places=places, ends=corners, levels=levels, texts=texts)
 
 

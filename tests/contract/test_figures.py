@@ -27,7 +27,7 @@ from lmx_lab.bench import by_concurrency
 from lmx_lab.bench.plots import MAX_LINES
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.report import CSS as PAGE_CSS
-from lmx_lab.panels.charts import CSS, MAX_SERIES, LineChart, Series
+from lmx_lab.results.figures import CSS, MAX_SERIES, LineChart, Series
 from tests.contract.figures import RENDERERS, Cells, Html, Line, Matplotlib, Renderer, parse_svg, pixels_of
 from tests.support.browser import chromium
 from tests.support.samples import run_of

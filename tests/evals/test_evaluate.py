@@ -20,9 +20,9 @@ from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
 from lmx_lab.evals import Choice, Judge, Metric
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import Experiments
-from lmx_lab.evals.statistics import BOOTSTRAP, MCNEMAR, WILSON
 from lmx_lab.notebook.evaluate import SCORING_S
 from lmx_lab.notebook.remote import attach
+from lmx_lab.results.statistics import BOOTSTRAP, MCNEMAR, WILSON
 from lmx_lab.settings import Settings
 
 FRAME = pd.DataFrame(

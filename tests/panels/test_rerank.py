@@ -25,8 +25,8 @@ from lmx_lab.panels.rerank import (
     bar_lengths,
     documents_in,
 )
-from lmx_lab.panels.text import clip
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.sanitize import clip
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT

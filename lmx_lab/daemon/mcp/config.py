@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from lmx_lab.daemon.mcp.failure import McpFailure
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.sanitize import UNSAFE
 from lmx_lab.wire.mcp import REDACTED, ChangeMcpServer, McpServerConfig
 
 INHERITED = (
@@ -57,7 +58,6 @@ MIN_SECRET_CHARACTERS = 4
 TAIL_BYTES = 16_384
 TAIL_LINES = 50
 _LINE_CHARACTERS = 2000
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def check(config: McpServerConfig) -> None:
@@ -355,4 +355,4 @@ def one_line(text: str, limit: int = 300) -> str:
 
 
 def _replace_unprintable(text: str) -> str:
-    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return UNSAFE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))

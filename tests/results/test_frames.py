@@ -9,15 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lmx_lab.frames import (
+from lmx_lab.results.frames import (
     Dtype,
-    align_columns,
     dtypes_of,
-    html_table,
     make_table,
     make_table_of_columns,
     optional_dtype,
 )
+from lmx_lab.results.tables import Html, align_columns, html_table
 
 LARGE = 2**60 + 1
 """An integer that a float cannot represent."""
@@ -118,9 +117,13 @@ def test_columns_of_text_are_aligned():
     assert align_columns([("name", "n"), ("a longer name", "1")]) == ["name           n", "a longer name  1"]
 
 
-def test_cells_of_a_table_in_html_are_escaped_and_have_its_style():
-    table = html_table(["a & b"], [["<b>"], ["c"]], style="color:red")
+def test_texts_in_a_table_in_html_are_escaped_and_have_its_style():
+    rows = [["<b>", Html("<i>x</i>")], ["c", 1]]
+    table = html_table(["a & b", "n"], rows, caption="<>", row_names=True, style="color:red")
     assert table == (
-        "<table><thead><tr><th style='color:red'>a &amp; b</th></tr></thead><tbody>"
-        "<tr><td style='color:red'>&lt;b&gt;</td></tr><tr><td style='color:red'>c</td></tr></tbody></table>"
+        "<table><caption style='color:red'>&lt;&gt;</caption>"
+        "<thead><tr><th scope=col style='color:red'>a &amp; b</th><th scope=col style='color:red'>n</th></tr></thead>"
+        "<tbody><tr><th scope=row style='color:red'>&lt;b&gt;</th><td style='color:red'><i>x</i></td></tr>"
+        "<tr><th scope=row style='color:red'>c</th><td style='color:red'>1</td></tr></tbody></table>"
     )
+    assert html_table((), [["a"]]) == "<table><tbody><tr><td style='text-align:left'>a</td></tr></tbody></table>"

@@ -1,4 +1,4 @@
-"""Make tables: typed ones of pandas, polars or pyarrow, and tables as text or HTML.
+"""Make typed tables of pandas, polars or pyarrow.
 
 pandas is optional and takes half a second to import, so it is imported when a table is made. polars and pyarrow are not
 imported: a caller who passes one of their tables has imported them.
@@ -6,7 +6,6 @@ imported: a caller who passes one of their tables has imported them.
 
 from __future__ import annotations
 
-import html
 import json
 import numbers
 import sys
@@ -179,23 +178,3 @@ def _plain(values: Sequence[Any], dtype: Dtype) -> Sequence[Any]:
     if dtype != "object" or all(value is None or isinstance(value, str) for value in values):
         return values
     return [None if value is None else json.dumps(value, default=str) for value in values]
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line of text for each row, in which the cells of a column begin at the same position."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def html_table(names: Sequence[str], rows: Iterable[Sequence[str]], *, style: str = "text-align:left") -> str:
-    """Return an HTML table of texts, which are escaped.
-
-    Args:
-        names: Texts of the header.
-        style: The CSS style of all cells.
-    """
-    head = "".join(f"<th style='{style}'>{html.escape(name)}</th>" for name in names)
-    body = "".join(
-        "<tr>" + "".join(f"<td style='{style}'>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.panels.charts import (
+from lmx_lab.results.figures import (
     LineChart,
     Series,
     downsample,

@@ -11,8 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from lmx_lab.bench import describe_machine, frame
-from lmx_lab.bench import provenance as module
-from lmx_lab.bench.provenance import provenance
+from lmx_lab.results.provenance import checkout, provenance
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,14 +31,12 @@ def test_the_commit_is_that_of_the_checkout():
     assert provenance()["commit"] == (done.stdout.strip() or None)
 
 
-def test_the_commit_of_an_unrelated_checkout_is_not_used(tmp_path, monkeypatch):
+def test_the_commit_of_an_unrelated_checkout_is_not_used(tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     author = ("-c", "user.name=author", "-c", "user.email=author@localhost")
     subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
     (tmp_path / "__init__.py").touch()
-    monkeypatch.setattr(module, "FOLDER", tmp_path)
-    facts = provenance()
-    assert (facts["commit"], facts["dirty"]) == (None, None)
+    assert checkout(tmp_path) == {"commit": None, "dirty": None}
 
 
 def test_without_git_the_commit_is_unknown(monkeypatch):

@@ -8,11 +8,12 @@ import subprocess
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from lmx_lab.extras import installed_version
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,14 +42,12 @@ def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
         seeds: The seeds of the cases.
         facts: Further values, which replace values of the same name.
     """
-    commit = _commit()
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        "lmx_lab": _version("lmx-lab"),
-        "commit": commit,
-        "dirty": None if commit is None else _is_dirty(),
+        "lmx_lab": installed_version("lmx-lab"),
+        **checkout(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "machine": machine(),
         "environment": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
         "seeds": sorted(set(seeds)),
@@ -104,16 +103,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
-    """Return the commit of the checkout that contains this package. An installed package may lie in a checkout of
-    another project, which does not count."""
-    if _output("git", "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    return _output("git", "rev-parse", "HEAD")
-
-
-def _is_dirty() -> bool:
-    return bool(_output("git", "status", "--porcelain", "--", "."))
+def checkout(folder: Path = FOLDER) -> dict[str, Any]:
+    """Return the commit of the checkout that contains this package, and whether files in it have changed. An installed
+    package may lie in a checkout of another project, which does not count."""
+    is_ours = _output("git", "ls-files", "--error-unmatch", "__init__.py", folder=folder) is not None
+    commit = _output("git", "rev-parse", "HEAD", folder=folder) if is_ours else None
+    status = None if commit is None else bool(_output("git", "status", "--porcelain", "--", ".", folder=folder))
+    return {"commit": commit, "dirty": status}
 
 
 def _cpu() -> str | None:
@@ -125,16 +121,9 @@ def _cpu() -> str | None:
     return next(named, None)
 
 
-def _version(package: str) -> str | None:
+def _output(*command: str, folder: Path = FOLDER) -> str | None:
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False, timeout=COMMAND_S)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=COMMAND_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
