@@ -72,8 +72,8 @@ The exit status is 1 if a binding limit is not met. "Others' cores" is the numbe
 with more than about half a core the figures are unreliable, especially decode rates.
 
 The table is printed; all samples and the provenance are stored in ``build/bench/<time>.json``, after each figure. A
-complete run without errors also writes ``BENCHMARKS.md`` and its charts. Models are stored in ``build/bench/models``,
-logs of the servers in ``build/bench/logs``.
+complete run without errors also writes ``docs/benchmark-results.md`` and its charts. Models are stored in
+``build/bench/models``, logs of the servers in ``build/bench/logs``.
 """
 
 from __future__ import annotations

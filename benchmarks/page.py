@@ -1,4 +1,4 @@
-"""Write ``BENCHMARKS.md``: the last complete results, with machine, software and charts."""
+"""Write ``docs/benchmark-results.md``: the last complete results, with machine, software and charts."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def failing(bench):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder to which the program writes. The only figure is fast and needs no model."""
-    monkeypatch.setattr(paths, "PAGE", tmp_path / "BENCHMARKS.md")
+    monkeypatch.setattr(paths, "PAGE", tmp_path / "benchmark-results.md")
     monkeypatch.setattr(paths, "IMAGES", tmp_path / "images")
     monkeypatch.setattr(report, "BUILD", tmp_path)
     monkeypatch.setattr(program, "folder_of", lambda model: tmp_path)
@@ -108,11 +108,11 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(folder):
     section = "\n## On another machine\n\nOther results.\n"
-    (folder / "BENCHMARKS.md").write_text(f"Previous results.\n{section}")
+    (folder / "benchmark-results.md").write_text(f"Previous results.\n{section}")
     assert program.main([]) == 1
     (kept,) = folder.glob("*.json")
     facts = json.loads(kept.read_text())
-    text = (folder / "BENCHMARKS.md").read_text()
+    text = (folder / "benchmark-results.md").read_text()
     assert text.endswith(section)
     assert "Previous" not in text
     head, _, measured, failed, other, known = [line for line in text.splitlines() if line.startswith("|")]
@@ -130,10 +130,10 @@ def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(
 
 @pytest.mark.parametrize("arguments", [["--quick"], ["--only", "harness"], ["--model", "tiny"]])
 def test_a_partial_run_does_not_write_the_page(folder, arguments):
-    (folder / "BENCHMARKS.md").write_text("unchanged")
+    (folder / "benchmark-results.md").write_text("unchanged")
     program.main(arguments)
     assert len(list(folder.glob("*.json"))) == 1
-    assert (folder / "BENCHMARKS.md").read_text() == "unchanged"
+    assert (folder / "benchmark-results.md").read_text() == "unchanged"
 
 
 def test_a_failed_measurement_prevents_writing_the_page(folder, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_failed_measurement_prevents_writing_the_page(folder, monkeypatch):
     assert program.main([]) == 1
     (kept,) = folder.glob("*.json")
     assert json.loads(kept.read_text())["rows"][-1]["summary"] == "the measurement failed"
-    assert not (folder / "BENCHMARKS.md").exists()
+    assert not (folder / "benchmark-results.md").exists()
 
 
 def test_an_interrupted_run_keeps_the_figures_before(folder, monkeypatch):
@@ -162,12 +162,12 @@ def test_the_page_shows_a_chart_of_each_curve(folder):
         for x in (1, 2, 4)
     ]
     facts = program.provenance(mlx_device="", settings={})
-    page.write(rows, facts, folder / "BENCHMARKS.md")
+    page.write(rows, facts, folder / "benchmark-results.md")
     (chart,) = (folder / "images").iterdir()
-    assert f"](images/{chart.name})" in (folder / "BENCHMARKS.md").read_text()
+    assert f"](images/{chart.name})" in (folder / "benchmark-results.md").read_text()
     drawn = chart.read_bytes()
     assert drawn.count(b'<g id="line2d_') > 2
-    page.write(rows, facts, folder / "BENCHMARKS.md")
+    page.write(rows, facts, folder / "benchmark-results.md")
     assert chart.read_bytes() == drawn
 
 
@@ -175,7 +175,7 @@ def test_a_figure_can_be_measured_again_in_an_earlier_run(folder, monkeypatch):
     monkeypatch.setitem(program.FIGURES, "failing", program.Figure(title="again", measure=failing, models=("tiny",)))
     program.main([])
     (kept,) = folder.glob("*.json")
-    assert not (folder / "BENCHMARKS.md").exists()
+    assert not (folder / "benchmark-results.md").exists()
     found = [
         Row(figure="again", case="a case", model="tiny", value=2.0, limit=Limit(sign="≤", bound=3)),
         Row(figure="known", case="", model="-", value=0.7),
@@ -192,7 +192,7 @@ def test_a_figure_can_be_measured_again_in_an_earlier_run(folder, monkeypatch):
         ("known", "shown"),
         ("again", "pass"),
     ]
-    text = (folder / "BENCHMARKS.md").read_text()
+    text = (folder / "benchmark-results.md").read_text()
     assert "| again | a case | tiny | 2.000 | ≤ 3 | pass |" in text
     assert "| known |  | - | 0.700 |" in text
     assert "- measured again: `failing`; " in text
