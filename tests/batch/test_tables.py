@@ -1,5 +1,7 @@
 """Test tables of polars and pyarrow: rows of them are answered, and the answers are a table of the same kind."""
 
+import polars
+import pyarrow
 import pytest
 
 import lmx_lab
@@ -17,10 +19,9 @@ def lab(tmp_path_factory):
         yield lab
 
 
-@pytest.fixture(params=["polars", "pyarrow"])
+@pytest.fixture(params=[polars.DataFrame, pyarrow.table], ids=["polars", "pyarrow"])
 def make(request):
-    module = importlib.import_module(request.param)
-    return module.DataFrame if request.param == "polars" else module.table
+    return request.param
 
 
 def as_lists(table):
