@@ -15,7 +15,7 @@
 # bench        measure the speed limits, store the results in build/bench; BENCH="--model tiny --quick" for a quick run
 # soak         inject faults, fuzz and load for half an hour, store the results in build/soak; SOAK="--quick" for a quick run
 # screenshots  render the panels with the starter models into docs/images; needs Chromium
-# lock         write constraints.txt from a new environment
+# lock         write tools/constraints/all.txt from a new environment
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,28 +36,31 @@ AGENTS_STAMP := $(AGENTS)/installed
 # Number of test processes, which each run one file at a time: by default one for each core, 4 at most; 0 runs no others.
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
+CONSTRAINTS := tools/constraints
+# The first version with --group.
+PIP_WITH_GROUPS := 'pip>=25.1'
 
 .PHONY: setup lab demo test test-fast test-all coverage check parity cluster panels gallery clients harnesses binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)/all.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "creating the environment $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
-	@$(BIN)/python install.py lab,gguf
+	@$(BIN)/python tools/install.py lab,gguf
 	@touch $@
 
 # Compiled in advance, because the tests start many processes, which would all compile if PYTHONDONTWRITEBYTECODE is set.
 $(DEV_STAMP): $(STAMP)
-	@$(BIN)/python install.py lab,gguf,dev --compile
+	@$(BIN)/python tools/install.py lab,gguf --groups dev --compile
 	@touch $@
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab $(LAB) notebooks/00_quickstart.ipynb
 
 demo: $(STAMP)
-	$(BIN)/python notebooks/demo.py notebooks/00_quickstart.ipynb
+	$(BIN)/python tools/demo.py notebooks/00_quickstart.ipynb
 
 # One BLAS thread for each process; with more, waiting for each other costs a tenth of the time.
 # Bytecode is written, because the tests start hundreds of processes that would all compile the package again.
@@ -76,7 +79,7 @@ test: setup
 # Runs up to three failed tests again in a single process, and reports those that then pass as unstable.
 test-all: TEST_WORKERS = $(shell $(PYTHON) -c "import os; print(max(3, os.cpu_count()))")
 test-all: setup
-	$(PYTEST) || $(BIN)/python -m tests.run_failed_again $$?
+	$(PYTEST) || $(BIN)/python tools/run_failed_again.py $$?
 	$(MAKE) parity harnesses cluster
 
 # Slower than make test-all.
@@ -85,13 +88,13 @@ coverage: setup
 	mkdir -p build/coverage
 	$(PYTEST) --timeout 900 --cov --cov-report=term:skip-covered
 
-TEXTS := lmx_lab tests soak benchmarks notebooks binder docs README.md CHANGELOG.md SECURITY.md BENCHMARKS.md install.py Makefile
+TEXTS := lmx_lab tests soak benchmarks notebooks binder docs tools README.md CHANGELOG.md SECURITY.md Makefile
 
 check: setup
-	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak install.py
-	$(BIN)/ruff check lmx_lab tests notebooks benchmarks soak install.py
+	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak tools
+	$(BIN)/ruff check lmx_lab tests notebooks benchmarks soak tools
 	$(BIN)/mypy
-	$(BIN)/mypy install.py
+	$(BIN)/mypy tools/*.py
 	$(BIN)/codespell $(TEXTS)
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_language.py
 
@@ -99,20 +102,20 @@ parity: $(PARITY_STAMP)
 	$(PARITY)/bin/python -m pytest tests/parity
 
 # torch first and alone, so that no other package determines its version.
-$(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
+$(PARITY_STAMP): pyproject.toml $(CONSTRAINTS)/all.txt $(CONSTRAINTS)/parity.txt
 	@$(PARITY)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(PARITY)
-	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: -c constraints-parity.txt torch
-	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt hatchling editables
-	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt -c constraints-parity.txt --editable '.[dev,parity]'
+	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: -c $(CONSTRAINTS)/parity.txt torch
+	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c $(CONSTRAINTS)/all.txt $(PIP_WITH_GROUPS) hatchling editables
+	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c $(CONSTRAINTS)/all.txt -c $(CONSTRAINTS)/parity.txt --editable . --group dev --group parity
 	touch $(PARITY_STAMP)
 
 cluster: $(CLUSTER_STAMP)
 	PYTHONDONTWRITEBYTECODE= $(CLUSTER)/bin/python -m pytest -n 0 tests/deploy
 
 # Compiled, because Ray gives its processes 30 s to start.
-$(CLUSTER_STAMP): pyproject.toml constraints.txt
+$(CLUSTER_STAMP): pyproject.toml $(CONSTRAINTS)/all.txt
 	@$(CLUSTER)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLUSTER)
-	$(CLUSTER)/bin/python install.py dev,cluster --compile
+	$(CLUSTER)/bin/python tools/install.py --groups dev,cluster --compile
 	touch $(CLUSTER_STAMP)
 
 # Builds the JavaScript that each widget contains from the files beside it.
@@ -120,7 +123,7 @@ panels: setup
 	$(BIN)/python -m lmx_lab.panels.build
 
 gallery: setup
-	$(BIN)/python notebooks/gallery.py build/gallery
+	$(BIN)/python tools/gallery.py build/gallery
 
 # RECORD=folder stores the requests of the clients, as the files in tests/client_requests.
 clients: setup $(CLIENTS_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
@@ -128,17 +131,17 @@ clients: setup $(CLIENTS_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
 	@if [ -f $(AGENTS_STAMP) ]; then $(BIN)/python -m tests.other_clients.try_agents $(AGENTS); \
 	  else echo "Codex CLI and Claude Code are not run, because npm is not installed"; fi
 
-$(CLIENTS_STAMP): constraints-clients.txt
+$(CLIENTS_STAMP): $(CONSTRAINTS)/clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
-	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt \
+	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c $(CONSTRAINTS)/clients.txt \
 	  anthropic ollama langchain-openai langchain-anthropic langchain-ollama langchain-tests llama-index-llms-openai-like \
 	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor
 	touch $(CLIENTS_STAMP)
 
 # aider requires older versions of packages that the other clients use.
-$(AIDER_STAMP): constraints-aider.txt
+$(AIDER_STAMP): $(CONSTRAINTS)/aider.txt
 	@$(AIDER)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(AIDER)
-	$(PIP_ENV) $(AIDER)/bin/python -m pip install --quiet --only-binary :all: -c constraints-aider.txt aider-chat
+	$(PIP_ENV) $(AIDER)/bin/python -m pip install --quiet --only-binary :all: -c $(CONSTRAINTS)/aider.txt aider-chat
 	touch $(AIDER_STAMP)
 
 $(AGENTS_STAMP): tests/other_clients/agents.json
@@ -152,12 +155,12 @@ harnesses: setup $(HARNESSES_STAMP)
 	$(HARNESSES)/bin/python -m pytest -q -n 0 tests/evals/test_exports.py tests/batch/test_tables.py
 
 # Three packages of lm-eval have no wheels. The project's own constraints do not apply: s3fs requires other versions.
-$(HARNESSES_STAMP): pyproject.toml constraints-harnesses.txt
+$(HARNESSES_STAMP): pyproject.toml $(CONSTRAINTS)/harnesses.txt
 	@$(HARNESSES)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(HARNESSES)
 	$(PIP_ENV) $(HARNESSES)/bin/python -m pip install --quiet --only-binary :all: \
-	  --no-binary rouge-score,sqlitedict,word2number -c constraints-harnesses.txt \
-	  hatchling editables setuptools 'lm-eval[api]' transformers inspect-ai openai mlflow-skinny wandb polars pyarrow
-	$(PIP_ENV) $(HARNESSES)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints-harnesses.txt --editable '.[dev]'
+	  --no-binary rouge-score,sqlitedict,word2number -c $(CONSTRAINTS)/harnesses.txt \
+	  $(PIP_WITH_GROUPS) hatchling editables setuptools 'lm-eval[api]' transformers inspect-ai openai mlflow-skinny wandb
+	$(PIP_ENV) $(HARNESSES)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c $(CONSTRAINTS)/harnesses.txt --editable . --group dev
 	touch $(HARNESSES_STAMP)
 
 binder: setup
@@ -178,9 +181,9 @@ screenshots: setup
 # Writes the versions of a new environment without constraints.
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet uv hatchling editables
-	build/lock/bin/python -m pip install --quiet --editable '.[lab,dev]'
-	build/lock/bin/python -m pip freeze --exclude-editable --exclude pip --exclude setuptools > constraints.txt
+	build/lock/bin/python -m pip install --quiet $(PIP_WITH_GROUPS) uv hatchling editables
+	build/lock/bin/python -m pip install --quiet --editable '.[lab]' --group dev
+	build/lock/bin/python -m pip freeze --exclude-editable --exclude pip --exclude setuptools > $(CONSTRAINTS)/all.txt
 	rm -rf build/lock
 
 clean:

@@ -10,58 +10,7 @@ generator and clients are separate processes; the clients only record times.
     python -m benchmarks --only stream --model large       on a GPU
     python -m benchmarks --only stall --into FILE          measure a figure of an earlier run again
 
-| name       | figure                                                                     | models        |
-|------------|----------------------------------------------------------------------------|---------------|
-| stream     | HTTP decode tok/s ÷ mlx-lm's ``BatchGenerator`` alone, 1 and 8 streams      | tiny, smollm2 |
-| mlx-lm     | overall tok/s of 8 clients ÷ ``mlx_lm.server`` on the same files; with     | tiny, smollm2 |
-|            | smollm2 also on files of float32 weights                                   |               |
-| turn       | time to first token of turn 2 ÷ turn 1, after 1,400 tokens                 | tiny, smollm2 |
-| restart    | time to first token after a restart with a prefix cache on disk ÷ the      | tiny, smollm2 |
-|            | first time; overall tok/s of 8 streams with it ÷ in memory                 |               |
-| stall      | p99 inter-token gap of a stream during a prefill of 1,400 tokens ÷ alone   | tiny, smollm2 |
-| disconnect | seconds from a cut connection to a free slot, nine cases                   | tiny, smollm2 |
-| cells      | longest gap of a stream, a WebSocket and requests while a cell sleeps 20 s; | tiny          |
-|            | CPU time of an idle kernel with a lab, ``loop="kernel"`` ÷ ``"thread"``    |               |
-| leak       | resident memory after 1,000 requests ÷ after 100                           | tiny          |
-| product    | MLX's 1024³ float32 product ÷ numpy's                                      | -             |
-| prefill    | prefill of 156 tokens ÷ MLX with the BLAS of its wheel; matrix products of | tiny, smollm2 |
-|            | a prefill of 1,400 tokens ÷ all of it                                      |               |
-| embeddings | 64 texts through MiniLM ÷ MLX with the BLAS of its wheel, and ÷ torch      | minilm-l6     |
-| gguf       | our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode   | smollm2       |
-|            | and overall tok/s as ratios, TTFT as a difference in ms; and decode,       |               |
-|            | prefill and memory ÷ our server on MLX                                     |               |
-| quantized  | our server with a quantized copy against xllamacpp's own with the         | smollm2       |
-|            | original: prefill, and decode of 1 and 8 streams; the loss of the copy     |               |
-| lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
-| draft      | decode tok/s of llama.cpp with a draft model ÷ without, if all drafts are   | smollm2       |
-|            | accepted                                                                   |               |
-| kv         | change of a text's log-likelihood with a quantized KV cache of llama.cpp;  | smollm2       |
-|            | tokens in the same memory ÷ float16                                        |               |
-| repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
-|            | greedy ones and 24 with seeds, on both engines                             |               |
-| recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
-| dialects   | CPU time of a token at 8 streams in the formats Messages, Responses and    | tiny          |
-|            | Ollama ÷ in the chat format                                                |               |
-| branches   | time to the first token of a branch ÷ a decode step; time of ``explore``   | tiny, smollm2 |
-|            | with 8 answers ÷ the longest answer alone                                  |               |
-| traces     | time of a trace ÷ prefill; one pass for each cell ÷ a patch sweep; CPU     | tiny, smollm2 |
-|            | time of the p99 gap of a stream beside both ÷ alone                        |               |
-| curves     | tok/s against streams and against the length of the prompt: both engines,  | smollm2       |
-|            | llama.cpp's server and ``mlx_lm.server``; drawn as charts                  |               |
-| start      | ms to import the package, to show the help, and to start a server          | smollm2       |
-| structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
-| daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |
-|            | not read; list of 2,000 sessions; memory of an idle subscriber; replay of  |               |
-|            | 100,000 events                                                             |               |
-| harness    | ``lmx_lab.bench`` with 64 streams at a known rate: error, cores used       | -             |
-| map        | tok/s of 500 rows through ``lab.map`` on llama.cpp ÷ ``lmx-lab bench``;     | smollm2       |
-|            | rows/s with 300 tokens in common ÷ with 300 of their own, both engines     |               |
-|            | cores that the process with ``lab.map`` uses; sampled answers of 1,000     | tiny          |
-|            | that do not fit their schema, both engines                                 |               |
-| mixed      | p99 gap of 8 streams beside long prompts, batches of texts and a load, for | smollm2       |
-|            | 10 minutes ÷ the streams alone; p99 of a health request; failed requests;  |               |
-|            | most memory in the second half of the time ÷ in the first                  |               |
-| flood      | seconds to a complete answer after 200 requests with a timeout of 0.5 s    | tiny          |
+``--help`` describes each figure.
 
 ``tiny`` is a two-layer llama with random weights and SmolLM2's tokenizer. A token takes a millisecond, so that
 overheads are visible. ``smollm2`` is SmolLM2-135M-Instruct with 4-bit weights and float32 scales, the same for all
@@ -76,8 +25,8 @@ The exit status is 1 if a binding limit is not met. "Others' cores" is the numbe
 with more than about half a core the figures are unreliable, especially decode rates.
 
 The table is printed; all samples and the provenance are stored in ``build/bench/<time>.json``, after each figure. A
-complete run without errors also writes ``BENCHMARKS.md`` and its charts. Models are stored in ``build/bench/models``,
-logs of the servers in ``build/bench/logs``.
+complete run without errors also writes ``docs/benchmark-results.md`` and its charts. Models are stored in
+``build/bench/models``, logs of the servers in ``build/bench/logs``.
 """
 
 from __future__ import annotations
@@ -87,6 +36,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -146,41 +96,216 @@ class Figure:
     """A figure that can be selected with ``--only``."""
 
     title: str
+    about: str
+    """What is measured, for ``--help``."""
     measure: Callable[[Bench], list[Row]]
     models: tuple[Model, ...] = ALL_MODELS
     """The models that it is measured with."""
 
 
 FIGURES = {
-    "stream": Figure(title=throughput.FIGURE, measure=throughput.measure),
-    "mlx-lm": Figure(title=against_mlx_lm.FIGURE, measure=against_mlx_lm.measure),
-    "product": Figure(title=product.FIGURE, measure=product.measure, models=("smollm2",)),
-    "prefill": Figure(title=prefill.FIGURE, measure=prefill.measure),
-    "embeddings": Figure(title=embeddings.FIGURE, measure=embeddings.measure, models=("smollm2",)),
-    "structured": Figure(title=structured.FIGURE, measure=structured.measure),
-    "lookup": Figure(title=prompt_lookup.FIGURE, measure=prompt_lookup.measure),
-    "draft": Figure(title=draft_model.FIGURE, measure=draft_model.measure, models=("smollm2",)),
-    "kv": Figure(title=kv_cache.FIGURE, measure=kv_cache.measure, models=("smollm2",)),
-    "gguf": Figure(title=gguf.FIGURE, measure=gguf.measure, models=("smollm2",)),
-    "quantized": Figure(title=quantized.FIGURE, measure=quantized.measure, models=("smollm2",)),
-    "repetition": Figure(title=repetition.FIGURE, measure=repetition.measure, models=("smollm2",)),
-    "recording": Figure(title=recording.FIGURE, measure=recording.measure),
-    "dialects": Figure(title=dialects.FIGURE, measure=dialects.measure, models=("tiny",)),
-    "branches": Figure(title=branches.BRANCH, measure=branches.measure),
-    "traces": Figure(title=traces.TRACE, measure=traces.measure),
-    "curves": Figure(title=curves.FIGURE, measure=curves.measure, models=("smollm2",)),
-    "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),
-    "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
-    "restart": Figure(title=restart.FIGURE, measure=restart.measure),
-    "stall": Figure(title=stall.FIGURE, measure=stall.measure),
-    "disconnect": Figure(title=disconnect.FIGURE, measure=disconnect.measure),
-    "cells": Figure(title=cells.FIGURE, measure=cells.measure, models=("tiny",)),
-    "leak": Figure(title=leak.FIGURE, measure=leak.measure, models=("tiny",)),
-    "daemon": Figure(title=daemon.FIGURE, measure=daemon.measure),
-    "harness": Figure(title=harness.FIGURE, measure=harness.measure, models=("tiny",)),
-    "map": Figure(title=map.FIGURE, measure=map.measure, models=("tiny", "smollm2")),
-    "mixed": Figure(title=mixed.FIGURE, measure=mixed.measure, models=("smollm2",)),
-    "flood": Figure(title=flood.FIGURE, measure=flood.measure, models=("tiny",)),
+    "stream": Figure(
+        title=throughput.FIGURE,
+        measure=throughput.measure,
+        about="HTTP decode tok/s ÷ mlx-lm's `BatchGenerator` alone, 1 and 8 streams",
+    ),
+    "mlx-lm": Figure(
+        title=against_mlx_lm.FIGURE,
+        measure=against_mlx_lm.measure,
+        about=(
+            "overall tok/s of 8 clients ÷ `mlx_lm.server` on the same files; with smollm2 also on files of "
+            "float32 weights"
+        ),
+    ),
+    "product": Figure(
+        title=product.FIGURE,
+        measure=product.measure,
+        models=("smollm2",),
+        about="MLX's 1024³ float32 product ÷ numpy's",
+    ),
+    "prefill": Figure(
+        title=prefill.FIGURE,
+        measure=prefill.measure,
+        about=(
+            "prefill of 156 tokens ÷ MLX with the BLAS of its wheel; matrix products of a prefill of 1,400 tokens "
+            "÷ all of it"
+        ),
+    ),
+    "embeddings": Figure(
+        title=embeddings.FIGURE,
+        measure=embeddings.measure,
+        models=("smollm2",),
+        about="64 texts through MiniLM ÷ MLX with the BLAS of its wheel, and ÷ torch",
+    ),
+    "structured": Figure(
+        title=structured.FIGURE,
+        measure=structured.measure,
+        about="decode tok/s with a JSON schema ÷ without, 1 and 8 streams",
+    ),
+    "lookup": Figure(
+        title=prompt_lookup.FIGURE,
+        measure=prompt_lookup.measure,
+        about="decode tok/s with prompt lookup ÷ without, of copied and of other text",
+    ),
+    "draft": Figure(
+        title=draft_model.FIGURE,
+        measure=draft_model.measure,
+        models=("smollm2",),
+        about="decode tok/s of llama.cpp with a draft model ÷ without, if all drafts are accepted",
+    ),
+    "kv": Figure(
+        title=kv_cache.FIGURE,
+        measure=kv_cache.measure,
+        models=("smollm2",),
+        about="change of a text's log-likelihood with a quantized KV cache; tokens in the same memory ÷ float16",
+    ),
+    "gguf": Figure(
+        title=gguf.FIGURE,
+        measure=gguf.measure,
+        models=("smollm2",),
+        about=(
+            "our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode and overall tok/s as "
+            "ratios, TTFT as a difference in ms; and decode, prefill and memory ÷ our server on MLX"
+        ),
+    ),
+    "quantized": Figure(
+        title=quantized.FIGURE,
+        measure=quantized.measure,
+        models=("smollm2",),
+        about=(
+            "our server with a quantized copy against xllamacpp's own with the original: prefill, and decode of 1 "
+            "and 8 streams; the loss of the copy"
+        ),
+    ),
+    "repetition": Figure(
+        title=repetition.FIGURE,
+        measure=repetition.measure,
+        models=("smollm2",),
+        about=(
+            "share of answers that are the same alone and with seven others: 64 greedy ones and 24 with seeds, on "
+            "both engines"
+        ),
+    ),
+    "recording": Figure(
+        title=recording.FIGURE,
+        measure=recording.measure,
+        about="CPU time of a token at 8 streams with requests recorded ÷ not recorded",
+    ),
+    "dialects": Figure(
+        title=dialects.FIGURE,
+        measure=dialects.measure,
+        models=("tiny",),
+        about="CPU time of a token at 8 streams in the formats Messages, Responses and Ollama ÷ in the chat format",
+    ),
+    "branches": Figure(
+        title=branches.BRANCH,
+        measure=branches.measure,
+        about=(
+            "time to the first token of a branch ÷ a decode step; time of `explore` with 8 answers ÷ the longest "
+            "answer alone"
+        ),
+    ),
+    "traces": Figure(
+        title=traces.TRACE,
+        measure=traces.measure,
+        about=(
+            "time of a trace ÷ prefill; one pass for each cell ÷ a patch sweep; CPU time of the p99 gap of a "
+            "stream beside both ÷ alone"
+        ),
+    ),
+    "curves": Figure(
+        title=curves.FIGURE,
+        measure=curves.measure,
+        models=("smollm2",),
+        about=(
+            "tok/s against streams and against the length of the prompt: both engines, llama.cpp's server and "
+            "`mlx_lm.server`; drawn as charts"
+        ),
+    ),
+    "start": Figure(
+        title=start.FIGURE,
+        measure=start.measure,
+        models=("smollm2",),
+        about="ms to import the package, to show the help, and to start a server",
+    ),
+    "turn": Figure(
+        title=second_turn.FIGURE,
+        measure=second_turn.measure,
+        about="time to first token of turn 2 ÷ turn 1, after 1,400 tokens",
+    ),
+    "restart": Figure(
+        title=restart.FIGURE,
+        measure=restart.measure,
+        about=(
+            "time to first token after a restart ÷ the first time, with the prefix cache on disk; tok/s of 8 "
+            "streams that write its files ÷ in memory"
+        ),
+    ),
+    "stall": Figure(
+        title=stall.FIGURE,
+        measure=stall.measure,
+        about="p99 inter-token gap of a stream during a prefill of 1,400 tokens ÷ alone",
+    ),
+    "disconnect": Figure(
+        title=disconnect.FIGURE,
+        measure=disconnect.measure,
+        about="seconds from a cut connection to a free slot, nine cases",
+    ),
+    "cells": Figure(
+        title=cells.FIGURE,
+        measure=cells.measure,
+        models=("tiny",),
+        about=(
+            "longest gap of a stream, a WebSocket and requests while a cell sleeps 20 s; CPU time of an idle "
+            'kernel with a lab, `loop="kernel"` ÷ `"thread"`'
+        ),
+    ),
+    "leak": Figure(
+        title=leak.FIGURE,
+        measure=leak.measure,
+        models=("tiny",),
+        about="resident memory after 1,000 requests ÷ after 100",
+    ),
+    "daemon": Figure(
+        title=daemon.FIGURE,
+        measure=daemon.measure,
+        about=(
+            "a turn - the same chat; fan-out to 10; delay while other subscribers do not read; list of 2,000 "
+            "sessions; memory of an idle subscriber; replay of 100,000 events"
+        ),
+    ),
+    "harness": Figure(
+        title=harness.FIGURE,
+        measure=harness.measure,
+        models=("tiny",),
+        about="`lmx_lab.bench` with 64 streams at a known rate: error, cores used",
+    ),
+    "map": Figure(
+        title=map.FIGURE,
+        measure=map.measure,
+        models=("tiny", "smollm2"),
+        about=(
+            "tok/s of 500 rows through `lab.map` on llama.cpp ÷ `lmx-lab bench`; rows/s with 300 tokens in common "
+            "÷ with 300 of their own, both engines; cores that the process with `lab.map` uses; sampled answers "
+            "of 1,000 that do not fit their schema, both engines"
+        ),
+    ),
+    "mixed": Figure(
+        title=mixed.FIGURE,
+        measure=mixed.measure,
+        models=("smollm2",),
+        about=(
+            "p99 gap of 8 streams beside long prompts, batches of texts and a load, for 10 minutes ÷ the streams "
+            "alone; p99 of a health request; failed requests; most memory in the second half of the time ÷ in the "
+            "first"
+        ),
+    ),
+    "flood": Figure(
+        title=flood.FIGURE,
+        measure=flood.measure,
+        models=("tiny",),
+        about="seconds to a complete answer after 200 requests with a timeout of 0.5 s",
+    ),
 }
 
 
@@ -213,8 +338,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    described = [
+        textwrap.fill(
+            f"{figure.about} ({', '.join(figure.models)})",
+            110,
+            initial_indent=f"  {name:12}",
+            subsequent_indent=" " * 14,
+        )
+        for name, figure in FIGURES.items()
+    ]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measure the figures that have documented limits."
+        prog="python -m benchmarks",
+        description="Measure the figures that have documented limits.",
+        epilog="figures:\n" + "\n".join(described),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", action="append", choices=FIGURES, help="figure to measure; repeatable; default: all")
     parser.add_argument(

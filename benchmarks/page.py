@@ -1,4 +1,4 @@
-"""Write ``BENCHMARKS.md``: the last complete results, with machine, software and charts."""
+"""Write ``docs/benchmark-results.md``: the last complete results, with machine, software and charts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from benchmarks.rows import Row
 HEAD = """\
 # Benchmarks
 
-Results of the last complete run of `make bench`; `benchmarks/__main__.py` describes each figure. A verdict in brackets
-is for a limit that applies to another model; rows that are *shown* have no limit. *Others* is the number of cores that
-other programs used during the measurement: with more than about half a core, a figure is unreliable.
+Results of the last complete run of `make bench`; `python -m benchmarks --help` describes each figure. A verdict in
+brackets is for a limit that applies to another model; rows that are *shown* have no limit. *Others* is the number of
+cores that other programs used during the measurement: with more than about half a core, a figure is unreliable.
 """
 COLUMNS = ("figure", "case", "model", "value", "limit", "verdict", "others", "values")
 VERSIONS = ("mlx", "mlx-lm", "scipy-openblas32", "xllamacpp", "numpy", "uvicorn")

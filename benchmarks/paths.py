@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "BENCHMARKS.md"
+PAGE = ROOT / "docs" / "benchmark-results.md"
 """The last complete results; part of the repository."""
 IMAGES = ROOT / "docs" / "images"
 """Folder of the charts that the page shows; part of the repository."""

@@ -21,12 +21,12 @@ import httpx2
 from benchmarks.paths import ROOT
 from soak.fuzzing.checks import answer_problems, socket_problems
 from soak.fuzzing.corpus import MODEL
-from soak.fuzzing.drawing import draw_cases
 from soak.fuzzing.exchange import Endpoint, HttpClient, Outcome, socket_exchange
 from soak.fuzzing.families import Family, families
 from soak.fuzzing.frames import SocketCase
 from soak.fuzzing.known_answers import KnownAnswers
 from soak.fuzzing.requests import Case
+from soak.fuzzing.values import draw_cases
 from soak.models import Engine, on_each_engine, write_models
 from soak.programs import Command, Daemon, Home, Server, end_and_check, wait_until
 from soak.report import print_line
@@ -199,13 +199,16 @@ class _FuzzRun:
     async def _batch(self, family: Family, number: int, count: int, row: Row) -> None:
         """Send ``count`` cases, then the valid requests; record problems in the row."""
         program = self._programs[family.program]
-        cases = draw_cases(family.cases, f"{self._seed}/{family.name}/{number}", count - bool(family.longest))
+        cases = draw_cases(family.draw, f"{self._seed}/{family.name}/{number}", count - bool(family.longest))
         if family.longest is not None:
             cases.append(family.longest())
         outcomes = await _all(program.endpoint, cases)
         for place, (case, outcome) in enumerate(zip(cases, outcomes, strict=True)):
-            judge = socket_problems if isinstance(case, SocketCase) else answer_problems
-            for why in judge(case, outcome, family.refusals):
+            if isinstance(case, SocketCase):
+                problems = socket_problems(case, outcome, family.refusals)
+            else:
+                problems = answer_problems(case, outcome, family.refusals)
+            for why in problems:
                 row.hung += outcome.ended == "hung"
                 _note(row, f"batch {number}, {place}: {why}", case, outcome)
         row.requests += len(cases)

@@ -14,8 +14,7 @@ from typing import Any
 import mlx.core as mx
 from safetensors.numpy import load_file, save_file
 
-from soak.fuzzing.drawing import draw_cases
-from soak.fuzzing.values import Raw, changed_bodies, to_json
+from soak.fuzzing.values import Raw, changed_body, to_json
 from soak.models import is_installed, write_models
 from soak.soak import Soak
 from tests.support.gguf import TEMPLATE_KEY, GgufFile, read_gguf
@@ -177,7 +176,7 @@ def _json(chance: random.Random, source: Path, target: Path) -> None:
         _bytes(chance, source, target)
         return
     good = json.loads(source.read_bytes())
-    (body,) = draw_cases(changed_bodies(good, [good]), str(chance.getrandbits(64)), 1)
+    body = changed_body(chance, good, [good])
     target.write_bytes(to_json(body).encode("utf-8", "surrogatepass"))
 
 
@@ -221,7 +220,7 @@ def _safetensors_header(chance: random.Random, source: Path, target: Path) -> No
     else:
         good = json.loads(header)
         if how == 2:
-            (good,) = draw_cases(changed_bodies(good, [good]), str(chance.getrandbits(64)), 1)
+            good = changed_body(chance, good, [good])
         else:
             _change_tensor(chance, good)
         header = to_json(good).encode("utf-8", "surrogatepass")

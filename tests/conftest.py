@@ -228,7 +228,8 @@ def starter_home(_cache_tokenizers):
 
 @pytest.fixture(scope="session")
 def smollm2(starter_home):
-    return Catalog(Settings(home=starter_home)).resolve("smollm2-135m", formats=["mlx"])
+    formats = Catalog(Settings(home=starter_home)).find_formats("smollm2-135m")
+    return next(entry for entry in formats if entry.format == "mlx")
 
 
 @pytest.fixture(scope="session")

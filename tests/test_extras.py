@@ -23,7 +23,6 @@ from tests.support.extras import (
 )
 
 ROOT = Path(__file__).parent.parent
-OF_DEVELOPMENT = {"dev", "parity", "cluster"}
 WITHOUT_ERROR = {"IPython", "jupyter_core", "minify", "segno"}
 """Modules without which the package works: those of a kernel, of the build of the panels, and of a QR code."""
 WITH_OTHERS = {"traitlets"}
@@ -115,7 +114,7 @@ def test_the_extra_of_a_module_installs_its_package(module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - OF_DEVELOPMENT))
+@pytest.mark.parametrize("extra", sorted(EXTRAS))
 def test_each_package_of_an_extra_that_is_imported_can_be_named(extra):
     modules = {
         module for module, packages in packages_of_modules().items() if names(EXTRAS[extra]).intersection(packages)

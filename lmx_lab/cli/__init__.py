@@ -1,6 +1,9 @@
 """Run the ``lmx-lab`` command line: arguments, output and exit statuses. The work is done in other packages.
 
 ``app`` puts the commands together; each command has its own module.
+
+``--help`` and the Tab key import the modules of all commands. The packages of the client, the lab, the daemon, the
+engines and the model files take 0.3 to 2 s to import. Commands therefore import them in their functions.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from lmx_lab.cli import (
     models,
     serve,
 )
-from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import STATUS, CommandGroup, epilog
 from lmx_lab.cli.terminal import print_error, print_line
 from lmx_lab.errors import InvalidRequestError, LabError
@@ -58,7 +57,9 @@ for _module in (serve, labs, daemon, chat, events, bench, models, doctor):
 def _print_version(is_given: bool) -> None:
     if is_given:
         # Imported here, because it takes 20 ms.
-        print_line(f"lmx-lab {load('importlib.metadata:version')('lmx-lab')}")
+        from importlib.metadata import version
+
+        print_line(f"lmx-lab {version('lmx-lab')}")
         raise typer.Exit
 
 
@@ -131,24 +132,19 @@ def _flush(status: int, failure: OSError | None) -> int:
     if failure is not None:
         status = status or FAILED
         with contextlib.suppress(OSError):
-            _print_failure(failure)
+            if os.environ.get("LMX_LAB_LOG_LEVEL") == "debug":
+                traceback.print_exception(failure)
+            if failure.errno != errno.EPIPE:
+                # Failures to write models and logs are LabErrors, and failures to open a file contain its name.
+                is_output = failure.filename is None and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+                prefix = "the output cannot be written: " if is_output else ""
+                suffix = f": {failure.filename}" if failure.filename else ""
+                print(f"{prefix}{failure.strerror or failure}{suffix}", file=sys.stderr, flush=True)
     try:
         sys.stderr.flush()
     except OSError:
         _discard(sys.stderr)
     return status
-
-
-def _print_failure(failure: OSError) -> None:
-    if os.environ.get("LMX_LAB_LOG_LEVEL") == "debug":
-        traceback.print_exception(failure)
-    if failure.errno == errno.EPIPE:
-        return
-    # Failures to write models and logs are LabErrors, and failures to open a file contain its name.
-    is_output = failure.filename is None and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-    prefix = "the output cannot be written: " if is_output else ""
-    suffix = f": {failure.filename}" if failure.filename else ""
-    print(f"{prefix}{failure.strerror or failure}{suffix}", file=sys.stderr, flush=True)
 
 
 def _discard(stream: TextIO) -> None:

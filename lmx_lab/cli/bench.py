@@ -16,7 +16,6 @@ import lmx_lab
 from lmx_lab import bench as benchmark
 from lmx_lab.cli import FAILED, INTERRUPTED
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, epilog, settings_with_folders
 from lmx_lab.cli.process import freeze_objects
 from lmx_lab.cli.terminal import print_note
@@ -25,7 +24,6 @@ from lmx_lab.extras import install_command
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
     from lmx_lab.bench import Case, ChatTarget, Target
 
@@ -126,7 +124,17 @@ def bench(
         cache="warm" if warm else "cold",
         seed=seed,
     )
-    _check_output(plot)
+    # Before the measurement: that the tables and the plot can be made.
+    benchmark.frame(())
+    if plot is not None:
+        import lmx_lab.bench.plots  # noqa: F401
+
+        if plot.suffix.lower() not in PLOT_SUFFIXES:
+            raise InvalidRequestError(
+                f"--plot is {str(plot)!r}; its suffix must be one of {', '.join(PLOT_SUFFIXES)}", param="--plot"
+            )
+        if plot.is_dir() or not plot.parent.is_dir():
+            raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in an existing folder", param="--plot")
     others = [benchmark.ChatTarget(one, model=compare_model, api_key=compare_api_key) for one in compare or ()]
     _check_reachable(others)
     with _first_target(url, model, api_key, plan, served=bool(others)) as first:
@@ -143,39 +151,24 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _check_output(plot: Path | None) -> None:
-    """Check before the measurement that the tables and the plot can be made.
-
-    Raises:
-        MissingPackageError: a package is not installed.
-        InvalidRequestError: the plot cannot be written.
-    """
-    benchmark.frame(())
-    if plot is not None:
-        load("lmx_lab.bench.plots:")
-    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
-        raise InvalidRequestError(
-            f"--plot is {str(plot)!r}; its suffix must be one of {', '.join(PLOT_SUFFIXES)}", param="--plot"
-        )
-    if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
-        raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in an existing folder", param="--plot")
-
-
 def _check_reachable(targets: Iterable[ChatTarget]) -> None:
     """Check before the measurement that the targets can be used. Other errors are reported when the requests fail.
 
     Raises:
         LabError: a server does not answer, refuses the key, or does not have the model.
     """
-    was_sent, run = load("lmx_lab.client.errors:was_sent"), load("asyncio:run")
+    import asyncio
+
+    from lmx_lab.client.errors import was_sent
+
     for target in targets:
         try:
-            run(target.describe())
+            asyncio.run(target.describe())
         except UnauthorizedError:
             raise
         except NotLoadedError:
             # The lab may load the model when a request names it, or have it under another name.
-            run(_send_request(target))
+            asyncio.run(_send_request(target))
         except LabError as exc:
             if not was_sent(exc):
                 raise
@@ -218,19 +211,17 @@ def _first_target(
 
 def _report(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
     """Print and plot the results, then exit."""
-    load(f"lmx_lab.cli.bench_tables:{'print_document' if as_json else 'print_tables'}")(rows)
+    from lmx_lab.cli.bench_tables import print_document, print_tables
+
+    (print_document if as_json else print_tables)(rows)
     if rows.attrs["path"]:
         print_note(f"stored in {rows.attrs['path']}")
     if plot is not None and (~rows["warm_up"]).any():
-        _plot(rows).savefig(plot)
+        only_lengths_vary = rows["concurrency"].nunique() == 1 and rows["prompt_tokens_wanted"].nunique() > 1
+        (benchmark.by_prompt_length if only_lengths_vary else benchmark.by_concurrency)(rows).savefig(plot)
         print_note(f"plot written to {plot}")
     if rows.attrs["interrupted"]:
         print_note("interrupted: these are the results so far")
         sys.exit(INTERRUPTED)
     if rows["error"].notna().any():
         sys.exit(FAILED)
-
-
-def _plot(rows: pd.DataFrame) -> Figure:
-    only_lengths_vary = rows["concurrency"].nunique() == 1 and rows["prompt_tokens_wanted"].nunique() > 1
-    return benchmark.by_prompt_length(rows) if only_lengths_vary else benchmark.by_concurrency(rows)

@@ -59,7 +59,12 @@ def print_tables(rows: pd.DataFrame) -> None:
     if not len(table):
         print_note("no request was measured")
     for target in table["target"].unique():
-        print_line(_heading(rows[rows["target"] == target]), style="bold")
+        # The known facts about the target.
+        known = {name: rows.loc[rows["target"] == target, name].dropna() for name in MEASURED}
+        facts = {name: single_line(str(values.iloc[0])) for name, values in known.items() if len(values)}
+        if "threads" in facts:
+            facts["threads"] += " threads"
+        print_line(" · ".join(facts.values()), style="bold")
         _print(_case_table(table[table["target"] == target]))
     comparisons = _comparisons(rows)
     for a, b, ratios in comparisons:
@@ -112,15 +117,6 @@ def _comparisons(rows: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
         else:
             comparisons.append((str(first), str(other), ratios))
     return comparisons
-
-
-def _heading(rows: pd.DataFrame) -> str:
-    """Return the known facts about a target."""
-    known = {name: rows[name].dropna() for name in MEASURED}
-    facts = {name: single_line(str(values.iloc[0])) for name, values in known.items() if len(values)}
-    if "threads" in facts:
-        facts["threads"] += " threads"
-    return " · ".join(facts.values())
 
 
 def _case_table(table: pd.DataFrame) -> Table:
@@ -193,12 +189,11 @@ def _print_length_differences(ratios: pd.DataFrame) -> None:
 def _print_errors(rows: pd.DataFrame) -> None:
     """Print how often each error has occurred, the most frequent errors first."""
     failed = rows.groupby(["target", "error"])["warm_up"].agg(["size", "sum"]).sort_values("size", ascending=False)
+    lines = []
     for (target, error), (count, warm_up) in failed.head(MAX_ERRORS).iterrows():
         uncounted = f" ({warm_up} of them in the warm-up, which the table does not include)" if warm_up else ""
-        _print_error(f"{single_line(str(target))}: {count} times {single_line(str(error), 300)}{uncounted}")
+        lines.append(f"{single_line(str(target))}: {count} times {single_line(str(error), 300)}{uncounted}")
     if len(rest := failed.iloc[MAX_ERRORS:]):
-        _print_error(f"and {len(rest)} other errors, {rest['size'].sum()} requests in total; --json prints all of them")
-
-
-def _print_error(text: str) -> None:
-    err.print(text, style="red", markup=False, highlight=False)
+        lines.append(f"and {len(rest)} other errors, {rest['size'].sum()} requests in total; --json prints all of them")
+    for line in lines:
+        err.print(line, style="red", markup=False, highlight=False)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmx_lab.cli.completion import complete_model, complete_session
-from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import (
     NEEDS_DAEMON,
     Command,
@@ -26,8 +25,7 @@ from lmx_lab.errors import InvalidRequestError, SessionNotFoundError, Unreachabl
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
-    from lmx_lab.cli.conversation import Conversation, DirectConversation
-    from lmx_lab.client import DaemonClient, Session
+    from lmx_lab.client import DaemonClient
 
 app = typer.Typer()
 LAST_SESSION = "chat.json"
@@ -76,49 +74,42 @@ def chat(
     a permission are denied. Without a daemon, a running lab answers, or the model is loaded for this chat. The answer
     goes to standard output, everything else to standard error.
     """
-    question = _question(text)
-    if session is None and not new and url is None and token is None and not _daemon_runs():
-        _chat_without_daemon(question, model=model, system=system)
-        return
-    conversation_class: type[Conversation] = load("lmx_lab.cli.conversation:Conversation")
-    with daemon_client(url, token) as client:
-        is_new = new or model is not None or system is not None
-        if session is not None:
-            _check_session(client, session, is_new=is_new)
-        last = Settings.read().home / LAST_SESSION
-        session_id = session if session is not None or is_new else _read_last_session(client, last)
-        current = client.session(session_id, model=model, system_prompt=system)
-        _write_last_session(current, last)
-        conversation = conversation_class(current, allow=allow)
+    # None if the chat is interactive.
+    question = None
+    if text or not is_interactive():
+        question = " ".join(text) if text else sys.stdin.read() if sys.stdin is not None else ""
+        if not question.strip():
+            raise InvalidRequestError("there is no question; give one as an argument or on standard input")
+    from lmx_lab.cli.conversation import Conversation, DirectConversation, lab_for_chat
+
+    with contextlib.ExitStack() as stack:
+        conversation: Conversation | DirectConversation
+        if session is None and not new and url is None and token is None and not _daemon_runs():
+            lab = stack.enter_context(lab_for_chat(settings_with_folders(), model))
+            conversation = DirectConversation(lab, system=system)
+        else:
+            client = stack.enter_context(daemon_client(url, token))
+            is_new = new or model is not None or system is not None
+            if session is not None:
+                _check_session(client, session, is_new=is_new)
+            last = Settings.read().home / LAST_SESSION
+            session_id = session if session is not None or is_new else _read_last_session(client, last)
+            current = client.session(session_id, model=model, system_prompt=system)
+            with contextlib.suppress(OSError):  # The answer matters more than the file.
+                last.parent.mkdir(parents=True, exist_ok=True)
+                last.write_text(json.dumps({"session_id": current.session_id}), encoding="utf-8")
+            conversation = Conversation(current, allow=allow)
         if question is not None:
             sys.exit(conversation.ask(question))
         conversation.run()
 
 
 def _daemon_runs() -> bool:
+    from lmx_lab.daemon.home import read_state
+
     with contextlib.suppress(UnreachableError):
-        return load("lmx_lab.daemon.home:read_state")(Settings.read().daemon_folder) is not None
+        return read_state(Settings.read().daemon_folder) is not None
     return False
-
-
-def _chat_without_daemon(question: str | None, *, model: str | None, system: str | None) -> None:
-    module = load("lmx_lab.cli.conversation:")
-    with module.lab_for_chat(settings_with_folders(), model) as lab:
-        conversation: DirectConversation = module.DirectConversation(lab, system=system)
-        if question is None:
-            conversation.run()
-        elif status := conversation.ask(question):
-            sys.exit(status)
-
-
-def _question(text: list[str] | None) -> str | None:
-    """Return the question from the arguments or standard input; None if the chat is interactive."""
-    if not text and is_interactive():
-        return None
-    question = " ".join(text) if text else sys.stdin.read() if sys.stdin is not None else ""
-    if not question.strip():
-        raise InvalidRequestError("there is no question; give one as an argument or on standard input")
-    return question
 
 
 def _check_session(client: DaemonClient, session_id: str, *, is_new: bool) -> None:
@@ -147,9 +138,3 @@ def _read_last_session(client: DaemonClient, last: Path) -> str | None:
         print_note("the session of the last chat was deleted; this is a new one")
         return None
     return session_id
-
-
-def _write_last_session(session: Session, last: Path) -> None:
-    with contextlib.suppress(OSError):  # The answer matters more than the file.
-        last.parent.mkdir(parents=True, exist_ok=True)
-        last.write_text(json.dumps({"session_id": session.session_id}), encoding="utf-8")

@@ -120,9 +120,21 @@ class AnswerPrinter:
                 turns = "1 earlier turn" if event.data.ahead == 1 else f"{event.data.ahead} earlier turns"
                 self._print_note(f"waiting for {turns} of this session")
             case TurnTokenEvent():
-                self._print_piece(event.data.message_id, event.data.text)
+                if event.data.message_id != self._message_id:
+                    self.end_line()
+                    self._message_id, self._text = event.data.message_id, ""
+                self._text += event.data.text
+                self.write(event.data.text)
             case MessageDoneEvent():
-                self._print_rest(event.data.message.message_id, event.data.message.content)
+                # The part of the complete message that was not streamed.
+                message = event.data.message
+                printed = self._text if message.message_id == self._message_id else ""
+                if not message.content.startswith(printed):
+                    self.end_line()
+                    printed = ""
+                self.write(message.content[len(printed) :])
+                self.end_line()
+                self._message_id, self._text = message.message_id, message.content
             case ToolStartEvent():
                 self._print_note(f"calls {event.data.name} {event.data.arguments!r}")
             case ToolEndEvent():
@@ -135,23 +147,6 @@ class AnswerPrinter:
                 self._print_note(f"{stats.completion_tokens} tokens, {stats.tokens_per_second:.1f} tok/s{end}")
             case _:
                 pass
-
-    def _print_piece(self, message_id: str, text: str) -> None:
-        if message_id != self._message_id:
-            self.end_line()
-            self._message_id, self._text = message_id, ""
-        self._text += text
-        self.write(text)
-
-    def _print_rest(self, message_id: str | None, text: str) -> None:
-        """Print the part of a complete message that was not streamed."""
-        printed = self._text if message_id == self._message_id else ""
-        if not text.startswith(printed):
-            self.end_line()
-            printed = ""
-        self.write(text[len(printed) :])
-        self.end_line()
-        self._message_id, self._text = message_id, text
 
     def write(self, text: str) -> None:
         """Print a piece of the answer's text."""

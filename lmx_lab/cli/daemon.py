@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 import typer
 
-from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, check_host, epilog
 from lmx_lab.cli.process import (
     freeze_objects,
@@ -28,7 +27,6 @@ from lmx_lab.settings import Settings
 from lmx_lab.urls import LOOPBACK_NAMES
 
 if TYPE_CHECKING:
-    from lmx_lab.daemon.daemon import Daemon
     from lmx_lab.wire.mcp import McpServerConfig
 
 app = typer.Typer()
@@ -100,9 +98,11 @@ def _check_upstream(url: str | None) -> None:
     """
     if url is None:
         return
+    from lmx_lab.client.address import normalize_address
+
     try:
         # An address with neither scheme nor port would be a web site at port 80.
-        is_complete = "://" in url or urlsplit(load("lmx_lab.client.address:normalize_address")(url)).port is not None
+        is_complete = "://" in url or urlsplit(normalize_address(url)).port is not None
     except InvalidRequestError as exc:
         raise InvalidRequestError(exc.message.replace("url:", "upstream:", 1), param="upstream") from None
     if not is_complete:
@@ -114,23 +114,21 @@ def _check_upstream(url: str | None) -> None:
 
 def _confirmed_servers(path: Path, *, yes: bool) -> list[McpServerConfig]:
     """Print the MCP servers of the file, and return them if the user confirms them; otherwise none."""
-    servers: list[McpServerConfig] = load("lmx_lab.daemon.mcp.config:read_mcp_file")(path)
+    from lmx_lab.daemon.mcp.config import read_mcp_file
+
+    servers = read_mcp_file(path)
     for server in servers:
         print_line(_describe(server, path.absolute().parent))
     if not servers:
         print_line(f"{path} has no MCP servers")
     elif not yes and not is_interactive():
         raise InvalidRequestError("there is no terminal to confirm the MCP servers; give --yes to add them")
-    elif not yes and not _confirm():
-        return []
+    elif not yes:
+        answer = ""
+        with contextlib.suppress(EOFError):
+            answer = read_line("These programs and addresses will receive data of turns. Add them? [y]es, [N]o ")
+        return servers if answer.strip().lower() in ("y", "yes") else []
     return servers
-
-
-def _confirm() -> bool:
-    with contextlib.suppress(EOFError):
-        answer = read_line("These programs and addresses will receive data of turns. Add them? [y]es, [N]o ")
-        return answer.strip().lower() in ("y", "yes")
-    return False
 
 
 def _describe(server: McpServerConfig, folder: Path) -> str:
@@ -148,20 +146,39 @@ def _describe(server: McpServerConfig, folder: Path) -> str:
 
 
 def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_port: bool) -> None:
-    daemon_class: type[Daemon] = load("lmx_lab.daemon.daemon:Daemon")
+    from lmx_lab.daemon.daemon import Daemon
+
     is_exposed = not settings.daemon_host.startswith("127.") and settings.daemon_host not in LOOPBACK_NAMES
     return_large_blocks()
     if is_exposed:
-        lan_addresses = load("lmx_lab.notebook.addresses:lan_addresses")
-        running = daemon_class(settings=settings, explicit_port=explicit_port, own_names=lan_addresses)
+        from lmx_lab.notebook.addresses import lan_addresses
+
+        running = Daemon(settings=settings, explicit_port=explicit_port, own_names=lan_addresses)
     else:
-        running = daemon_class(settings=settings, explicit_port=explicit_port)
-    # Registered before the start, so that a signal during the start also ends the daemon properly.
-    stopping = _stop_on_signals(running)
+        running = Daemon(settings=settings, explicit_port=explicit_port)
+    stopping = threading.Event()
+
+    def stop(signals: int) -> None:
+        stopping.set()
+        running.begin_stop(mode="drain" if signals == 1 else "now", grace_s=DRAIN_S)
+
+    # Before the start, so that a signal during the start also ends the daemon properly. After the first signal, turns
+    # may continue for DRAIN_S; the second one cancels them, the third one ends the process. A terminal sends SIGHUP
+    # when it is closed. Under nohup it is ignored, and stays ignored.
+    stop_on_signals(stop, numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), most=2)
     running.start()
     freeze_objects()
     with contextlib.suppress(HostingError):
-        _add_servers(running, servers)
+        for server in servers:
+            try:
+                running.run(running.services.servers.add(server))
+                print_line(f"added {server.name}")
+            except McpServerExistsError:
+                print_line(f"{server.name} exists already, and was not changed")
+            except HostingError:
+                raise
+            except LabError as exc:
+                print_line(f"{server.name} was not added: {exc.message}", style="bold red")
         print_line(f"The daemon is ready at {running.url}, for {running.upstream_url}", style="bold")
         print_line(f"its token is in {running.folder / 'state.json'}")
         if is_exposed:
@@ -172,33 +189,3 @@ def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_
         running.begin_stop()
     while not running.wait(SIGNAL_CHECK_S):
         pass
-
-
-def _add_servers(running: Daemon, servers: list[McpServerConfig]) -> None:
-    for server in servers:
-        try:
-            running.run(running.services.servers.add(server))
-            print_line(f"added {server.name}")
-        except McpServerExistsError:
-            print_line(f"{server.name} exists already, and was not changed")
-        except HostingError:
-            raise
-        except LabError as exc:
-            print_line(f"{server.name} was not added: {exc.message}", style="bold red")
-
-
-def _stop_on_signals(running: Daemon) -> threading.Event:
-    """Stop the daemon on signals, and return an event that the first one sets.
-
-    After the first signal, turns may continue for ``DRAIN_S``. The second one cancels them, the third one ends the
-    process.
-    """
-    stopping = threading.Event()
-
-    def stop(signals: int) -> None:
-        stopping.set()
-        running.begin_stop(mode="drain" if signals == 1 else "now", grace_s=DRAIN_S)
-
-    # A terminal sends SIGHUP when it is closed. Under nohup it is ignored, and stays ignored.
-    stop_on_signals(stop, numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), most=2)
-    return stopping

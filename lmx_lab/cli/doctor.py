@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from lmx_lab.cli import FAILED
-from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, epilog
 from lmx_lab.cli.terminal import err, out
 from lmx_lab.sanitize import escape_text
 from lmx_lab.settings import Settings
-
-if TYPE_CHECKING:
-    from lmx_lab.doctor import Finding
 
 app = typer.Typer()
 MARKS = {"fine": ("ok  ", "green"), "note": ("note", "yellow"), "bad": ("bad ", "bold red")}
@@ -44,18 +40,17 @@ def doctor(
     """Check this machine: report what works, what does not, what that means, and the command that fixes it."""
     # Shown on a terminal only.
     with err.status("checking this machine …"):
-        findings: list[Finding] = load("lmx_lab.doctor:run_checks")(Settings.read(), measure=measure)
+        from lmx_lab.doctor import run_checks
+
+        findings = run_checks(Settings.read(), measure=measure)
     broken = sum(finding.verdict == "bad" for finding in findings)
     if as_json:
         document = {"findings": [asdict(finding) for finding in findings], "broken": broken}
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     else:
         for finding in findings:
-            out.print(_line(finding), highlight=False)
+            # Names of programs and folders may contain control characters.
+            line = f" {finding.topic}: {escape_text(finding.text)}"
+            out.print(Text.assemble(MARKS[finding.verdict], line), highlight=False)
     if broken:
         sys.exit(FAILED)
-
-
-def _line(finding: Finding) -> Text:
-    # Names of programs and folders may contain control characters.
-    return Text.assemble(MARKS[finding.verdict], f" {finding.topic}: {escape_text(finding.text)}")

@@ -13,8 +13,6 @@ from lmx_lab.wire.events import Envelope, EventPage, ResetFrame, SnapshotFrame, 
 
 FIRST_SEARCH = 1000
 """Number of the newest events that are searched first. If too few of them match, the complete log is searched."""
-
-
 TIME_CHARACTERS = len("12:34:56")
 SESSION_CHARACTERS = 12
 """Number of characters of a session's id in a line. ``--session`` requires the complete id, which ``--json`` prints."""
@@ -39,7 +37,7 @@ class EventPrinter:
         self._types = types
         self._as_json = as_json
         self._message: tuple[str, object] | None = None
-        """Id of the message to which the last piece belonged."""
+        """Type of the last event and id of its message, if it was a piece of one."""
 
     def print_after(self, cursor: int) -> int:
         """Print the events in the log after a cursor; return the cursor after them."""
@@ -87,7 +85,8 @@ class EventPrinter:
     def _print(self, event: Envelope) -> None:
         if not self._as_json:
             # Only the first piece of a message is printed, because the events panel also shows one row for a message.
-            message, self._message = self._message, _message_of(event)
+            message = self._message
+            self._message = (event.event, event.data.get("message_id")) if event.event in PIECES else None
             if message is not None and message == self._message:
                 return
         sys.stdout.write(f"{as_line_of_json(event) if self._as_json else as_text(event)}\n")
@@ -105,8 +104,3 @@ def as_text(event: Envelope) -> str:
     session = (event.session_id or "")[:SESSION_CHARACTERS]
     text = daemon_event(event.model_dump_json()).display_text()
     return single_line(f"{event.seq} {time} {event.event} {session} {text}".rstrip(), most=200)
-
-
-def _message_of(event: Envelope) -> tuple[str, object] | None:
-    """Return the event type and the message id if the event is a piece of a message; None for other events."""
-    return (event.event, event.data.get("message_id")) if event.event in PIECES else None

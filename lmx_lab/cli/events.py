@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lmx_lab.cli.completion import complete_session
-from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import NEEDS_DAEMON, Command, DaemonToken, DaemonUrl, daemon_client, epilog
 from lmx_lab.errors import InvalidRequestError, SessionNotFoundError
-
-if TYPE_CHECKING:
-    from lmx_lab.cli.event_printer import EventPrinter
-    from lmx_lab.client import DaemonClient
 
 app = typer.Typer()
 
@@ -54,26 +48,18 @@ def events(
         raise InvalidRequestError(f"--tail is {tail}; give 0 or more", param="tail")
     if after is not None and after < 0:
         raise InvalidRequestError(f"--after is {after}; give 0 for all events in the log, or more", param="after")
-    printer_class: type[EventPrinter] = load("lmx_lab.cli.event_printer:EventPrinter")
+    from lmx_lab.cli.event_printer import EventPrinter
+
     with daemon_client(url, token) as client, contextlib.suppress(KeyboardInterrupt):
         sessions = tuple(session or ())
-        _check_sessions(client, sessions)
-        printer = printer_class(client, session_ids=sessions, types=tuple(types or ()), as_json=json)
+        for each in sessions:
+            try:
+                client.read_session(each)
+            except SessionNotFoundError:
+                # Otherwise none of its events would ever be printed. The log may still have those of a deleted session.
+                if not client.page(after=0, session_ids=[each], limit=1).events:
+                    raise
+        printer = EventPrinter(client, session_ids=sessions, types=tuple(types or ()), as_json=json)
         cursor = printer.print_newest(tail) if after is None else printer.print_after(after)
         if follow:
             printer.follow(cursor)
-
-
-def _check_sessions(client: DaemonClient, session_ids: Iterable[str]) -> None:
-    """Check that the sessions exist, or have events in the log.
-
-    Raises:
-        SessionNotFoundError: a session does not exist, so that none of its events would ever be printed.
-    """
-    for session_id in session_ids:
-        try:
-            client.read_session(session_id)
-        except SessionNotFoundError:
-            # The log may still have events of a deleted session.
-            if not client.page(after=0, session_ids=[session_id], limit=1).events:
-                raise

@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+import lmx_lab
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.cli.lazy import load as load_object
 from lmx_lab.cli.options import Command, epilog
 from lmx_lab.cli.terminal import out, print_line, print_note, single_line
 from lmx_lab.extras import install_command
 from lmx_lab.settings import Settings
 from lmx_lab.urls import local_url
 from lmx_lab.values.models import EngineChoice, LoadOptions
-
-if TYPE_CHECKING:
-    from lmx_lab import Lab
-    from lmx_lab.notebook.discovery import FoundLab
 
 app = typer.Typer()
 NEEDS_LAB = "a running lab: lmx-lab serve, or launch() in a notebook"
@@ -107,15 +103,14 @@ def unload(
 
 
 @contextlib.contextmanager
-def _running_lab(url: str | None, api_key: str | None) -> Iterator[Lab]:
+def _running_lab(url: str | None, api_key: str | None) -> Iterator[lmx_lab.Lab]:
     """Connect to a running lab.
 
     Raises:
         LabError: no lab answers at the address, or the key is wrong.
     """
     settings = Settings.read()
-    address = url or local_url(settings.host, settings.port)
-    with load_object("lmx_lab:attach")(address, api_key=api_key) as lab:
+    with lmx_lab.attach(url or local_url(settings.host, settings.port), api_key=api_key) as lab:
         yield lab
 
 
@@ -136,9 +131,12 @@ def discover(
     seconds: Annotated[float, typer.Option(min=0.1, max=60, help="Time to wait for announcements.")] = 3.0,
 ) -> None:
     """List the labs that are announced on the local network, with their addresses and models."""
-    labs: list[FoundLab] = load_object("lmx_lab.notebook.discovery:find_labs")(seconds)
+    from lmx_lab.notebook.addresses import lan_addresses
+    from lmx_lab.notebook.discovery import find_labs
+
+    labs = find_labs(seconds)
     if not labs:
-        if load_object("lmx_lab.notebook.addresses:lan_addresses")():
+        if lan_addresses():
             hint = "start one with lmx-lab serve --host 0.0.0.0 --announce"
         else:
             hint = "this machine has no network connection with an IPv4 address"

@@ -11,15 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lmx_lab.cli.completion import complete_pull
-from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, epilog, settings_with_folders
 from lmx_lab.cli.terminal import out, print_line, print_note, single_line
 from lmx_lab.values.models import ECHO, ModelEntry, QuantizedType, by_model
 
 if TYPE_CHECKING:
     from lmx_lab.engine.find import PreferredEngine
-    from lmx_lab.settings import Settings
-    from lmx_lab.weights import Catalog
 
 app = typer.Typer()
 MAX_CELL_CHARACTERS = 1000
@@ -53,16 +50,22 @@ def pull(
     if model == ECHO.id:
         print_line("echo has no files to download: it answers without a model; run lmx-lab serve --model echo")
         return
-    catalog_class: type[Catalog] = load("lmx_lab.weights:Catalog")
+    from lmx_lab.engine.find import preferred_engine
+    from lmx_lab.engine.speeds import read_speeds
+    from lmx_lab.progress import bar
+    from lmx_lab.weights import Catalog
+    from lmx_lab.weights.locations import remove_stale_copies
+
     settings = settings_with_folders()
-    load("lmx_lab.weights.locations:remove_stale_copies")(settings.quantized_folder)
-    with load("lmx_lab.progress:bar")(model) as bar:
-        catalog = catalog_class(settings)
+    remove_stale_copies(settings.quantized_folder)
+    with bar(model) as progress:
+        catalog = Catalog(settings)
         if mlx:
-            entry = catalog.convert(model, bar.update)
+            entry = catalog.convert(model, progress.update)
         else:
-            format_ = _preferred_engine(settings).format if catalog.can_choose_format(model) else None
-            entry = catalog.fetch(model, bar.update, format=format_)
+            is_choice = catalog.can_choose_format(model)
+            format_ = preferred_engine(read_speeds(settings)).format if is_choice else None
+            entry = catalog.fetch(model, progress.update, format=format_)
     print_line(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
 
 
@@ -87,19 +90,15 @@ def quantize(
     The original is kept. The copy is loaded instead of it if the mean KL divergence per token is at most 0.01 and the
     copy is faster; otherwise only when it is named.
     """
+    from lmx_lab.engine.llama_cpp.quantize import quantize as make_copy
+    from lmx_lab.progress import bar
+
     settings = settings_with_folders()
-    with load("lmx_lab.progress:bar")(model) as bar:
-        entry = load("lmx_lab.engine.llama_cpp.quantize:quantize")(settings, model, type_name, bar.update)
+    with bar(model) as progress:
+        entry = make_copy(settings, model, type_name, progress.update)
     assert entry.copy is not None
     print_line(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
     print_note(entry.copy.describe(entry.id))
-
-
-def _preferred_engine(settings: Settings) -> PreferredEngine:
-    preferred: PreferredEngine = load("lmx_lab.engine.find:preferred_engine")(
-        load("lmx_lab.engine.speeds:read_speeds")(settings)
-    )
-    return preferred
 
 
 @app.command(
@@ -114,33 +113,49 @@ def models() -> None:
 
     The list goes to standard output, hints on the next step to standard error.
     """
+    from lmx_lab.engine.find import preferred_engine
+    from lmx_lab.engine.registry import ENGINES
+    from lmx_lab.engine.speeds import read_speeds
+    from lmx_lab.weights import Catalog
+    from lmx_lab.weights.starters import STARTERS
+
     settings = settings_with_folders()
-    catalog_class: type[Catalog] = load("lmx_lab.weights:Catalog")
-    listing = catalog_class(settings).listing()
+    listing = Catalog(settings).listing()
     entries = listing.entries
     if listing.problem is not None:
         print_note(listing.problem)
-    preferred = _preferred_engine(settings)
     if entries:
+        preferred = preferred_engine(read_speeds(settings))
         _print_table(entries, preferred)
-        _print_copies_and_formats(entries, preferred)
+        for entry in entries:
+            if entry.copy is not None:
+                print_note(entry.copy.describe(entry.id))
+        if any(len({each.format for each in formats}) > 1 for formats in by_model(entries).values()):
+            engines = "; ".join(f"{row.name} is {row.good_for}" for row in ENGINES.values() if row.good_for)
+            print_note(
+                f"models in several formats are loaded on {preferred.name} ({preferred.reason}); --engine selects "
+                f"another one: {engines}"
+            )
     else:
         print_note(f"no models in {settings.models_folder} or the hub's cache; try: lmx-lab pull smollm2-135m")
     has_gguf = any(entry.format == "gguf" for entry in entries)
-    if has_gguf and (problem := load("lmx_lab.engine.registry:ENGINES")["llama.cpp"].problem()) is not None:
+    if has_gguf and (problem := ENGINES["llama.cpp"].problem()) is not None:
         print_note(problem)
-    missing = sorted(set(load("lmx_lab.weights.starters:STARTERS")) - {entry.id for entry in entries})
+    missing = sorted(set(STARTERS) - {entry.id for entry in entries})
     if entries and missing:
         print_note(f"starter models to pull: {', '.join(missing)}")
 
 
 def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> None:
     """Print a row for each model, whatever the number of its formats."""
+    from lmx_lab.engine.find import by_preference
+    from lmx_lab.engine.registry import engine_for
+
     table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     for formats in by_model(entries).values():
-        entry, *_ = ordered = load("lmx_lab.engine.find:by_preference")(formats, preferred)
+        entry, *_ = ordered = by_preference(formats, preferred)
         size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
-        engine = load("lmx_lab.engine.registry:engine_for")(entry.format).name
+        engine = engine_for(entry.format).name
         shown = ",".join(dict.fromkeys(each.format for each in ordered))
         copy = entry.copy
         quantization = entry.quantization or "" if copy is None else copy.title
@@ -152,20 +167,3 @@ def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> N
     needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
     table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
     out.print(table, crop=False)
-
-
-def _print_copies_and_formats(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> None:
-    """Print which models are quantized copies, and on which engine models in several formats are loaded."""
-    for entry in entries:
-        if entry.copy is not None:
-            print_note(entry.copy.describe(entry.id))
-    if any(len({each.format for each in formats}) > 1 for formats in by_model(entries).values()):
-        print_note(
-            f"models in several formats are loaded on {preferred.name} ({preferred.reason}); --engine selects "
-            f"another one: {_engines_in_words()}"
-        )
-
-
-def _engines_in_words() -> str:
-    rows = load("lmx_lab.engine.registry:ENGINES").values()
-    return "; ".join(f"{row.name} is {row.good_for}" for row in rows if row.good_for)

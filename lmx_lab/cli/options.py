@@ -16,7 +16,6 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from lmx_lab.cli.lazy import load
 from lmx_lab.cli.terminal import print_note, single_line
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
@@ -77,7 +76,14 @@ class CommandGroup(TyperGroup):
                 # There were no arguments, and the text is the help, unless rich has already printed it.
                 sys.stdout.write(text)
                 sys.exit(exc.exit_code)
-            message = _error_message(exc)
+            message = exc.format_message().rstrip(".")
+            mistakes = getattr(exc.__cause__, "errors", None)
+            # For invalid numbers, typer's message does not contain the given value.
+            if isinstance(exc, typer.BadParameter) and exc.param is not None and mistakes is not None:
+                first = mistakes()[0]
+                if (expected := NUMBERS.get(first["type"])) is not None:
+                    message = f"{exc.param.opts[0]} is {first['input']!r:.80}; it must be {expected}"
+            message = single_line(message[:1].lower() + message[1:], most=MAX_ERROR_CHARACTERS)
             end = "" if message.endswith(("?", "…")) else "."
             ctx: typer.Context | None = getattr(exc, "ctx", None)
             raise InvalidRequestError(f"{message}{end} See {ctx.command_path if ctx else 'lmx-lab'} --help") from None
@@ -106,18 +112,6 @@ def _process_value(option: TyperOption, ctx: Any, value: Any) -> Any:
     elif value is None and option.multiple:
         value = ()
     return value if option.callback is None else option.callback(ctx, option, value)
-
-
-def _error_message(exc: typer.TyperException) -> str:
-    """Return typer's message. For invalid numbers, typer's message does not contain the given value, so another message
-    is built."""
-    message = exc.format_message().rstrip(".")
-    mistakes = getattr(exc.__cause__, "errors", None)
-    if isinstance(exc, typer.BadParameter) and exc.param is not None and mistakes is not None:
-        first = mistakes()[0]
-        if (expected := NUMBERS.get(first["type"])) is not None:
-            message = f"{exc.param.opts[0]} is {first['input']!r:.80}; it must be {expected}"
-    return single_line(message[:1].lower() + message[1:], most=MAX_ERROR_CHARACTERS)
 
 
 # Servers
@@ -192,5 +186,6 @@ def daemon_client(url: str | None, token: str | None) -> DaemonClient:
         )
     if url is not None and token is None:
         raise InvalidRequestError(f"--url needs the daemon's token: set {TOKEN}", param="token")
-    client: type[DaemonClient] = load("lmx_lab.client:DaemonClient")
-    return client.discover() if url is None else client(url, token=token or "")
+    from lmx_lab.client import DaemonClient
+
+    return DaemonClient.discover() if url is None else DaemonClient(url, token=token or "")

@@ -10,12 +10,10 @@ from typing import Annotated, Any, cast
 import typer
 
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folders
 from lmx_lab.cli.process import garbage_collection_paused, print_requests, start_logging
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.heap import return_large_blocks
-from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineChoice, KvCacheDtype, LoadOptions, LoadSpec
 
 app = typer.Typer()
@@ -193,30 +191,54 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    options: dict[str, Any] = {"engine": engine, "context_length": context_length, "deterministic": deterministic}
-    options |= {"prompt_lookup": prompt_lookup, "kv_cache_dtype": kv_cache_dtype, "draft": draft}
-    spec = _load_spec(model, **options)
-    unchanged: dict[str, Any] = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads}
-    unchanged |= {"host": host, "port": port, "api_key": api_key, "log_level": log_level}
-    unchanged |= {"prefix_cache_dir": prefix_cache_dir, "announce_name": announce_name, "record": record}
-    unchanged |= {"record_to": record_to, "otel": otel, "embedder": embedder, "reranker": reranker}
+    spec = _load_spec(
+        model,
+        engine=engine,
+        context_length=context_length,
+        deterministic=deterministic,
+        prompt_lookup=prompt_lookup,
+        kv_cache_dtype=kv_cache_dtype,
+        draft=draft,
+    )
+    # None, for an option that is not given, leaves the setting to the environment.
     settings = settings_with_folders(
+        host=host,
+        port=port,
+        api_key=api_key,
         cors_origins=cors_origin or None,
         allowed_hosts=allow_host or None,
-        **_switches(lan_admin=lan_admin, announce=announce, no_page=no_page, no_downloads=no_downloads),
+        lan_admin=lan_admin or None,
+        announce=announce or None,
+        announce_name=announce_name,
+        page=False if no_page else None,
+        downloads=False if no_downloads else None,
         model_folders=models or None,
-        **_naming_settings(swap=swap, any_model=any_model, model_alias=model_alias),
-        **_memory_settings(memory_limit, prefix_cache, prefix_cache_disk),
-        **{"idle_unload_s": idle_unload, "request_timeout_s": request_timeout, **unchanged},
+        embedder=embedder,
+        reranker=reranker,
+        swap=swap or None,
+        model_aliases=model_alias or None,
+        any_model=any_model or None,
+        idle_unload_s=idle_unload,
+        slots=slots,
+        queue_limit=queue_limit,
+        request_timeout_s=request_timeout,
+        memory_limit_bytes=_bytes("--memory-limit", memory_limit),
+        prefix_cache_bytes=_bytes("--prefix-cache", prefix_cache),
+        prefix_cache_dir=prefix_cache_dir,
+        prefix_cache_disk_bytes=_bytes("--prefix-cache-disk", prefix_cache_disk),
+        dtype=dtype,
+        threads=threads,
+        record=record,
+        record_to=record_to,
+        otel=otel,
+        log_level=log_level,
     )
-    _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
-
-
-def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool, quiet: bool) -> None:
     start_logging(settings.log_level)
     return_large_blocks()
     with garbage_collection_paused(), contextlib.nullcontext() if quiet else print_requests():
-        load("lmx_lab.cli.server:run_server")(settings, spec, explicit_port=explicit_port)
+        from lmx_lab.cli.server import run_server
+
+        run_server(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ)
 
 
 def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
@@ -235,36 +257,6 @@ def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
         option = f"--{next(iter(given))}".replace("_", "-")
         raise InvalidRequestError(f"{option} is given without --model; name the model to load", param=option)
     return None
-
-
-def _switches(*, lan_admin: bool, announce: bool, no_page: bool, no_downloads: bool) -> dict[str, bool | None]:
-    """Return the settings of switches. None, for a switch that is not given, leaves the setting to the environment."""
-    return {
-        "lan_admin": lan_admin or None,
-        "announce": announce or None,
-        "page": False if no_page else None,
-        "downloads": False if no_downloads else None,
-    }
-
-
-def _naming_settings(*, swap: bool, any_model: bool, model_alias: list[str] | None) -> dict[str, Any]:
-    """Return the settings for requests that name a model other than the loaded one."""
-    return {"swap": swap or None, "any_model": any_model or None, "model_aliases": model_alias or None}
-
-
-def _memory_settings(
-    memory_limit: float | None, prefix_cache: float | None, prefix_cache_disk: float | None
-) -> dict[str, int | None]:
-    """Convert the options that are sizes in GB to settings.
-
-    Raises:
-        InvalidRequestError: a size is not valid.
-    """
-    return {
-        "memory_limit_bytes": _bytes("--memory-limit", memory_limit),
-        "prefix_cache_bytes": _bytes("--prefix-cache", prefix_cache),
-        "prefix_cache_disk_bytes": _bytes("--prefix-cache-disk", prefix_cache_disk),
-    }
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:

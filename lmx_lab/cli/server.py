@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lmx_lab
@@ -33,7 +33,14 @@ def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
 
 
 async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
-    stop = asyncio.create_task(_stop_event().wait(), name="lmx-lab stop")
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+    def set_stopped(_: int) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop has already ended.
+            loop.call_soon_threadsafe(stopped.set)
+
+    stop_on_signals(set_stopped)
+    stop = asyncio.create_task(stopped.wait(), name="lmx-lab stop")
     engine = ModelManager(settings)
     async with contextlib.AsyncExitStack() as stack:
         tasks: list[asyncio.Task[Any]] = [stop]
@@ -43,9 +50,14 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
         if first is not None:
             tasks.append(first)
             await _wait_for_files(engine, first, stop)
-        with _short_turns():
-            # This imports the modules of the server, which takes about as long as the load of a small model.
+        # This imports the modules of the server, which takes about as long as the load of a small model. Meanwhile,
+        # the threads of the load wait for Python's lock at each step.
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        try:
             lab = lmx_lab.Lab(settings, loop="thread", explicit_port=explicit_port, engine=engine)
+        finally:
+            sys.setswitchinterval(usual_s)
         await lab.astart()
         stack.push_async_callback(lab.astop)
         # Again, because the tasks end before the lab.
@@ -61,17 +73,6 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
         print_line("stopping")
 
 
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Let the threads of a load run sooner within the block: at each step, they wait for Python's lock."""
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual_s)
-
-
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
@@ -80,18 +81,18 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 def _first_load(engine: ModelManager, spec: LoadSpec | None) -> asyncio.Task[LoadReport] | None:
     """Begin to load the first model of the server; return None if there is none."""
+
+    async def load(first: LoadSpec) -> LoadReport:
+        with prepared_trial():
+            return await engine.load(first)
+
     for first in (*engine.unpinned(), spec):
         if first is not None:
             # The load and the server import it at the same time, which can fail with a partially initialized module.
             import numpy.typing  # noqa: F401
 
-            return asyncio.create_task(_load_first(engine, first), name=f"lmx-lab load {first.model:.80}")
+            return asyncio.create_task(load(first), name=f"lmx-lab load {first.model:.80}")
     return None
-
-
-async def _load_first(engine: ModelManager, spec: LoadSpec) -> LoadReport:
-    with prepared_trial():
-        return await engine.load(spec)
 
 
 async def _wait_for_files(engine: ModelManager, load: asyncio.Task[LoadReport], stop: asyncio.Task[Any]) -> None:
@@ -109,18 +110,6 @@ async def _wait_for_files(engine: ModelManager, load: asyncio.Task[LoadReport], 
     await asyncio.wait([load, waiting, stop], return_when=asyncio.FIRST_COMPLETED)
     await _cancel([waiting])
     engine.remove_observer(observe)
-
-
-def _stop_event() -> asyncio.Event:
-    """Return an event that the first SIGINT or SIGTERM sets. The second one ends the process by its default action."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def set_stop(_: int) -> None:
-        with contextlib.suppress(RuntimeError):  # The loop has already ended.
-            loop.call_soon_threadsafe(stop.set)
-
-    stop_on_signals(set_stop)
-    return stop
 
 
 async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None, first: asyncio.Task[LoadReport] | None) -> None:
@@ -149,12 +138,7 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None, first: asyncio.Task[Lo
         print_line(f"on the LAN at {url}", style="bold")
     if lab.server.announced_name:
         print_line(f"announced on the LAN as {lab.server.announced_name}")
-    _print_code(lab)
-    if spec is None and not lab.engine.snapshot.pinned:
-        print_line("no model is loaded yet: load one with lmx-lab load, or start with --model")
-
-
-def _print_code(lab: lmx_lab.Lab) -> None:
-    """Print a QR code of the chat page for phones, if other machines can reach it and the output is a terminal."""
     if lab.lan_url is not None and lab.settings.page and sys.stdout.isatty() and (code := qr_half_blocks(lab.lan_url)):
         print_line(f"the chat page for phones:\n{code}")
+    if spec is None and not lab.engine.snapshot.pinned:
+        print_line("no model is loaded yet: load one with lmx-lab load, or start with --model")

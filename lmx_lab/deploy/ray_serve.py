@@ -6,7 +6,6 @@ A replica is an ASGI application that starts and ends with its lifespan. It open
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -60,17 +59,18 @@ class ReplicaApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._run_lifespan(receive, send)
+            for step, work in (("startup", self.start), ("shutdown", self.stop)):
+                await receive()
+                try:
+                    await work()
+                except LabError as exc:
+                    await send({"type": f"lifespan.{step}.failed", "message": exc.message})
+                    return
+                await send({"type": f"lifespan.{step}.complete"})
             return
         assert self._server is not None, "requests follow the start of the lifespan"
         # A caller without an address is not local.
         await self._server.asgi({**scope, "client": None}, receive, send)
-
-    async def _run_lifespan(self, receive: Receive, send: Send) -> None:
-        for step, work in (("startup", self.start), ("shutdown", self.stop)):
-            await receive()
-            if not await _report(step, work, send):
-                return
 
     async def start(self) -> None:
         """Load the models.
@@ -112,17 +112,6 @@ class ReplicaApp:
             await server.manager.quiesce(REQUESTS_S)
         await asyncio.to_thread(server.manager.stop)
         await asyncio.to_thread(server.close)
-
-
-async def _report(step: str, work: Callable[[], Awaitable[None]], send: Send) -> bool:
-    """Perform a step of the lifespan and send its result. Returns whether the step succeeded."""
-    try:
-        await work()
-    except LabError as exc:
-        await send({"type": f"lifespan.{step}.failed", "message": exc.message})
-        return False
-    await send({"type": f"lifespan.{step}.complete"})
-    return True
 
 
 def application(

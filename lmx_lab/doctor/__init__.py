@@ -79,22 +79,19 @@ def run_checks(settings: Settings, *, measure: bool = False) -> list[Finding]:
     """
     # All checks are imported here, in one thread, because packages whose modules import each other can fail when two
     # threads import them.
-    checks = {topic: _load_check(topic) for topic in CHECKS}
+    checks: dict[str, Check] = {}
+    for topic, name in CHECKS.items():
+        try:
+            checks[topic] = pkgutil.resolve_name(name)
+        except ERRORS as exc:
+            failed = Finding(topic=topic, verdict="bad", found=str(exc))
+            checks[topic] = lambda *_, failed=failed, **__: [failed]
     checks["engines"] = functools.partial(checks["engines"], measure=measure)
     with ThreadPoolExecutor(len(WAITING), thread_name_prefix="lmx-lab-doctor") as pool:
         waiting = {topic: pool.submit(_run_check, topic, checks[topic], settings) for topic in WAITING}
         found = {topic: _run_check(topic, check, settings) for topic, check in checks.items() if topic not in WAITING}
         found |= {topic: future.result() for topic, future in waiting.items()}
     return [finding for topic in CHECKS for finding in found[topic]]
-
-
-def _load_check(topic: str) -> Check:
-    try:
-        check: Check = pkgutil.resolve_name(CHECKS[topic])
-    except ERRORS as exc:
-        failed = Finding(topic=topic, verdict="bad", found=str(exc))
-        return lambda *_, **__: [failed]
-    return check
 
 
 def _run_check(topic: str, check: Check, settings: Settings) -> list[Finding]:

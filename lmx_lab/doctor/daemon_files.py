@@ -35,25 +35,21 @@ def check_daemon_files(settings: Settings) -> Iterator[Finding]:
     try:
         state = read_state_file(file)
     except UnreachableError as exc:
-        yield _invalid_state_file(file, exc)
+        is_shared = _shared_mode(file) is not None
+        lost = "clients cannot find the daemon"
+        yield Finding(
+            topic="daemon",
+            verdict="bad",
+            found=exc.message,
+            means=f"{lost}; {LEAKED_TOKEN}" if is_shared else lost,
+            remedy=f"chmod 600 {file}, then restart the daemon" if is_shared else f"rm {file}",
+        )
         return
     found = f"running at {state.url} (process {state.pid})"
     if read_state(folder) is None:
         # The next start replaces the file.
         found = f"no daemon is running; process {state.pid} ended without removing its state file"
     yield Finding(topic="daemon", verdict="fine", found=found)
-
-
-def _invalid_state_file(file: Path, error: UnreachableError) -> Finding:
-    is_shared = _shared_mode(file) is not None
-    lost = "clients cannot find the daemon"
-    return Finding(
-        topic="daemon",
-        verdict="bad",
-        found=error.message,
-        means=f"{lost}; {LEAKED_TOKEN}" if is_shared else lost,
-        remedy=f"chmod 600 {file}, then restart the daemon" if is_shared else f"rm {file}",
-    )
 
 
 def _shared_mode(path: Path) -> int | None:

@@ -37,7 +37,15 @@ def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Find
     if (missing := ENGINES["llama.cpp"].problem()) is not None:
         yield Finding(topic="llama.cpp", verdict="note", found=missing)
         return
-    failure = _import_bindings()
+    # In a child process, which may crash.
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", f"import {PACKAGE}"],
+            capture_output=True, text=True, check=False, timeout=IMPORT_TIMEOUT_S,
+        )  # fmt: skip
+        failure = describe_import_failure(done.returncode, done.stderr)
+    except subprocess.TimeoutExpired:
+        failure = f"importing {PACKAGE} did not finish within {IMPORT_TIMEOUT_S:g} s"
     version = str(versions()["llama.cpp"])
     if failure is not None:
         yield Finding(
@@ -67,18 +75,6 @@ def check_copies(settings: Settings) -> Iterator[Finding]:
                 found=f"{name} has weights of type {entries[0].quantization}, for which llama.cpp has no fast kernels",
                 remedy=f"lmx-lab quantize {name}",
             )
-
-
-def _import_bindings() -> str | None:
-    """Import the bindings of llama.cpp in a child process, which may crash. Return what failed, or ``None``."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", f"import {PACKAGE}"],
-            capture_output=True, text=True, check=False, timeout=IMPORT_TIMEOUT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"importing {PACKAGE} did not finish within {IMPORT_TIMEOUT_S:g} s"
-    return describe_import_failure(done.returncode, done.stderr)
 
 
 def describe_import_failure(status: int, stderr: str) -> str | None:

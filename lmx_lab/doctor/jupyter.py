@@ -88,7 +88,9 @@ def check_kernel(_: Settings) -> Iterator[Finding]:
 
 
 def _check_ipykernel(python: str, version: str | None) -> Finding:
-    least = _oldest_supported("ipykernel")
+    # The lower bound in the requirements of lmx-lab.
+    bounds = (re.match(r"ipykernel>=([\d.]+)", requirement) for requirement in metadata.requires("lmx-lab") or ())
+    least = next((bound[1] for bound in bounds if bound), "0")
     if version is None:
         return Finding(
             topic="ipykernel",
@@ -147,14 +149,6 @@ def _query_python(python: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return answer
-
-
-def _oldest_supported(package: str) -> str:
-    """Return the lower bound of a package in the requirements of ``lmx-lab``."""
-    for requirement in metadata.requires("lmx-lab") or ():
-        if found := re.match(rf"{package}>=([\d.]+)", requirement):
-            return found[1]
-    return "0"
 
 
 def _parse_version(version: str) -> tuple[int, ...]:

@@ -9,12 +9,12 @@ import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 from lmx_lab.doctor import Finding
 from lmx_lab.extras import install_command, installed_version
 from lmx_lab.settings import Settings
 from lmx_lab.weights.starters import STARTERS
+from lmx_lab.weights.store import existing_parent
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "transformers", "huggingface_hub", "fastapi", "uvicorn")
 OPTIONAL_PACKAGES = ("jupyterlab", "openai")
@@ -36,7 +36,9 @@ def check_packages(_: Settings) -> Iterator[Finding]:
 
 def check_python(version: tuple[int, int, int]) -> Finding:
     """Check that this version of Python is one of those in the classifiers of this package."""
-    tested = _tested_minor_versions()
+    classifiers = metadata.metadata("lmx-lab").get_all("Classifier", [])
+    minors = [line.removeprefix(PYTHON_CLASSIFIER) for line in classifiers if line.startswith(PYTHON_CLASSIFIER)]
+    tested = sorted(int(minor) for minor in minors if re.fullmatch(r"\d+", minor))
     found = f"{'.'.join(map(str, version))}, {platform.platform()}, {sys.executable}"
     if not tested or (3, tested[0]) <= version[:2] <= (3, tested[-1]):
         return Finding(topic="python", verdict="fine", found=found)
@@ -49,15 +51,9 @@ def check_python(version: tuple[int, int, int]) -> Finding:
     )
 
 
-def _tested_minor_versions() -> list[int]:
-    classifiers = metadata.metadata("lmx-lab").get_all("Classifier", [])
-    minors = [line.removeprefix(PYTHON_CLASSIFIER) for line in classifiers if line.startswith(PYTHON_CLASSIFIER)]
-    return sorted(int(minor) for minor in minors if re.fullmatch(r"\d+", minor))
-
-
 def check_disk(settings: Settings) -> Iterator[Finding]:
     """Check that the home folder is writable, and that its disk has enough free space."""
-    folder = _nearest_existing(settings.home)
+    folder = existing_parent(settings.home)
     free = shutil.disk_usage(folder).free
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         yield Finding(
@@ -81,7 +77,3 @@ def check_disk(settings: Settings) -> Iterator[Finding]:
     yield Finding(
         topic="disk", verdict="bad", found=found, means=means, remedy="free disk space, or export LMX_LAB_HOME=FOLDER"
     )
-
-
-def _nearest_existing(folder: Path) -> Path:
-    return folder if folder.exists() else _nearest_existing(folder.parent)

@@ -9,13 +9,14 @@ import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from lmx_lab.doctor import Finding
 from lmx_lab.errors import PortTakenError
 from lmx_lab.http.uvicorn_server import PORTS_TRIED, bind
-from lmx_lab.settings import Settings
+from lmx_lab.settings import PREFIX, Settings
 from lmx_lab.urls import LOOPBACK_FOR, local_url
 
 PROBE_TIMEOUT_S = 1.0
@@ -68,33 +69,38 @@ def check_port(settings: Settings) -> Iterator[Finding]:
     try:
         bind(settings.host, settings.port, explicit=True).close()
     except PortTakenError:
-        yield _taken_port(name, settings.port)
+        pass
     else:
         yield Finding(topic="port", verdict="fine", found=f"{name} is free")
-
-
-def _taken_port(name: str, port: int) -> Finding:
-    listeners = [each for each in list_listeners() if each.port == port]
+        return
+    listeners = [each for each in list_listeners() if each.port == settings.port]
     found = f"{name} is taken by {listeners[0] if listeners else 'a program that cannot be identified'}"
     if any(map(_is_lab, listeners)):
-        return Finding(topic="port", verdict="fine", found=f"{found}: a lab, which clients of this address use")
-    is_configured = "LMX_LAB_PORT" in os.environ
-    means = "a new lab takes the next free port, and clients of this port reach the other program"
-    remedy = "unset LMX_LAB_PORT" if is_configured else "lmx-lab serve --port 0 takes any free port"
-    return Finding(
-        topic="port",
-        verdict="bad" if is_configured else "note",
-        found=found,
-        means="LMX_LAB_PORT requires this port, so no lab can start" if is_configured else means,
-        remedy=remedy,
-    )
+        yield Finding(topic="port", verdict="fine", found=f"{found}: a lab, which clients of this address use")
+    elif "LMX_LAB_PORT" in os.environ:
+        yield Finding(
+            topic="port",
+            verdict="bad",
+            found=found,
+            means="LMX_LAB_PORT requires this port, so no lab can start",
+            remedy="unset LMX_LAB_PORT",
+        )
+    else:
+        yield Finding(
+            topic="port",
+            verdict="note",
+            found=found,
+            means="a new lab takes the next free port, and clients of this port reach the other program",
+            remedy="lmx-lab serve --port 0 takes any free port",
+        )
 
 
 def check_labs(settings: Settings) -> Iterator[Finding]:
     """Check that at most one lab of this home uses the usual ports, because each lab keeps its own model in memory."""
     usual = {*range(settings.port, settings.port + PORTS_TRIED + 1)}
     usual |= {*range(Settings.port, Settings.port + PORTS_TRIED + 1)}
-    candidates = [each for each in list_listeners() if each.port in usual and _home_of(each) == str(settings.home)]
+    home = settings.home.resolve()
+    candidates = [each for each in list_listeners() if each.port in usual and _home_of(each) == home]
     with ThreadPoolExecutor(CONCURRENT_PROBES, thread_name_prefix="lmx-lab-doctor") as pool:
         labs = [each for each, is_lab in zip(candidates, pool.map(_is_lab, candidates), strict=True) if is_lab]
     if len(labs) < 2:
@@ -125,10 +131,14 @@ def _is_lab(listener: Listener) -> bool:
         connection.close()
 
 
-def _home_of(lab: Listener) -> str | None:
+def _home_of(lab: Listener) -> Path | None:
+    """Return the home of a lab, without links. The lab has read it from its environment as this process does."""
     if lab.pid is None:
         return None
     try:
-        return psutil.Process(lab.pid).environ().get("LMX_LAB_HOME", str(Settings().home))
+        process = psutil.Process(lab.pid)
+        variable = f"{PREFIX}HOME"
+        home = Settings.read({variable: process.environ().get(variable, "")}).home
+        return (home if home.is_absolute() else Path(process.cwd(), home)).resolve()
     except psutil.Error:
         return None

@@ -276,8 +276,8 @@ class QuantizedCopy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelEntry(Facts):
-    """One usable model on this disk."""
+class ModelLocation:
+    """A place where a model may be. Nothing in it was read yet."""
 
     id: str
     """``smollm2-135m`` or ``org/name``; for a GGUF file of the hub ``org/name:Q4_K_M``; in extra folders the name of
@@ -287,10 +287,29 @@ class ModelEntry(Facts):
     source: Source
     aliases: tuple[str, ...] = field(default=(), compare=False)
     """Other names for the model in this format, which apply if no model has them as its id. Case does not matter."""
-    engine_reason: str = field(default="", compare=False)
-    """For a model to load, why the engine of this format was chosen; empty if there was no choice."""
     copy: QuantizedCopy | None = None
     """Set if the file is a quantized copy of the model's own file."""
+    converted_from: Path | None = field(default=None, compare=False, repr=False)
+    """The GGUF file from which the model was converted, if the file has not changed since."""
+    family: str | None = field(default=None, compare=False, repr=False)
+    """The origin that the formats of one model share: the starter, or the file that was converted. Other models with
+    the same id are different models."""
+
+    def has_alias(self, name: str) -> bool:
+        """Whether the name is one of the aliases."""
+        return name.casefold() in (alias.casefold() for alias in self.aliases)
+
+    def is_format_of(self, other: ModelLocation) -> bool:
+        """Whether both are the same model, in the same or in different formats."""
+        return self == other or (self.family is not None and (self.id, self.family) == (other.id, other.family))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEntry(ModelLocation, Facts):
+    """One usable model on this disk."""
+
+    engine_reason: str = field(default="", compare=False)
+    """For a model to load, why the engine of this format was chosen; empty if there was no choice."""
     modified_at: int = field(default=0, compare=False)
     """Seconds since 1970."""
     marks: tuple[FileMark, ...] = field(default=(), compare=False, repr=False)
@@ -302,10 +321,6 @@ class ModelEntry(Facts):
     def load_bytes(self) -> int:
         """Size of the weight files that a load reads, including those of the draft model."""
         return self.size_bytes + (self.draft.size_bytes if self.draft is not None else 0)
-
-    def has_alias(self, name: str) -> bool:
-        """Whether the name is one of the aliases."""
-        return name.casefold() in (alias.casefold() for alias in self.aliases)
 
 
 def by_model(entries: Iterable[ModelEntry]) -> dict[str, list[ModelEntry]]:

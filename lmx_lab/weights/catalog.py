@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, did_you_mean
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, Format, ModelEntry, by_model
+from lmx_lab.values.models import ECHO, Format, ModelEntry, ModelLocation, by_model
 from lmx_lab.weights.facts import read_entry, read_facts, read_gguf
 from lmx_lab.weights.gguf.convert import convert_gguf, converted_bytes, converted_id, refuse_unsupported
 from lmx_lab.weights.hub import cache_folder
 from lmx_lab.weights.locations import (
-    ModelLocation,
     copy_locations,
     folder_locations,
     hub_locations,
@@ -69,17 +68,13 @@ class Catalog:
         """Return the same as ``listing``, for use in a coroutine."""
         return await self._scanner.alisting()
 
-    def resolve(self, name: str, *, local: bool = True, formats: Sequence[Format] = ()) -> ModelEntry:
-        """Return the entry of a model, as in ``find_formats``.
-
-        Args:
-            formats: The preferred formats of a model in several formats, the best first.
+    def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
+        """Return the first entry that ``find_formats`` returns.
 
         Raises:
             ModelNotFoundError, UnusableModelError: as ``find_formats``.
         """
-        entries = self.find_formats(name, local=local)
-        return min(entries, key=lambda entry: formats.index(entry.format) if entry.format in formats else len(formats))
+        return self.find_formats(name, local=local)[0]
 
     def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
         """Return the entries of a model in each format that the name means, at least one.
@@ -98,11 +93,15 @@ class Catalog:
         if name == ECHO.id:
             return [ECHO]
         named = list(path_locations(name)) if local else []
-        locations = join_formats([*self._locations(), *named])
+        listed = [location for _, locations in self._roots() for location in locations]
+        locations = join_formats([*listed, *named])
+        paths, is_path = [location.path for location in named], os.path.isabs(name)
+        # A path means the listed model at this path if there is one, and not a model that was converted from the file.
+        exact = [it for it in locations if it.path in paths or (it.id == name and not is_path)]
         entries: list[ModelEntry] = []
         first: ModelLocation | None = None
         failure: UnusableModelError | None = None
-        for location in _matching(locations, name, [location.path for location in named]):
+        for location in (*exact, *(it for it in locations if it.has_alias(name))):
             if first is not None and not location.is_format_of(first):
                 continue
             try:
@@ -170,7 +169,15 @@ class Catalog:
         """
         report = progress or ignore_progress
         entry = self.fetch(name, report, format="mlx")
-        return self.resolve(self._convert(entry.path, report).id) if entry.format == "gguf" else entry
+        if entry.format != "gguf":
+            return entry
+        header = read_gguf(entry.path)
+        refuse_unsupported(header)
+        report(Progress(stage="verify", done_bytes=0, total_bytes=header.size_bytes))
+        id_ = converted_id(entry.path)
+        with lock_model(self._models, id_):
+            converted = self._stored(id_) or self._store_converted(id_, entry.path, report)
+        return self.resolve(converted.id)
 
     def can_fetch(self, name: str) -> bool:
         """Whether a download may provide the model of that name, or repair the copy on disk."""
@@ -197,16 +204,15 @@ class Catalog:
             converts = starter.converts and format == "mlx"
             if converts and (entry := self._stored(starter.id)):
                 return entry
-            fetched = self._stored(starter.fetched_name) or self._download_starter(starter, report)
+            fetched = self._stored(starter.fetched_name)
+            if fetched is None:
+                require_disk(self._models, starter.needed_bytes, self._settings.disk_reserve_bytes, starter.id)
+                with workspace(self._models, starter.fetched_name) as temp:
+                    folder = temp / "model"
+                    folder.mkdir()
+                    fetch_starter(starter, folder, temp, report)
+                    fetched = self._publish(starter.fetched_name, folder, temp, report)
             return self._store_converted(starter.id, fetched.path, report) if converts else fetched
-
-    def _download_starter(self, starter: Starter, report: ProgressCallback) -> ModelEntry:
-        require_disk(self._models, starter.needed_bytes, self._settings.disk_reserve_bytes, starter.id)
-        with workspace(self._models, starter.fetched_name) as temp:
-            folder = temp / "model"
-            folder.mkdir()
-            fetch_starter(starter, folder, temp, report)
-            return self._publish(starter.fetched_name, folder, temp, report)
 
     def _fetch_from_hub(self, name: str, repo: str, choice: str | None, report: ProgressCallback) -> ModelEntry:
         # Slow to import, and most processes never download.
@@ -224,14 +230,6 @@ class Catalog:
                 raise (self._ambiguous(name) or exc) from exc
             found = (location for location in hub_locations(cache) if location.path == path)
             return read_entry(next(found, ModelLocation(id=name, path=path, source="hub")))
-
-    def _convert(self, path: Path, report: ProgressCallback) -> ModelEntry:
-        header = read_gguf(path)
-        refuse_unsupported(header)
-        report(Progress(stage="verify", done_bytes=0, total_bytes=header.size_bytes))
-        name = converted_id(path)
-        with lock_model(self._models, name):
-            return self._stored(name) or self._store_converted(name, path, report)
 
     def _store_converted(self, name: str, path: Path, report: ProgressCallback) -> ModelEntry:
         """Convert a GGUF file into the store. The caller holds the lock of the model."""
@@ -262,22 +260,16 @@ class Catalog:
     def _store_location(self, name: str) -> ModelLocation:
         return store_location(model_path(self._models / name), name)
 
-    def _locations(self) -> Iterator[ModelLocation]:
-        for _, locations in self._roots():
-            yield from locations
-
     def _roots(self) -> Iterator[Root]:
         """Return folders and the models in them. The id ``echo`` is reserved: a model of that name needs its path."""
-        for folder, locations in self._all_roots():
+        cache, copies = cache_folder(), self._settings.quantized_folder
+        for folder, locations in (
+            (self._models, store_locations(self._models)),
+            (cache, hub_locations(cache)),
+            *((folder, folder_locations(folder, "folder")) for folder in self._settings.model_folders),
+            (copies, copy_locations(copies)),
+        ):
             yield folder, (location for location in locations if location.id != ECHO.id)
-
-    def _all_roots(self) -> Iterator[Root]:
-        yield self._models, store_locations(self._models)
-        cache = cache_folder()
-        yield cache, hub_locations(cache)
-        for folder in self._settings.model_folders:
-            yield folder, folder_locations(folder, "folder")
-        yield self._settings.quantized_folder, copy_locations(self._settings.quantized_folder)
 
     def _ambiguous(self, name: str) -> ModelNotFoundError | None:
         """Return the error for a repository with several quantizations on disk."""
@@ -301,16 +293,6 @@ class Catalog:
             f"Fetch one with `lmx-lab pull ID`: a starter ({known}), or org/name or org/name:Q4_K_M of the hub",
             param="model",
         )
-
-
-def _matching(locations: Sequence[ModelLocation], name: str, paths: Sequence[Path]) -> list[ModelLocation]:
-    """Return the locations with this id or at the named path, followed by those with this alias.
-
-    A path means the listed model at this path if there is one, and not a model that was converted from the file.
-    """
-    is_path = os.path.isabs(name)
-    exact = [it for it in locations if it.path in paths or (it.id == name and not is_path)]
-    return [*exact, *(location for location in locations if location.has_alias(name))]
 
 
 def _read_if_usable(location: ModelLocation) -> ModelEntry | None:

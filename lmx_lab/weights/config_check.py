@@ -7,7 +7,7 @@ fails with an error that does not name the value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -46,14 +46,20 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
     Raises:
         UnusableModelError: a value is impossible; the message names it and the limit.
     """
-    for name, part in _parts(config):
+    # The object and all objects in it, each with the prefix of its keys' names.
+    waiting: list[tuple[str, Mapping[str, Any]]] = [("", config)]
+    while waiting:
+        name, part = waiting.pop()
         for key, value in part.items():
+            if isinstance(value, dict):
+                waiting.append((f"{name}{key}.", value))
             if isinstance(value, float) and math.isnan(value):
                 raise _impossible(path, name + key, value, "it must be a number")
             if _is_number(value) and key in MAX_COUNTS and value > MAX_COUNTS[key]:
                 raise _impossible(path, name + key, value, f"the limit is {MAX_COUNTS[key]}")
         if name in ("", "text_config.", "rope_parameters.", "text_config.rope_parameters."):
-            _check_positive(path, name, part)
+            for key, limit in POSITIVE.items():
+                check_positive(path, name + key, part.get(key), limit)
     for key in ("quantization", "quantization_config"):
         if isinstance(given := config.get(key), dict):
             _check_quantization(path, f"{key}.", given)
@@ -93,20 +99,6 @@ def check_positive(path: Path, name: str, value: object, limit: float) -> None:
     """
     if _is_number(value) and not 0 < value <= limit:
         raise _impossible(path, name, value, f"it must be above 0, and {limit:,} at most")
-
-
-def _parts(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Iterate over the object and all objects in it, each with the prefix of its keys' names."""
-    waiting = [(name, config)]
-    while waiting:
-        name, part = waiting.pop()
-        yield name, part
-        waiting += [(f"{name}{key}.", value) for key, value in part.items() if isinstance(value, dict)]
-
-
-def _check_positive(path: Path, name: str, part: Mapping[str, Any]) -> None:
-    for key, limit in POSITIVE.items():
-        check_positive(path, name + key, part.get(key), limit)
 
 
 def _check_quantization(path: Path, name: str, given: Mapping[str, Any]) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.models import Facts, Kind, ModelEntry
+from lmx_lab.values.models import Facts, Kind, ModelEntry, ModelLocation
 from lmx_lab.weights.config_check import check_config, check_positive
 from lmx_lab.weights.files import check_files, open_regular, read_json, read_regular
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.names import is_gguf, parts_of
 from lmx_lab.weights.hub import require_verified
-from lmx_lab.weights.locations import ModelLocation, gguf_models, is_model_folder
+from lmx_lab.weights.locations import gguf_models, is_model_folder
 from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
 
 NAMED_IN_ERRORS = 6
@@ -71,15 +71,8 @@ def read_entry(location: ModelLocation) -> ModelEntry:
         modified_at = int(os.stat(location.path).st_mtime)
     except OSError as exc:
         raise UnusableModelError(f"{location.path} cannot be read: {exc.strerror}; check its permissions") from exc
-    return ModelEntry(
-        id=location.id,
-        path=location.path,
-        source=location.source,
-        aliases=location.aliases,
-        copy=location.copy,
-        modified_at=modified_at,
-        **asdict(facts),
-    )
+    # The fields as they are: asdict would also convert the measurements of a copy.
+    return ModelEntry(**vars(location), **vars(facts), modified_at=modified_at)
 
 
 def read_facts(path: Path) -> Facts:
@@ -90,21 +83,17 @@ def read_facts(path: Path) -> Facts:
     """
     require_verified(path)
     if path.is_dir():
-        _refuse_ambiguous(path)
+        models = [] if is_model_folder(path) else gguf_models(path)
+        if models:
+            shown = ", ".join(model.name for model in models[:NAMED_IN_ERRORS])
+            raise UnusableModelError(
+                f"{path} contains {len(models)} GGUF models; name one of them: {shown}"
+                f"{', …' if len(models) > NAMED_IN_ERRORS else ''}"
+            )
         return read_folder(path)
     if not is_gguf(path.name):
         raise UnusableModelError(f"{path} is neither a folder with config.json nor a .gguf file; name one of these")
     return read_gguf_facts(path)
-
-
-def _refuse_ambiguous(folder: Path) -> None:
-    models = [] if is_model_folder(folder) else gguf_models(folder)
-    if models:
-        shown = ", ".join(path.name for path in models[:NAMED_IN_ERRORS])
-        raise UnusableModelError(
-            f"{folder} contains {len(models)} GGUF models; name one of them: {shown}"
-            f"{', …' if len(models) > NAMED_IN_ERRORS else ''}"
-        )
 
 
 # Model folders
@@ -121,12 +110,22 @@ def read_folder(path: Path) -> Facts:
     check_files(path)
     config = read_json(path / "config.json")
     architecture = config.get("model_type")
-    _refuse_remote_code(path, config)
+    if config.get("model_file") is not None:
+        raise UnusableModelError(
+            f"{path} requires custom code ({config['model_file']!r}), which is never run; use another model"
+        )
+    if "auto_map" in config and "model_type" not in config:
+        raise UnusableModelError(
+            f"{path} requires custom code (auto_map without model_type), which is never run; use another"
+        )
     if not isinstance(architecture, str) or not architecture:
         raise UnusableModelError(f"{path / 'config.json'} has no model_type; fetch the model again, or use another")
     check_config(path / "config.json", config)
     shards = _read_shards(path)
-    _require_tokenizer(path)
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise UnusableModelError(
+            f"{path} contains no tokenizer (tokenizer.json, tokenizer.model or a vocabulary); fetch it again"
+        )
     return Facts(
         kind=_kind(path, config, architecture),
         format="mlx",
@@ -137,19 +136,16 @@ def read_folder(path: Path) -> Facts:
     )
 
 
-def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
-    if config.get("model_file") is not None:
-        raise UnusableModelError(
-            f"{path} requires custom code ({config['model_file']!r}), which is never run; use another model"
-        )
-    if "auto_map" in config and "model_type" not in config:
-        raise UnusableModelError(
-            f"{path} requires custom code (auto_map without model_type), which is never run; use another"
-        )
-
-
 def _read_shards(path: Path) -> list[SafetensorsSummary]:
-    names = {file.name for file in path.glob("model*.safetensors")} | _names_in_index(path)
+    names = {file.name for file in path.glob("model*.safetensors")}
+    if (path / INDEX_NAME).exists():
+        weight_map = read_json(path / INDEX_NAME).get("weight_map")
+        named = list(weight_map.values()) if isinstance(weight_map, dict) else [""]
+        if any(not isinstance(name, str) or Path(name).name != name or not name for name in named):
+            raise UnusableModelError(
+                f"{path / INDEX_NAME} is invalid: its weight_map must name files beside it; fetch it again"
+            )
+        names |= set(named)
     counts = {int(match[1]) for name in names if (match := SHARD.fullmatch(name))}
     names |= {
         f"model-{n:05}-of-{count:05}.safetensors" for count in counts if count < 1000 for n in range(1, count + 1)
@@ -166,29 +162,6 @@ def _read_shards(path: Path) -> list[SafetensorsSummary]:
     return [read_summary(path / name) for name in sorted(names)]
 
 
-def _names_in_index(path: Path) -> set[str]:
-    if not (path / INDEX_NAME).exists():
-        return set()
-    weight_map = read_json(path / INDEX_NAME).get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) and _all_text(weight_map) else {""}
-    if any(Path(name).name != name or not name for name in names):
-        raise UnusableModelError(
-            f"{path / INDEX_NAME} is invalid: its weight_map must name files beside it; fetch it again"
-        )
-    return names
-
-
-def _all_text(mapping: dict[str, Any]) -> bool:
-    return all(isinstance(value, str) for value in mapping.values())
-
-
-def _require_tokenizer(path: Path) -> None:
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
-        raise UnusableModelError(
-            f"{path} contains no tokenizer (tokenizer.json, tokenizer.model or a vocabulary); fetch it again"
-        )
-
-
 def read_card(path: Path) -> str:
     """Return the metadata at the beginning of the model card ``README.md`` as text; empty if there is none."""
     try:
@@ -202,7 +175,12 @@ def read_card(path: Path) -> str:
 def _kind(path: Path, config: dict[str, Any], architecture: str) -> Kind:
     names = config.get("architectures")
     heads = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    if any(name.endswith("ForSequenceClassification") for name in heads) or _is_cross_encoder(path):
+    encoder, modules = path / "config_sentence_transformers.json", path / "modules.json"
+    if (
+        any(name.endswith("ForSequenceClassification") for name in heads)
+        or (encoder.exists() and read_json(encoder).get("model_type") == "CrossEncoder")
+        or (modules.exists() and LOGIT_SCORE in read_regular(modules))
+    ):
         return "rerank"
     if (path / "modules.json").exists() or (path / "1_Pooling").is_dir():
         return "embedding"
@@ -214,14 +192,6 @@ def _kind(path: Path, config: dict[str, Any], architecture: str) -> Kind:
     is_encoder = architecture.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS}
     # A decoder that was saved without its head cannot generate text.
     return "embedding" if is_encoder or any(name.endswith("Model") for name in heads) else "chat"
-
-
-def _is_cross_encoder(path: Path) -> bool:
-    name = "config_sentence_transformers.json"
-    if (path / name).exists() and read_json(path / name).get("model_type") == "CrossEncoder":
-        return True
-    modules = path / "modules.json"
-    return modules.exists() and LOGIT_SCORE in read_regular(modules)
 
 
 def _quantization(config: dict[str, Any]) -> str | None:
@@ -267,7 +237,13 @@ def read_gguf(path: Path) -> GgufHeader:
     """
     names = parts_of(path.name)
     if len(names) == 1:
-        return _require_single(read_header(path))
+        header = read_header(path)
+        if (count := header.integer("split.count") or 0) > 1:
+            raise UnusableModelError(
+                f"{path} is one of {count} parts, and its name does not say which. "
+                f"Restore the names of all parts: NAME-00001-of-{count:05}.gguf and so on"
+            )
+        return header
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         more = ", …" if len(missing) > 3 else ""
@@ -277,8 +253,23 @@ def read_gguf(path: Path) -> GgufHeader:
         )
     parts = [read_header(path.parent / name) for name in names]
     for number, part in enumerate(parts):
-        _check_part(part, number, len(parts))
-    return _join(parts)
+        index, total = part.integer("split.no"), part.integer("split.count")
+        if (index, total) != (number, len(parts)):
+            is_part = index is not None and total is not None
+            actual = f"part {(index or 0) + 1} of {total}" if is_part else "not a part of a split model"
+            raise UnusableModelError(
+                f"{part.path} is part {number + 1} of {len(parts)} by its name, and {actual} by its header. "
+                "Fetch all parts again"
+            )
+    first = parts[0]
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    expected = first.integer("split.tensors.count")
+    if len({tensor.name for tensor in tensors}) != len(tensors) or expected not in (None, len(tensors)):
+        raise UnusableModelError(
+            f"{first.path} and the other parts do not belong to one model: {len(parts)} parts contain {len(tensors)} "
+            f"tensors, {expected} different ones were expected. Fetch all parts again"
+        )
+    return replace(first, size_bytes=sum(part.size_bytes for part in parts), tensors=tensors)
 
 
 POSITIVE: Mapping[str, float] = {
@@ -299,7 +290,16 @@ def read_gguf_facts(path: Path) -> Facts:
         UnusableModelError: see ``read_gguf``; or the file is not a language model, or has impossible values.
     """
     header = read_gguf(path)
-    _require_language_model(header)
+    architecture = header.text("general.architecture")
+    for name in filter(None, (header.text("general.type"), architecture)):
+        if name in NOT_A_MODEL:
+            raise UnusableModelError(f"{path} is {NOT_A_MODEL[name]}")
+    if not header.tensors:
+        raise UnusableModelError(f"{path} contains no weights, at most a vocabulary: fetch the model itself")
+    if architecture is None:
+        raise UnusableModelError(f"{path} does not name its architecture: fetch it again, or use another model")
+    if header.text("tokenizer.ggml.model") in (None, "no_vocab", "none"):
+        raise UnusableModelError(f"{path} contains no vocabulary, so it cannot read text: use another model")
     for key, limit in POSITIVE.items():
         name = f"{header.architecture}.{key}"
         check_positive(path, name, header.metadata.get(name), limit)
@@ -323,49 +323,3 @@ def kind_of(header: GgufHeader) -> Kind:
     if header.architecture not in GGUF_ENCODERS:
         return "chat"
     return "rerank" if any(tensor.name in CLASSIFIER for tensor in header.tensors) else "embedding"
-
-
-def _require_single(header: GgufHeader) -> GgufHeader:
-    count = header.integer("split.count") or 0
-    if count > 1:
-        raise UnusableModelError(
-            f"{header.path} is one of {count} parts, and its name does not say which. "
-            f"Restore the names of all parts: NAME-00001-of-{count:05}.gguf and so on"
-        )
-    return header
-
-
-def _check_part(part: GgufHeader, number: int, count: int) -> None:
-    index, total = part.integer("split.no"), part.integer("split.count")
-    if (index, total) != (number, count):
-        is_part = index is not None and total is not None
-        actual = f"part {(index or 0) + 1} of {total}" if is_part else "not a part of a split model"
-        raise UnusableModelError(
-            f"{part.path} is part {number + 1} of {count} by its name, and {actual} by its header. "
-            "Fetch all parts again"
-        )
-
-
-def _join(parts: list[GgufHeader]) -> GgufHeader:
-    first = parts[0]
-    tensors = tuple(tensor for part in parts for tensor in part.tensors)
-    expected = first.integer("split.tensors.count")
-    if len({tensor.name for tensor in tensors}) != len(tensors) or expected not in (None, len(tensors)):
-        raise UnusableModelError(
-            f"{first.path} and the other parts do not belong to one model: {len(parts)} parts contain {len(tensors)} "
-            f"tensors, {expected} different ones were expected. Fetch all parts again"
-        )
-    return replace(first, size_bytes=sum(part.size_bytes for part in parts), tensors=tensors)
-
-
-def _require_language_model(header: GgufHeader) -> None:
-    architecture = header.text("general.architecture")
-    for name in filter(None, (header.text("general.type"), architecture)):
-        if name in NOT_A_MODEL:
-            raise UnusableModelError(f"{header.path} is {NOT_A_MODEL[name]}")
-    if not header.tensors:
-        raise UnusableModelError(f"{header.path} contains no weights, at most a vocabulary: fetch the model itself")
-    if architecture is None:
-        raise UnusableModelError(f"{header.path} does not name its architecture: fetch it again, or use another model")
-    if header.text("tokenizer.ggml.model") in (None, "no_vocab", "none"):
-        raise UnusableModelError(f"{header.path} contains no vocabulary, so it cannot read text: use another model")

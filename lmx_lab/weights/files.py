@@ -8,7 +8,6 @@ open.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
@@ -117,6 +116,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def list_folder(folder: Path) -> list[Path]:
+    """Return what is in a folder, sorted by name; nothing if it does not exist or cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
 def check_files(folder: Path) -> None:
     """Check that all files that a load can read, including those in subfolders, are regular and within their limits.
 
@@ -142,18 +149,13 @@ def is_read(name: str) -> bool:
 
 def _files(folder: Path) -> Iterator[Path]:
     """Return the files of the folder and of its subfolders; modules of encoders have their own subfolders."""
-    for path in _listed(folder):
+    for path in list_folder(folder):
+        if path.name.startswith("."):
+            continue
         if is_read(path.name) or not os.path.isdir(path):
             yield path
         else:
-            yield from (below for below in _listed(path) if is_read(below.name))
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError:
-        return []
+            yield from (it for it in list_folder(path) if is_read(it.name) and not it.name.startswith("."))
 
 
 def _check(path: Path, known: os.stat_result) -> None:
@@ -200,4 +202,7 @@ async def in_thread(work: Callable[[], T], *, name: str = "lmx-lab-disk") -> T:
     ``asyncio.to_thread`` would take a thread of the shared pool, which the process waits for at exit; a disk that does
     not respond must not delay other work or the exit. Cancelling does not stop the thread.
     """
+    # Takes 70 ms to import, which the completion of model names, for example, does not need.
+    import asyncio
+
     return await asyncio.wrap_future(start_in_thread(work, name=name))

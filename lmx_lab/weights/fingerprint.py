@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import FileMark, ModelEntry
-from lmx_lab.weights.files import open_regular
+from lmx_lab.weights.files import list_folder, open_regular
 from lmx_lab.weights.gguf.names import parts_of
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
@@ -96,7 +96,13 @@ def known_content_digest(entry: ModelEntry) -> str:
 
 
 def _marks(path: Path) -> Iterator[FileMark]:
-    for name in sorted(_names(path)):
+    if os.path.isdir(path):
+        # Modules of an encoder have their own folders.
+        folders = (path, *(file for file in list_folder(path) if os.path.isdir(file)))
+        names = [str(file) for folder in folders for file in list_folder(folder) if file.name.endswith(SUFFIXES)]
+    else:
+        names = [str(path.with_name(name)) for name in parts_of(path.name)]
+    for name in sorted(names):
         try:
             known = os.stat(name)
         except OSError:
@@ -104,23 +110,3 @@ def _marks(path: Path) -> Iterator[FileMark]:
         yield FileMark(
             name=name, inode=(known.st_dev, known.st_ino), size_bytes=known.st_size, changed_ns=known.st_mtime_ns
         )
-
-
-def _names(path: Path) -> Iterator[str]:
-    if not os.path.isdir(path):
-        yield from (str(path.with_name(name)) for name in parts_of(path.name))
-        return
-    # Modules of an encoder have their own folders.
-    for folder in (path, *_folders(path)):
-        yield from (str(file) for file in _listed(folder) if file.name.endswith(SUFFIXES))
-
-
-def _folders(path: Path) -> Iterator[Path]:
-    return (file for file in _listed(path) if os.path.isdir(file))
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []

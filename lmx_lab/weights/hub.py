@@ -70,22 +70,21 @@ def repositories(cache: Path) -> Iterator[CachedRepo]:
     """Iterate over the models in the cache."""
     for folder in sorted(cache.glob(f"{PREFIX}*")):
         snapshots = sorted(path for path in (folder / "snapshots").glob("*") if path.is_dir())
-        current = _current(folder, snapshots)
+        current = None
+        try:
+            with open_regular(folder / "refs" / "main") as file:
+                commit = file.read(COMMIT_BYTES).decode("ascii", errors="replace").strip()
+        except (OSError, UnusableModelError):
+            if len(snapshots) == 1:
+                current = snapshots[0]
+        else:
+            if COMMIT.fullmatch(commit) and (folder / "snapshots" / commit).is_dir():
+                current = folder / "snapshots" / commit
         yield CachedRepo(
             id=repo_id(folder),
             current=current,
             older=tuple(path for path in snapshots if path != current),
         )
-
-
-def _current(folder: Path, snapshots: list[Path]) -> Path | None:
-    try:
-        with open_regular(folder / "refs" / "main") as file:
-            commit = file.read(COMMIT_BYTES).decode("ascii", errors="replace").strip()
-    except (OSError, UnusableModelError):
-        return snapshots[0] if len(snapshots) == 1 else None
-    snapshot = folder / "snapshots" / commit
-    return snapshot if COMMIT.fullmatch(commit) and snapshot.is_dir() else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import fnmatch
 import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.tqdm import tqdm
 
-from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, UnusableModelError
+from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
 from lmx_lab.weights.gguf.names import default_label, find_label, group_files, label_models
 from lmx_lab.weights.hub import DOCUMENTATION, ExpectedFile, is_unverified, mark_unverified, repo_folder, verify_files
 from lmx_lab.weights.store import FULL, Progress, ProgressCallback, folder_bytes, full_disk_error, require_disk
@@ -86,11 +85,23 @@ def download(
     """
     with _translate_errors(repo_id, cache):
         info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=REQUEST_TIMEOUT_S)
-    expected = {file.rfilename: _expected_file(file) for file in info.siblings or ()}
+    expected: dict[str, ExpectedFile] = {}
+    for file in info.siblings or ():
+        kind, digest = ("git", file.blob_id) if file.lfs is None else ("sha256", file.lfs.sha256)
+        size = (file.lfs.size if file.lfs is not None else None) or file.size or 0
+        expected[file.rfilename] = ExpectedFile(size_bytes=size, algorithm=kind, digest=digest or None)
     selection = _select(repo_id, {name: file.size_bytes for name, file in expected.items()}, choice)
-    snapshot = repo_folder(cache, repo_id) / "snapshots" / str(info.sha)
+    repo = repo_folder(cache, repo_id)
+    snapshot = repo / "snapshots" / str(info.sha)
     _remove_incomplete(cache, repo_id)
-    _remove_wrong_sizes(repo_folder(cache, repo_id), snapshot, selection.sizes)
+    # Files that do not have the size on the hub: huggingface_hub considers every existing file complete.
+    for name, size in selection.sizes.items():
+        path = snapshot / name
+        if size and path.exists() and path.stat().st_size != size:
+            blob = path.resolve()
+            path.unlink()
+            if blob.is_relative_to(repo.resolve()):
+                blob.unlink(missing_ok=True)
     unverified = [name for name in selection.sizes if (snapshot / name).exists() and is_unverified(snapshot / name)]
     # Files of a killed download: incorrect ones are removed here, and downloaded again below.
     with suppress(DownloadError):
@@ -124,7 +135,12 @@ def _fetch(
             allow_patterns=[glob.escape(name) for name in names],
             tqdm_class=_Silent,
         )
-        _watch(future, repo_folder(cache, repo_id) / "blobs", needed, progress)
+        blobs = repo_folder(cache, repo_id) / "blobs"
+        before = folder_bytes(blobs)
+        while not future.done():
+            done = min(max(folder_bytes(blobs) - before, 0), needed)
+            progress(Progress(stage="download", done_bytes=done, total_bytes=needed))
+            wait([future], timeout=POLL_S)
     finally:
         # Not waited for, so that an interrupt takes effect immediately. Complete files are kept for the next download.
         pool.shutdown(wait=False, cancel_futures=True)
@@ -139,16 +155,11 @@ class _Silent(tqdm):
         super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
 
 
-def _expected_file(file: RepoSibling) -> ExpectedFile:
-    size = file.size or 0
-    if file.lfs is not None:
-        return ExpectedFile(size_bytes=file.lfs.size or size, algorithm="sha256", digest=file.lfs.sha256 or None)
-    return ExpectedFile(size_bytes=size, algorithm="git", digest=file.blob_id or None)
-
-
 def _select(repo_id: str, files: Mapping[str, int], choice: str | None) -> Selection:
     """Select the files to fetch of a repository with these files and sizes."""
-    folder = {name: size for name, size in files.items() if _is_model_file(name)}
+    folder = {
+        name: size for name, size in files.items() if MODULE_FILE.fullmatch(name) or _is_in_root(name, DOWNLOADED)
+    }
     if choice is None and any(name.endswith(".safetensors") for name in folder):
         return Selection(sizes=folder, first=None)
     groups = group_files(filter(_is_listable, files))
@@ -183,22 +194,6 @@ def _remove_incomplete(cache: Path, repo_id: str) -> None:
             part.unlink(missing_ok=True)
 
 
-def _remove_wrong_sizes(repo: Path, snapshot: Path, sizes: Mapping[str, int]) -> None:
-    """Remove files that do not have the size on the hub: huggingface_hub considers every existing file complete."""
-    for name, size in sizes.items():
-        path = snapshot / name
-        if size and path.exists() and path.stat().st_size != size:
-            blob = path.resolve()
-            path.unlink()
-            if blob.is_relative_to(repo.resolve()):
-                blob.unlink(missing_ok=True)
-
-
-def _is_model_file(name: str) -> bool:
-    in_module = MODULE_FILE.fullmatch(name) is not None
-    return in_module or _is_in_root(name, DOWNLOADED)
-
-
 def _is_in_root(name: str, patterns: Sequence[str]) -> bool:
     return "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
@@ -209,38 +204,26 @@ def _is_listable(name: str) -> bool:
     return len(parts) <= 2 and not any(part.startswith(".") or not part.isprintable() for part in parts)
 
 
-def _watch(future: Future[Any], blobs: Path, needed: int, progress: ProgressCallback) -> None:
-    before = folder_bytes(blobs)
-    while not future.done():
-        done = min(max(folder_bytes(blobs) - before, 0), needed)
-        progress(Progress(stage="download", done_bytes=done, total_bytes=needed))
-        wait([future], timeout=POLL_S)
-
-
 @contextmanager
 def _translate_errors(repo_id: str, cache: Path, needed: int = 0) -> Iterator[None]:
     try:
         yield
     # The errors of the underlying HTTP library are not of classes that huggingface_hub exports.
     except Exception as exc:
-        raise _translate(repo_id, cache, needed, exc) from exc
-
-
-def _translate(repo_id: str, cache: Path, needed: int, exc: Exception) -> LabError:
-    if isinstance(exc, GatedRepoError):
-        return ModelNotFoundError(
-            f"{repo_id} requires you to accept its terms on the hub: do so, then log in with `hf auth login`"
-        )
-    if isinstance(exc, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
-        return ModelNotFoundError(
-            f"the hub has no model {repo_id}, or only for users who are logged in (`hf auth login`)"
-        )
-    if isinstance(exc, OSError) and exc.errno in FULL:
-        error = full_disk_error(f"{repo_id} was downloaded", cache, needed_bytes=needed)
-        _remove_incomplete(cache, repo_id)
-        return error
-    reason = next(iter(str(exc).splitlines()), "")[:300]
-    return DownloadError(
-        f"{repo_id} could not be downloaded from the hub: {type(exc).__name__}: {reason}. Check the network (and "
-        "HF_ENDPOINT, HF_HUB_OFFLINE), then try again"
-    )
+        if isinstance(exc, GatedRepoError):
+            raise ModelNotFoundError(
+                f"{repo_id} requires you to accept its terms on the hub: do so, then log in with `hf auth login`"
+            ) from exc
+        if isinstance(exc, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
+            raise ModelNotFoundError(
+                f"the hub has no model {repo_id}, or only for users who are logged in (`hf auth login`)"
+            ) from exc
+        if isinstance(exc, OSError) and exc.errno in FULL:
+            error = full_disk_error(f"{repo_id} was downloaded", cache, needed_bytes=needed)
+            _remove_incomplete(cache, repo_id)
+            raise error from exc
+        reason = next(iter(str(exc).splitlines()), "")[:300]
+        raise DownloadError(
+            f"{repo_id} could not be downloaded from the hub: {type(exc).__name__}: {reason}. Check the network (and "
+            "HF_ENDPOINT, HF_HUB_OFFLINE), then try again"
+        ) from exc

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.models import QuantizedCopy, QuantizedType, Source
-from lmx_lab.weights.files import read_json
+from lmx_lab.values.models import ModelLocation, QuantizedCopy, QuantizedType, Source
+from lmx_lab.weights.files import list_folder, read_json
 from lmx_lab.weights.gguf.names import GgufFiles, choices_for, group_files, is_gguf, label_models, parts_of
 from lmx_lab.weights.hub import CachedRepo, is_unverified, repositories
 from lmx_lab.weights.starters import find_starter
@@ -25,32 +24,7 @@ from lmx_lab.weights.store import lock_model
 
 SOURCE_NAME = "converted_from.json"
 RECORD_NAME = "quantized_copy.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelLocation:
-    """A place where a model may be. Nothing in it was read yet."""
-
-    id: str
-    path: Path
-    source: Source
-    aliases: tuple[str, ...] = ()
-    """As in ``ModelEntry``."""
-    converted_from: Path | None = None
-    """The GGUF file from which the model was converted, if the file has not changed since."""
-    family: str | None = None
-    """The origin that the formats of one model share: the starter, or the file that was converted. Other models with
-    the same id are different models."""
-    copy: QuantizedCopy | None = None
-    """As in ``ModelEntry``."""
-
-    def has_alias(self, name: str) -> bool:
-        """Whether the name is one of the aliases."""
-        return name.casefold() in (alias.casefold() for alias in self.aliases)
-
-    def is_format_of(self, other: ModelLocation) -> bool:
-        """Whether both are the same model, in the same or in different formats."""
-        return self == other or (self.family is not None and (self.id, self.family) == (other.id, other.family))
+Location = TypeVar("Location", bound=ModelLocation)
 
 
 def store_locations(models: Path) -> Iterator[ModelLocation]:
@@ -68,7 +42,7 @@ def store_location(path: Path, name: str) -> ModelLocation:
     return ModelLocation(id=starter.id, path=path, source="store", aliases=aliases, family=f"starter {starter.id}")
 
 
-def join_formats(locations: Iterable[ModelLocation]) -> list[ModelLocation]:
+def join_formats(locations: Iterable[Location]) -> list[Location]:
     """Return the locations, with the id of the GGUF file for each model that was converted from one of them.
 
     Of two locations with the same path, the first is used.
@@ -76,34 +50,23 @@ def join_formats(locations: Iterable[ModelLocation]) -> list[ModelLocation]:
     found = list(locations)
     files = {location.path: location for location in reversed(found)}
     sources = {location.converted_from for location in found} & files.keys()
-    return [_joined(location, files, sources) for location in found]
-
-
-def _joined(
-    location: ModelLocation, files: Mapping[Path, ModelLocation], sources: AbstractSet[Path | None]
-) -> ModelLocation:
-    if location.path in sources:
-        return replace(location, family=location.family or f"file {location.path}")
-    file = files.get(location.converted_from) if location.converted_from is not None else None
-    if file is None:
-        return location
-    joined = replace(
-        location,
-        id=file.id,
-        aliases=(location.id, *location.aliases),
-        family=file.family or f"file {file.path}",
-    )
-    return joined if location.copy is None else _named_copy(joined, location.copy, file)
-
-
-def _named_copy(location: ModelLocation, copy: QuantizedCopy, file: ModelLocation) -> ModelLocation:
-    """Return the location of a quantized copy with all of its names.
-
-    Aliases of a file of the hub are other spellings of its id. Those of other files mean the file itself.
-    """
-    spellings = file.aliases if copy.automatic and file.source == "hub" else ()
-    aliases = (f"{file.id}:{copy.type}", *location.aliases, *spellings)
-    return replace(location, source=file.source, aliases=aliases)
+    joined = []
+    for location in found:
+        file = files.get(location.converted_from) if location.converted_from is not None else None
+        if location.path in sources:
+            joined.append(replace(location, family=location.family or f"file {location.path}"))
+        elif file is None:
+            joined.append(location)
+        else:
+            names: tuple[str, ...] = (location.id, *location.aliases)
+            source = location.source
+            if (copy := location.copy) is not None:
+                # Aliases of a file of the hub are other spellings of its id. Those of other files mean the file itself.
+                spellings = file.aliases if copy.automatic and file.source == "hub" else ()
+                names, source = (f"{file.id}:{copy.type}", *names, *spellings), file.source
+            family = file.family or f"file {file.path}"
+            joined.append(replace(location, id=file.id, aliases=names, family=family, source=source))
+    return joined
 
 
 def write_source(folder: Path, name: str, source: Path) -> None:
@@ -165,19 +128,15 @@ def _subfolder_locations(folder: Path, name: str, source: Source) -> Iterator[Mo
 def hub_locations(cache: Path) -> Iterator[ModelLocation]:
     """Find models in the hub cache: ``org/name``, and ``org/name:Q4_K_M`` for each GGUF model of a repository."""
     for repo in repositories(cache):
-        yield from _repo_locations(repo)
-
-
-def _repo_locations(repo: CachedRepo) -> Iterator[ModelLocation]:
-    found = _cached_ggufs(repo)
-    is_folder = repo.current is not None and (not found or any(repo.current.glob("model*.safetensors")))
-    if repo.current is not None and is_folder:
-        yield ModelLocation(id=repo.id, path=repo.current, source="hub")
-    for label, files in label_models(found).items():
-        bare = () if is_folder or len(found) > 1 else (repo.id,)
-        aliases = (*(f"{repo.id}:{choice}" for choice in choices_for(label, files)), *bare)
-        path = found[files] / files.names[0]
-        yield ModelLocation(id=f"{repo.id}:{label}", path=path, source="hub", aliases=aliases)
+        found = _cached_ggufs(repo)
+        is_folder = repo.current is not None and (not found or any(repo.current.glob("model*.safetensors")))
+        if repo.current is not None and is_folder:
+            yield ModelLocation(id=repo.id, path=repo.current, source="hub")
+        for label, files in label_models(found).items():
+            bare = () if is_folder or len(found) > 1 else (repo.id,)
+            aliases = (*(f"{repo.id}:{choice}" for choice in choices_for(label, files)), *bare)
+            path = found[files] / files.names[0]
+            yield ModelLocation(id=f"{repo.id}:{label}", path=path, source="hub", aliases=aliases)
 
 
 def _cached_ggufs(repo: CachedRepo) -> dict[GgufFiles, Path]:
@@ -185,16 +144,13 @@ def _cached_ggufs(repo: CachedRepo) -> dict[GgufFiles, Path]:
     whole: dict[GgufFiles, Path] = {}
     others: dict[GgufFiles, Path] = {}
     for snapshot in (*([repo.current] if repo.current else []), *repo.older):
-        names = {f"{part}{name}" for part, folder in _with_subfolders(snapshot) for name in _gguf_names(folder)}
+        # Repositories may have a folder for each quantization.
+        folders = [("", snapshot), *((f"{path.name}/", path) for path in _folders(snapshot))]
+        names = {f"{part}{name}" for part, folder in folders for name in _gguf_names(folder)}
         for files in group_files(names):
             is_whole = names.issuperset(files.names) and not any(is_unverified(snapshot / name) for name in files.names)
             (whole if is_whole else others).setdefault(files, snapshot)
     return others | whole
-
-
-def _with_subfolders(snapshot: Path) -> list[tuple[str, Path]]:
-    """Return the snapshot and its subfolders: repositories may have a folder for each quantization."""
-    return [("", snapshot), *((f"{path.name}/", path) for path in _folders(snapshot))]
 
 
 def path_locations(name: str) -> Iterator[ModelLocation]:
@@ -242,15 +198,9 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _visible(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if _is_listable(path.name))
-    except OSError:
-        return []
-
-
-def _is_listable(name: str) -> bool:
-    """Whether the name is not hidden and can be written as JSON, unlike names in other encodings."""
-    return not name.startswith(".") and name.isprintable()
+    """Return what is in a folder and has a name that is not hidden and can be written as JSON, unlike names in other
+    encodings."""
+    return [path for path in list_folder(folder) if not path.name.startswith(".") and path.name.isprintable()]
 
 
 def copy_locations(folder: Path) -> Iterator[ModelLocation]:
@@ -296,7 +246,4 @@ def remove_stale_copies(folder: Path) -> None:
 
 
 def _copies(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except OSError:
-        return []
+    return [path for path in list_folder(folder) if path.is_dir() and not path.name.startswith(".")]

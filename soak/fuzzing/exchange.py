@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import h11
+from websockets.exceptions import ProtocolError
+from websockets.frames import Frame, Opcode
+from websockets.streams import StreamReader
 
-from soak.fuzzing.frames import CLOSE, FIN, PING, TEXT, SocketCase
+from soak.fuzzing.frames import SocketCase
 from soak.fuzzing.requests import HOST, Case
 
 READ_BYTES = 65_536
@@ -240,7 +243,10 @@ class _SocketExchange:
         self._connection = connection
         self._case = case
         self._outcome = outcome
-        self._data = bytearray(rest)
+        self._received = StreamReader()
+        self._received.feed_data(rest)
+        self._parsing = Frame.parse(self._received.read_exact, mask=False)
+        """The frame that is being read, also if reading it was cancelled."""
 
     async def run(self) -> None:
         sending = asyncio.create_task(self._connection.send(self._case.frames))
@@ -285,45 +291,34 @@ class _SocketExchange:
         while await self._read_frame() is not None:
             pass
 
-    async def _read_frame(self) -> int | None:
+    async def _read_frame(self) -> Opcode | None:
         """Read one frame and return its opcode, or None at the end."""
         while True:
-            taken = self._pop_frame()
-            if taken is not None:
-                return taken
+            try:
+                next(self._parsing)
+            except StopIteration as end:
+                frame: Frame = end.value
+                self._parsing = Frame.parse(self._received.read_exact, mask=False)
+                self._handle_frame(frame)
+                return frame.opcode
+            except ProtocolError as exc:
+                self._record_violation(f"an invalid frame: {exc}")
+                return None
             data = await self._connection.read()
             if not data:
                 return None
-            self._data += data
+            self._received.feed_data(data)
 
-    def _pop_frame(self) -> int | None:
-        """Remove one frame from the received data and return its opcode; None if no frame is complete."""
-        data = self._data
-        if len(data) < 2:
-            return None
-        opcode, size, start = data[0] & 0x0F, data[1], 2
-        if not data[0] & FIN or data[0] & 0x70 or size & 0x80 or opcode not in (TEXT, CLOSE, PING, 10):
-            self._record_violation(f"an invalid frame begins with {bytes(data[:2]).hex()}")
-        if size in (126, 127):
-            start = 4 if size == 126 else 10
-            if len(data) < start:
-                return None
-            size = int.from_bytes(data[2:start])
-        if len(data) < start + size:
-            return None
-        payload = bytes(data[start : start + size])
-        del data[: start + size]
-        self._handle_frame(opcode, payload)
-        return opcode
-
-    def _handle_frame(self, opcode: int, payload: bytes) -> None:
-        if opcode == TEXT:
+    def _handle_frame(self, frame: Frame) -> None:
+        if not frame.fin or frame.opcode not in (Opcode.TEXT, Opcode.CLOSE, Opcode.PING, Opcode.PONG):
+            self._record_violation(f"an unexpected frame: {frame}")
+        elif frame.opcode is Opcode.TEXT:
             try:
-                self._outcome.messages.append(json.loads(payload))
+                self._outcome.messages.append(json.loads(bytes(frame.data)))
             except ValueError as exc:
                 self._record_violation(f"a message is not JSON: {exc}")
-        elif opcode == CLOSE:
-            self._outcome.close_code = int.from_bytes(payload[:2]) if payload else 1005
+        elif frame.opcode is Opcode.CLOSE:
+            self._outcome.close_code = int.from_bytes(frame.data[:2]) if frame.data else 1005
 
     def _record_violation(self, why: str) -> None:
         self._outcome.ended, self._outcome.detail = "broken", why

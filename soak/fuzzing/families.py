@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
-
-from hypothesis.strategies import SearchStrategy
+from typing import Literal
 
 from soak.fuzzing import corpus
-from soak.fuzzing.frames import SocketCase, chat_sockets, event_sockets, oversized
-from soak.fuzzing.requests import Case, Headers, ValidRequest, endless_cases, http_cases, raw_cases, too_large
+from soak.fuzzing.frames import SocketCase, chat_socket, event_socket, oversized
+from soak.fuzzing.requests import Case, Headers, ValidRequest, endless_case, http_case, raw_case, too_large
 
 TOKEN: Headers = [("authorization", "Bearer TOKEN")]
 Refusals = frozenset[tuple[int, str]]
@@ -28,8 +27,8 @@ class Family:
     name: str
     count: int
     """Number of cases of a full run, which has 20,000 with MLX."""
-    cases: SearchStrategy[Any]
-    """Strategy for ``Case`` or ``SocketCase``."""
+    draw: Callable[[random.Random], Case | SocketCase]
+    """Draws a case."""
     program: Literal["server", "daemon"] = "server"
     refusals: Refusals = NONE
     of_engine: bool = False
@@ -42,7 +41,7 @@ def _http(name: str, count: int, goods: tuple[ValidRequest, ...], refusals: Refu
     return Family(
         name=name,
         count=count,
-        cases=http_cases(goods, []),
+        draw=lambda chance: http_case(chance, goods, []),
         refusals=refusals,
         of_engine=True,
         longest=lambda: too_large(goods[0], []),
@@ -52,6 +51,7 @@ def _http(name: str, count: int, goods: tuple[ValidRequest, ...], refusals: Refu
 def families(model: str = corpus.MODEL) -> tuple[Family, ...]:
     """Return the families whose requests name a model."""
     named = partial(corpus.requests_naming, model)
+    chats = [corpus.naming(model, body) for body in corpus.CHAT_BODIES]
     return (
         _http("chat", 2600, named(corpus.CHAT)),
         _http("completions", 2000, named(corpus.COMPLETIONS)),
@@ -66,27 +66,27 @@ def families(model: str = corpus.MODEL) -> tuple[Family, ...]:
         Family(
             name="chat socket",
             count=2000,
-            cases=chat_sockets("/v1/chat/stream", [corpus.naming(model, body) for body in corpus.CHAT_BODIES]),
+            draw=lambda chance: chat_socket(chance, "/v1/chat/stream", chats),
             refusals=NOT_LOADED,
             of_engine=True,
             longest=lambda: oversized("/v1/chat/stream", []),
         ),
-        Family(name="pages", count=200, cases=http_cases(corpus.PAGES, [])),
-        Family(name="admin events", count=200, cases=endless_cases(corpus.SERVER_EVENTS)),
+        Family(name="pages", count=200, draw=lambda chance: http_case(chance, corpus.PAGES, [])),
+        Family(name="admin events", count=200, draw=lambda chance: endless_case(chance, corpus.SERVER_EVENTS)),
         Family(
             name="/v3",
             count=3500,
             program="daemon",
-            cases=http_cases(corpus.DAEMON, TOKEN),
+            draw=lambda chance: http_case(chance, corpus.DAEMON, TOKEN),
             longest=lambda: too_large(corpus.DAEMON[0], TOKEN),
         ),
         Family(
             name="/v3 events socket",
             count=1000,
             program="daemon",
-            cases=event_sockets("/v3/events", TOKEN, corpus.SESSIONS),
+            draw=lambda chance: event_socket(chance, "/v3/events", TOKEN, corpus.SESSIONS),
             longest=lambda: oversized("/v3/events", TOKEN),
         ),
-        Family(name="no HTTP", count=300, cases=raw_cases()),
-        Family(name="/v3 no HTTP", count=200, program="daemon", cases=raw_cases()),
+        Family(name="no HTTP", count=300, draw=raw_case),
+        Family(name="/v3 no HTTP", count=200, program="daemon", draw=raw_case),
     )

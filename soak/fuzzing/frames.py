@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
-
 from soak.fuzzing.requests import HOST, Headers
-from soak.fuzzing.values import changed_bodies, to_json
+from soak.fuzzing.values import changed_body, to_json
 
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 FIN = 0x80
@@ -95,72 +93,68 @@ def handshake(target: str, headers: Headers) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogatepass")
 
 
-@st.composite
-def handshakes(draw: DrawFn, target: str, more: Headers) -> tuple[bytes, bool]:
+def drawn_handshake(chance: random.Random, target: str, more: Headers) -> tuple[bytes, bool]:
     """Return the bytes of a handshake, and whether it is valid."""
     headers = [*HANDSHAKE, *more]
-    how = draw(st.integers(0, 24))
+    how = chance.randint(0, 24)
     if how == 0:
-        name, value = draw(st.sampled_from(OTHER_HANDSHAKES))
+        name, value = chance.choice(OTHER_HANDSHAKES)
         return handshake(target, [*(pair for pair in headers if pair[0] != name), (name, value)]), False
     if how == 1:
-        gone = draw(st.sampled_from(headers))
+        gone = chance.choice(headers)
         return handshake(target, [pair for pair in headers if pair != gone]), False
     if how == 2:
-        headers.append(draw(st.sampled_from(HARMLESS)))
+        headers.append(chance.choice(HARMLESS))
     return handshake(target, headers), True
 
 
-@st.composite
-def chat_sockets(draw: DrawFn, target: str, goods: Sequence[Any]) -> SocketCase:
+def chat_socket(chance: random.Random, target: str, goods: Sequence[Any]) -> SocketCase:
     """Return a chat request as a message, with a changed body or changed frames."""
-    opening, valid = draw(handshakes(target, []))
-    good = draw(st.sampled_from(goods))
-    body = draw(changed_bodies(good, goods)) if draw(st.integers(0, 3)) else good
-    text = to_json(body, escaped=draw(st.booleans())).encode("utf-8", "surrogatepass")
+    opening, valid = drawn_handshake(chance, target, [])
+    good = chance.choice(goods)
+    body = changed_body(chance, good, goods) if chance.randint(0, 3) else good
+    text = to_json(body, escaped=chance.random() < 0.5).encode("utf-8", "surrogatepass")
     fits = len(text) < TOO_LONG
     whole = fits and _is_text(text)
-    how, frames_are_whole = draw(st.integers(0, 11)), True
+    how, frames_are_whole = chance.randint(0, 11), True
     if how < 6:
         frames, answered = frame(TEXT, text), whole
     elif how == 6:
-        frames, answered = draw(_in_pieces(text)), whole
+        frames, answered = _in_pieces(chance, text), whole
     elif how == 7:
         frames, answered = frame(BINARY, text), fits
     else:
-        frames, answered, frames_are_whole = draw(_wrong_frames(text)), False, False
+        frames, answered, frames_are_whole = _wrong_frames(chance, text), False, False
     # A second message, or a control frame, does not change the answer to the first message.
-    if how < 6 and not draw(st.integers(0, 3)):
-        frames += draw(
-            st.sampled_from((frame(PING, b"p" * 125), frame(PONG, b""), frame(TEXT, b"{}"), frame(BINARY, b"x")))
-        )
+    if how < 6 and not chance.randint(0, 3):
+        frames += chance.choice((frame(PING, b"p" * 125), frame(PONG, b""), frame(TEXT, b"{}"), frame(BINARY, b"x")))
     return replace(
-        draw(_case(opening, valid, frames, answered and valid, may_wait=True)), frames_are_whole=frames_are_whole
+        _case(chance, opening, valid, frames, answered and valid, may_wait=True), frames_are_whole=frames_are_whole
     )
 
 
-@st.composite
-def event_sockets(draw: DrawFn, path: str, token: Headers, sessions: Sequence[str]) -> SocketCase:
+def event_socket(chance: random.Random, path: str, token: Headers, sessions: Sequence[str]) -> SocketCase:
     """Return a subscription with a changed query, key, or frames."""
-    query = draw(st.lists(_parameters(sessions), max_size=3))
-    more = token if draw(st.integers(0, 9)) else []
+    query = [_parameter(chance, sessions) for _ in range(chance.randint(0, 3))]
+    more = token if chance.randint(0, 9) else []
     target = f"{path}{'?' if query else ''}{'&'.join(query)}"
-    opening, valid = draw(handshakes(target, more))
+    opening, valid = drawn_handshake(chance, target, more)
     plain = valid and not query and bool(more)
-    kind = draw(st.integers(0, 9))
+    kind = chance.randint(0, 9)
     if kind < 4:
         frames = b""
     elif kind < 7:
-        count = draw(st.sampled_from((1, 5, 63, 65, 200)))
-        frames = frame(draw(st.sampled_from((TEXT, BINARY, PING))), b"{}") * count
+        count = chance.choice((1, 5, 63, 65, 200))
+        frames = frame(chance.choice((TEXT, BINARY, PING)), b"{}") * count
     else:
-        frames = draw(_wrong_frames(b'{"subscribe": "*"}'))
-    return replace(draw(_case(opening, plain, frames, plain and not frames, may_wait=False)), frames_are_whole=kind < 7)
+        frames = _wrong_frames(chance, b'{"subscribe": "*"}')
+    return replace(
+        _case(chance, opening, plain, frames, plain and not frames, may_wait=False), frames_are_whole=kind < 7
+    )
 
 
-@st.composite
-def _parameters(draw: DrawFn, sessions: Sequence[str]) -> str:
-    name = draw(st.sampled_from(("after", "stream_id", "session_id", "types", "token", "limit", "", "After", "a%00")))
+def _parameter(chance: random.Random, sessions: Sequence[str]) -> str:
+    name = chance.choice(("after", "stream_id", "session_id", "types", "token", "limit", "", "After", "a%00"))
     values = (
         "0",
         "1",
@@ -175,56 +169,57 @@ def _parameters(draw: DrawFn, sessions: Sequence[str]) -> str:
         "stream.hello",
     )
     words = ("%00", "%ff", "%ed%a0%80", "", "*", "x" * 3000, "%22", "a,b,,", "turn.*" + ",turn.*" * 300, "\xe9")
-    return f"{name}={draw(st.sampled_from((*values, *words, *sessions)))}"
+    return f"{name}={chance.choice((*values, *words, *sessions))}"
 
 
-@st.composite
-def _in_pieces(draw: DrawFn, text: bytes) -> bytes:
+def _in_pieces(chance: random.Random, text: bytes) -> bytes:
     """Split a message into several frames with control frames between them, which is valid."""
-    cuts = sorted(draw(st.lists(st.integers(0, len(text)), min_size=1, max_size=5)))
+    cuts = sorted(chance.randint(0, len(text)) for _ in range(chance.randint(1, 5)))
     bounds = list(zip([0, *cuts], [*cuts, len(text)], strict=True))
     frames = b""
     for number, (start, end) in enumerate(bounds):
         opcode, fin = (CONTINUATION if number else TEXT), number == len(bounds) - 1
         frames += frame(opcode, text[start:end], fin=fin)
-        if not fin and draw(st.booleans()):
+        if not fin and chance.random() < 0.5:
             frames += frame(PING, b"still there?")
     return frames
 
 
-def _wrong_frames(text: bytes) -> SearchStrategy[bytes]:
-    """Return a strategy for invalid and incomplete frames."""
+def _wrong_frames(chance: random.Random, text: bytes) -> bytes:
+    """Return invalid or incomplete frames."""
     whole = frame(TEXT, text)
     bad_texts = (b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"{}\xf8")
     sizes = (TOO_LONG, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
-    return st.one_of(
-        st.just(frame(TEXT, text, fin=False)),
-        st.just(frame(CONTINUATION, text)),
-        st.just(frame(TEXT, text, fin=False) + whole),
-        st.just(frame(TEXT, text, masked=False)),
-        st.integers(1, 7).map(lambda bits: frame(TEXT, text, reserved=bits)),
-        st.sampled_from((3, 4, 5, 6, 7, 11, 15)).map(lambda opcode: frame(opcode, text)),
-        st.just(frame(PING, text[:124], fin=False)),
-        st.sampled_from((PING, CLOSE)).map(lambda opcode: frame(opcode, b"x" * 126)),
-        st.sampled_from(bad_texts).map(lambda bad: frame(TEXT, bad)),
-        st.just(frame(TEXT, b"\xc3", fin=False) + frame(CONTINUATION, b"\xa9{")),
-        st.sampled_from(sizes).map(lambda size: LONG_HEAD + size.to_bytes(8) + MASK + b"a" * 100),
+    makers: tuple[Callable[[], bytes], ...] = (
+        lambda: frame(TEXT, text, fin=False),
+        lambda: frame(CONTINUATION, text),
+        lambda: frame(TEXT, text, fin=False) + whole,
+        lambda: frame(TEXT, text, masked=False),
+        lambda: frame(TEXT, text, reserved=chance.randint(1, 7)),
+        lambda: frame(chance.choice((3, 4, 5, 6, 7, 11, 15)), text),
+        lambda: frame(PING, text[:124], fin=False),
+        lambda: frame(chance.choice((PING, CLOSE)), b"x" * 126),
+        lambda: frame(TEXT, chance.choice(bad_texts)),
+        lambda: frame(TEXT, b"\xc3", fin=False) + frame(CONTINUATION, b"\xa9{"),
+        lambda: LONG_HEAD + chance.choice(sizes).to_bytes(8) + MASK + b"a" * 100,
         # A length that should have used fewer bytes.
-        st.just(LONG_HEAD + len(text).to_bytes(8) + MASK + _masked(text)),
-        st.integers(1, len(whole) - 1).map(lambda size: whole[:size]),
-        st.just(b"".join(frame(CONTINUATION if at else TEXT, b"", fin=False) for at in range(2000))),
-        st.binary(min_size=2, max_size=60),
+        lambda: LONG_HEAD + len(text).to_bytes(8) + MASK + _masked(text),
+        lambda: whole[: chance.randint(1, len(whole) - 1)],
+        lambda: b"".join(frame(CONTINUATION if at else TEXT, b"", fin=False) for at in range(2000)),
+        lambda: chance.randbytes(chance.randint(2, 60)),
     )
+    return chance.choice(makers)()
 
 
-@st.composite
-def _case(draw: DrawFn, opening: bytes, valid: bool, frames: bytes, answered: bool, *, may_wait: bool) -> SocketCase:
+def _case(
+    chance: random.Random, opening: bytes, valid: bool, frames: bytes, answered: bool, *, may_wait: bool
+) -> SocketCase:
     # Only rarely, because the server waits five seconds for a client that does not close.
-    stays = may_wait and answered and not draw(st.integers(0, 29))
-    end: Ending = "wait" if stays else draw(st.sampled_from(ENDS))
-    code = draw(st.sampled_from(CLOSE_CODES)).to_bytes(2)
-    reason = draw(st.sampled_from((b"", b"bye", b"\xff", b"r" * 123, b"r" * 124)))
-    payload = draw(st.sampled_from((b"", b"\x03", code, (1000).to_bytes(2), code + reason)))
+    stays = may_wait and answered and not chance.randint(0, 29)
+    end: Ending = "wait" if stays else chance.choice(ENDS)
+    code = chance.choice(CLOSE_CODES).to_bytes(2)
+    reason = chance.choice((b"", b"bye", b"\xff", b"r" * 123, b"r" * 124))
+    payload = chance.choice((b"", b"\x03", code, (1000).to_bytes(2), code + reason))
     return SocketCase(
         handshake=opening, frames=frames, valid=valid, answered=answered, end=end, closing=frame(CLOSE, payload)
     )

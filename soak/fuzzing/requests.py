@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import quote
 
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
-
-from soak.fuzzing.values import KEYS, WORDS, changed_bodies, to_json
+from soak.fuzzing.values import KEYS, WORDS, changed_body, to_json
 
 HOST = "HOST"
 """Placeholder for the server's address, which is unknown when a case is drawn."""
@@ -112,41 +110,38 @@ VALID, CHUNKED, INVALID = "right", "chunked", "broken"
 FRAMINGS = (*(VALID,) * 16, *(CHUNKED,) * 2, *(INVALID,) * 2)
 
 
-@st.composite
-def http_cases(draw: DrawFn, valid_requests: Sequence[ValidRequest], more_headers: Headers) -> Case:
+def http_case(chance: random.Random, valid_requests: Sequence[ValidRequest], more_headers: Headers) -> Case:
     """Return one of the valid requests with a changed body, head or framing."""
-    valid_request = draw(st.sampled_from(valid_requests))
+    valid_request = chance.choice(valid_requests)
     bodies = [each.body for each in valid_requests if each.body is not None]
     body = b""
-    if valid_request.body is not None and draw(st.integers(0, 9)):
-        tree = draw(changed_bodies(valid_request.body, bodies)) if draw(st.integers(0, 5)) else valid_request.body
-        body = draw(_encode(to_json(tree, escaped=draw(st.booleans()))))
+    if valid_request.body is not None and chance.randint(0, 9):
+        tree = changed_body(chance, valid_request.body, bodies) if chance.randint(0, 5) else valid_request.body
+        body = _encode(chance, to_json(tree, escaped=chance.random() < 0.5))
     method, target = valid_request.method, valid_request.path
-    if not draw(st.integers(0, 24)):
-        method = draw(st.sampled_from(METHODS))
-    if not draw(st.integers(0, 14)):
-        target = draw(_other_targets(target))
+    if not chance.randint(0, 24):
+        method = chance.choice(METHODS)
+    if not chance.randint(0, 14):
+        target = _other_target(chance, target)
     head: Headers = [("host", HOST), *more_headers]
-    if body or draw(st.booleans()):
-        kind = draw(st.sampled_from(CONTENT_TYPES)) if not draw(st.integers(0, 19)) else "application/json"
+    if body or chance.random() < 0.5:
+        kind = chance.choice(CONTENT_TYPES) if not chance.randint(0, 19) else "application/json"
         head.append(("content-type", kind))
-    if not draw(st.integers(0, 14)):
-        head += draw(st.lists(st.sampled_from(MORE_HEADERS), min_size=1, max_size=3))
-    return draw(_frame(method, target, head, body))
+    if not chance.randint(0, 14):
+        head += [chance.choice(MORE_HEADERS) for _ in range(chance.randint(1, 3))]
+    return _frame(chance, method, target, head, body)
 
 
-@st.composite
-def endless_cases(draw: DrawFn, valid_requests: Sequence[ValidRequest]) -> Case:
+def endless_case(chance: random.Random, valid_requests: Sequence[ValidRequest]) -> Case:
     """Return a changed request for a stream without an end; the client leaves after sending it."""
-    case = draw(http_cases(valid_requests, []))
-    return replace(case, whole=False, last=True, end=draw(st.sampled_from(LEAVING)))
+    case = http_case(chance, valid_requests, [])
+    return replace(case, whole=False, last=True, end=chance.choice(LEAVING))
 
 
-@st.composite
-def _frame(draw: DrawFn, method: str, target: str, head: Headers, body: bytes) -> Case:
-    framing = draw(st.sampled_from(FRAMINGS))
+def _frame(chance: random.Random, method: str, target: str, head: Headers, body: bytes) -> Case:
+    framing = chance.choice(FRAMINGS)
     if framing == CHUNKED:
-        size = draw(st.sampled_from((1, 7, 1000, 100_000)))
+        size = chance.choice((1, 7, 1000, 100_000))
         # One chunk for each byte of a long body would take too long for what it can find.
         pieces = [body[at : at + size] for at in range(0, len(body), size)] if len(body) < 400 * size else [body]
         sent = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
@@ -154,23 +149,22 @@ def _frame(draw: DrawFn, method: str, target: str, head: Headers, body: bytes) -
     if framing == VALID:
         head = [*head, ("content-length", str(len(body)))] if body or method != "GET" else head
         return Case(wire=_head(method, target, head) + body, method=method)
-    return draw(_invalid_framing(method, target, head, body))
+    return _invalid_framing(chance, method, target, head, body)
 
 
-@st.composite
-def _invalid_framing(draw: DrawFn, method: str, target: str, head: Headers, body: bytes) -> Case:
+def _invalid_framing(chance: random.Random, method: str, target: str, head: Headers, body: bytes) -> Case:
     """Return a request with ambiguous framing, or one that is incomplete."""
     length = str(len(body))
-    how = draw(st.integers(0, 8))
-    end = draw(st.sampled_from(LEAVING))
+    how = chance.randint(0, 8)
+    end = chance.choice(LEAVING)
     chunked = ("transfer-encoding", "chunked")
     if how == 0:
-        headers, sent = [("content-length", str(len(body) + draw(st.integers(1, 10_000))))], body
+        headers, sent = [("content-length", str(len(body) + chance.randint(1, 10_000)))], body
     elif how == 1:
-        headers, sent = [("content-length", str(max(0, len(body) - draw(st.integers(1, 50)))))], body
+        headers, sent = [("content-length", str(max(0, len(body) - chance.randint(1, 50))))], body
     elif how == 2:
         lengths = ("-1", "1e3", "0x10", "+5", "9" * 30, "", " ", "5, 5", "5, 6", "\u0665")
-        headers, sent = [("content-length", draw(st.sampled_from(lengths)))], body
+        headers, sent = [("content-length", chance.choice(lengths))], body
     elif how == 3:
         headers, sent = [("content-length", length), ("content-length", str(len(body) + 1))], body
     elif how == 4:
@@ -179,15 +173,15 @@ def _invalid_framing(draw: DrawFn, method: str, target: str, head: Headers, body
         headers, sent = [chunked], b"%x\r\n%s" % (len(body) + 5, body)
     elif how == 6:
         sizes = (b"-1", b"zz", b"", b"f" * 40, b"5;ext=" + b"a" * 20_000, b"5\n", b"0x5", b" 5")
-        headers, sent = [chunked], draw(st.sampled_from(sizes)) + b"\r\n" + body
+        headers, sent = [chunked], chance.choice(sizes) + b"\r\n" + body
     elif how == 7:
         headers, sent = (
-            [("transfer-encoding", draw(st.sampled_from(("gzip", "chunked, chunked", "identity", "x"))))],
+            [("transfer-encoding", chance.choice(("gzip", "chunked, chunked", "identity", "x")))],
             body,
         )
     else:
         whole = _head(method, target, [*head, ("content-length", length)]) + body
-        cut = draw(st.integers(0, max(0, len(whole) - 1)))
+        cut = chance.randint(0, max(0, len(whole) - 1))
         return Case(wire=whole[:cut], method=method, whole=False, last=True, end=end)
     return Case(wire=_head(method, target, [*head, *headers]) + sent, method=method, whole=False, last=True, end=end)
 
@@ -197,51 +191,46 @@ def _head(method: str, target: str, headers: Headers) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogatepass")
 
 
-@st.composite
-def _other_targets(draw: DrawFn, target: str) -> str:
-    how = draw(st.integers(0, 3))
+def _other_target(chance: random.Random, target: str) -> str:
+    how = chance.randint(0, 3)
     if how == 0:
-        return draw(st.sampled_from(TARGETS))
-    word = quote(draw(st.sampled_from((*WORDS, *KEYS))), safe="", errors="surrogatepass")[:3000]
+        return chance.choice(TARGETS)
+    word = quote(chance.choice((*WORDS, *KEYS)), safe="", errors="surrogatepass")[:3000]
     if how == 1:
-        return f"{target}{draw(st.sampled_from(('?', '&', '?after=', '?wait=', '?limit=', '/')))}{word}"
+        return f"{target}{chance.choice(('?', '&', '?after=', '?wait=', '?limit=', '/'))}{word}"
     parts = target.split("/")
-    parts[draw(st.integers(0, len(parts) - 1))] = word
+    parts[chance.randint(0, len(parts) - 1)] = word
     return "/".join(parts)
 
 
-@st.composite
-def _encode(draw: DrawFn, text: str) -> bytes:
+def _encode(chance: random.Random, text: str) -> bytes:
     """Encode the text of a body, mostly correctly."""
     whole = text.encode("utf-8", "surrogatepass")
-    if draw(st.integers(0, 4)):
+    if chance.randint(0, 4):
         return whole
-    at = draw(st.integers(0, len(whole)))
+    at = chance.randint(0, len(whole))
     before, behind = whole[:at], whole[at:]
-    encoded: bytes = draw(
-        st.one_of(
-            st.just(before),
-            st.just(before + behind[1:]),
-            st.binary(min_size=1, max_size=4).map(lambda some: before + some + behind),
-            st.binary(min_size=1, max_size=2).map(lambda some: before + some + behind[2:]),
-            st.sampled_from(NO_UTF8).map(lambda some: before + some + behind),
-            st.sampled_from(AGAIN).map(lambda field: whole.replace(b"{", b"{" + field + b",", 1)),
-            st.sampled_from(IN_FRONT).map(lambda some: some + whole),
-            st.sampled_from((*BEHIND, whole[:2000])).map(lambda some: whole + some),
-            st.just(text.encode("utf-16", "surrogatepass")),
-            st.just(whole.replace(b'"', b"'")),
-        )
+    changes: tuple[Callable[[], bytes], ...] = (
+        lambda: before,
+        lambda: before + behind[1:],
+        lambda: before + chance.randbytes(chance.randint(1, 4)) + behind,
+        lambda: before + chance.randbytes(chance.randint(1, 2)) + behind[2:],
+        lambda: before + chance.choice(NO_UTF8) + behind,
+        lambda: whole.replace(b"{", b"{" + chance.choice(AGAIN) + b",", 1),
+        lambda: chance.choice(IN_FRONT) + whole,
+        lambda: whole + chance.choice((*BEHIND, whole[:2000])),
+        lambda: text.encode("utf-16", "surrogatepass"),
+        lambda: whole.replace(b'"', b"'"),
     )
-    return encoded
+    return chance.choice(changes)()
 
 
-@st.composite
-def raw_cases(draw: DrawFn) -> Case:
+def raw_case(chance: random.Random) -> Case:
     """Return data that is hardly HTTP, or not at all."""
-    wire = draw(st.one_of(st.sampled_from(GARBAGE), st.binary(min_size=1, max_size=300)))
-    if draw(st.booleans()):
-        wire = wire[: draw(st.integers(1, len(wire)))]
-    return Case(wire=wire, method="GET", whole=False, last=True, end=draw(st.sampled_from(LEAVING)))
+    wire = chance.choice(GARBAGE) if chance.random() < 0.5 else chance.randbytes(chance.randint(1, 300))
+    if chance.random() < 0.5:
+        wire = wire[: chance.randint(1, len(wire))]
+    return Case(wire=wire, method="GET", whole=False, last=True, end=chance.choice(LEAVING))
 
 
 def too_large(valid_request: ValidRequest, more_headers: Headers) -> Case:

@@ -1,5 +1,7 @@
 """Test tables of polars and pyarrow: rows of them are answered, and the answers are a table of the same kind."""
 
+import polars
+import pyarrow
 import pytest
 
 import lmx_lab
@@ -17,10 +19,9 @@ def lab(tmp_path_factory):
         yield lab
 
 
-@pytest.fixture(params=["polars", "pyarrow"])
+@pytest.fixture(params=[polars.DataFrame, pyarrow.table], ids=["polars", "pyarrow"])
 def make(request):
-    module = pytest.importorskip(request.param)
-    return module.DataFrame if request.param == "polars" else module.table
+    return request.param
 
 
 def as_lists(table):
@@ -80,7 +81,6 @@ def test_embed_frame_and_search_return_a_table_of_the_same_library(lab, make):
 
 
 def test_pyarrow_columns_and_record_batches_are_accepted(lab):
-    pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"text": ["a", None]})
     for rows in (table["text"], table["text"].chunk(0), table.to_batches()[0]):
         answers = lab.map(rows, "{text}")
@@ -91,7 +91,6 @@ def test_pyarrow_columns_and_record_batches_are_accepted(lab):
 
 
 def test_columns_of_polars_and_wrong_tables(lab):
-    polars = pytest.importorskip("polars")
     texts = polars.Series("t", ["a", "b"])
     assert lab.map(texts, "{t}")["answer"].to_list() == ["a", "b"]
     assert lab.search(texts, "b", top_n=1)["t"].to_list() == ["b"]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,20 @@ SCRIPT = Path(sys.executable).with_name("lmx-lab")
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A home with empty models: completion reads only their names."""
+    """A home with empty models, because completion reads only names, and with folders and files that are no models."""
     models = tmp_path / "models"
     for name in ("own", "org/below", ".tmp/half"):
         (models / name).mkdir(parents=True)
         (models / name / "config.json").touch()
-    (models / "files").mkdir()
-    (models / "files" / "model.Q4_K_M.gguf").touch()
-    (models / "single.gguf").touch()
-    (models / "empty").mkdir()
+    for name in ("files", "both", "split", "empty", "echo"):
+        (models / name).mkdir()
+    (models / "echo" / "config.json").touch()
+    for name in (
+        *("single.gguf", "files/model.Q4_K_M.gguf", "files/mmproj-model.gguf"),
+        *("both/model-Q4_0.gguf", "both/model-Q8_0.gguf"),
+        *("split/model-00001-of-00002.gguf", "split/model-00002-of-00002.gguf", "mmproj.gguf"),
+    ):
+        (models / name).touch()
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     return tmp_path
 
@@ -75,8 +81,29 @@ def test_commands_options_and_models_are_completed_in_bash(home):
 @pytest.mark.usefixtures("home")
 def test_models_are_completed_by_their_listed_names():
     starters = ["minilm-l6", "smollm2-135m"]
-    assert complete_model("") == sorted(["files", "org/below", "own", "single.gguf", *starters])
+    of_home = ["both/model-Q4_0.gguf", "both/model-Q8_0.gguf", "files", "org/below", "own", "single.gguf", "split"]
+    assert complete_model("") == sorted([*of_home, *starters])
     assert complete_model("smollm2") == starters[1:]
+
+
+def test_models_beside_a_folder_of_another_user_are_completed(monkeypatch):
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"model-{number}" for number in range(9)]
+        for name in names:
+            Path(folder, name).mkdir()
+            Path(folder, name, "config.json").touch()
+        Path(folder, "model-4").chmod(0)
+        os.chmod(folder, 0o755)
+        monkeypatch.setenv("LMX_LAB_MODEL_FOLDERS", folder)
+        complete_model("")  # Imports everything, which another user perhaps cannot.
+        user = os.geteuid()
+        # For root, no folder is unreadable.
+        os.seteuid(user or 65534)
+        try:
+            completed = complete_model("model-")
+        finally:
+            os.seteuid(user)
+    assert completed == [name for name in names if name != "model-4"]
 
 
 def test_models_on_the_disk_are_not_completed_for_pull(home):

@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from lmx_lab.doctor.ports import check_labs, check_port
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.doctor.findings import EXPLAINED_NOTE, finding_about, summary
+from tests.support.commands import serving
 from tests.support.labs import serving as lab_serving
 from tests.support.sockets import free_port
 from tests.support.waiting import until_listening
@@ -48,3 +51,13 @@ def test_two_labs_of_this_home_are_listed_with_addresses_and_processes(tiny_home
             elsewhere = finding_about("labs", check_labs(Settings(port=one.port, home=tiny_home / "other")))
             assert elsewhere.found == "no lab of this home is running"
     assert summary(finding) == EXPLAINED_NOTE
+
+
+@pytest.mark.parametrize("spelling", ["{home}/", "{home}/link", "."], ids=["slash", "link", "relative"])
+def test_a_lab_is_counted_however_its_home_is_spelled(spelling, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    home = f"LMX_LAB_HOME={spelling.format(home=tmp_path)}"
+    with serving(tmp_path, "--port", "0", before=("env", home)) as server:
+        (finding,) = check_labs(Settings(home=tmp_path, port=server.port))
+        assert finding.found.startswith(f"one lab is running, http://127.0.0.1:{server.port} ")

@@ -9,11 +9,11 @@ from itertools import pairwise
 import nbformat
 import pytest
 
-from tests.support.docs import NOTEBOOK_FOLDER, NOTEBOOKS
+from tests.support.docs import NOTEBOOK_FOLDER, NOTEBOOKS, ROOT
 
 pytestmark = pytest.mark.long
 
-GALLERY = NOTEBOOK_FOLDER / "gallery.py"
+GALLERY = ROOT / "tools" / "gallery.py"
 
 
 def cells(path):

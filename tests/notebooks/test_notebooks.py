@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 from lmx_lab.panels.static_views import WIDGET_VIEW
-from tests.support.docs import NOTEBOOK_FOLDER, NOTEBOOKS
+from tests.support.docs import NOTEBOOK_FOLDER, NOTEBOOKS, ROOT
 from tests.support.extras import OF_MAKE_LAB, modules_outside
 from tests.support.kernels import without_ports
 
@@ -50,7 +50,7 @@ def test_a_notebook_is_committed_without_outputs(path):
 
 
 def test_the_demo_ends_with_a_sensible_answer_its_speed_and_the_addresses(starter_home):
-    command = [sys.executable, NOTEBOOK_FOLDER / "demo.py", NOTEBOOK_FOLDER / "00_quickstart.ipynb"]
+    command = [sys.executable, ROOT / "tools" / "demo.py", NOTEBOOK_FOLDER / "00_quickstart.ipynb"]
     done = subprocess.run(
         command, env={**os.environ, "LMX_LAB_HOME": str(starter_home)}, capture_output=True, text=True, check=False
     )
@@ -140,7 +140,7 @@ def outputs_of(notebook, home, folder):
 def test_the_demo_fails_when_a_cell_fails(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("raise ValueError('broken cell')")])
     nbformat.write(notebook, tmp_path / "broken.ipynb")
-    command = [sys.executable, NOTEBOOK_FOLDER / "demo.py", tmp_path / "broken.ipynb"]
+    command = [sys.executable, ROOT / "tools" / "demo.py", tmp_path / "broken.ipynb"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ValueError: broken cell" in done.stdout
@@ -151,7 +151,7 @@ def test_the_demo_prints_an_output_while_its_cell_still_runs(tmp_path):
     source = f"print('begun')\nopen({str(tmp_path / 'go')!r}).read()"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     nbformat.write(notebook, tmp_path / "waiting.ipynb")
-    command = [sys.executable, NOTEBOOK_FOLDER / "demo.py", tmp_path / "waiting.ipynb"]
+    command = [sys.executable, ROOT / "tools" / "demo.py", tmp_path / "waiting.ipynb"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         assert "begun\n" in demo.stdout

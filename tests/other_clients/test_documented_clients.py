@@ -183,13 +183,12 @@ def test_the_table_has_the_tested_versions_of_agents():
 
 
 def test_the_table_has_the_versions_that_are_tested():
+    constraints = ROOT / "tools" / "constraints"
     tested = dict(
-        re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints-clients.txt").read_text(), flags=re.MULTILINE)
-        + re.findall(r"^(openai)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
-        + re.findall(r"^(aider-chat)==(\S+)$", (ROOT / "constraints-aider.txt").read_text(), flags=re.MULTILINE)
-        + re.findall(
-            r"^(lm-eval|inspect-ai)==(\S+)$", (ROOT / "constraints-harnesses.txt").read_text(), flags=re.MULTILINE
-        )
+        re.findall(r"^([\w.-]+)==(\S+)$", (constraints / "clients.txt").read_text(), flags=re.MULTILINE)
+        + re.findall(r"^(openai)==(\S+)$", (constraints / "all.txt").read_text(), flags=re.MULTILINE)
+        + re.findall(r"^(aider-chat)==(\S+)$", (constraints / "aider.txt").read_text(), flags=re.MULTILINE)
+        + re.findall(r"^(lm-eval|inspect-ai)==(\S+)$", (constraints / "harnesses.txt").read_text(), flags=re.MULTILINE)
     )
     documented = [re.findall(r"([\w-]+) (\d[\d.]*)", row["tried with"]) for row in table_rows(PAGE, "client")]
     named = dict(pair for row in documented for pair in row)

@@ -41,7 +41,7 @@ def test_the_requirements_have_the_extras_for_notebooks_in_tested_versions():
     constraints, package = requirements()
     option, path = constraints.split()
     # pip resolves the constraints relative to the file, and the package relative to the repository's root.
-    assert (option, (BINDER / path).resolve()) == ("-c", ROOT / "constraints.txt")
+    assert (option, (BINDER / path).resolve()) == ("-c", ROOT / "tools" / "constraints" / "all.txt")
     extras = Requirement(package.replace(".", "lmx-lab", 1)).extras
     assert extras <= set(PROJECT["optional-dependencies"])
     installed = {Requirement(line).name for extra in extras for line in PROJECT["optional-dependencies"][extra]}

@@ -110,7 +110,7 @@ def test_a_package_index_accepts_the_metadata(built):
     assert metadata["License-Expression"] == "MIT"
     assert set(metadata.get_all("Classifier") or []) <= classifiers
     extras = set(metadata.get_all("Provides-Extra") or [])
-    assert {"lab", "gguf", "cuda", "dev"} <= extras
+    assert extras == {"lab", "gguf", "lan", "otel", "cuda", "ray"}
     for line in metadata.get_all("Requires-Dist") or []:
         marker = str(Requirement(line).marker or "")
         assert "extra" not in marker or any(f'extra == "{extra}"' in marker for extra in extras), line

@@ -66,12 +66,25 @@ def test_a_server_can_load_a_model_before_it_imports_its_routes():
 
 
 def test_usual_options_are_parsed_without_pydantic():
+    # The module that the command imports to run the server.
+    server = (
+        "import types; sys.modules['lmx_lab.cli.server'] = types.SimpleNamespace(run_server=lambda settings, spec, "
+        "**options: print(spec.model, settings.port, file=sys.stderr))"
+    )
     loaded = modules_loaded_by(
-        "from lmx_lab.cli import app, serve; serve._run = lambda settings, spec, **options: print(spec.model, "
-        "settings.port, file=sys.stderr); app.run(['serve', '--model', 'tiny', '--port', '8123'])"
+        f"{server}; from lmx_lab.cli import app; app.run(['serve', '--model', 'tiny', '--port', '8123'])"
     )
     assert "lmx_lab.cli.serve" in loaded
     assert "pydantic" not in loaded
+
+
+def test_models_are_completed_without_the_catalog():
+    loaded = modules_loaded_by(
+        "from lmx_lab.cli.completion import complete_model; assert 'minilm-l6' in complete_model('')"
+    )
+    assert "lmx_lab.weights.locations" in loaded
+    assert not loaded & {"lmx_lab.weights.catalog", "lmx_lab.weights.facts", "asyncio", "filelock"}
+    assert not {name.split(".")[0] for name in loaded} & HEAVY
 
 
 def test_errors_and_settings_load_no_heavy_packages():

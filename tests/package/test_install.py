@@ -1,4 +1,4 @@
-"""Test ``install.py`` on a small project without a package index, and its translation of pip's settings for uv."""
+"""Test the installation of a small project without a package index, and the translation of pip's settings for uv."""
 
 import importlib.util
 import os
@@ -20,6 +20,8 @@ build-backend = "hatchling.build"
 name = "small"
 version = "1"
 optional-dependencies = { lab = [] }
+[dependency-groups]
+dev = ["packaging>=20", "absent; sys_platform == 'none'"]
 """
 BROKEN_UV = """#!/bin/sh
 echo "$@" >> uv-was-called
@@ -30,7 +32,7 @@ exit 2
 
 @pytest.fixture(scope="module")
 def install():
-    spec = importlib.util.spec_from_file_location("install", ROOT / "install.py")
+    spec = importlib.util.spec_from_file_location("install", ROOT / "tools" / "install.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -41,9 +43,10 @@ def install():
 @pytest.fixture
 def checkout(tmp_path):
     """A small project with an environment that uses pip and the build tools of this environment."""
-    shutil.copy(ROOT / "install.py", tmp_path)
+    (tmp_path / "tools" / "constraints").mkdir(parents=True)
+    shutil.copy(ROOT / "tools" / "install.py", tmp_path / "tools")
     (tmp_path / "pyproject.toml").write_text(PROJECT)
-    (tmp_path / "constraints.txt").write_text("")
+    (tmp_path / "tools" / "constraints" / "all.txt").write_text("")
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "__init__.py").write_text("")
     environment = tmp_path / ".venv"
@@ -57,7 +60,7 @@ def run_install(checkout, *arguments):
     environ = {name: text for name, text in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
     unreachable = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
     return subprocess.run(
-        [checkout / ".venv" / "bin" / "python", checkout / "install.py", *arguments],
+        [checkout / ".venv" / "bin" / "python", checkout / "tools" / "install.py", *arguments],
         cwd=checkout.parent, env=environ | unreachable, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -67,21 +70,23 @@ def run_install(checkout, *arguments):
     [
         ("demo", ["lab,gguf"]),
         ("lab", ["lab,gguf"]),
-        ("setup", ["lab,gguf", "lab,gguf,dev"]),
-        ("test", ["lab,gguf", "lab,gguf,dev"]),
-        ("check", ["lab,gguf", "lab,gguf,dev"]),
+        ("setup", ["lab,gguf", "lab,gguf --groups dev --compile"]),
+        ("test", ["lab,gguf", "lab,gguf --groups dev --compile"]),
+        ("check", ["lab,gguf", "lab,gguf --groups dev --compile"]),
     ],
 )
 def test_running_needs_no_development_tools_and_testing_adds_them(target, extras, tmp_path):
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tools" / "constraints").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "tools/constraints/all.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
     planned = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert re.findall(r"python install\.py (\S+)", planned.stdout) == extras
+    assert re.findall(r"python tools/install\.py (.+)", planned.stdout) == extras
 
 
-def test_pip_installs_the_checkout_if_uv_cannot_be_installed(checkout):
-    (checkout / "constraints.txt").write_text("uv==0.0.0\n")
-    completed = run_install(checkout, "lab")
+@pytest.mark.parametrize("arguments", [["lab"], ["lab", "--groups", "dev"], ["--groups", "dev"]], ids=" ".join)
+def test_pip_installs_the_checkout_if_uv_cannot_be_installed(checkout, arguments):
+    (checkout / "tools" / "constraints" / "all.txt").write_text("uv==0.0.0\n")
+    completed = run_install(checkout, *arguments)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "uv cannot be installed" in completed.stdout
     subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
@@ -108,12 +113,20 @@ def test_the_exit_status_is_1_if_neither_can_install(install, monkeypatch):
     assert install.main(["lab"]) == 1
 
 
+def test_the_packages_of_a_dependency_group_are_installed_beside_the_checkout(install):
+    _, (*options, package, first, _) = install.steps("lab", "parity,parity")
+    assert (options[-1], package, first) == ("--editable", ".[lab]", "torch>=2.13")
+    assert install.steps("", "")[1][-1] == "."
+    with pytest.raises(SystemExit, match="no dependency group 'devel', only dev, parity, cluster"):
+        install.steps("lab", "dev,devel")
+
+
 def test_the_library_of_mlx_for_gpus_is_installed_again_after_that_of_mlx_cpu(install):
     assert len(install.steps("lab,gguf")) == 2
     *_, package = install.steps("lab,cuda")[2]
     name, _, version = package.partition("==")
     assert name == "mlx-cuda-13"
-    assert f"\nmlx=={version}\n" in (ROOT / "constraints.txt").read_text()
+    assert f"\nmlx=={version}\n" in (ROOT / "tools" / "constraints" / "all.txt").read_text()
 
 
 def test_settings_of_pip_are_read_in_pips_order_of_precedence(install, tmp_path, monkeypatch):

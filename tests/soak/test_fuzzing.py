@@ -17,12 +17,11 @@ from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from soak.fuzzing import corpus
 from soak.fuzzing.checks import answer_problems, socket_problems
-from soak.fuzzing.drawing import draw_cases
 from soak.fuzzing.exchange import Endpoint, HttpClient, Outcome
 from soak.fuzzing.families import families
 from soak.fuzzing.frames import BINARY, TEXT, SocketCase, frame
 from soak.fuzzing.requests import Case
-from soak.fuzzing.values import Raw, changed_bodies, json_paths, replace_at, to_json
+from soak.fuzzing.values import Raw, changed_body, draw_cases, json_paths, replace_at, to_json
 from tests.support.sockets import answering
 
 pytestmark = pytest.mark.long
@@ -176,10 +175,10 @@ def test_a_valid_socket_has_no_problems(messages):
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 def test_the_same_seed_draws_the_same_requests_and_another_seed_draws_others(family):
-    first = draw_cases(family.cases, "0/0", 30)
+    first = draw_cases(family.draw, "0/0", 30)
     assert len(first) == 30
-    assert draw_cases(family.cases, "0/0", 30) == first
-    assert draw_cases(family.cases, "1/0", 30) != first
+    assert draw_cases(family.draw, "0/0", 30) == first
+    assert draw_cases(family.draw, "1/0", 30) != first
 
 
 def test_the_families_have_20000_requests():
@@ -188,7 +187,8 @@ def test_the_families_have_20000_requests():
 
 def test_most_bodies_are_changed_and_some_are_not_json():
     good = corpus.CHAT_BODIES[0]
-    texts = [to_json(body) for body in draw_cases(changed_bodies(good, corpus.CHAT_BODIES), "bodies", 200)]
+    bodies = draw_cases(lambda chance: changed_body(chance, good, corpus.CHAT_BODIES), "bodies", 200)
+    texts = [to_json(body) for body in bodies]
     assert sum(text != to_json(good) for text in texts) > 180
 
     def is_json(text: str) -> bool:

@@ -10,11 +10,11 @@ import pytest
 
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, ModelEntry
+from lmx_lab.values.models import ECHO, ModelEntry, ModelLocation
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.facts import read_folder
-from lmx_lab.weights.locations import ModelLocation, join_formats
-from tests.support.gguf import EXACT, LOSSY
+from lmx_lab.weights.locations import join_formats
+from tests.support.gguf import EXACT, LOSSY, store_copy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MakeModel = Callable[..., Path]
@@ -257,10 +257,20 @@ def test_fetching_an_unknown_name_without_a_slash_does_not_contact_the_hub(catal
 
 
 def test_importing_the_package_imports_nothing_heavy():
-    code = (
-        "import sys, lmx_lab.weights; print({'mlx', 'transformers', 'tokenizers', 'huggingface_hub'} & {*sys.modules})"
-    )
+    heavy = {"mlx", "transformers", "tokenizers", "huggingface_hub"}
+    code = f"import sys, lmx_lab.weights.catalog; print({heavy} & {{*sys.modules}})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_a_quantized_copy_is_listed_as_it_is_found(catalog, settings, tmp_path, tiny_llama):
+    original = tmp_path / "extra" / "m.gguf"
+    original.parent.mkdir()
+    original.write_bytes(tiny_llama())
+    copy = store_copy(settings.home, original, LOSSY)
+    listed = {entry.path: entry for entry in catalog.scan()}
+    assert listed == {entry.path: entry for entry in catalog.find_formats("m.gguf", all_formats=True)}
+    assert [listed[path].source for path in (original, copy)] == ["folder", "folder"]
+    assert listed[copy].aliases == catalog.resolve("m.gguf:Q4_0").aliases
 
 
 def test_a_copy_of_a_file_of_the_hub_has_the_spellings_of_its_id_only_if_it_is_loaded_by_default():

@@ -1,16 +1,19 @@
-"""Tests of GGUF models: their kinds, split files, and files that are not models."""
+"""Tests of GGUF models: their kinds, split files, files that are not models, and tokens that fill gaps."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import ECHO, ModelEntry
 from lmx_lab.weights.facts import read_gguf
+from lmx_lab.weights.tokenizer_files import NAMES, InfillTokens, can_infill, find_infill_tokens
 from tests.support.gguf import random_tensor
 
 Gguf = Callable[..., bytes]
@@ -218,3 +221,28 @@ def test_several_gguf_models_of_a_folder_are_named_after_their_files(catalog, tm
 def test_an_mlx_folder_that_contains_a_gguf_file_is_an_mlx_model(catalog, tmp_path, make_model, tiny_llama):
     put(make_model(tmp_path / "extra/m") / "m.gguf", tiny_llama())
     assert [(entry.id, entry.format) for entry in catalog.scan()] == [("m", "mlx")]
+
+
+# The tokens with which a model fills a gap in a text
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_the_tokens_of_each_family_are_found(names):
+    vocabulary = {"a": 0, names[2]: 5, names[0]: 6, names[1]: 7, "<|endoftext|>": 8, "<EOT>": 9}
+    assert find_infill_tokens(vocabulary.get) == InfillTokens(6, 7, 5, frozenset({8, 9}))
+    del vocabulary[names[1]]
+    assert find_infill_tokens(vocabulary.get) is None
+
+
+def test_a_folder_is_searched_without_parsing_its_tokenizer(tmp_path):
+    entry = replace(ECHO, format="mlx", path=tmp_path)
+    assert can_infill(ECHO)
+    assert not can_infill(entry)
+    file = tmp_path / "tokenizer.json"
+    for names in NAMES:
+        for ascii_only in (False, True):
+            tokens = [{"content": name} for name in names]
+            file.write_text(json.dumps({"added_tokens": tokens}, ensure_ascii=ascii_only), encoding="utf-8")
+            assert can_infill(entry)
+        file.write_text(json.dumps({"added_tokens": tokens[:2]}), encoding="utf-8")
+        assert not can_infill(entry)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.weights.locations import ModelLocation, folder_locations
+from lmx_lab.values.models import ModelLocation
+from lmx_lab.weights.locations import folder_locations
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from tests.support.models import write_tiny_llama
 

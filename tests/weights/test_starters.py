@@ -68,14 +68,14 @@ def test_the_formats_of_a_starter_are_one_model(catalog, tmp_path, make_starter,
     make_starter({"tiny/model.gguf": tiny_llama()}, converts=True)
     fetched, seen = catalog.fetch("tiny"), list[Progress]()
     assert (fetched.id, fetched.format) == ("tiny", "gguf")
-    assert catalog.fetch("tiny") == catalog.fetch("tiny", format="gguf") == catalog.resolve("tiny", formats=["mlx"])
+    assert catalog.fetch("tiny") == catalog.fetch("tiny", format="gguf") == catalog.resolve("tiny")
     converted = catalog.fetch("tiny", seen.append, format="mlx")
     assert (converted.id, converted.format) == ("tiny", "mlx")
     # The other format is made from the file on the disk.
     assert list(dict.fromkeys(progress.stage for progress in seen)) == ["convert", "store"]
     assert catalog.scan() == [fetched, converted]
     assert catalog.convert("tiny") == catalog.convert("tiny-gguf") == converted
-    assert [catalog.resolve("tiny", formats=[each]) for each in ("gguf", "mlx")] == [fetched, converted]
+    assert {entry.format: entry for entry in catalog.find_formats("tiny")} == {"gguf": fetched, "mlx": converted}
     # The name of the file's folder, and its path, mean this format only.
     for name in ("tiny-gguf", str(fetched.path)):
         assert catalog.find_formats(name) == [fetched]

@@ -7,6 +7,7 @@ Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import without_secrets
 from lmx_lab.weights.files import open_regular
-from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
+from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.names import parts_of
 from lmx_lab.weights.store import full_disk_error
 
@@ -61,54 +62,11 @@ def refuse_unsupported(header: GgufHeader) -> None:
             "its parts"
         )
     _refuse_variant(header)
-    for tensor in header.tensors:
-        _refuse_tensor(header, tensor)
-    _refuse_missing(header)
-    if header.text("tokenizer.ggml.model") not in ("gpt2", "llama"):
-        model = header.text("tokenizer.ggml.model")
+    _refuse_tensors(header)
+    if (model := header.text("tokenizer.ggml.model")) not in ("gpt2", "llama"):
         raise UnusableModelError(
             f"{header.path} has a vocabulary of kind {model}; only gpt2 and llama can be converted. {LOAD_DIRECTLY}"
         )
-
-
-def _refuse_missing(header: GgufHeader) -> None:
-    names = {tensor.name for tensor in header.tensors}
-    layers = _required(header, "block_count")
-    if layers > 10_000:
-        raise UnusableModelError(
-            f"{header.path} is damaged: it has {layers} layers, the limit is 10,000; fetch it again"
-        )
-    wanted = {f"blk.{n}.{name}.weight" for n in range(layers) for name in LAYER_NAMES} | set(TOP_NAMES)
-    if missing := sorted(wanted - names - {"output.weight"}):
-        raise UnusableModelError(f"{header.path} lacks {len(missing)} tensors, first {missing[0]}; fetch it again")
-    for tensor in header.tensors:
-        _refuse_shape(header, tensor)
-
-
-def _refuse_shape(header: GgufHeader, tensor: GgufTensor) -> None:
-    if tensor.name == ROPE_FACTORS:
-        return
-    match = LAYER.fullmatch(tensor.name)
-    expected = _shape(header, match[2] if match else tensor.name.removesuffix(".weight"), tensor.shape[-1])
-    if tensor.shape != expected:
-        raise UnusableModelError(
-            f"{header.path} is damaged: {tensor.name} has the shape {tensor.shape} instead of {expected}; "
-            "fetch it again"
-        )
-
-
-def _shape(header: GgufHeader, name: str, rows: int) -> tuple[int, ...]:
-    """Return the shape of a tensor by the metadata. ``rows`` is the vocabulary size, for embedding and output."""
-    hidden, inner = _required(header, "embedding_length"), _required(header, "feed_forward_length")
-    heads = _required(header, "attention.head_count")
-    queries = heads * head_dim(header)
-    values = (header.integer("llama.attention.head_count_kv") or heads) * head_dim(header)
-    shapes = {
-        "attn_q": (hidden, queries), "attn_k": (hidden, values), "attn_v": (hidden, values),
-        "attn_output": (queries, hidden), "ffn_gate": (hidden, inner), "ffn_up": (hidden, inner),
-        "ffn_down": (inner, hidden), "token_embd": (hidden, rows), "output": (hidden, rows),
-    }  # fmt: skip
-    return shapes.get(name, (hidden,))
 
 
 def _refuse_variant(header: GgufHeader) -> None:
@@ -135,20 +93,48 @@ def _refuse_variant(header: GgufHeader) -> None:
         )
 
 
-def _refuse_tensor(header: GgufHeader, tensor: GgufTensor) -> None:
-    if tensor.name == ROPE_FACTORS:
-        return
-    if mlx_name(tensor.name) is None:
+def _refuse_tensors(header: GgufHeader) -> None:
+    """Check that MLX's llama has all tensors, that none is missing, and that all have the shapes of the metadata."""
+    tensors = [tensor for tensor in header.tensors if tensor.name != ROPE_FACTORS]
+    for tensor in tensors:
+        if mlx_name(tensor.name) is None:
+            raise UnusableModelError(
+                f"{header.path} has the tensor {tensor.name!r:.80}, which MLX's llama does not have. {LOAD_DIRECTLY}"
+            )
+        is_expanded = tensor.type == EXPANDED and tensor.name in EXPANDABLE
+        if not is_expanded and tensor.type not in QUANTIZED_BITS and tensor.type not in FLOAT_DTYPES:
+            raise UnusableModelError(
+                f"{header.path} has tensors of type {tensor.type}, which would have to be quantized again. "
+                f"{LOAD_DIRECTLY}, or use the file in {', '.join(QUANTIZED_BITS)} or F16, or the model as safetensors"
+            )
+    layers = _required(header, "block_count")
+    if layers > 10_000:
         raise UnusableModelError(
-            f"{header.path} has the tensor {tensor.name!r:.80}, which MLX's llama does not have. {LOAD_DIRECTLY}"
+            f"{header.path} is damaged: it has {layers} layers, the limit is 10,000; fetch it again"
         )
-    if tensor.type == EXPANDED and tensor.name in EXPANDABLE:
-        return
-    if tensor.type not in QUANTIZED_BITS and tensor.type not in FLOAT_DTYPES:
-        raise UnusableModelError(
-            f"{header.path} has tensors of type {tensor.type}, which would have to be quantized again. "
-            f"{LOAD_DIRECTLY}, or use the file in {', '.join(QUANTIZED_BITS)} or F16, or the model as safetensors"
-        )
+    wanted = {f"blk.{n}.{name}.weight" for n in range(layers) for name in LAYER_NAMES} | set(TOP_NAMES)
+    if missing := sorted(wanted - {tensor.name for tensor in tensors} - {"output.weight"}):
+        raise UnusableModelError(f"{header.path} lacks {len(missing)} tensors, first {missing[0]}; fetch it again")
+    hidden, inner = _required(header, "embedding_length"), _required(header, "feed_forward_length")
+    heads = _required(header, "attention.head_count")
+    queries = heads * head_dim(header)
+    values = (header.integer("llama.attention.head_count_kv") or heads) * head_dim(header)
+    shapes = {
+        "attn_q": (hidden, queries), "attn_k": (hidden, values), "attn_v": (hidden, values),
+        "attn_output": (queries, hidden), "ffn_gate": (hidden, inner), "ffn_up": (hidden, inner),
+        "ffn_down": (inner, hidden),
+    }  # fmt: skip
+    for tensor in tensors:
+        if match := LAYER.fullmatch(tensor.name):
+            expected: tuple[int, ...] = shapes.get(match[2], (hidden,))
+        else:
+            # The size of the vocabulary is only known from these.
+            expected = (hidden, tensor.shape[-1]) if tensor.name in EXPANDABLE else (hidden,)
+        if tensor.shape != expected:
+            raise UnusableModelError(
+                f"{header.path} is damaged: {tensor.name} has the shape {tensor.shape} instead of {expected}; "
+                "fetch it again"
+            )
 
 
 def mlx_name(name: str) -> str | None:
@@ -174,6 +160,9 @@ def mlx_config(header: GgufHeader, eos_ids: list[int], rope_scaling: dict[str, A
     embedding = next(tensor for tensor in header.tensors if tensor.name == "token_embd.weight")
     heads = _required(header, "attention.head_count")
     bos, pad = (header.integer(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding"))
+    linear = None
+    if header.text("llama.rope.scaling.type") == "linear":
+        linear = {"rope_type": "linear", "factor": header.number("llama.rope.scaling.factor") or 1.0}
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -189,7 +178,7 @@ def mlx_config(header: GgufHeader, eos_ids: list[int], rope_scaling: dict[str, A
         "rope_theta": header.number("llama.rope.freq_base") or 10_000.0,
         # llama.cpp's converter permutes q and k so that rotated pairs are adjacent.
         "rope_traditional": True,
-        "rope_scaling": rope_scaling or _linear_scaling(header),
+        "rope_scaling": rope_scaling or linear,
         "tie_word_embeddings": "output.weight" not in names,
         "torch_dtype": FLOAT_DTYPES.get(embedding.type, "float16"),
         "bos_token_id": bos,
@@ -220,26 +209,15 @@ def llama3_scaling(rope_factors: list[float], head_size: int, rope_theta: float)
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected = _llama3_factors(factor, head_size, rope_theta)
+    expected = []
+    for i in range(0, head_size, 2):
+        turns = 8192 / (2 * 3.141592653589793 * rope_theta ** (i / head_size))
+        smooth = min(1.0, max(0.0, (turns - 1.0) / 3.0))
+        expected.append(1 / ((1 - smooth) / factor + smooth))
     matches = len(expected) == len(rope_factors) and all(
         abs(a - b) <= 1e-3 * b for a, b in zip(rope_factors, expected, strict=True)
     )
     return table if matches else None
-
-
-def _llama3_factors(factor: float, head_size: int, rope_theta: float) -> list[float]:
-    factors = []
-    for i in range(0, head_size, 2):
-        turns = 8192 / (2 * 3.141592653589793 * rope_theta ** (i / head_size))
-        smooth = min(1.0, max(0.0, (turns - 1.0) / 3.0))
-        factors.append(1 / ((1 - smooth) / factor + smooth))
-    return factors
-
-
-def _linear_scaling(header: GgufHeader) -> dict[str, Any] | None:
-    if header.text("llama.rope.scaling.type") != "linear":
-        return None
-    return {"rope_type": "linear", "factor": header.number("llama.rope.scaling.factor") or 1.0}
 
 
 def _quantization(header: GgufHeader) -> dict[str, Any]:
@@ -275,25 +253,28 @@ def convert_gguf(source: Path, folder: Path) -> None:
         StorageFullError: the disk became full.
     """
     process = subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "lmx_lab.weights.gguf.convert_worker",
-            str(source.absolute()),
-            str(folder.absolute()),
-        ],
+        [sys.executable, "-P", "-m", "lmx_lab.weights.gguf.convert_worker", source.absolute(), folder.absolute()],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
         env=worker_environ(),
     )
-    answer = _last_line(process.stdout)
+    answer: object = None
+    with contextlib.suppress(IndexError, ValueError):
+        answer = json.loads(process.stdout.decode(errors="replace").strip().splitlines()[-1])
+    answer = answer if isinstance(answer, dict) else {}
     if process.returncode == 0 and answer.get("ok") is True:
         return
     if answer.get("full") is True:
         raise full_disk_error(f"{source.name} was converted", folder)
-    raise UnusableModelError(str(answer.get("error") or _crash_message(source, process)))
+    if answer.get("error"):
+        raise UnusableModelError(str(answer["error"]))
+    last = process.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    cause = "probably because memory ran out" if process.returncode == -9 else " ".join(last)[:300]
+    raise UnusableModelError(
+        f"{source} cannot be converted: the converter ended with exit code {process.returncode}, "
+        f"{cause or 'without a message'}"
+    )
 
 
 def worker_environ() -> dict[str, str]:
@@ -309,18 +290,3 @@ def converted_id(path: Path) -> str:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-")[:80] or "model"
     return f"{stem}-{digest[:8]}".lower()
-
-
-def _last_line(output: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(output.decode(errors="replace").strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _crash_message(source: Path, process: subprocess.CompletedProcess[bytes]) -> str:
-    last = process.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    cause = "probably because memory ran out" if process.returncode == -9 else " ".join(last)[:300]
-    cause = cause or "without a message"
-    return f"{source} cannot be converted: the converter ended with exit code {process.returncode}, {cause}"

@@ -7,7 +7,6 @@ can only crash this process. The last line of standard output is ``{"ok": true}`
 
 from __future__ import annotations
 
-import errno
 import json
 import sys
 from pathlib import Path
@@ -26,8 +25,9 @@ from lmx_lab.weights.gguf.convert import (
     mlx_name,
     refuse_unsupported,
 )
-from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor, read_header
+from lmx_lab.weights.gguf.header import GgufTensor, read_header
 from lmx_lab.weights.gguf.tokenizer import build_tokenizer, eos_ids, read_vocabulary, tokenizer_config
+from lmx_lab.weights.store import FULL
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -44,41 +44,26 @@ def convert(source: Path, folder: Path) -> None:
     refuse_unsupported(header)
     vocabulary = read_vocabulary(header)
     tokenizer = build_tokenizer(vocabulary, header.text("tokenizer.ggml.model"))
-    arrays = _load(source)
-    scaling = _rope_scaling(header, arrays.pop(ROPE_FACTORS, None))
-    weights = _mlx_weights(header, arrays)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(vocabulary, header.context_length))
-    _write_json(folder / "config.json", mlx_config(header, eos_ids(vocabulary), scaling))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-
-
-def _load(source: Path) -> dict[str, mx.array]:
     try:
         arrays = mx.load(str(source), format="gguf")
     except (RuntimeError, ValueError) as exc:
         raise UnusableModelError(f"{source} cannot be read by MLX: {exc}") from exc
     if not isinstance(arrays, dict):
         raise UnusableModelError(f"{source} was read by MLX as {type(arrays).__name__} instead of named tensors")
-    return arrays
-
-
-def _rope_scaling(header: GgufHeader, factors: mx.array | None) -> dict[str, Any] | None:
-    if factors is None:
-        return None
-    theta = header.number("llama.rope.freq_base") or 10_000.0
-    scaling = llama3_scaling(cast("list[float]", factors.tolist()), head_dim(header), theta)
-    if scaling is None:
-        raise UnusableModelError(f"{header.path} scales positions in a way that cannot be converted ({ROPE_FACTORS})")
-    return scaling
-
-
-def _mlx_weights(header: GgufHeader, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    scaling = None
+    if (factors := arrays.pop(ROPE_FACTORS, None)) is not None:
+        theta = header.number("llama.rope.freq_base") or 10_000.0
+        scaling = llama3_scaling(cast("list[float]", factors.tolist()), head_dim(header), theta)
+        if scaling is None:
+            raise UnusableModelError(f"{source} scales positions in a way that cannot be converted ({ROPE_FACTORS})")
     weights: dict[str, mx.array] = {}
     for tensor in header.tensors:
         if tensor.name != ROPE_FACTORS:
-            weights.update(_rename(tensor, arrays))
-    return weights
+            weights |= _rename(tensor, arrays)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(vocabulary, header.context_length))
+    _write_json(folder / "config.json", mlx_config(header, eos_ids(vocabulary), scaling))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
 
 
 def _rename(tensor: GgufTensor, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -108,12 +93,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _is_full_disk(exc: Exception) -> bool:
-    """Whether an error is caused by a full disk. MLX and tokenizers raise generic errors with a message about it."""
-    known = isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)
-    return known or any(phrase in str(exc) for phrase in ("[write] Unable", "No space left", "quota exceeded"))
-
-
 def main(source: str, folder: str) -> int:
     """Run ``convert`` and print the result as one line of JSON."""
     answer: dict[str, object] = {"ok": True}
@@ -123,7 +102,11 @@ def main(source: str, folder: str) -> int:
         answer = {"error": exc.message, "full": False}
     # The process ends after any exception, and the caller reads the reason from its output.
     except Exception as exc:
-        answer = {"error": f"{source} cannot be converted: {exc!r}", "full": _is_full_disk(exc)}
+        # MLX and tokenizers raise generic errors with a message about a full disk.
+        is_full = (isinstance(exc, OSError) and exc.errno in FULL) or any(
+            phrase in str(exc) for phrase in ("[write] Unable", "No space left", "quota exceeded")
+        )
+        answer = {"error": f"{source} cannot be converted: {exc!r}", "full": is_full}
     finally:
         mx.synchronize()
         # Streams belong to a thread; if they outlive it, the process aborts at exit.

@@ -124,13 +124,11 @@ def read_header(path: Path, *, arrays: bool = False) -> GgufHeader:
         stat = path.stat()
         return _read(path, arrays) if arrays else _read_cached(path, stat.st_size, stat.st_mtime_ns)
     except OSError as exc:
-        raise UnusableModelError(_unreadable(path, exc)) from exc
-
-
-def _unreadable(path: Path, exc: OSError) -> str:
-    if isinstance(exc, FileNotFoundError) and path.is_symlink():
-        return f"{path} is a link to {path.readlink()}, which does not exist: fetch the file again, or repair the link"
-    return f"{path} cannot be read: {exc.strerror or exc}; check its owner and permissions, or fetch it again"
+        if isinstance(exc, FileNotFoundError) and path.is_symlink():
+            problem = f"is a link to {path.readlink()}, which does not exist: fetch the file again, or repair the link"
+        else:
+            problem = f"cannot be read: {exc.strerror or exc}; check its owner and permissions, or fetch it again"
+        raise UnusableModelError(f"{path} {problem}") from exc
 
 
 # The size and the time are part of the cache key, so that a listing does not read unchanged headers again.
@@ -163,11 +161,20 @@ class _Reader:
         if version not in (2, 3):
             raise self._error(f"has GGUF version {version}; supported are versions 2 and 3; use another file")
         tensor_count, entry_count = self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
-        metadata = dict(self._entry() for _ in range(entry_count))
+        metadata = {}
+        for _ in range(entry_count):
+            key = self._text(MAX_NAME_BYTES)
+            metadata[key] = self._value(int(self._scalar("<I")))
         kept = {key: value for key, value in metadata.items() if value is not None}
         table_offset = self._size - self._left
         tensors = tuple(self._tensor() for _ in range(tensor_count))
-        data_offset = self._check_complete(kept.get("general.alignment", 32), tensors)
+        alignment = kept.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
+            raise self._error(f"is damaged: alignment {alignment!r:.40}; fetch it again")
+        data_offset = math.ceil((self._size - self._left) / alignment) * alignment
+        end = max((data_offset + tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
+        if end > self._size:
+            raise self._error(f"is truncated: it has {self._size} bytes, and {end} by its header; fetch it again")
         return GgufHeader(
             path=self._path,
             size_bytes=self._size,
@@ -176,19 +183,6 @@ class _Reader:
             table_offset=table_offset,
             data_offset=data_offset,
         )
-
-    def _check_complete(self, alignment: Value, tensors: tuple[GgufTensor, ...]) -> int:
-        """Check that the file is large enough for the tensors, and return where their data begins."""
-        if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
-            raise self._error(f"is damaged: alignment {alignment!r:.40}; fetch it again")
-        data_start = math.ceil((self._size - self._left) / alignment) * alignment
-        end = max((data_start + tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
-        if end > self._size:
-            raise self._error(f"is truncated: it has {self._size} bytes, and {end} by its header; fetch it again")
-        return data_start
-
-    def _entry(self) -> tuple[str, Value | None]:
-        return self._text(MAX_NAME_BYTES), self._value(int(self._scalar("<I")))
 
     def _value(self, kind: int) -> Value | None:
         if kind == TEXT:
@@ -207,17 +201,14 @@ class _Reader:
                 f"is damaged, or exceeds a limit: an array of {count} items of type {kind}; fetch it again"
             )
         if kind == TEXT:
-            return self._texts(count)
+            if self._arrays:
+                return [self._text(MAX_TEXT_BYTES) for _ in range(count)]
+            self._skip_texts(count)
+            return None
         layout = struct.Struct(f"<{count}{SCALARS[kind][1]}")
         if self._arrays:
             return list(layout.unpack(self._take(layout.size)))
         self._skip(layout.size)
-        return None
-
-    def _texts(self, count: int) -> list[Scalar] | None:
-        if self._arrays:
-            return [self._text(MAX_TEXT_BYTES) for _ in range(count)]
-        self._skip_texts(count)
         return None
 
     def _skip_texts(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Install this checkout with some of its extras: ``.venv/bin/python install.py lab,gguf [--compile]``.
+"""Install this checkout: ``.venv/bin/python tools/install.py [EXTRAS] [--groups GROUPS] [--compile]``.
 
 ``make`` calls it with the Python of the environment to install into. uv installs the packages, because it takes a tenth
 of pip's time; pip does so if uv cannot be installed or fails. This script uses only the standard library.
@@ -14,15 +14,17 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
+CONSTRAINTS = ROOT / "tools" / "constraints" / "all.txt"
 PYTHON = sys.executable
 UV = Path(PYTHON).with_name("uv")
 PIP_INSTALL = (PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-compile")
 UV_INSTALL = (str(UV), "pip", "install", "--python", PYTHON)
-OPTIONS = ("--only-binary", ":all:", "--constraint", "constraints.txt")
+OPTIONS = ("--only-binary", ":all:", "--constraint", str(CONSTRAINTS))
 BUILD_TOOLS = ("hatchling", "editables")
 # Options of pip, and the variables with which uv reads the same settings.
 SAME_IN_UV = {
@@ -50,12 +52,16 @@ NOISE = re.compile(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("extras", help="names from pyproject.toml, separated by commas")
+    parser.add_argument("extras", nargs="?", default="", help="extras of pyproject.toml, such as lab,gguf")
+    parser.add_argument("--groups", default="", help="dependency groups of pyproject.toml, such as dev")
     parser.add_argument(
         "--compile", action="store_true", help="compile all packages now instead of at their first import"
     )
     chosen = parser.parse_args(arguments)
-    if not (install_with_uv(chosen.extras) or install_with_pip(chosen.extras)):
+    commands = steps(chosen.extras, chosen.groups)
+    added = ",".join(filter(None, (chosen.extras, chosen.groups)))
+    print("installing lmx-lab" + (f" with {added}" if added else ""), flush=True)
+    if not (install_with_uv(commands) or install_with_pip(commands)):
         return 1
     if chosen.compile:
         print("compiling the packages", flush=True)
@@ -64,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def install_with_uv(extras: str) -> bool:
+def install_with_uv(commands: Sequence[Sequence[str]]) -> bool:
     pip = pip_settings()
     # uv has no setting for "no-index".
     if "no-index" in pip:
@@ -73,27 +79,34 @@ def install_with_uv(extras: str) -> bool:
     if not run([*PIP_INSTALL, "--quiet", *OPTIONS, "uv"]):
         print("uv cannot be installed", flush=True)
         return False
-    print(f"installing lmx-lab with {extras}", flush=True)
     environ = {**uv_settings(pip), **os.environ}
-    if all(run([*UV_INSTALL, *OPTIONS, *step], environ) for step in steps(extras)):
+    if all(run([*UV_INSTALL, *OPTIONS, *each], environ) for each in commands):
         return True
     print("uv failed", flush=True)
     return False
 
 
-def install_with_pip(extras: str) -> bool:
-    print(f"installing lmx-lab with {extras} with pip, which takes longer", flush=True)
-    return all(run([*PIP_INSTALL, *OPTIONS, *step]) for step in steps(extras))
+def install_with_pip(commands: Sequence[Sequence[str]]) -> bool:
+    print("installing with pip, which takes longer", flush=True)
+    return all(run([*PIP_INSTALL, *OPTIONS, *each]) for each in commands)
 
 
-def steps(extras: str) -> tuple[tuple[str, ...], ...]:
+def steps(extras: str, groups: str = "") -> tuple[tuple[str, ...], ...]:
     """Return the arguments of two installations: first the build tools, then the checkout. The extra ``cuda`` needs a
     third one: its package and ``mlx-cpu``, which is always installed on Linux, write the same file.
+
+    The packages of dependency groups are arguments, because pip has ``--group`` since version 25.1 only.
     """
-    found = (BUILD_TOOLS, ("--no-build-isolation", "--editable", f".[{extras}]"))
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")).get("dependency-groups", {})
+    needed = []
+    for group in filter(None, groups.split(",")):
+        if group not in listed:
+            sys.exit(f"pyproject.toml has no dependency group {group!r}, only {', '.join(listed)}")
+        needed += listed[group]
+    found = (BUILD_TOOLS, ("--no-build-isolation", "--editable", f".[{extras}]" if extras else ".", *needed))
     if "cuda" not in extras.split(","):
         return found
-    (version,) = re.findall(r"^mlx==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    (version,) = re.findall(r"^mlx==(\S+)$", CONSTRAINTS.read_text(), flags=re.MULTILINE)
     return (*found, ("--force-reinstall", "--no-deps", f"mlx-cuda-13=={version}"))
 
 

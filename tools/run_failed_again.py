@@ -1,4 +1,4 @@
-"""Run a few failed tests again, in a single process: ``python -m tests.run_failed_again STATUS``.
+"""Run a few failed tests again, in a single process: ``python tools/run_failed_again.py STATUS``.
 
 When more than 9,000 tests share two cores, a test can fail because an operation took much longer than usual. A test
 that passes when it is repeated is reported as unstable and does not fail ``make test-all``. If more than three tests

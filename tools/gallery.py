@@ -1,4 +1,4 @@
-"""Run notebooks and write them as web pages: ``python notebooks/gallery.py FOLDER [NOTEBOOK ...]``.
+"""Run notebooks and write them as web pages: ``python tools/gallery.py FOLDER [NOTEBOOK ...]``.
 
 The pages need neither a kernel nor a network: they have static snapshots of widgets, and load no scripts. A notebook
 with a failing cell is written with its error, and the exit status is 1.
@@ -24,7 +24,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbconvert.exporters import HTMLExporter
 
-NOTEBOOKS = Path(__file__).parent
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 CELL_TIMEOUT_S = 1800
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # Without the scripts that nbconvert's template loads from other hosts; the pages do not need them.

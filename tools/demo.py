@@ -1,4 +1,4 @@
-"""Run a notebook without a browser, and print its cells and outputs: ``python notebooks/demo.py NOTEBOOK``."""
+"""Run a notebook without a browser, and print its cells and outputs: ``python tools/demo.py NOTEBOOK``."""
 
 from __future__ import annotations
 
