@@ -25,7 +25,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 
 # Before their import, so that failed assertions in these modules show their values, as those in tests do.
-pytest.register_assert_rewrite("tests.support")
+pytest.register_assert_rewrite("tests.support", "tests.browser", "tests.docs", "tests.engine", "tests.http")
 from tests.support.models import LLAMA, safetensors_bytes, teach_thinking, write_tiny_llama  # noqa: E402
 
 # The process that distributes the tests loads this file too, before it starts the others. Packages that are slow to

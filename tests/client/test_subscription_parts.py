@@ -22,7 +22,7 @@ from lmx_lab.client.subscription import (
     ObservableValue,
     SleepWatch,
 )
-from tests.support.events import event, heartbeat, hello, reset, snapshot, synced
+from tests.client.event_server import event, heartbeat, hello, reset, snapshot, synced
 
 pytestmark = pytest.mark.anyio
 
