@@ -216,7 +216,9 @@ def test_an_svg_is_described_in_words(renderer):
     assert root is not None
     assert root.get("role") == "img"
     texts = {node.get("id", ""): node.text or "" for node in root.iter()}
-    assert root.get("aria-label") or all(texts[name] for name in root.get("aria-labelledby", "missing").split())
+    names = root.get("aria-labelledby", "").split()
+    descriptions = [texts[name] for name in names] if names else [root.get("aria-label")]
+    assert all(descriptions)
 
 
 def test_lines_of_a_chart_differ_without_their_colours_and_others_are_refused():

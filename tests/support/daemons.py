@@ -36,6 +36,7 @@ from lmx_lab.wire.daemon import StateFile
 from lmx_lab.wire.events import TurnText
 from lmx_lab.wire.sessions import CreateSession, PermissionRecord, SessionSnapshot, SubmitTurn, TurnRecord
 from tests.support.model_server import Scripted
+from tests.support.sockets import HANDSHAKE
 from tests.support.waiting import WAIT_S, auntil
 
 UPSTREAM = "http://127.0.0.1:9"
@@ -96,10 +97,7 @@ def raw_subscriber(daemon: Daemon, query: str = "", *, receive_bytes: int | None
         f"GET /v3/events{query} HTTP/1.1",
         f"Host: 127.0.0.1:{daemon.port}",
         f"Authorization: Bearer {daemon.token}",
-        "Connection: Upgrade",
-        "Upgrade: websocket",
-        "Sec-WebSocket-Version: 13",
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        *(f"{name}: {value}" for name, value in HANDSHAKE),
     ]
     bare.sendall("\r\n".join([*lines, "", ""]).encode())
     assert bare.recv(12) == b"HTTP/1.1 101"

@@ -142,14 +142,10 @@ def _serve(listener: socket.socket, server: RawServer, answers: tuple[Reply | Ca
             for piece in [pieces] if isinstance(pieces, bytes) else pieces:
                 connection.sendall(piece)
             if callable(answer):
-                _close_last(connection)
-
-
-def _close_last(connection: socket.socket) -> None:
-    """Wait until the client has closed the connection, so that everything that was sent arrives."""
-    connection.shutdown(socket.SHUT_WR)
-    while connection.recv(65536):
-        pass
+                # Everything that was sent arrives if the client closes the connection first.
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):
+                    pass
 
 
 def _request(connection: socket.socket) -> str:
