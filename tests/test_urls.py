@@ -1,13 +1,9 @@
-"""Tests of the addresses of a server: local, LAN, proxies and origins, and of their QR codes."""
-
-import sys
+"""Tests of the addresses of a server: local, LAN, proxies and origins."""
 
 import pytest
-import segno
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab import qr_code
 from lmx_lab.urls import (
     browser_step,
     host_of,
@@ -22,7 +18,6 @@ from lmx_lab.urls import (
     proxy_url,
 )
 
-QR_ADDRESS = "http://192.168.1.20:8400"
 HUB = {"JUPYTERHUB_SERVICE_PREFIX": "/user/ada/"}
 SUBDOMAIN = {
     **HUB,
@@ -100,8 +95,14 @@ def test_the_proxy_address_comes_from_the_environment(environ, url):
 @pytest.mark.parametrize(
     "template",
     [
-        *["lab.example", "lab.example/{port}/", "ftp://lab.example/", "javascript:alert(1)//", "https://"],
-        "//evil.example",
+        *[
+            "lab.example",
+            "lab.example/{port}/",
+            "ftp://lab.example/",
+            "javascript:alert(1)//",
+            "https://",
+            "//evil.example",
+        ],
         *["https://lab.example:99999/", "https://lab.example:x/", "http://[::1/", "https://me:secret@lab.example/"],
         *["https://lab.example/?port={port}", "https://lab.example/#{port}", "https://lab.example/{Port}/", "./lab/"],
         *["https://lab .example/", "https://lab.example/a b/", "https://lab.example/\x00", "https://läb.example/"],
@@ -224,26 +225,3 @@ def test_a_terminal_of_vs_code_is_not_a_kernel():
 def test_the_step_in_the_browser_is_given_if_only_the_browser_knows_the_address(environ, step):
     found = browser_step(8400, environ)
     assert found is None if step is None else step in (found or "")
-
-
-# QR codes
-
-
-def test_the_text_has_the_modules_of_the_code():
-    lines = qr_code.half_blocks(QR_ADDRESS).splitlines()
-    light = [[block in half for block in line] for line in lines for half in ("█▀", "█▄")]
-    expected = [[not dark for dark in row] for row in segno.make_qr(QR_ADDRESS, error="m").matrix_iter(border=2)]
-    assert light[: len(expected)] == expected
-
-
-def test_the_image_is_a_data_uri_without_other_addresses():
-    image = qr_code.data_uri(QR_ADDRESS)
-    assert image.startswith("data:image/svg+xml")
-    assert "script" not in image
-
-
-def test_without_segno_there_is_no_code(monkeypatch):
-    monkeypatch.setitem(sys.modules, "segno", None)
-    qr_code.data_uri.cache_clear()
-    assert (qr_code.data_uri(QR_ADDRESS), qr_code.half_blocks(QR_ADDRESS)) == ("", "")
-    qr_code.data_uri.cache_clear()
