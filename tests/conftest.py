@@ -25,31 +25,14 @@ from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 
 # Before their import, so that failed assertions in these modules show their values, as those in tests do.
-pytest.register_assert_rewrite("tests.support")
+pytest.register_assert_rewrite("tests.support", "tests.browser", "tests.docs", "tests.engine", "tests.http")
 from tests.support.models import LLAMA, safetensors_bytes, teach_thinking, write_tiny_llama  # noqa: E402
 
 # The process that distributes the tests loads this file too, before it starts the others. Packages that are slow to
 # import are therefore imported by the fixtures that need them.
 ROOT = Path(__file__).parent.parent
-LONGEST = {
-    folder: at
-    for at, folder in enumerate(
-        (
-            "browser",
-            "notebooks",
-            "docs",
-            "kernel",
-            "contract",
-            "flows",
-            "security",
-            "daemon",
-            "llama_cpp",
-            "engine",
-            "mlx",
-            "http",
-        )
-    )
-}
+ORDER = "browser notebooks docs kernel contract flows security daemon llama_cpp engine mlx http"
+LONGEST = {folder: at for at, folder in enumerate(ORDER.split())}
 """Position of each folder in the order of tests: those with the longest tests run first."""
 SLOW_FIXTURES = frozenset({"browser", "fresh_notebook", "starter_home"})
 NOT_FAST = frozenset(

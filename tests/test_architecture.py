@@ -193,28 +193,21 @@ def statements(node):
 @functools.cache
 def imports():
     """Return all imports. Call it only within tests, because every worker collects this file but only one runs it."""
-    return tuple(_imports())
-
-
-def _imports():
+    found = []
     for module, path in modules().items():
         tree = syntax_tree(path)
         top = {id(node) for node in tree.body}
         for node in statements(tree):
+            lazy = id(node) not in top
             if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield Import(module, alias.name, node.lineno, id(node) not in top)
+                found += [Import(module, alias.name, node.lineno, lazy) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{module}:{node.lineno} imports relatively"
-                yield from _from(module, node, lazy=id(node) not in top)
-
-
-def _from(module, node, *, lazy):
-    assert node.module is not None
-    for alias in node.names:
-        full = f"{node.module}.{alias.name}"
-        is_module = node.module.split(".")[0] == "lmx_lab" and _exists(full)
-        yield Import(module, full if is_module else node.module, node.lineno, lazy)
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    is_module = node.module.split(".")[0] == "lmx_lab" and _exists(full)
+                    found.append(Import(module, full if is_module else node.module, node.lineno, lazy))
+    return tuple(found)
 
 
 @functools.cache

@@ -10,11 +10,6 @@ from lmx_lab.broadcast import Feed, FeedStatistics
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
 async def take(subscription, count):
     return [await anext(subscription) for _ in range(count)]
 

@@ -47,9 +47,6 @@ REPLACEMENTS: Mapping[str, str] = {
     r"(?<!there\x20)(?:are|is|was) no (?!longer|more|better|other|one)[a-z]+": "is not a",
 }
 """Phrases in lower case, as regular expressions with a space between words, and what to write instead."""
-ALLOWED: frozenset[tuple[str, str]] = frozenset()
-"""Pairs of a file and a text on the line of a legitimate use, at most 20, each with its reason in a comment."""
-ALLOWED_LIMIT = 20
 
 
 def phrase_pattern(phrase):
@@ -73,13 +70,11 @@ def texts():
 
 def problems(name, text):
     """Yield each phrase of a text to replace, with its file and line."""
-    lines, lowered = text.splitlines(), text.lower()
+    lowered = text.lower()
     for match in ANY_PHRASE.finditer(lowered):
-        number = lowered.count("\n", 0, match.start())
-        if not any(file == name and allowed in lines[number] for file, allowed in ALLOWED):
-            phrase = " ".join(match[0].split())
-            replacement = next(each for pattern, each in PATTERNS.items() if pattern.match(lowered, match.start()))
-            yield f"{name}:{number + 1}: {phrase!r}; write instead: {replacement}"
+        line = lowered.count("\n", 0, match.start()) + 1
+        replacement = next(each for pattern, each in PATTERNS.items() if pattern.match(lowered, match.start()))
+        yield f"{name}:{line}: {' '.join(match[0].split())!r}; write instead: {replacement}"
 
 
 # Part of make check.
@@ -87,12 +82,6 @@ def problems(name, text):
 def test_no_text_has_a_phrase_to_replace():
     found = [problem for name, text in texts() for problem in problems(name, text)]
     assert not found, f"{len(found)} phrases to replace:\n" + "\n".join(found)
-
-
-def test_exceptions_are_few_and_in_use():
-    assert len(ALLOWED) <= ALLOWED_LIMIT
-    by_name = dict(texts())
-    assert [(file, text) for file, text in sorted(ALLOWED) if text not in by_name.get(file, "")] == []
 
 
 def test_a_phrase_is_found_across_lines_and_only_as_whole_words():

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Error, expect
 
-from tests.support.browser import LAUNCH, SLEEP, WAIT_MS, JupyterLab, Tab, chromium, machine_only
+from tests.browser.jupyterlab import LAUNCH, SLEEP, JupyterLab, Tab
+from tests.support.browser import WAIT_MS, chromium, machine_only
 from tests.support.models import write_endless_llama, write_tiny_bert
 
 RESET = """if lab.engine.snapshot.model != 'tiny': lab.load('tiny')

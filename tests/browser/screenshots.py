@@ -15,7 +15,8 @@ from playwright.sync_api import Locator, expect
 from lmx_lab.panels.layout import PANELS
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.browser import JupyterLab, Tab, chromium, machine_only
+from tests.browser.jupyterlab import JupyterLab, Tab
+from tests.support.browser import chromium, machine_only
 
 ROOT = Path(__file__).parent.parent.parent
 HOME = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import LAUNCH, SLEEP, chart_moves, model_button, model_row, sleeping
+from tests.browser.jupyterlab import LAUNCH, SLEEP, chart_moves, model_button, model_row, sleeping
 
 ANSWER = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 1500, "ignore_eos": True}
 

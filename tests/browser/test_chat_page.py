@@ -12,17 +12,9 @@ from playwright.sync_api import Page, expect
 from lmx_lab.notebook import Lab
 from lmx_lab.panels.chat import from_json
 from lmx_lab.settings import Settings
+from tests.browser.jupyterlab import CONTROL, FOCUSED_CONTROL, MARK_CONTROLS, OUTLINE
 from tests.browser.main_thread import described, traced_tasks
-from tests.support.browser import (
-    CONTROL,
-    FOCUSED_CONTROL,
-    FOREIGN,
-    MARK_CONTROLS,
-    OUTLINE,
-    WAIT_MS,
-    machine_only,
-    serious_violations,
-)
+from tests.support.browser import FOREIGN, WAIT_MS, machine_only, serious_violations
 from tests.support.labs import serving
 
 PHONE = {"width": 390, "height": 844}

@@ -2,7 +2,7 @@
 
 from playwright.sync_api import expect
 
-from tests.support.browser import LONG_ANSWER, ask
+from tests.browser.jupyterlab import LONG_ANSWER, ask
 
 
 def test_an_answer_streams_and_ends_with_its_cost(panels):

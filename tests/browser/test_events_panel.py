@@ -7,7 +7,7 @@ import json
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import (
+from tests.browser.jupyterlab import (
     ALL_EVENTS,
     CONTRASTS,
     EVENT_IMPORTS,
@@ -18,10 +18,10 @@ from tests.support.browser import (
     SCRIPTED_EVENTS,
     SLEEP,
     seconds,
-    serious_violations,
     sleeping,
     updates,
 )
+from tests.support.browser import serious_violations
 
 # The rows that are visible, without those that are drawn beyond the edges.
 VISIBLE = """(box) => {

@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import (
+from tests.browser.jupyterlab import (
     ALL_EVENTS,
     CONTROL,
     EVENT_IMPORTS,

@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import ask_echo
+from tests.browser.jupyterlab import ask_echo
 
 NAME = "lifecycle.ipynb"
 ATTACHED = "attached.ipynb"

@@ -2,7 +2,7 @@
 
 from playwright.sync_api import expect
 
-from tests.support.browser import LONG_ANSWER, ask, chart_moves, drawn
+from tests.browser.jupyterlab import LONG_ANSWER, ask, chart_moves, drawn
 
 
 def test_the_chart_moves_while_an_answer_streams(panels):

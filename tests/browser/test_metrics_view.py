@@ -7,7 +7,7 @@ import pytest
 from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, pack_columns, window
 from lmx_lab.wire.admin import Sample
-from tests.support.browser import NEXT_FRAMES
+from tests.browser.jupyterlab import NEXT_FRAMES
 
 NOON = 1_800_000_000.0
 COLORS = ["31,131,214", "194,87,26", "168,92,196"]

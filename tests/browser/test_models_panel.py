@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 from lmx_lab.panels import assets
 from lmx_lab.panels.models import ModelsPanel
 from lmx_lab.urls import qr_data_uri
-from tests.support.browser import LONG_ANSWER, ask, model_button, model_row
+from tests.browser.jupyterlab import LONG_ANSWER, ask, model_button, model_row
 
 # The panel on an empty page. Its kernel replies when a direct request was sent to the server, which does not respond.
 SCRIPT = """async ([code, phone_code]) => {

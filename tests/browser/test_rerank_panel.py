@@ -5,7 +5,7 @@ import json
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import DOCUMENTS, rank
+from tests.browser.jupyterlab import DOCUMENTS, rank
 
 
 def column(rerank, name):

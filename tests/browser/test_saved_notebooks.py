@@ -7,7 +7,8 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import LAUNCH, panel_names, serious_violations, updates
+from tests.browser.jupyterlab import LAUNCH, panel_names, updates
+from tests.support.browser import serious_violations
 
 MAX_BYTES = 300_000
 UPDATES = 1000

@@ -3,7 +3,8 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import CONTRASTS, DOCUMENTS, LAUNCH, MIN_CONTRAST, ask, rank, serious_violations
+from tests.browser.jupyterlab import CONTRASTS, DOCUMENTS, LAUNCH, MIN_CONTRAST, ask, rank
+from tests.support.browser import serious_violations
 
 GRID = ".jp-Notebook:not(.lm-mod-hidden) .widget-gridbox"
 PANELS = ("Models", "Metrics", "Chat", "Rerank")

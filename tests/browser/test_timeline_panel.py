@@ -3,7 +3,8 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import CONTRASTS, MIN_CONTRAST, serious_violations
+from tests.browser.jupyterlab import CONTRASTS, MIN_CONTRAST
+from tests.support.browser import serious_violations
 
 PANEL = "timeline"
 """The panel that ``one_panel`` shows."""

@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import (
+from tests.browser.jupyterlab import (
     LONG_ANSWER,
     MAX_UPDATES_PER_S,
     ask,

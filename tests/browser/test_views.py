@@ -4,7 +4,7 @@ import httpx2
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import LAUNCH, ask, model_button, model_row
+from tests.browser.jupyterlab import LAUNCH, ask, model_button, model_row
 
 SHOWN = 1
 """Index of the cell that displays the panels."""

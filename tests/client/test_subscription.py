@@ -26,7 +26,7 @@ from lmx_lab.errors import (
     UnreachableError,
     WrongServerError,
 )
-from tests.support.events import (
+from tests.client.event_server import (
     CUT,
     HALF,
     STAY,

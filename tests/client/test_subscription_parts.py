@@ -20,7 +20,7 @@ from lmx_lab.client.subscription import (
     EventPosition,
     SleepWatch,
 )
-from tests.support.events import event, heartbeat, hello, reset, snapshot, synced
+from tests.client.event_server import event, heartbeat, hello, reset, snapshot, synced
 
 pytestmark = pytest.mark.anyio
 

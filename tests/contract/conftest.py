@@ -1,18 +1,11 @@
 """Fixtures that run the inference server (with the echo engine or tiny models) and a daemon that uses it."""
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.settings import Settings
-from tests.contract.openapi import CONTEXT, HERE
+from tests.support import daemons
 from tests.support.labs import serving
 from tests.support.models import write_tiny_bert, write_tiny_llama
-
-if TYPE_CHECKING:
-    pass
 
 
 def read_contract(url, **options):
@@ -24,6 +17,8 @@ def read_contract(url, **options):
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory, smollm2):
+    from tests.contract.openapi import CONTEXT
+
     home = tmp_path_factory.mktemp("contract")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=CONTEXT)
     write_tiny_bert(home / "models" / "tiny-embedder")
@@ -40,7 +35,7 @@ def tiny_lab(home):
 
 @pytest.fixture(scope="module")
 def tiny_server(tiny_lab):
-    return read_contract(f"{tiny_lab.url}/openapi.json", config=HERE / "server.toml")
+    return read_contract(f"{tiny_lab.url}/openapi.json")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +47,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(lab):
-    return read_contract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
+    return read_contract(f"{lab.url}/openapi.json")
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +61,10 @@ def _no_programs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def daemon(lab, tmp_path_factory, _no_programs):
     # Requests that wait for an event return after a short time.
-    settings, limits = Settings(home=tmp_path_factory.mktemp("daemon"), daemon_port=0), Limits(wait_s=0.1)
-    daemon = Daemon(settings=settings, limits=limits, upstream_url=lab.url)
-    daemon.start()
-    try:
+    with daemons.serving(tmp_path_factory.mktemp("daemon"), Limits(wait_s=0.1), upstream=lab.url) as daemon:
         yield daemon
-    finally:
-        daemon.stop(mode="now")
 
 
 @pytest.fixture(scope="module")
 def api(daemon):
-    return read_contract(f"{daemon.url}/v3/openapi.json", key=daemon.token, config=HERE / "daemon.toml")
+    return read_contract(f"{daemon.url}/v3/openapi.json", key=daemon.token)

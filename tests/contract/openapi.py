@@ -34,15 +34,15 @@ class OpenApiContract:
     Args:
         url: URL of the document.
         key: The API key for every request; a server without a key accepts any.
-        config: The configuration file of schemathesis, with the checks for each operation.
     """
 
-    def __init__(self, url: str, *, config: Path, key: str = "any") -> None:
+    def __init__(self, url: str, *, key: str = "any") -> None:
         self.url = url
         self.headers = {"Authorization": f"Bearer {key}"}
-        self._config = config
+        # The checks for each operation.
+        self._config = Path(__file__).with_name("daemon.toml" if "/v3/" in url else "server.toml")
         self.schema: OpenApiSchema = schemathesis.openapi.from_url(
-            url, headers=self.headers, config=schemathesis.Config.from_path(config)
+            url, headers=self.headers, config=schemathesis.Config.from_path(self._config)
         )
 
     def generate(self, *options: str, examples: int = EXAMPLES) -> str:
@@ -102,4 +102,3 @@ class OpenApiContract:
 
 CONTEXT = 64
 """Context length in tokens, so that all answers are short."""
-HERE = Path(__file__).parent

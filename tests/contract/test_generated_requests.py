@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.contract.openapi import CONTEXT, EXAMPLES, HERE, OpenApiContract
+from tests.contract.openapi import CONTEXT, EXAMPLES, OpenApiContract
 from tests.support.gguf import with_context
 from tests.support.labs import serving
 
@@ -15,19 +15,20 @@ pytestmark = pytest.mark.long
 SINGLE_OPTIONS = ("--phases", "examples,coverage,fuzzing")
 # Without a prompt, these routes load and unload models, after which most requests would be answered with 503.
 LOADING_ROUTES = "^/api/(chat|generate)$"
-CHAIN_OPTIONS = ("--phases", "stateful", "--mode", "positive")
-CHAIN_EXAMPLES = 6 * EXAMPLES
+OTHER_ROUTES = ("--exclude-tag", "admin", "--exclude-path-regex", LOADING_ROUTES)
 
 
-def check_all_tested(said):
-    """Check that all selected operations were tested."""
+def check_all(contract, *options):
+    """Generate requests, and check that all selected operations were tested."""
+    said = contract.generate(*options)
     found = re.search(r"Selected: (\d+)/\d+\s+Tested: (\d+)", said)
     assert found is not None, said
     assert found[1] == found[2] != "0", said
 
 
-def links_followed(said):
-    """Return the number of links of the document that were followed."""
+def links_followed(contract):
+    """Generate chains of requests, and return the number of links of the document that were followed."""
+    said = contract.generate("--phases", "stateful", "--mode", "positive", examples=6 * EXAMPLES)
     found = re.search(r"API Links: +(\d+) covered", said)
     assert found is not None, said
     return int(found[1])
@@ -36,14 +37,12 @@ def links_followed(said):
 def test_the_inference_server_matches_its_document(tiny_server, tiny_lab):
     # Without a model, nearly all responses would be the same error.
     tiny_lab.load("tiny")
-    check_all_tested(
-        tiny_server.generate(*SINGLE_OPTIONS, "--exclude-tag", "admin", "--exclude-path-regex", LOADING_ROUTES)
-    )
+    check_all(tiny_server, *SINGLE_OPTIONS, *OTHER_ROUTES)
 
 
 def test_routes_that_load_models_without_a_prompt_match_their_document(tiny_server, tiny_lab):
     tiny_lab.load("tiny")
-    check_all_tested(tiny_server.generate(*SINGLE_OPTIONS, "--include-path-regex", LOADING_ROUTES))
+    check_all(tiny_server, *SINGLE_OPTIONS, "--include-path-regex", LOADING_ROUTES)
 
 
 @pytest.fixture
@@ -54,32 +53,31 @@ def on_llama_cpp(tmp_path, tiny_gguf, minilm_gguf, reranker_gguf):
         (models / name).mkdir()
         shutil.copy(file, models / name)
     with serving(tmp_path, "tiny", embedder="tiny-embedder", reranker="tiny-reranker", downloads=False) as lab:
-        yield OpenApiContract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
+        yield OpenApiContract(f"{lab.url}/openapi.json")
 
 
 def test_the_inference_server_matches_its_document_with_llama_cpp(on_llama_cpp):
     # Without the phase "coverage": limits such as 2,048 texts do not depend on the engine, and take minutes here.
-    options = ("--exclude-tag", "admin", "--exclude-path-regex", LOADING_ROUTES)
-    check_all_tested(on_llama_cpp.generate("--phases", "examples,fuzzing", *options))
+    check_all(on_llama_cpp, "--phases", "examples,fuzzing", *OTHER_ROUTES)
 
 
 def test_the_inference_server_matches_its_document_with_the_echo_engine(server, lab):
     lab.load("echo")
-    check_all_tested(server.generate(*SINGLE_OPTIONS, "--exclude-tag", "admin", "--exclude-path-regex", LOADING_ROUTES))
+    check_all(server, *SINGLE_OPTIONS, *OTHER_ROUTES)
 
 
 def test_the_admin_routes_match_their_document(tiny_server):
-    check_all_tested(tiny_server.generate(*SINGLE_OPTIONS, "--include-tag", "admin"))
+    check_all(tiny_server, *SINGLE_OPTIONS, "--include-tag", "admin")
 
 
 def test_listed_models_can_be_read_loaded_and_unloaded(tiny_server):
-    assert links_followed(tiny_server.generate(*CHAIN_OPTIONS, examples=CHAIN_EXAMPLES)) >= 3
+    assert links_followed(tiny_server) >= 3
 
 
 def test_the_daemon_matches_its_document(api):
-    check_all_tested(api.generate(*SINGLE_OPTIONS))
+    check_all(api, *SINGLE_OPTIONS)
 
 
 def test_created_objects_of_the_daemon_can_be_read_changed_and_deleted(api):
     # Most chains begin with a session; chains with MCP servers are generated less often.
-    assert links_followed(api.generate(*CHAIN_OPTIONS, examples=CHAIN_EXAMPLES)) >= 5
+    assert links_followed(api) >= 5

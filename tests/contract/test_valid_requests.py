@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.settings import Settings
-from tests.contract.openapi import HERE, OpenApiContract
+from tests.contract.openapi import OpenApiContract
+from tests.support import daemons
 from tests.support.labs import serving
 from tests.support.mcp import COUNTING
 
 pytestmark = pytest.mark.slow
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"model": "echo", "messages": HELLO, "max_tokens": 8}
-LONG = {"max_tokens": 400, "ignore_eos": True}
 PLAIN: dict[str, Any] = {"model": "echo", "prompt": ["the sea", "a house"], "max_tokens": 8}
 TEXTS = ["a cat", "a dog"]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-SEARCH = {"type": "web_search"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +46,7 @@ def _loaded(lab):
         ("POST", "/v1/messages", {"model": "echo", "messages": HELLO, "max_tokens": 8, "stream": True}),
         ("POST", "/v1/messages/count_tokens", {"model": "echo", "messages": HELLO}),
         ("POST", "/v1/responses", {"model": "echo", "input": "hello", "max_output_tokens": 8}),
-        ("POST", "/v1/responses", {"model": "echo", "input": HELLO, "tools": [SEARCH], "stream": True}),
+        ("POST", "/v1/responses", {"model": "echo", "input": HELLO, "tools": [{"type": "web_search"}], "stream": True}),
         ("GET", "/health", None),
         ("GET", "/props", None),
         ("POST", "/tokenize", {"content": "the sea", "with_pieces": True}),
@@ -117,8 +114,8 @@ def test_tool_calls_match_the_document(server, stream):
 
 def test_the_error_at_the_end_of_an_interrupted_stream_matches_the_document(tmp_path):
     with serving(tmp_path, "echo", request_timeout_s=0.05, echo_tokens_per_s=1000) as lab:
-        server = OpenApiContract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
-        body = {**CHAT, **LONG, "stream": True, "n": 4}
+        server = OpenApiContract(f"{lab.url}/openapi.json")
+        body = {**CHAT, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 4}
         # The timeout happens before or after the status is sent; the document contains both.
         answer = server.request("POST", "/v1/chat/completions", body=body)
         assert "lmx-timeout" in answer.text
@@ -143,13 +140,8 @@ def test_sessions_and_turns_match_the_document(api):
     assert [answer.status_code for answer in submitted] == [202, 200]
     record = {"ended_at": None}
     while record["ended_at"] is None:
-        read = api.request(
-            "GET",
-            "/v3/sessions/{session_id}/turns/{turn_id}",
-            query={"wait": 0.1},
-            at=both,
-        )
-        record = read.json()
+        path = "/v3/sessions/{session_id}/turns/{turn_id}"
+        record = api.request("GET", path, query={"wait": 0.1}, at=both).json()
     assert record["status"] == "done", record
     assert api.request("POST", "/v3/sessions/{session_id}/turns/{turn_id}/cancel", at=both).json()["cancelled"] == 0
     for method, path, status in (
@@ -179,13 +171,11 @@ def test_permissions_match_the_document(api, daemon):
 
     api.request("POST", "/v3/sessions", body={"session_id": "asking", "tools": ["remember"]})
     turn = {"content": "hello", "overrides": {"tool_choice": "remember", "max_steps": 1, "max_tokens": 48}}
-    assert (
-        api.request("POST", "/v3/sessions/{session_id}/turns", body=turn, at={"session_id": "asking"}).status_code
-        == 202
-    )
+    asking = {"session_id": "asking"}
+    assert api.request("POST", "/v3/sessions/{session_id}/turns", body=turn, at=asking).status_code == 202
     status = "queued"
     while status in ("queued", "running"):
-        status = api.request("GET", "/v3/sessions/{session_id}", at={"session_id": "asking"}).json()["status"]
+        status = api.request("GET", "/v3/sessions/{session_id}", at=asking).json()["status"]
     assert status == "waiting"
     permission = api.request("GET", "/v3/permissions").json()["permissions"][0]
     at, path = {"permission_id": permission["permission_id"]}, "/v3/permissions/{permission_id}"
@@ -194,8 +184,7 @@ def test_permissions_match_the_document(api, daemon):
 
 
 def test_mcp_servers_match_the_document(api, tmp_path):
-    program = COUNTING
-    args = ["-I", str(program), str(tmp_path / "notes"), "0"]
+    args = ["-I", str(COUNTING), str(tmp_path / "notes"), "0"]
     counting = {"name": "counting"}
     config = {**counting, "command": sys.executable, "args": args, "start_timeout_s": 60}
     assert api.request("POST", "/v3/mcp/test", body=config).json()["ok"] is True
@@ -214,15 +203,11 @@ def test_mcp_servers_match_the_document(api, tmp_path):
 
 
 def test_health_state_and_shutdown_of_the_daemon_match_the_document(tmp_path):
-    daemon = Daemon(settings=Settings(home=tmp_path, daemon_port=0, upstream="http://127.0.0.1:9"))
-    daemon.start()
-    try:
-        api = OpenApiContract(f"{daemon.url}/v3/openapi.json", key=daemon.token, config=HERE / "daemon.toml")
+    with daemons.serving(tmp_path) as daemon:
+        api = OpenApiContract(f"{daemon.url}/v3/openapi.json", key=daemon.token)
         assert api.request("GET", "/v3/health", headers={}).status_code == 200
         assert api.request("GET", "/v3/daemon").status_code == 200
         # Sent without validation: the check for a missing key would send a second request, to a stopped daemon.
         answer = api.schema["/v3/daemon/shutdown"]["POST"].Case().call(headers=api.headers)
         assert (answer.status_code, answer.json()) == (202, {"status": "stopping"})
         assert daemon.wait(60)
-    finally:
-        daemon.stop(mode="now")

@@ -6,7 +6,8 @@ bash that starts a server runs until the end of the page. ``page_runner`` lists 
 
 import pytest
 
-from tests.support.docs import PAGES, ROOT, PageRunner, code_blocks
+from tests.docs.page_runner import PageRunner
+from tests.support.docs import PAGES, ROOT, code_blocks
 from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.long

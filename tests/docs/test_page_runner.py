@@ -5,7 +5,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from tests.support.docs import README, Block, PageRunner, anchors, code_blocks, links, table_rows
+from tests.docs.page_runner import PageRunner
+from tests.support.docs import README, Block, anchors, code_blocks, links, table_rows
 
 
 @pytest.fixture

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
+import weakref
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lmx_lab.engine import ModelManager
+from lmx_lab.engine import (
+    ModelManager,
+)
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import LabError
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import GenerationReport
-from tests.support.engines import TWO_SLOTS, Gate, Shared
+from tests.support.engines import TWO_SLOTS, mlx_thread, pin, until_idle
+
+# Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
+if TYPE_CHECKING:
+    from lmx_lab.engine.mlx.state import MlxCore
 
 # Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
 if TYPE_CHECKING:
@@ -89,3 +102,93 @@ def ends(monkeypatch):
 
     monkeypatch.setattr(Mailbox, "deliver", count)
     return counted
+
+
+class Shared:
+    """A manager that the tests of a module use one after the other.
+
+    Only one exists at a time, because the memory that an engine reports is that of the process.
+    """
+
+    def __init__(self) -> None:
+        self._engine: ModelManager | None = None
+        self._configuration: tuple[object, ...] = ()
+
+    @contextlib.contextmanager
+    def use(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[ModelManager]:
+        """Yield a manager with these models and an empty prefix cache. The test must not load or unload models."""
+        configuration = (settings, main, *pinned)
+        if self._engine is None or self._configuration != configuration:
+            self.stop()
+            self._engine, self._configuration = ModelManager(settings), configuration
+            self._engine.start()
+            asyncio.run(load_all(self._engine, main, *pinned))
+        manager = self._engine
+        asyncio.run(reset(manager))
+        models = asyncio.run(loaded_models(manager))
+        yield manager
+        if not (manager.alive and asyncio.run(are_loaded(manager, models))):
+            self.stop()
+            pytest.fail("this test changes the loaded models, so it needs a manager of its own")
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+        self._engine = None
+
+
+async def load_all(manager: ModelManager, main: ModelEntry, *pinned: ModelEntry) -> None:
+    for entry in pinned:
+        await pin(manager, entry)
+    await manager.load_entry(main)
+
+
+async def reset(manager: ModelManager) -> None:
+    """Wait until no request is left, and drop the prefix cache."""
+    async with asyncio.timeout(60):
+        await until_idle(manager)
+    await mlx_thread(manager).call(lambda core: core.generating.shrink_prefixes(2**60))
+
+
+async def loaded_models(manager: ModelManager) -> list[weakref.ref[Any]]:
+    return await mlx_thread(manager).call(lambda core: [weakref.ref(model) for _, model in core._in_memory()])
+
+
+async def are_loaded(manager: ModelManager, models: list[weakref.ref[Any]]) -> bool:
+    def are_same(core: MlxCore) -> bool:
+        current = [model for _, model in core._in_memory()]
+        return len(current) == len(models) and all(
+            model() is other for model, other in zip(models, current, strict=True)
+        )
+
+    return await mlx_thread(manager).call(are_same)
+
+
+class Gate:
+    """While closed, stops the engine thread before it computes a layer of texts."""
+
+    def __init__(self) -> None:
+        self._reached, self._passes = threading.Semaphore(0), threading.Semaphore(0)
+        self._shut = False
+
+    def wait(self) -> None:
+        if self._shut:
+            self._reached.release()
+            self._passes.acquire()
+
+    def shut(self) -> None:
+        self._shut = True
+
+    async def reached(self) -> None:
+        """Wait until the thread has reached the gate. Each call waits for one arrival."""
+        assert await asyncio.to_thread(self._reached.acquire, timeout=60)
+
+    def let_pass(self, layers: int) -> None:
+        """Let the thread compute this number of layers. Commands that were posted in the meantime run after the first
+        layer, and take effect with the second.
+        """
+        self._passes.release(layers)
+
+    def open(self) -> None:
+        self._shut = False
+        self._passes.release()

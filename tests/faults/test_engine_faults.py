@@ -26,7 +26,6 @@ from lmx_lab.engine.mlx.model import AnswerText, PromptTokenizer
 from lmx_lab.engine.mlx.sampling import RandomSampler
 from lmx_lab.errors import EngineError
 from lmx_lab.settings import Settings
-from tests.faults.fault_injection import inject
 from tests.support.asking import CHAT_WAIT_S
 from tests.support.engines import fail_next_step, finish, mlx_thread, numbers, process_of, request, run, until_idle
 from tests.support.formats import Chat, Format, Problem, Request, Socket
@@ -46,6 +45,28 @@ class FaultPoint:
     alone: bool = False
     """Whether only one request fails, and not the others that run at the same time."""
     exc: Exception = field(default_factory=lambda: RuntimeError("injected"))
+
+
+def inject(monkeypatch, place, exc, *, at_call):
+    """Raise an error at one call of a function, because no real model fails on demand, and forward all other calls.
+
+    Args:
+        place: A module or class, and the name of the function in it.
+
+    Returns:
+        A function that returns whether the error was raised.
+    """
+    real, calls = getattr(*place), 0
+
+    def faulty(*args, **options):
+        nonlocal calls
+        calls += 1
+        if calls == at_call:
+            raise exc
+        return real(*args, **options)
+
+    monkeypatch.setattr(*place, faulty)
+    return lambda: calls >= at_call
 
 
 PLACES = {
@@ -138,10 +159,10 @@ def check_fault(lab, monkeypatch, place, way):
     good = answer_of(lab, way, request)
     assert good.text
     with monkeypatch.context() as patched:
-        fault = inject(patched, place.at, place.exc, at_call=place.call)
+        has_happened = inject(patched, place.at, place.exc, at_call=place.call)
         # Two requests run, and one waits.
         ends = [future.result(CHAT_WAIT_S) for future in send_all(lab, [way] * 3, request)]
-    assert fault.happened
+    assert has_happened()
     failed = [end for end in ends if end.problem is not None]
     assert 1 <= len(failed) <= (1 if place.alone else 2)
     assert [end.text for end in ends if end.problem is None] == [good.text] * (3 - len(failed))
@@ -175,11 +196,11 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny, monkeypatch):
     async def fail_once(manager: ModelManager, call: int) -> None:
         requests = [request(prompt=numbers(100, start=at), max_tokens=200, answer_format=FORM) for at in (500, 900)]
         with monkeypatch.context() as patched:
-            fault = inject(patched, (llama.Model, "__call__"), RuntimeError("injected"), at_call=call)
+            has_happened = inject(patched, (llama.Model, "__call__"), RuntimeError("injected"), at_call=call)
             for stream in [await manager.submit(each) for each in requests]:
                 with pytest.raises(EngineError, match="injected"):
                     await finish(stream)
-        assert fault.happened
+        assert has_happened()
         await until_idle(manager)
 
     others = set(threading.enumerate())

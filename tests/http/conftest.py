@@ -3,7 +3,7 @@
 import pytest
 
 from lmx_lab.http import connections
-from tests.support.sockets import SHORT_S, disconnected
+from tests.http.raw import SHORT_S, disconnected
 
 
 @pytest.fixture

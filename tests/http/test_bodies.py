@@ -23,7 +23,7 @@ from lmx_lab.http.bodies import SMALL_BODY_BYTES, BodyMemory, LargeBodyQueue, St
 from lmx_lab.http.guard import local_policy
 from lmx_lab.http.middleware import wrap_app
 from lmx_lab.wire.limits import CONTAINER_LIMIT, ITEM_LIMIT, MEMBERS_LIMIT, Structure
-from tests.support.sockets import connect_raw, running
+from tests.http.raw import connect_raw, running
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio

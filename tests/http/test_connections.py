@@ -28,12 +28,10 @@ from lmx_lab.http.connections import WebSocketProtocol
 from lmx_lab.http.errors import on_bug, status_for
 from lmx_lab.http.uvicorn_server import bind, serve
 from lmx_lab.wire.errors import ErrorBody
-from tests.support.programs import ROOT
-from tests.support.sockets import (
+from tests.http.raw import (
     GET,
     READ_LATER_S,
     SHORT_S,
-    WAIT_S,
     answer_to,
     app,
     connect_raw,
@@ -42,6 +40,8 @@ from tests.support.sockets import (
     opened,
     running,
 )
+from tests.support.programs import ROOT
+from tests.support.sockets import WAIT_S
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -332,7 +332,7 @@ SERVER = f"""
 import asyncio, logging, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 from lmx_lab.http.uvicorn_server import bind, serve
-from tests.support.sockets import lifespan, respond
+from tests.http.raw import lifespan, respond
 
 async def app(scope, receive, send):
     if scope["type"] == "lifespan":

@@ -99,12 +99,13 @@ def test_preflight_requests_are_subject_to_the_same_checks(keyed_lab, daemon):
     assert not wrong
 
 
-@pytest.mark.parametrize("host", [None, "", "two"])
-def test_a_request_must_have_exactly_one_host(open_lab, daemon, host):
+@pytest.mark.parametrize(
+    ("host", "is_doubled", "status"), [(None, False, 400), (" ", False, 421), ("evil.example", True, 400)]
+)
+def test_a_request_must_have_exactly_one_host(open_lab, daemon, host, is_doubled, status):
     for port in (open_lab.port, daemon.port):
-        doubled = [("Host", f"127.0.0.1:{port}")] if host == "two" else []
-        named = {None: None, "": " ", "two": "evil.example"}[host]
-        assert send(port, "GET /healthz", doubled, host=named).status in (400, 421)
+        doubled = [("Host", f"127.0.0.1:{port}")] if is_doubled else []
+        assert send(port, "GET /healthz", doubled, host=host).status == status
 
 
 SIMPLE = (
@@ -136,12 +137,11 @@ def test_a_post_without_a_body_is_rejected_if_a_page_sends_it(open_lab):
     assert open_lab.engine.snapshot.model == "echo"
 
 
-def test_a_preflight_of_another_page_is_rejected(open_lab, daemon):
+def test_a_preflight_of_another_page_is_rejected(open_lab):
     asked = [("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "content-type")]
-    for port, path in ((open_lab.port, "/admin/models/unload"), (daemon.port, "/v3/sessions")):
-        for origin in ("http://evil.example", "null", f"http://rebound.evil.example:{port}"):
-            answer = send(port, f"OPTIONS {path}", [("Origin", origin), *asked])
-            assert (answer.status, answer.header("access-control-allow-origin")) == (403, None)
+    for origin in ("http://evil.example", "null", f"http://rebound.evil.example:{open_lab.port}"):
+        answer = send(open_lab.port, "OPTIONS /admin/models/unload", [("Origin", origin), *asked])
+        assert (answer.status, answer.header("access-control-allow-origin")) == (403, None)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_preflight_of_another_page_is_rejected(open_lab, daemon):
 )
 def test_a_url_in_the_request_line_does_not_bypass_the_checks(open_lab, target):
     target = target.format(port=open_lab.port)
-    assert send(open_lab.port, f"GET {target}", host="evil.example").status in (400, 421)
+    assert send(open_lab.port, f"GET {target}", host="evil.example").status == 421
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-Host", "X-Forwarded-For", "Forwarded", "X-Real-IP", "X-Original-URL"])

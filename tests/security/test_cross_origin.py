@@ -143,6 +143,7 @@ def test_a_page_of_another_origin_cannot_embed_pages(page, tiny_lab, path):
     page.evaluate(FRAMING, f"{tiny_lab.url}/{path}")
     *_, framed = page.frames
     framed.wait_for_url("chrome-error://chromewebdata/")
+    assert len(page.frames) == 3, "the page, its own frame and the refused one"
 
 
 def test_a_page_of_an_allowed_origin_can_fetch(page, evil, tiny_home):

@@ -1,6 +1,7 @@
 """Tests that ids in URLs and bodies are never used as paths, in any spelling."""
 
 import json
+from urllib.parse import unquote
 
 import pytest
 
@@ -8,39 +9,35 @@ from tests.support.sockets import send
 
 # Sent unchanged in the request line, because client libraries normalize some of them.
 SPELLINGS = [
-    *(
-        "..",
-        "../../etc/passwd",
-        "..%2f..%2fetc%2fpasswd",
-        "%2e%2e/%2e%2e/etc/passwd",
-        "..%5c..%5cetc",
-        "%252e%252e%252f",
-    ),
+    *("..", "../../etc/passwd", "..%2f..%2fetc%2fpasswd", "%2e%2e/%2e%2e/etc/passwd"),
+    *("..%5c..%5cetc", "%252e%252e%252f"),
     *("%2fetc%2fpasswd", "/etc/passwd", "//etc/passwd", "echo%00", "%00", "echo/..", "echo/../other", "other%2f.."),
     *("%c0%ae%c0%ae%c0%af", "~", "%7e%2f.ssh", "file:%2f%2f%2fetc", "other%0d%0aX-Injected:%201", "a" * 5000),
 ]
 BODIES = [
-    "..",
-    "../../x",
-    "/etc/passwd",
-    "\0",
-    "a\0b",
-    "a/b",
-    "a\\b",
-    "\ud800",
-    "a\r\nX: 1",
-    "a" * 5000,
-    ".",
-    "~",
-    " ",
-    "",
+    *(
+        "..",
+        "../../x",
+        "/etc/passwd",
+        "\0",
+        "a\0b",
+        "a/b",
+        "a\\b",
+        "\ud800",
+        "a\r\nX: 1",
+        "a" * 5000,
+        ".",
+        "~",
+        " ",
+        "",
+    ),
 ]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_model_id_in_a_url_is_not_a_path(open_lab, spelling):
     answer = send(open_lab.port, f"GET /v1/models/{spelling}")
-    assert answer.status in (400, 404), answer.body
+    assert answer.status == 404, answer.body
     assert b"root:" not in answer.body
     assert "injected" not in answer.head.lower()
 
@@ -49,14 +46,11 @@ def test_a_model_id_in_a_url_is_not_a_path(open_lab, spelling):
 def test_a_session_id_in_a_url_is_not_a_path(daemon, spelling):
     right = ("Authorization", f"Bearer {daemon.token}")
     before = sorted(daemon.folder.parent.rglob("*"))
-    for request in (
-        f"GET /v3/sessions/{spelling}",
-        f"DELETE /v3/sessions/{spelling}",
-        f"GET /v3/sessions/{spelling}/x",
-    ):
-        answer = send(daemon.port, request, [right])
-        # Deleting is idempotent, so deleting a missing session succeeds.
-        assert answer.status in (400, 404, 405, 204 if request.startswith("DELETE") else 404), (request, answer.body)
+    # Deleting is idempotent, so deleting a missing session succeeds. An id with a slash is no route.
+    deleted = 404 if "/" in unquote(spelling) else 204
+    for method, rest, status in (("GET", "", 404), ("DELETE", "", deleted), ("GET", "/x", 404)):
+        answer = send(daemon.port, f"{method} /v3/sessions/{spelling}{rest}", [right])
+        assert answer.status == status, (method, answer.body)
         assert b"root:" not in answer.body
         assert "injected" not in answer.head.lower()
     assert sorted(daemon.folder.parent.rglob("*")) == before
@@ -71,4 +65,5 @@ def test_an_id_in_a_body_is_not_a_path(daemon, open_lab, name):
     assert sorted(daemon.folder.parent.rglob("*")) == before
     chat = {"model": name or "..", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     asked = send(open_lab.port, "POST /v1/chat/completions", right[1:], json.dumps(chat).encode())
-    assert asked.status in (400, 404), asked.body
+    # A lone surrogate is no text.
+    assert asked.status == (400 if name == "\ud800" else 404), asked.body

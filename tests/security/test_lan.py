@@ -13,12 +13,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmx_lab.wire.daemon import StateFile
+from tests.support.commands import Serving, serving
 
 pytestmark = pytest.mark.long
 WAIT_S = 60
@@ -102,61 +102,27 @@ def lan():
         yield here, there
 
 
-class Running:
-    """A command of the lab on a machine, and its output."""
-
-    def __init__(self, on: Machine, home: Path, *arguments: str) -> None:
-        environment = {**os.environ, "LMX_LAB_HOME": str(home), "HF_HOME": str(home / "hub"), "COLUMNS": "200"}
-        self.process = subprocess.Popen(
-            on.command(sys.executable, "-m", "lmx_lab", *arguments),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )  # fmt: skip
-        self.output = ""
-
-    def port(self) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if found := re.search(r"ready at http://(?:[\d.]+|\[::1\]):(\d+)", line):
-                return found[1]
-        raise AssertionError(self.output)
-
-    def announced_name(self) -> str:
-        self.port()
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        while not (found := re.search(r"announced on the LAN as (.+)", line)):
-            assert line, "the server has ended"
-            line = self.process.stdout.readline()
-        return found[1]
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def served(lan, tiny_home, tmp_path_factory):
     """Start all servers and return their URLs. They start in parallel, which takes as long as one."""
     here, _ = lan
-    common = ("serve", "--host", "0.0.0.0", "--port", "0")
-    on_both = ("serve", "--host", "::", "--port", "0")
+    common = ("--host", "0.0.0.0", "--port", "0")
     daemon_home = tmp_path_factory.mktemp("daemon-home")
     running = {
-        "usual": Running(here, tiny_home, *common, "--model", "tiny"),
+        "usual": Serving(tiny_home, *common, "--model", "tiny", before=here.command()),
         # On an IPv6 socket, which also accepts IPv4.
-        "admin": Running(here, tiny_home, *on_both, "--lan-admin", "--api-key", "lan-key"),
-        "daemon": Running(here, daemon_home, "daemon", "--host", "0.0.0.0", "--port", "0"),
+        "admin": Serving(
+            tiny_home, "--host", "::", "--port", "0", "--lan-admin", "--api-key", "lan-key", before=here.command()
+        ),
+        "daemon": Serving(daemon_home, *common, command="daemon", before=here.command()),
     }
     try:
-        urls = {name: f"http://{SERVER}:{each.port()}" for name, each in running.items()}
+        urls = {name: f"http://{SERVER}:{each.port}" for name, each in running.items()}
         state = StateFile.model_validate_json((daemon_home / "daemon" / "state.json").read_bytes())
         yield urls, state.token
     finally:
         for each in running.values():
-            each.end()
+            each.close()
 
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -326,13 +292,12 @@ def discover(on, home):
 def test_announced_labs_are_found_by_another_machine(lan, served, tmp_path):
     """Two labs of one name are told apart, and labs that are not announced are not found."""
     here, there = lan
-    options = ("serve", "--host", "0.0.0.0", "--port", "0", "--announce", "--announce-name", "kitchen")
+    options = ("--host", "0.0.0.0", "--port", "0", "--announce", "--announce-name", "kitchen")
     with contextlib.ExitStack() as stack:
         names = []
         for on, more in ((here, ("--model", "echo")), (there, ("--api-key", "lan-key"))):
-            running = Running(on, tmp_path, *options, *more)
-            stack.callback(running.end)
-            names.append(running.announced_name())
+            server = stack.enter_context(serving(tmp_path, *options, *more, before=on.command()))
+            names += re.findall(r"announced on the LAN as (.+)", server.wait_for("announced on the LAN as "))
         found = []
         deadline = time.monotonic() + WAIT_S
         while len(found) < 2 and time.monotonic() < deadline:

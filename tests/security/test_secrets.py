@@ -127,63 +127,53 @@ SECRETS = {
 }
 
 
-@contextlib.contextmanager
-def served(home, model):
-    """Run the server in a program that has all keys in its environment."""
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in SECRETS.items():
-            patched.setenv(name, value)
-        with serving(home, "--port", "0", "--model", model, "--log-level", "debug") as server:
-            yield server
-
-
 @pytest.fixture
-def on_llama_cpp(tiny_home, tiny_gguf):
-    with served(tiny_home, str(tiny_gguf)) as server:
-        yield server
-
-
-@pytest.fixture
-def on_echo(tmp_path):
-    with served(tmp_path, "echo") as server:
-        yield server
+def debugged(monkeypatch):
+    """Return a function that runs the server in a program that has all keys in its environment."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    return lambda home, model: serving(home, "--port", "0", "--model", model, "--log-level", "debug")
 
 
 @pytest.mark.long
-def test_child_processes_have_no_keys_in_arguments_or_environment(on_llama_cpp):
-    url, headers = f"http://127.0.0.1:{on_llama_cpp.port}", {"authorization": "Bearer key-of-the-server"}
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-    body = {"model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    answer = httpx2.post(
-        f"{url}/v1/chat/completions", json={**body, "response_format": schema}, headers=headers, timeout=60
-    )
-    assert answer.status_code == 200, answer.text
-    own = psutil.Process(on_llama_cpp.process.pid)
-    children = own.children(recursive=True)
-    names = {"/".join(Path(part).parts[-2:]) for child in children for part in child.cmdline() if part.endswith(".py")}
-    assert names >= {"llama_cpp/worker.py", "tokenizing/template_worker.py", "grammar/worker.py"}
-    texts = [f"{child.cmdline()} {child.environ()}" for child in children] + [str(own.cmdline())]
-    assert [secret for secret in SECRETS.values() if found(secret, *texts)] == []
+def test_child_processes_have_no_keys_in_arguments_or_environment(debugged, tiny_home, tiny_gguf):
+    with debugged(tiny_home, str(tiny_gguf)) as server:
+        url, headers = f"http://127.0.0.1:{server.port}", {"authorization": "Bearer key-of-the-server"}
+        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+        body = {"model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        answer = httpx2.post(
+            f"{url}/v1/chat/completions", json={**body, "response_format": schema}, headers=headers, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        own = psutil.Process(server.process.pid)
+        children = own.children(recursive=True)
+        names = {
+            "/".join(Path(part).parts[-2:]) for child in children for part in child.cmdline() if part.endswith(".py")
+        }
+        assert names >= {"llama_cpp/worker.py", "tokenizing/template_worker.py", "grammar/worker.py"}
+        texts = [f"{child.cmdline()} {child.environ()}" for child in children] + [str(own.cmdline())]
+        assert [secret for secret in SECRETS.values() if found(secret, *texts)] == []
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_requested_paths_do_not_control_the_terminal_of_the_server(on_echo):
-    port, right = on_echo.port, ("Authorization", "Bearer key-of-the-server")
-    for path in (f"/{QUOTED}", f"/v1/models/{QUOTED}", f"/v1/chat/completions/{QUOTED}", f"/docs?{QUOTED}"):
-        assert send(port, f"GET {path}", [right]).status < 500
-        send(port, f"GET {path}", [right, *HANDSHAKE])
-        json_called = [right, ("Content-Type", "application/json"), ("User-Agent", ESCAPES[:5])]
-        assert send(port, f"POST {path}", json_called, b"{").status < 500
-    body = {"model": ESCAPES, "messages": [{"role": "user", "content": "x"}]}
-    for name in (ESCAPES, f"echo\n2026-01-01 INFO forged{ESCAPES}"):
-        assert post(port, "/v1/chat/completions", {**body, "model": name}, [right]).status == 404
-        assert post(port, "/admin/models/load", {"model": name}, [right]).status in (400, 404)
-    status, errors = on_echo.end(signal.SIGTERM)
-    assert status == 0
-    assert not set(errors + on_echo.output) & CONTROLS
-    assert not [line for line in errors.splitlines() if line.startswith("2026-01-01")]
-    assert [secret for secret in SECRETS.values() if found(secret, errors, on_echo.output)] == []
+def test_requested_paths_do_not_control_the_terminal_of_the_server(debugged, tmp_path):
+    with debugged(tmp_path, "echo") as server:
+        port, right = server.port, ("Authorization", "Bearer key-of-the-server")
+        for path in (f"/{QUOTED}", f"/v1/models/{QUOTED}", f"/v1/chat/completions/{QUOTED}", f"/docs?{QUOTED}"):
+            assert send(port, f"GET {path}", [right]).status < 500
+            send(port, f"GET {path}", [right, *HANDSHAKE])
+            json_called = [right, ("Content-Type", "application/json"), ("User-Agent", ESCAPES[:5])]
+            assert send(port, f"POST {path}", json_called, b"{").status < 500
+        body = {"model": ESCAPES, "messages": [{"role": "user", "content": "x"}]}
+        for name in (ESCAPES, f"echo\n2026-01-01 INFO forged{ESCAPES}"):
+            assert post(port, "/v1/chat/completions", {**body, "model": name}, [right]).status == 404
+            assert post(port, "/admin/models/load", {"model": name}, [right]).status == 404
+        status, errors = server.end(signal.SIGTERM)
+        assert status == 0
+        assert not set(errors + server.output) & CONTROLS
+        assert not [line for line in errors.splitlines() if line.startswith("2026-01-01")]
+        assert [secret for secret in SECRETS.values() if found(secret, errors, server.output)] == []
 
 
 LAUNCHED = """

@@ -153,8 +153,14 @@ def test_a_file_that_is_replaced_by_a_fifo_after_the_check_does_not_block(models
 
 
 def test_a_file_that_grows_while_it_is_read_is_read_only_to_its_limit(tmp_path, monkeypatch):
-    path = put(tmp_path, "modules.json", lambda path: path.write_bytes(bytes(2 * MIB)) and None)
-    monkeypatch.setattr("lmx_lab.weights.files._check", lambda path, known: None)
+    path, size_of = put(tmp_path, "modules.json", Path.touch), os.fstat
+
+    def grow(descriptor):
+        known = size_of(descriptor)
+        path.write_bytes(bytes(2 * MIB))
+        return known
+
+    monkeypatch.setattr(os, "fstat", grow)
     with pytest.raises(UnusableModelError, match=f"the limit for files of this name is {MIB}"):
         read_regular(path)
 

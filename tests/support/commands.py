@@ -72,7 +72,8 @@ class Running:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._at = 0
         self._signalled = False
-        self._ended = threading.Event()
+        self.ended = threading.Event()
+        """Set when the command has ended."""
         self.output = ""
         """Everything that was read so far."""
 
@@ -106,7 +107,7 @@ class Running:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the main thread, which handles it as a process does."""
-        assert not self._ended.is_set(), f"the command has ended: {self.output!r}"
+        assert not self.ended.is_set(), f"the command has ended: {self.output!r}"
         self._signalled = True
         ident = threading.main_thread().ident
         assert ident is not None
@@ -114,22 +115,16 @@ class Running:
 
     def close_output(self) -> None:
         """Close the other end of the output, so that the command can no longer write to it."""
-        self._closed = True
-        os.close(self._reading)
-
-    def has_ended(self) -> None:
-        self._ended.set()
+        if not self._closed:
+            self._closed = True
+            os.close(self._reading)
 
     def finish(self, *, failed: bool) -> None:
         """Read the rest of the output. If the test has failed, interrupt the command."""
-        if failed and not self._signalled and not self._ended.is_set():
+        if failed and not self._signalled and not self.ended.is_set():
             self.send_signal(signal.SIGINT)
         while not self._closed and self._read():
             pass
-
-    def close(self) -> None:
-        if not self._closed:
-            self.close_output()
 
 
 Meanwhile = Callable[[Running], None]
@@ -164,57 +159,35 @@ def run_command(
         if isinstance(stdin, str):
             typed.write(stdin.encode())
             typed.seek(0)
-        streams = Streams(
-            stdin=stdin if isinstance(stdin, int) else typed.fileno(),
-            stdout=_number(stdout or said),
-            stderr=_number(stderr or failed),
-        )
-        with _as_in_a_process([*arguments], named):
-            if meanwhile is None:
-                status = _run(streams, encoding)
-                said.seek(0)
-                written = said.read()
-            else:
-                with _connected(streams, terminal=terminal, stdout=stdout is None) as (running, connected):
-                    status = _run_beside(connected, encoding, running, meanwhile)
-                written = running.output.encode()
+        files = (typed if isinstance(stdin, str) else stdin, stdout or said, stderr or failed)
+        streams = [file if isinstance(file, int) else file.fileno() for file in files]
+        stack.enter_context(_as_in_a_process([*arguments], named))
+        if meanwhile is None:
+            status = _run(streams, encoding)
+            said.seek(0)
+            written = said.read()
+        else:
+            status, written = _run_beside(
+                streams, encoding, meanwhile, terminal=terminal, keep_output=stdout is not None
+            )
         failed.seek(0)
         return Ended(status=status, stdout_bytes=written, stderr_bytes=failed.read())
 
 
-def _number(file: IO[bytes] | int) -> int:
-    return file if isinstance(file, int) else file.fileno()
+def _run_beside(
+    streams: list[int], encoding: str, meanwhile: Meanwhile, *, terminal: bool, keep_output: bool
+) -> tuple[int, bytes]:
+    """Run the command, and call the function on another thread. Its failure is raised here.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Streams:
-    """The descriptors 0, 1 and 2 of a command. ``own`` is closed when the command has ended."""
-
-    stdin: int
-    stdout: int
-    stderr: int
-    own: int | None = None
-
-
-@contextlib.contextmanager
-def _connected(streams: Streams, *, terminal: bool, stdout: bool) -> Iterator[tuple[Running, Streams]]:
-    """Create streams whose other end is read by a ``Running``: those of a terminal, or standard output only."""
+    Args:
+        keep_output: Leave standard output as it is, also with a terminal.
+    """
+    reading, own = pty.openpty() if terminal else os.pipe()
     if terminal:
-        reading, own = pty.openpty()
-        connected = Streams(stdin=own, stdout=own if stdout else streams.stdout, stderr=own, own=own)
+        streams = [own, streams[1] if keep_output else own, own]
     else:
-        reading, own = os.pipe()
-        connected = Streams(stdin=streams.stdin, stdout=own, stderr=streams.stderr, own=own)
-    running = Running(reading)
-    try:
-        yield running, connected
-    finally:
-        running.close()
-
-
-def _run_beside(streams: Streams, encoding: str, running: Running, meanwhile: Meanwhile) -> int:
-    """Run the command, and call the function on another thread. Its failure is raised here."""
-    failures: list[BaseException] = []
+        streams[1] = own
+    running, failures = Running(reading), list[BaseException]()
 
     def beside() -> None:
         try:
@@ -228,17 +201,33 @@ def _run_beside(streams: Streams, encoding: str, running: Running, meanwhile: Me
     try:
         status = _run(streams, encoding)
     finally:
-        running.has_ended()
-        if streams.own is not None:
-            os.close(streams.own)
+        running.ended.set()
+        os.close(own)
         thread.join()
+        running.close_output()
     if failures:
         raise failures[0]
-    return status
+    return status, running.output.encode()
 
 
-def _run(streams: Streams, encoding: str) -> int:
-    with _redirected(streams, encoding):
+def _run(streams: list[int], encoding: str) -> int:
+    """Run the command with the descriptors 0, 1 and 2 and the streams of ``sys``, as Python sets them at its start."""
+    outside = sys.stdin, sys.stdout, sys.stderr
+    for stream in outside[1:]:
+        stream.flush()
+    saved = [os.dup(number) for number in range(3)]
+    try:
+        for number, descriptor in enumerate(streams):
+            if descriptor != CLOSED:
+                os.dup2(descriptor, number)
+        sys.stdin = _stream(0, "r", encoding)
+        sys.stdout = _stream(1, "w", encoding, by_line=os.isatty(1))
+        sys.stderr = _stream(2, "w", encoding, "backslashreplace", by_line=True)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            if streams[number] == CLOSED:
+                getattr(sys, name).close()
+                setattr(sys, name, None)
+                os.close(number)
         try:
             status = run()
         except KeyboardInterrupt:
@@ -248,25 +237,7 @@ def _run(streams: Streams, encoding: str) -> int:
             sys.stdout.flush()
         except OSError:
             status = LOST_OUTPUT
-    return status
-
-
-@contextlib.contextmanager
-def _redirected(streams: Streams, encoding: str) -> Iterator[None]:
-    """Set the descriptors 0, 1 and 2 and the streams of ``sys``, as Python does when it starts."""
-    outside = sys.stdin, sys.stdout, sys.stderr
-    for stream in outside[1:]:
-        stream.flush()
-    saved = [os.dup(number) for number in range(3)]
-    try:
-        for number, descriptor in enumerate((streams.stdin, streams.stdout, streams.stderr)):
-            if descriptor != CLOSED:
-                os.dup2(descriptor, number)
-        sys.stdin = _stream(0, "r", encoding)
-        sys.stdout = _stream(1, "w", encoding, by_line=os.isatty(1))
-        sys.stderr = _stream(2, "w", encoding, "backslashreplace", by_line=True)
-        _close(streams)
-        yield
+        return status
     finally:
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
@@ -282,26 +253,20 @@ def _stream(number: int, mode: str, encoding: str, errors: str = "strict", *, by
     return cast(TextIO, open(number, mode, buffering, encoding=encoding, errors=errors, closefd=False))
 
 
-def _close(streams: Streams) -> None:
-    """Remove the streams of closed descriptors, as Python does when it starts."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(streams, name) == CLOSED:
-            getattr(sys, name).close()
-            setattr(sys, name, None)
-            os.close(number)
-
-
 @contextlib.contextmanager
 def _as_in_a_process(arguments: list[str], environ: Mapping[str, str]) -> Iterator[None]:
     """Give the command its own arguments, environment, working folder, signals, logging and consoles."""
-    before = dict(os.environ)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.chdir(Path.cwd()),
-        _own_signals(),
-        _own_logging(),
-        _own_consoles(),
-    ):
+
+    def killed(number: int, frame: object) -> NoReturn:
+        raise SystemExit(-number)
+
+    environ_before = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    root = logging.getLogger()
+    log_handlers = root.handlers
+    known = [logger for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    levels = [(logger, logger.level) for logger in (root, *known)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(Path.cwd()):
         patch.setattr(sys, "argv", ["lmx-lab", *arguments])
         # Some seconds after a signal it ends the process, which would be the one that runs the tests.
         patch.setattr(process, "_end_late", lambda: None)
@@ -309,63 +274,33 @@ def _as_in_a_process(arguments: list[str], environ: Mapping[str, str]) -> Iterat
         patch.setattr(sys.modules["__main__"], "__package__", "", raising=False)
         try:
             _set_environment(environ)
+            # Signals that end a process end only the command.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, killed)
+            root.handlers = []
+            root.setLevel(logging.WARNING)
             yield
         finally:
-            _set_environment(before)
+            for handler in root.handlers:
+                handler.close()
+            root.handlers = log_handlers
+            for logger, level in levels:
+                logger.setLevel(level)
+            for number, before in handlers.items():
+                signal.signal(number, before)
+            _set_environment(environ_before)
+            # Text that could not be written, and the state that the output is closed, are forgotten.
+            for console in (terminal.out, terminal.err):
+                console.quiet = True
+                console.print()
+                console.quiet = False
 
 
 def _set_environment(wanted: Mapping[str, str]) -> None:
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     os.environ.update(wanted)
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Let signals that end a process end only the command."""
-
-    def killed(number: int, frame: object) -> NoReturn:
-        raise SystemExit(-number)
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, killed)
-    signal.signal(signal.SIGHUP, killed)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _own_logging() -> Iterator[None]:
-    """Remove all handlers, as in a new process."""
-    root = logging.getLogger()
-    handlers, root.handlers = root.handlers, []
-    known = [logger for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
-    levels = [(logger, logger.level) for logger in (root, *known)]
-    root.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for handler in root.handlers:
-            handler.close()
-        root.handlers = handlers
-        for logger, level in levels:
-            logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _own_consoles() -> Iterator[None]:
-    """Clear the consoles of text that could not be written, and of the state that the output is closed."""
-    try:
-        yield
-    finally:
-        for console in (terminal.out, terminal.err):
-            console.quiet = True
-            console.print()
-            console.quiet = False
 
 
 class Serving:
@@ -400,8 +335,8 @@ class Serving:
 
     @property
     def port(self) -> int:
-        found = re.search(r"ready at http://127\.0\.0\.1:(\d+)", self.wait_for("ready at"))
-        assert found
+        found = re.search(r"ready at http://(?:[\d.]+|\[::1\]):(\d+)", self.wait_for("ready at"))
+        assert found, self.output
         return int(found[1])
 
     def end(self, number: int) -> tuple[int, str]:

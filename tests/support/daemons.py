@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -36,8 +36,9 @@ from lmx_lab.wire.daemon import StateFile
 from lmx_lab.wire.events import TurnText
 from lmx_lab.wire.sessions import CreateSession, PermissionRecord, SessionSnapshot, SubmitTurn, TurnRecord
 from tests.support.model_server import Scripted
+from tests.support.sockets import HANDSHAKE
+from tests.support.waiting import WAIT_S, auntil
 
-WAIT_S = 20.0
 UPSTREAM = "http://127.0.0.1:9"
 """An address without a server, for tests that call no model."""
 
@@ -96,10 +97,7 @@ def raw_subscriber(daemon: Daemon, query: str = "", *, receive_bytes: int | None
         f"GET /v3/events{query} HTTP/1.1",
         f"Host: 127.0.0.1:{daemon.port}",
         f"Authorization: Bearer {daemon.token}",
-        "Connection: Upgrade",
-        "Upgrade: websocket",
-        "Sec-WebSocket-Version: 13",
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        *(f"{name}: {value}" for name, value in HANDSHAKE),
     ]
     bare.sendall("\r\n".join([*lines, "", ""]).encode())
     assert bare.recv(12) == b"HTTP/1.1 101"
@@ -108,18 +106,10 @@ def raw_subscriber(daemon: Daemon, query: str = "", *, receive_bytes: int | None
 
 def settled(daemon: Daemon, condition: Callable[[], bool]) -> bool:
     """Return whether a condition becomes true on the daemon's event loop within ``WAIT_S``."""
-
-    async def look() -> bool:
-        import asyncio
-
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WAIT_S):
-                while not condition():  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
-                return True
-        return False
-
-    return daemon.run(look())
+    with contextlib.suppress(TimeoutError):
+        daemon.run(auntil(condition))
+        return True
+    return False
 
 
 TOKEN = "open-sesame-42"
@@ -156,16 +146,12 @@ class Program:
         command = [sys.executable, "-m", "lmx_lab", "daemon", "--port", "0", "--upstream", self.upstream]
         with (self.home / "out.txt").open("ab") as out:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-        self.state = self._state()
-        return self
-
-    def _state(self) -> StateFile:
         deadline = time.monotonic() + PROCESS_WAIT_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError):
-                state = StateFile.model_validate_json((self.folder / "state.json").read_bytes())
-                if state.pid == self.process.pid:
-                    return state
+                self.state = StateFile.model_validate_json((self.folder / STATE).read_bytes())
+                if self.state.pid == self.process.pid:
+                    return self
             assert self.process.poll() is None, (self.home / "out.txt").read_text()
             time.sleep(0.005)
         raise AssertionError("no state file")
@@ -261,45 +247,6 @@ class Follower:
                 await asyncio.wait_for(more, PROCESS_WAIT_S)
 
 
-def check_log(events: list[dict[str, Any]], *, without_tokens: Set[str] = frozenset()) -> None:
-    """Check the invariants of a complete log.
-
-    Args:
-        without_tokens: Ids of turns whose token events may have been deleted, because the turns ended long ago.
-    """
-    seqs = [event["seq"] for event in events]
-    assert seqs == sorted(set(seqs)), "in order, and each once"
-    turns: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["turn_id"] is not None:
-            turns.setdefault(event["turn_id"], []).append(event)
-    for turn_id, of_turn in turns.items():
-        check_turn(of_turn, has_tokens=turn_id not in without_tokens)
-
-
-def check_turn(events: list[dict[str, Any]], *, has_tokens: bool = True) -> None:
-    kinds = [event["event"] for event in events]
-    assert kinds[0] == "turn.queued"
-    assert [kind for kind in kinds if kind in TERMINAL] == [kinds[-1]], f"exactly one end, at the end: {kinds}"
-    for begin, end in (("tool.start", "tool.end"), ("permission.request", "permission.resolved")):
-        key = "call_id" if begin == "tool.start" else "permission_id"
-
-        def found(kind: str, key: str = key) -> Counter[str]:
-            values = [e["data"] if key == "call_id" else e["data"]["permission"] for e in events if e["event"] == kind]
-            return Counter(value[key] for value in values)
-
-        assert found(begin) <= found(end), "all that began has ended"
-        assert max(found(end).values(), default=1) == 1
-    texts: dict[str, str] = {}
-    for event in events:
-        data = event["data"]
-        if event["event"] == "turn.token":
-            texts[data["message_id"]] = texts.get(data["message_id"], "") + data["text"]
-        elif event["event"] == "message.done" and has_tokens:
-            message = data["message"]
-            assert texts.get(message["message_id"], "") == message["content"]
-
-
 async def whole_log(http: httpx2.AsyncClient) -> list[dict[str, Any]]:
     """Return all events, read by polling."""
     events: list[dict[str, Any]] = []
@@ -383,12 +330,11 @@ class TurnHarness:
     async def events(self, session_id: str | None = None, turn_id: str | None = None) -> list[dict[str, Any]]:
         """Return all events in the log, or those of one session or turn."""
         rows = await self.store.read(lambda reading: reading.fetch_all("SELECT * FROM events ORDER BY seq"))
-        fits = [
+        return [
             {**row, "data": json.loads(row["data"])}
             for row in map(dict, rows)
             if session_id in (None, row["session_id"]) and turn_id in (None, row["turn_id"])
         ]
-        return fits
 
     async def kinds(self, session_id: str, turn_id: str | None = None) -> list[str]:
         """Return the names of a session's or turn's events, without text and progress."""
@@ -442,58 +388,42 @@ async def daemon(
         await store.close()
 
 
-def check_invariants(events: Iterable[Mapping[str, Any]]) -> None:
-    """Check the invariants 1, 2, 5 and 6 of the design, and 3 as far as the log shows it, for every accepted turn."""
+def check_invariants(events: Sequence[Mapping[str, Any]], *, without_tokens: Set[str] = frozenset()) -> None:
+    """Check the invariants of a log: its order, and for every turn the events from its start to its only end.
+
+    Args:
+        without_tokens: Ids of turns whose token events may have been deleted, because the turns ended long ago.
+    """
+    seqs = [event["seq"] for event in events]
+    assert seqs == sorted(set(seqs)), "in order, and each once"
     turns: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if event["turn_id"] is not None:
             turns[event["session_id"], event["turn_id"]].append(event)
-    for of_turn in turns.values():
-        _check_turn(of_turn)
-
-
-def _check_turn(events: list[Mapping[str, Any]]) -> None:
-    kinds = [event["event"] for event in events]
-    assert kinds[0] == "turn.queued", kinds
-    assert sum(kind in TERMINAL for kind in kinds) == 1, kinds
-    assert kinds[-1] in TERMINAL, kinds
-    started = Counter(event["data"]["call_id"] for event in events if event["event"] == "tool.start")
-    ended = Counter(event["data"]["call_id"] for event in events if event["event"] == "tool.end")
-    asked_for = Counter(
-        call["call_id"]
-        for event in events
-        if event["event"] == "message.done"
-        for call in event["data"]["message"]["tool_calls"]
-    )
-    assert max([*started.values(), *ended.values()], default=1) == 1
-    assert set(started) <= set(ended)
-    assert ended == asked_for
-    requested = Counter(_permission(event) for event in events if event["event"] == "permission.request")
-    resolved = Counter(_permission(event) for event in events if event["event"] == "permission.resolved")
-    assert requested == resolved
-    assert max(resolved.values(), default=1) == 1
-    _check_texts(events)
-
-
-def _permission(event: Mapping[str, Any]) -> str:
-    return str(event["data"]["permission"]["permission_id"])
-
-
-def _check_texts(events: list[Mapping[str, Any]]) -> None:
-    streamed: dict[tuple[str, str], str] = defaultdict(str)
-    done: dict[tuple[str, str], str] = defaultdict(str)
-    for event in events:
-        if event["event"] in ("turn.token", "turn.thinking"):
-            assert event["data"]["text"]
-            streamed[event["event"], event["data"]["message_id"]] += event["data"]["text"]
-        elif event["event"] == "message.done":
-            message = event["data"]["message"]
-            for kind, text in (
-                ("turn.token", message["content"]),
-                ("turn.thinking", message["reasoning_content"] or ""),
-            ):
-                if text:
-                    done[kind, message["message_id"]] = text
-    assert streamed == done
-    last = [event["data"]["message"] for event in events if event["event"] == "message.done"]
-    assert events[-1]["data"]["text"] in {message["content"] for message in last[-1:]} | {""}
+    for (_, turn_id), of_turn in turns.items():
+        kinds = [event["event"] for event in of_turn]
+        assert kinds[0] == "turn.queued", kinds
+        assert [kind for kind in kinds if kind in TERMINAL] == [kinds[-1]], f"exactly one end, at the end: {kinds}"
+        data: dict[str, list[Any]] = defaultdict(list)
+        for event in of_turn:
+            data[event["event"]].append(event["data"])
+        messages = [each["message"] for each in data["message.done"]]
+        started, ended = (Counter(each["call_id"] for each in data[kind]) for kind in ("tool.start", "tool.end"))
+        assert max([*started.values(), *ended.values()], default=1) == 1
+        assert set(started) <= set(ended)
+        assert ended == Counter(call["call_id"] for message in messages for call in message["tool_calls"])
+        requested, resolved = (
+            Counter(each["permission"]["permission_id"] for each in data[f"permission.{kind}"])
+            for kind in ("request", "resolved")
+        )
+        assert requested == resolved
+        assert max(resolved.values(), default=1) == 1
+        assert data[kinds[-1]][0]["text"] in {message["content"] for message in messages[-1:]} | {""}
+        if turn_id in without_tokens:
+            continue
+        for kind, member in (("turn.token", "content"), ("turn.thinking", "reasoning_content")):
+            streamed: dict[str, str] = defaultdict(str)
+            for piece in data[kind]:
+                assert piece["text"]
+                streamed[piece["message_id"]] += piece["text"]
+            assert streamed == {each["message_id"]: each[member] for each in messages if each[member]}

@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import threading
-import weakref
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from itertools import pairwise
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
-import pytest
 
 from lmx_lab.engine import (
     Answer,
@@ -36,9 +30,6 @@ from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.registry import engine_for
 from lmx_lab.engine.speeds import Speeds
-from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
-from lmx_lab.engine.text.splitter import TextSplitter
-from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta
@@ -57,39 +48,6 @@ PROMPT = TokenPrompt(tokens=(300, 301, 302))
 
 
 TWO_SLOTS = Settings(slots=2, queue_limit=2)
-
-
-class Shared:
-    """A manager that the tests of a module use one after the other.
-
-    Only one exists at a time, because the memory that an engine reports is that of the process.
-    """
-
-    def __init__(self) -> None:
-        self._engine: ModelManager | None = None
-        self._configuration: tuple[object, ...] = ()
-
-    @contextlib.contextmanager
-    def use(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[ModelManager]:
-        """Yield a manager with these models and an empty prefix cache. The test must not load or unload models."""
-        configuration = (settings, main, *pinned)
-        if self._engine is None or self._configuration != configuration:
-            self.stop()
-            self._engine, self._configuration = ModelManager(settings), configuration
-            self._engine.start()
-            asyncio.run(load_all(self._engine, main, *pinned))
-        manager = self._engine
-        asyncio.run(reset(manager))
-        models = asyncio.run(loaded_models(manager))
-        yield manager
-        if not (manager.alive and asyncio.run(are_loaded(manager, models))):
-            self.stop()
-            pytest.fail("this test changes the loaded models, so it needs a manager of its own")
-
-    def stop(self) -> None:
-        if self._engine is not None:
-            self._engine.stop()
-        self._engine = None
 
 
 def engine_of(manager: ModelManager, format: Format) -> InferenceEngine:
@@ -112,33 +70,6 @@ def mlx_thread(manager: ModelManager) -> EngineThread:
 async def pin(manager: ModelManager, entry: ModelEntry) -> LoadReport:
     """Load a model beside the main one."""
     return await manager.load_entry(entry, LoadSpec(model=entry.id, pin=entry.kind))
-
-
-async def load_all(manager: ModelManager, main: ModelEntry, *pinned: ModelEntry) -> None:
-    for entry in pinned:
-        await pin(manager, entry)
-    await manager.load_entry(main)
-
-
-async def reset(manager: ModelManager) -> None:
-    """Wait until no request is left, and drop the prefix cache."""
-    async with asyncio.timeout(60):
-        await until_idle(manager)
-    await mlx_thread(manager).call(lambda core: core.generating.shrink_prefixes(2**60))
-
-
-async def loaded_models(manager: ModelManager) -> list[weakref.ref[Any]]:
-    return await mlx_thread(manager).call(lambda core: [weakref.ref(model) for _, model in core._in_memory()])
-
-
-async def are_loaded(manager: ModelManager, models: list[weakref.ref[Any]]) -> bool:
-    def are_same(core: MlxCore) -> bool:
-        current = [model for _, model in core._in_memory()]
-        return len(current) == len(models) and all(
-            model() is other for model, other in zip(models, current, strict=True)
-        )
-
-    return await mlx_thread(manager).call(are_same)
 
 
 def request(**changes: Any) -> GenerationRequest:
@@ -213,36 +144,6 @@ async def submit_while_paused(manager: ModelManager, work: Coroutine[Any, Any, T
     while mlx_thread(manager)._commands.qsize() == before and not task.done():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return task
-
-
-class Gate:
-    """While closed, stops the engine thread before it computes a layer of texts."""
-
-    def __init__(self) -> None:
-        self._reached, self._passes = threading.Semaphore(0), threading.Semaphore(0)
-        self._shut = False
-
-    def wait(self) -> None:
-        if self._shut:
-            self._reached.release()
-            self._passes.acquire()
-
-    def shut(self) -> None:
-        self._shut = True
-
-    async def reached(self) -> None:
-        """Wait until the thread has reached the gate. Each call waits for one arrival."""
-        assert await asyncio.to_thread(self._reached.acquire, timeout=60)
-
-    def let_pass(self, layers: int) -> None:
-        """Let the thread compute this number of layers. Commands that were posted in the meantime run after the first
-        layer, and take effect with the second.
-        """
-        self._passes.release(layers)
-
-    def open(self) -> None:
-        self._shut = False
-        self._passes.release()
 
 
 async def unload_when_idle_for(manager: ModelManager, idle_s: float | None) -> None:
@@ -373,61 +274,6 @@ TOOL_CONVERSATION: tuple[dict[str, Any], ...] = (
     {"role": "tool", "tool_call_id": "call_1", "content": "It is."},
 )
 
-THOUGHTS = ("<think>", "</think>")
-
-
-def tool_parser(name: str) -> ModuleType:
-    """Load one of mlx-lm's tool parsers, without the import of mlx-lm, which takes a second."""
-    package = find_spec("mlx_lm")
-    assert package is not None
-    assert package.origin is not None
-    spec = spec_from_file_location(name, Path(package.origin).with_name("tool_parsers") / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-class Tokens:
-    """A text as tokens that end at the given bytes. Each special token is a token of its own, which decoding skips."""
-
-    def __init__(self, text: str, cuts: Iterable[int], specials: Collection[str] = ()) -> None:
-        data, self.special_at = text.encode(), set[int]()
-        edges = {0, len(data), *(cut for cut in cuts if 0 < cut < len(data))}
-        for found in self._find(text, specials):
-            start, end = (len(text[:at].encode()) for at in found)
-            self.special_at.add(start)
-            edges = {edge for edge in edges if not start < edge < end} | {start, end}
-        self.edges = sorted(edges)
-        self.chunks = [data[start:end] for start, end in pairwise(self.edges)]
-        at = [start in self.special_at for start, _ in pairwise(self.edges)]
-        self.literals = {i: chunk.decode() for i, chunk in enumerate(self.chunks) if at[i]}
-
-    def _find(self, text: str, specials: Collection[str]) -> Iterable[tuple[int, int]]:
-        pattern = "|".join(map(re.escape, specials))
-        return [found.span() for found in re.finditer(pattern, text)] if specials else []
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        shown = (self.chunks[token] for token in tokens if token not in self.literals)
-        return b"".join(shown).decode("utf-8", "replace")
-
-
-@dataclass
-class SplitAnswer:
-    text: str = ""
-    reasoning: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)
-    """Name and arguments of each call."""
-    stopped: bool = False
-    entries: list[int] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
-    reasoning_tokens: int = 0
-
-    @property
-    def shown(self) -> tuple[str, str, list[tuple[str, str]], bool]:
-        return self.text, self.reasoning, self.calls, self.stopped
-
 
 def merge(deltas: Iterable[ToolCallDelta]) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the calls, as names and arguments, and their ids. Only the first delta of a call has id and name."""
@@ -444,66 +290,6 @@ def merge(deltas: Iterable[ToolCallDelta]) -> tuple[list[tuple[str, str]], list[
             assert delta.arguments
             calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
     return calls, ids
-
-
-def answer(tokens: Tokens, channel_format: ChannelFormat, stops: Sequence[str] = ()) -> SplitAnswer:
-    """Feed all tokens, each as its own entry, to a splitter and return the whole answer."""
-    channel_format = ChannelFormat(
-        initial=channel_format.initial,
-        transitions=channel_format.transitions,
-        calls=channel_format.calls,
-        literals=tokens.literals,
-    )
-    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, channel_format)
-    pieces = []
-    for token in range(len(tokens.chunks)):
-        pieces.append(splitter.add(token, token))
-        if pieces[-1].stopped:
-            break
-    else:
-        pieces.append(splitter.finish())
-    calls, ids = merge(delta for piece in pieces for delta in piece.calls)
-    assert splitter.has_called == bool(calls)
-    return SplitAnswer(
-        text="".join(piece.text for piece in pieces),
-        reasoning="".join(piece.reasoning for piece in pieces),
-        calls=calls,
-        stopped=pieces[-1].stopped,
-        entries=[entry for piece in pieces for entry in piece.entries],
-        ids=ids,
-        reasoning_tokens=splitter.reasoning_tokens,
-    )
-
-
-def channel_format_of(
-    calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True
-) -> ChannelFormat:
-    """Return the channel format that an engine creates for one of mlx-lm's tool parsers."""
-    transitions: dict[str, list[tuple[str, str]]] = {CONTENT: []}
-    if thinks:
-        transitions[CONTENT].append((THOUGHTS[0], REASONING))
-        transitions[REASONING] = [(THOUGHTS[1], CONTENT)]
-    if calls is None:
-        return ChannelFormat(initial=initial, transitions=transitions)
-    for state in list(transitions):
-        transitions[state].append((calls.tool_call_start, TOOL))
-    transitions[TOOL] = [(calls.tool_call_end, CONTENT)] if calls.tool_call_end else []
-    parse = (lambda text: calls.parse_tool_call(text, None)) if parsed else None
-    return ChannelFormat(
-        initial=initial,
-        transitions=transitions,
-        calls=CallFormat(start=calls.tool_call_start, end=calls.tool_call_end, parse=parse),
-    )
-
-
-def places(chunks: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Return the range of characters of each token. A part of a character counts as the whole character."""
-    data, edges = b"".join(chunks), [0]
-    for chunk in chunks:
-        edges.append(edges[-1] + len(chunk))
-    before = [len(data[:edge].decode("utf-8", "ignore")) for edge in edges]
-    upto = [len(data[:edge].decode("utf-8", "replace")) for edge in edges]
-    return [(before[i], upto[j]) if edges[i] < edges[j] else (upto[i],) * 2 for i, j in pairwise(range(len(edges)))]
 
 
 SPEEDS = Speeds(

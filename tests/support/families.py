@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
-
-from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, ToolUse
-from lmx_lab.engine.mlx.model import AnswerText
-from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
-from lmx_lab.engine.text.splitter import TextSplitter
-from tests.support.engines import merge
-
-USER = {"role": "user", "content": "Hi"}
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 # Templates in the style of the families, reduced to the parts that write reasoning and tool calls.
 CHATML = """\
@@ -113,75 +102,3 @@ FAMILIES = {
     "plain": Family(PLAIN),
     "seed": Family(SEED, ("<seed:think>",), ("</seed:think>",)),
 }
-
-
-@dataclass(frozen=True)
-class Known:
-    tokenizer: Any
-    chat_format: ChatFormat
-
-    def tokens(self, text: str, *, whole: bool = True) -> list[int]:
-        """Return the tokens of a text. Without ``whole``, characters outside added tokens are encoded one by one."""
-        encode = cast("Callable[..., list[int]]", self.tokenizer.encode)
-        if whole:
-            return encode(text, add_special_tokens=False)
-        added = self.tokenizer.added_tokens_decoder
-        found: list[int] = []
-        for token in encode(text, add_special_tokens=False):
-            characters = self.tokenizer.decode([token]) if token not in added else ""
-            single = len(characters) > 1 and "\ufffd" not in characters
-            found += (
-                [part for one in characters for part in encode(one, add_special_tokens=False)] if single else [token]
-            )
-        return found
-
-
-def write_tokenizer(folder: Path, source: Path, family: Family) -> None:
-    tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
-    last = len(tokenizer["model"]["vocab"])
-    for at, text in enumerate((*family.tokens, *family.specials)):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        special = text in family.specials
-        tokenizer["added_tokens"].append({"id": last + at, "content": text, "special": special, **flags})
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    config = {**config, "chat_template": family.template, "eos_token": family.eos[0]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
-def asked(tools: ToolUse | None = None, answer_format: AnswerFormat | None = None, **changes: Any) -> GenerationRequest:
-    prompt = ChatPrompt(
-        messages=changes.pop("messages", (USER,)), tools=tools, template_options=changes.pop("options", {})
-    )
-    return replace(GenerationRequest(prompt=prompt, answer_format=answer_format), **changes)
-
-
-def rendered(known: Known, request: GenerationRequest, *, prompt: bool = True) -> str:
-    assert isinstance(request.prompt, ChatPrompt)
-    given = known.chat_format.template_input(request, request.prompt)
-    made = known.tokenizer.apply_chat_template(
-        given.pop("messages"), add_generation_prompt=prompt, tokenize=False, **given, **request.prompt.template_options
-    )
-    return cast("str", made)
-
-
-def said(*calls: tuple[str, dict[str, Any]], content: str = "", thoughts: str = "") -> dict[str, Any]:
-    made = [
-        {"id": f"abcdefg{at:02}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for at, (name, arguments) in enumerate(calls)
-    ]
-    message: dict[str, Any] = {"role": "assistant", "content": content, "reasoning_content": thoughts}
-    return {**message, "tool_calls": made} if made else message
-
-
-def divided(
-    known: Known, raw: str, request: GenerationRequest, thinking: ReasoningState, *, whole: bool
-) -> tuple[str, str, list[tuple[str, Any]]]:
-    splitter: TextSplitter[None] = TextSplitter(
-        AnswerText(known.tokenizer).decode, (), known.chat_format.channel_format(request, thinking)
-    )
-    pieces = [splitter.add(token) for token in known.tokens(raw, whole=whole)]
-    pieces.append(splitter.finish())
-    calls, _ = merge(call for piece in pieces for call in piece.calls)
-    text, reasoning = ("".join(getattr(piece, kind) for piece in pieces) for kind in ("text", "reasoning"))
-    return text, reasoning, [(name, json.loads(arguments)) for name, arguments in calls]

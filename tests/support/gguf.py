@@ -16,7 +16,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from gguf import MODEL_ARCH, GGUFWriter, PoolingType, SpecialVocab, TensorNameMap, TokenType
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    GGMLQuantizationType,
+    GGUFWriter,
+    PoolingType,
+    SpecialVocab,
+    TensorNameMap,
+    TokenType,
+)
 from safetensors.numpy import load_file
 
 import tests.support.models
@@ -25,9 +34,9 @@ from lmx_lab.weights.gguf.convert import converted_id
 from lmx_lab.weights.locations import write_copy
 from lmx_lab.weights.starters import STARTERS, fetch_starter
 from lmx_lab.weights.store import ignore_progress, lock_model
-from tests.support.models import write_tiny_llama
+from tests.support.models import TINY_POSITIONS, bert_weights, write_tiny_llama
 
-Value: TypeAlias = str | bool | int | float | Sequence[int] | Sequence[str]
+Value: TypeAlias = str | bool | int | float | Sequence[int] | Sequence[float] | Sequence[str]
 ALIGNMENT = 32
 UINT16, UINT32, INT32, FLOAT32, BOOL, TEXT, ARRAY = 2, 4, 5, 6, 7, 8, 9
 WIDTHS = {0: 1, 1: 1, UINT16: 2, 3: 2, UINT32: 4, INT32: 4, FLOAT32: 4, BOOL: 1, 10: 8, 11: 8, 12: 8}
@@ -50,17 +59,18 @@ class GgufFile:
     """Type and value of each key, encoded as in the file."""
     tensors: Mapping[str, Tensor]
 
-    def written(self, target: Path) -> Path:
+    def content(self) -> bytes:
         head = b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(self.values))
         head += b"".join(_text(key) + value for key, value in self.values.items())
         at = 0
         for tensor in self.tensors.values():
             head += tensor.info + struct.pack("<Q", at)
             at += len(tensor.data)
+        return _padded(head) + b"".join(tensor.data for tensor in self.tensors.values())
+
+    def written(self, target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as file:
-            file.write(head + bytes(-len(head) % ALIGNMENT))
-            file.writelines(tensor.data for tensor in self.tensors.values())
+        target.write_bytes(self.content())
         return target
 
     def changed(self, values: Mapping[str, Value | None]) -> GgufFile:
@@ -109,7 +119,8 @@ def packed(value: Value) -> bytes:
             return struct.pack("<I", TEXT) + _text(value)
     if value and isinstance(value[0], str):
         return struct.pack("<IIQ", ARRAY, TEXT, len(value)) + b"".join(_text(str(item)) for item in value)
-    return struct.pack(f"<IIQ{len(value)}i", ARRAY, INT32, len(value), *value)
+    kind, letter = (FLOAT32, "f") if value and isinstance(value[0], float) else (INT32, "i")
+    return struct.pack(f"<IIQ{len(value)}{letter}", ARRAY, kind, len(value), *value)
 
 
 def with_values(source: Path, target: Path, values: Mapping[str, Value | None]) -> Path:
@@ -130,21 +141,17 @@ def with_context(source: Path, context: int, folder: Path) -> Path:
 def with_tokens(source: Path, renamed: Mapping[str, str], target: Path, template: str) -> Path:
     """Write a copy with a chat template, and with some tokens renamed and changed to ordinary added tokens."""
     file = read_gguf(source)
-    tokens, kinds = _texts(file.values["tokenizer.ggml.tokens"]), _numbers(file.values["tokenizer.ggml.token_type"])
-    for old, new in renamed.items():
-        at = tokens.index(old)
-        tokens[at], kinds[at] = new, USER_DEFINED
-    return file.changed(
-        {
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": kinds,
-            TEMPLATE_KEY: template,
-        }
-    ).written(target)
-
-
-USER_DEFINED = 4
-"""Type of an added token that is ordinary text, such as ``<think>``."""
+    tokens: list[str] = []
+    table, at = file.values["tokenizer.ggml.tokens"], 16
+    while at < len(table):
+        token, at = _read_text(table, at)
+        tokens.append(renamed.get(token, token))
+    types = file.values["tokenizer.ggml.token_type"]
+    kinds = list(struct.unpack_from(f"<{(len(types) - 16) // 4}i", types, 16))
+    for new in renamed.values():
+        kinds[tokens.index(new)] = TokenType.USER_DEFINED
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, TEMPLATE_KEY: template}
+    return file.changed(changes).written(target)
 
 
 def split_gguf(source: Path, parts: int, folder: Path, *, empty_first: bool = False) -> list[Path]:
@@ -220,18 +227,6 @@ def _after(data: bytes, at: int, kind: int) -> int:
     for _ in range(count):
         at += 8 + struct.unpack_from("<Q", data, at)[0]
     return at
-
-
-def _texts(value: bytes) -> list[str]:
-    at, items = 16, []
-    while at < len(value):
-        item, at = _read_text(value, at)
-        items.append(item)
-    return items
-
-
-def _numbers(value: bytes) -> list[int]:
-    return list(struct.unpack_from(f"<{(len(value) - 16) // 4}i", value, 16))
 
 
 def _padded(data: bytes) -> bytes:
@@ -316,42 +311,25 @@ def write_minilm_gguf(target: Path, folder: Path) -> None:
     _write_bert(target, folder, config, used, pooling=PoolingType.MEAN, head={})
 
 
-def write_reranker_gguf(target: Path, minilm: Path, *, context: int = 64, seed: int = 0) -> None:
+def write_reranker_gguf(target: Path, minilm: Path, *, seed: int = 0) -> None:
     """Write a cross-encoder with 2 layers, width 32, random weights and MiniLM's vocabulary. Its scores are random."""
-    width, hidden, layers = 32, 64, 2
-    random = np.random.default_rng(seed)
+    width, hidden = 32, 64
+    random = np.random.default_rng(seed + 1)
     config = {
-        "max_position_embeddings": context,
+        "max_position_embeddings": TINY_POSITIONS,
         "hidden_size": width,
         "intermediate_size": hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "layer_norm_eps": 1e-12,
     }
-
-    def weight(*shape: int) -> npt.NDArray[np.float32]:
-        return random.normal(0, 0.5, shape).astype(np.float32)
-
-    def norm(name: str) -> dict[str, npt.NDArray[np.float32]]:
-        return {f"{name}.weight": np.ones(width, np.float32), f"{name}.bias": np.zeros(width, np.float32)}
-
-    def dense(name: str, wide: int, narrow: int) -> dict[str, npt.NDArray[np.float32]]:
-        return {f"{name}.weight": weight(wide, narrow), f"{name}.bias": weight(wide)}
-
     vocabulary = len((minilm / "vocab.txt").read_text(encoding="utf-8").splitlines())
-    weights = {
-        "embeddings.word_embeddings.weight": weight(vocabulary, width),
-        "embeddings.position_embeddings.weight": weight(context, width),
-        "embeddings.token_type_embeddings.weight": weight(2, width),
-        **norm("embeddings.LayerNorm"),
+    weights = bert_weights(seed=seed, width=width, inner=hidden, words=vocabulary)
+    head = {
+        f"{name}.{part}": random.normal(0, 0.5, shape).astype(np.float32)
+        for name, outputs in (("cls", width), ("cls.output", 1))
+        for part, shape in (("weight", (outputs, width)), ("bias", (outputs,)))
     }
-    for layer in (f"encoder.layer.{i}" for i in range(layers)):
-        for name in ("query", "key", "value"):
-            weights |= dense(f"{layer}.attention.self.{name}", width, width)
-        weights |= dense(f"{layer}.attention.output.dense", width, width) | norm(f"{layer}.attention.output.LayerNorm")
-        weights |= dense(f"{layer}.intermediate.dense", hidden, width)
-        weights |= dense(f"{layer}.output.dense", width, hidden) | norm(f"{layer}.output.LayerNorm")
-    head = {**dense("cls", width, width), **dense("cls.output", 1, width)}
     _write_bert(target, minilm, config, weights, pooling=PoolingType.RANK, head=head)
 
 
@@ -520,59 +498,23 @@ def store_copy(home: Path, original: Path, copy: QuantizedCopy) -> Path:
     return folder / "model.gguf"
 
 
-def _value(value: Any) -> bytes:
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    kind, pack = {
-        str: (8, _text),
-        int: (5, lambda v: struct.pack("<i", v)),
-        float: (6, lambda v: struct.pack("<f", v)),
-    }[type(value[0])]
-    return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(map(pack, value))
-
-
-def gguf_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
+def gguf_bytes(metadata: Mapping[str, Value], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
     """Return a GGUF file; a tensor is (shape with the contiguous dimension first, type number, data)."""
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
-    head += b"".join(_text(key) + _value(value) for key, value in metadata.items())
-    data = b""
-    for name, (shape, kind, content) in tensors.items():
-        head += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, len(data))
-        data += content + bytes(-len(content) % 32)
-    return head + bytes(-len(head) % 32) + data
-
-
-def byte_symbols() -> list[str]:
-    """Return GPT-2's printable symbol of each byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
-
-
-HIDDEN, LAYERS = 256, 1
-FORMATS = {
-    "F32": (0, 1),
-    "F16": (1, 1),
-    "Q4_0": (2, 32),
-    "Q4_1": (3, 32),
-    "Q8_0": (8, 32),
-    "Q4_K": (12, 256),
-    "Q6_K": (14, 256),
-}
-BLOCK_BYTES = {"F32": 4, "F16": 2, "Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q4_K": 144, "Q6_K": 210}
+    return GgufFile(
+        values={key: packed(value) for key, value in metadata.items()},
+        tensors={
+            name: Tensor(
+                info=_text(name) + struct.pack(f"<I{len(shape)}QI", len(shape), *shape, kind), data=_padded(content)
+            )
+            for name, (shape, kind, content) in tensors.items()
+        },
+    ).content()
 
 
 def random_tensor(kind: str, *shape: int) -> tuple[tuple[int, ...], int, bytes]:
-    number, block = FORMATS[kind]
-    raw = np.random.default_rng(sum(shape)).integers(
-        0, 256, (int(np.prod(shape)) // block, BLOCK_BYTES[kind]), np.uint8
-    )
+    number = GGMLQuantizationType[kind]
+    block, size = GGML_QUANT_SIZES[number]
+    raw = np.random.default_rng(sum(shape)).integers(0, 256, (int(np.prod(shape)) // block, size), np.uint8)
     if kind == "F32":
         raw = np.ones(shape, np.float32)
     elif kind == "F16":
@@ -584,23 +526,3 @@ def random_tensor(kind: str, *shape: int) -> tuple[tuple[int, ...], int, bytes]:
         if kind == "Q4_1":
             raw[:, 2:4] = np.frombuffer(half, np.uint8)
     return shape, number, raw.tobytes()
-
-
-def tiny_metadata(tokens: list[str]) -> dict[str, Any]:
-    return {
-        "general.architecture": "llama",
-        "llama.context_length": 512,
-        "llama.embedding_length": HIDDEN,
-        "llama.block_count": LAYERS,
-        "llama.feed_forward_length": HIDDEN,
-        "llama.attention.head_count": 4,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * (len(tokens) - 3) + [3, 3, 4],
-        "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.bos_token_id": 257,
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.chat_template": "<|im_start|>{{ messages[0]['content'] }}<|im_end|>",
-    }

@@ -86,15 +86,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def whole(handler: Handler, data: bytes) -> None:
-    """Send a file, or the requested range of it."""
+def whole(handler: Handler, data: bytes, *, half: bool = False) -> None:
+    """Send a file, or the requested range of it; or announce it and send only the first half."""
     first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
     headers = {"ETag": f'"{git_id(data)}"', "Accept-Ranges": "bytes"}
     if first:
         headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
     handler.begin(len(data) - first, 206 if first else 200, headers)
     if handler.command == "GET":
-        handler.wfile.write(data[first:])
+        handler.wfile.write(data[first : (first + len(data)) // 2 if half else None])
 
 
 def instead(body: bytes, kind: str = "application/octet-stream") -> Sends:
@@ -104,33 +104,6 @@ def instead(body: bytes, kind: str = "application/octet-stream") -> Sends:
 
 def failing(handler: Handler, _: bytes) -> None:
     handler.reply(b"{}", 500)
-
-
-def redirect_forever(handler: Handler, _: bytes) -> None:
-    handler.reply(b"", 302, {"Location": handler.path})
-
-
-class HalfFirst:
-    """Sends half of the requested bytes, calls ``then`` and disconnects. After ``times`` requests it sends all."""
-
-    def __init__(self, then: Callable[[Handler], object], *, times: int = 1000) -> None:
-        self._then = then
-        self._left = times
-
-    def __call__(self, handler: Handler, data: bytes) -> None:
-        if handler.command == "HEAD" or not self._left:
-            whole(handler, data)
-            return
-        self._left -= 1
-        first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        rest = data[first:]
-        headers = {"ETag": f'"{git_id(data)}"'}
-        if first:
-            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-        handler.begin(len(rest), 206 if first else 200, headers)
-        handler.wfile.write(rest[: len(rest) // 2])
-        self._then(handler)
-        handler.close_connection = True
 
 
 def git_id(data: bytes) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import signal
 import subprocess
 import tempfile
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,19 @@ class Output:
 class Notebook:
     """A running kernel, and its cells."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *, folder: Path | None = None, environ: Mapping[str, str] = os.environ) -> None:
+        """
+        Args:
+            home: The lab's home.
+            folder: The working directory.
+        """
         self.home = home
         self.stderr = ""
         self.manager = a_kernel()
         # A kernel is terminated after half of this time; the tests check that it ends by itself.
         self.manager.shutdown_wait_time = 2 * WAIT_S
         self._asked = ""
-        self.manager.start_kernel(env={**os.environ, "LMX_LAB_HOME": str(home)})
+        self.manager.start_kernel(cwd=folder and str(folder), env={**environ, "LMX_LAB_HOME": str(home)})
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=WAIT_S)
@@ -123,12 +128,3 @@ class Notebook:
                 self.process.wait(WAIT_S)
             self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
-
-
-def healthz(port: int) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("GET", "/healthz")
-        return connection.getresponse().status
-    finally:
-        connection.close()

@@ -119,9 +119,7 @@ def teach_thinking(folder: Path, *, special: bool = False, template: str = THINK
         special: Whether these tokens are special tokens.
     """
     rename_tokens(folder, MARKERS, special=special)
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**config, "chat_template": template}), encoding="utf-8")
+    _change(folder / "tokenizer_config.json", chat_template=template)
 
 
 def rename_tokens(folder: Path, names: Mapping[str, str], *, special: bool = False) -> None:
@@ -279,8 +277,6 @@ def write_tiny_bert(
         config: Values of ``config.json``.
     """
     words = write_tokenizer(folder, **(tokenizer or {})).get_vocab_size()
-    tensors: dict[str, Any] = bert_weights(seed=seed, words=words, labels=labels) | dict(change or {})
-    save_file({name: each for name, each in tensors.items() if each is not None}, folder / "model.safetensors")
     written = {
         "architectures": ["BertForSequenceClassification" if labels else "BertModel"],
         "model_type": "bert",
@@ -295,8 +291,17 @@ def write_tiny_bert(
         "layer_norm_eps": 1e-12,
         "pad_token_id": 0,
     }
-    write_json(folder, {"config.json": written | config})
-    write_json(folder, (pooling_files("mean_tokens") if not labels else {}) if files is None else files)
+    if files is None:
+        files = {} if labels else pooling_files("mean_tokens")
+    tensors = bert_weights(seed=seed, words=words, labels=labels)
+    return _write_encoder(folder, tensors | dict(change or {}), written | config, files)
+
+
+def _write_encoder(
+    folder: Path, tensors: Mapping[str, npt.NDArray[Any] | None], config: Mapping[str, Any], files: Mapping[str, Any]
+) -> ModelEntry:
+    save_file({name: each for name, each in tensors.items() if each is not None}, folder / "model.safetensors")
+    write_json(folder, {"config.json": config, **files})
     return entry(folder)
 
 
@@ -332,9 +337,7 @@ def write_tiny_qwen3(
 ) -> ModelEntry:
     """Write a Qwen3 of 2 layers, width 32: an embedder that pools the last token, unless the files define otherwise."""
     words = write_tokenizer(folder, **(tokenizer or {})).get_vocab_size()
-    tensors: dict[str, Any] = {f"{prefix}{name}": each for name, each in qwen3_weights(seed=seed, words=words).items()}
-    tensors |= dict(change or {})
-    save_file({name: each for name, each in tensors.items() if each is not None}, folder / "model.safetensors")
+    tensors = {f"{prefix}{name}": each for name, each in qwen3_weights(seed=seed, words=words).items()}
     written = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -350,9 +353,8 @@ def write_tiny_qwen3(
         "tie_word_embeddings": True,
         "vocab_size": words,
     }
-    write_json(folder, {"config.json": written | config})
-    write_json(folder, pooling_files("lasttoken") if files is None else files)
-    return entry(folder)
+    files = pooling_files("lasttoken") if files is None else files
+    return _write_encoder(folder, tensors | dict(change or {}), written | config, files)
 
 
 def logit_score_files(**prompt: Any) -> dict[str, Any]:

@@ -14,8 +14,39 @@ import pytest
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.starters import STARTERS, Starter
-from tests.support.gguf import HIDDEN, byte_symbols, gguf_bytes, random_tensor, tiny_metadata
+from tests.support.gguf import gguf_bytes, random_tensor
 from tests.support.models import LLAMA, safetensors_bytes
+
+
+def byte_symbols():
+    """Return GPT-2's printable symbol of each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+HIDDEN = 256
+
+
+def tiny_metadata(tokens):
+    return {
+        "general.architecture": "llama",
+        "llama.context_length": 512,
+        "llama.embedding_length": HIDDEN,
+        "llama.block_count": 1,
+        "llama.feed_forward_length": HIDDEN,
+        "llama.attention.head_count": 4,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 3) + [3, 3, 4],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 257,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "<|im_start|>{{ messages[0]['content'] }}<|im_end|>",
+    }
+
 
 MakeModel = Callable[..., Path]
 

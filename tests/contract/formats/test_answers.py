@@ -1,16 +1,13 @@
 """Tests that a stream has the parts and the cost of the whole answer, in every format."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from tests.support.formats import CLOCK, FORMATS, STOP, Answer, Format, Request, each_format
+from tests.support.formats import CLOCK, FORMATS, STOP, Answer, Request, each_format
 from tests.support.labs import serving
 
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
@@ -81,7 +78,7 @@ def test_a_stream_is_the_whole_answer(form, case, http):
 
 
 @each_format("forced")
-def test_parallel_calls_can_be_disabled(form: Format, tmp_path: Path) -> None:
+def test_parallel_calls_can_be_disabled(form, tmp_path):
     calls = [{"name": "clock", "arguments": {"zone": zone}} for zone in ("UTC", "CET")]
     script = tmp_path / "script.jsonl"
     script.write_text(f"{json.dumps({'tool_calls': calls})}\n" * 3)

@@ -1,21 +1,17 @@
 """Tests of requests whose answers do not end normally, in every format: errors, and clients that disconnect."""
 
-from __future__ import annotations
-
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import httpx2
 import pytest
 
 from lmx_lab.engine import Answer
-from lmx_lab.notebook import Lab
 from tests.support.asking import ENDLESS_TEXT
-from tests.support.formats import FORMATS, Chat, Format, Request, Socket, each_format
+from tests.support.formats import FORMATS, Chat, Request, Socket, each_format
 from tests.support.labs import PACE, serving, wait_until_idle
 from tests.support.waiting import until
 
@@ -49,7 +45,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("case", REFUSALS)
 @each_format()
-def test_a_refused_request_gets_its_error_before_the_first_byte(form: Format, http: httpx2.Client, case: str) -> None:
+def test_a_refused_request_gets_its_error_before_the_first_byte(form, http, case):
     expected = REFUSALS[case]
     status, problem = form.refusal(http, expected.request)
     assert status == (expected.status if "http" in form.can else None)
@@ -58,7 +54,7 @@ def test_a_refused_request_gets_its_error_before_the_first_byte(form: Format, ht
 
 
 @each_format()
-def test_a_failing_answer_ends_with_its_error_after_its_text(form: Format, tmp_path: Path) -> None:
+def test_a_failing_answer_ends_with_its_error_after_its_text(form, tmp_path):
     failing = {"text": "one two", "error": "broken", "code": "internal-error"}
     script = tmp_path / "script.jsonl"
     script.write_text(f"{json.dumps(failing)}\n" * 2)
@@ -77,9 +73,7 @@ def test_a_failing_answer_ends_with_its_error_after_its_text(form: Format, tmp_p
 
 
 @each_format()
-def test_an_unexpected_exception_ends_an_answer_with_an_error_after_its_text(
-    form: Format, lab: Lab, http: httpx2.Client, monkeypatch
-) -> None:
+def test_an_unexpected_exception_ends_an_answer_with_an_error_after_its_text(form, lab, http, monkeypatch):
     # No input causes an exception of this kind, which is a fault of the server itself.
     next_delta = Answer.__anext__
 
@@ -101,7 +95,7 @@ def test_an_unexpected_exception_ends_an_answer_with_an_error_after_its_text(
 
 
 @each_format()
-def test_a_full_queue_refuses_a_request_with_the_time_to_wait(form: Format, lab: Lab, http: httpx2.Client) -> None:
+def test_a_full_queue_refuses_a_request_with_the_time_to_wait(form, lab, http):
     with ExitStack() as running:
         for _ in range(4):
             running.enter_context(Chat().stream(http, ENDLESS))
@@ -122,7 +116,7 @@ def hurried_lab(echo_home):
 
 
 @each_format()
-def test_an_answer_at_its_deadline_ends_with_an_error(form: Format, hurried_lab: Lab) -> None:
+def test_an_answer_at_its_deadline_ends_with_an_error(form, hurried_lab):
     with httpx2.Client(base_url=hurried_lab.url, timeout=60) as http:
         *frames, last = form.frames(form.streamed(http, ENDLESS))
         whole = form.post(http, ENDLESS)

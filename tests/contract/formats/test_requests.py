@@ -1,7 +1,5 @@
 """Tests that all formats accept the same: prompts, names of models, keys, and fields without effect."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx2
@@ -9,8 +7,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from lmx_lab.notebook import Lab
-from tests.support.formats import CLOCK, FORMATS, Format, Request, Socket, each_format
+from tests.support.formats import CLOCK, FORMATS, Request, Socket, each_format
 from tests.support.labs import serving
 
 OTHER_STREAMS = {"/api/pull": "the progress of a download"}
@@ -108,7 +105,7 @@ def null(value):
 
 @pytest.mark.parametrize("stream", [False, True])
 @each_format("http")
-def test_ignored_fields_are_named_in_a_header(form: Format, http: httpx2.Client, stream: bool) -> None:
+def test_ignored_fields_are_named_in_a_header(form, http, stream):
     fields, names = IGNORED[form.name]
     for extra, named in ((fields, names), (null(fields), None), ({}, None)):
         response = http.post(form.path, json=form.body(Request(extra=extra), stream=stream))
@@ -117,14 +114,14 @@ def test_ignored_fields_are_named_in_a_header(form: Format, http: httpx2.Client,
 
 
 @each_format()
-def test_no_model_and_default_mean_the_loaded_model(form: Format, http: httpx2.Client) -> None:
+def test_no_model_and_default_mean_the_loaded_model(form, http):
     bodies = [form.post(http, Request(model=model)).json() for model in ("echo", "default", None)]
     assert [body["model"].removesuffix(":latest") for body in bodies] == ["echo"] * 3
     assert [form.answer(body).text for body in bodies] == ["hello"] * 3
 
 
 @each_format("http")
-def test_null_means_the_loaded_model(form: Format, http: httpx2.Client) -> None:
+def test_null_means_the_loaded_model(form, http):
     assert form.answer(form.post(http, Request(extra={"model": None})).json()).text == "hello"
 
 
@@ -135,7 +132,7 @@ def keyed_lab(echo_home):
 
 
 @each_format("http")
-def test_a_key_is_accepted_in_the_header_of_the_format(form: Format, keyed_lab: Lab) -> None:
+def test_a_key_is_accepted_in_the_header_of_the_format(form, keyed_lab):
     with httpx2.Client(base_url=keyed_lab.url) as http:
         accepted = form.post(http, Request(), headers=form.key_headers("secret"))
         refused = [form.post(http, Request(), headers=headers) for headers in ({}, form.key_headers("wrong"))]

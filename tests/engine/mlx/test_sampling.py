@@ -16,16 +16,7 @@ from lmx_lab.engine.mlx.sampling import RandomSampler
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.settings import Settings
-from tests.support.engines import (
-    GREEDY,
-    PROMPT,
-    finish,
-    finish_with_logprobs,
-    mlx_thread,
-    numbers,
-    request,
-    run,
-)
+from tests.support.engines import GREEDY, PROMPT, finish, finish_with_logprobs, mlx_thread, numbers, request, run
 
 pytestmark = pytest.mark.anyio
 # The tiny model's probabilities are nearly uniform: without a filter, two samples are rarely equal.

@@ -20,7 +20,8 @@ from lmx_lab.engine.text.channels import (
     TrailingWhitespace,
 )
 from lmx_lab.engine.text.tool_calls import CallFormat
-from tests.support.engines import Tokens, answer, merge, places
+from tests.engine.text.splitting import Tokens, answer, places
+from tests.support.engines import merge
 
 TRANSITIONS = {
     CONTENT: [("<r>", REASONING), ("<t>", TOOL), ("<|h|>", "header"), ("<|s|>", CONTENT)],

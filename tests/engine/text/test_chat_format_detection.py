@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -13,22 +13,83 @@ from mlx_lm import tokenizer_utils
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextPrompt, Tool, ToolUse
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.mlx.model import AnswerText
 from lmx_lab.engine.text.channels import CONTENT, REASONING
-from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, detect_chat_format
+from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, ChatFormat, detect_chat_format
+from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.engine.text.tool_prompt import template_tools, write_tools_as_text
 from lmx_lab.errors import InvalidRequestError
-from tests.support.families import (
-    FAMILIES,
-    HERMES,
-    USER,
-    Family,
-    Known,
-    asked,
-    divided,
-    rendered,
-    said,
-    write_tokenizer,
-)
+from tests.support.engines import merge
+from tests.support.families import FAMILIES, HERMES, Family
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@dataclass(frozen=True)
+class Known:
+    tokenizer: Any
+    chat_format: ChatFormat
+
+    def tokens(self, text, *, whole=True):
+        """Return the tokens of a text. Without ``whole``, characters outside added tokens are encoded one by one."""
+        encode = self.tokenizer.encode
+        if whole:
+            return encode(text, add_special_tokens=False)
+        added = self.tokenizer.added_tokens_decoder
+        found = []
+        for token in encode(text, add_special_tokens=False):
+            characters = self.tokenizer.decode([token]) if token not in added else ""
+            single = len(characters) > 1 and "\ufffd" not in characters
+            found += (
+                [part for one in characters for part in encode(one, add_special_tokens=False)] if single else [token]
+            )
+        return found
+
+
+def write_tokenizer(folder, source, family):
+    tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    last = len(tokenizer["model"]["vocab"])
+    for at, text in enumerate((*family.tokens, *family.specials)):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        special = text in family.specials
+        tokenizer["added_tokens"].append({"id": last + at, "content": text, "special": special, **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config = {**config, "chat_template": family.template, "eos_token": family.eos[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def asked(tools=None, answer_format=None, **changes):
+    prompt = ChatPrompt(
+        messages=changes.pop("messages", (USER,)), tools=tools, template_options=changes.pop("options", {})
+    )
+    return replace(GenerationRequest(prompt=prompt, answer_format=answer_format), **changes)
+
+
+def rendered(known, request, *, prompt=True):
+    given = known.chat_format.template_input(request, request.prompt)
+    return known.tokenizer.apply_chat_template(
+        given.pop("messages"), add_generation_prompt=prompt, tokenize=False, **given, **request.prompt.template_options
+    )
+
+
+def said(*calls, content="", thoughts=""):
+    made = [
+        {"id": f"abcdefg{at:02}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for at, (name, arguments) in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": content, "reasoning_content": thoughts}
+    return {**message, "tool_calls": made} if made else message
+
+
+def divided(known, raw, request, thinking, *, whole):
+    splitter = TextSplitter(AnswerText(known.tokenizer).decode, (), known.chat_format.channel_format(request, thinking))
+    pieces = [splitter.add(token) for token in known.tokens(raw, whole=whole)]
+    pieces.append(splitter.finish())
+    calls, _ = merge(call for piece in pieces for call in piece.calls)
+    text, reasoning = ("".join(getattr(piece, kind) for piece in pieces) for kind in ("text", "reasoning"))
+    return text, reasoning, [(name, json.loads(arguments)) for name, arguments in calls]
+
 
 pytestmark = pytest.mark.slow
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}

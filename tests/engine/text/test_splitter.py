@@ -14,7 +14,7 @@ from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.splitter import Detokenizer, SplitText, TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.outputs import ToolCallDelta
-from tests.support.engines import Tokens, answer, channel_format_of, places, tool_parser
+from tests.engine.text.splitting import Tokens, answer, channel_format_of, places, tool_parser
 
 json_tools = tool_parser("json_tools")
 TEXTS = st.text(alphabet=st.sampled_from("ab -é€😀\n"), max_size=30)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
 from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader
-from tests.support.engines import Tokens, answer, channel_format_of, merge, tool_parser
+from tests.engine.text.splitting import Tokens, answer, channel_format_of, tool_parser
+from tests.support.engines import merge
 
 glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder = map(
     tool_parser, ("glm47", "json_tools", "kimi_k2", "mistral", "pythonic", "qwen3_coder")

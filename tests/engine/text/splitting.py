@@ -1,0 +1,137 @@
+"""Divide texts into tokens and feed them to a splitter, with the formats of mlx-lm's tool parsers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
+from lmx_lab.engine.text.splitter import TextSplitter
+from lmx_lab.engine.text.tool_calls import CallFormat
+from tests.support.engines import merge
+
+# Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
+if TYPE_CHECKING:
+    pass
+
+
+THOUGHTS = ("<think>", "</think>")
+
+
+def tool_parser(name: str) -> ModuleType:
+    """Load one of mlx-lm's tool parsers, without the import of mlx-lm, which takes a second."""
+    package = find_spec("mlx_lm")
+    assert package is not None
+    assert package.origin is not None
+    spec = spec_from_file_location(name, Path(package.origin).with_name("tool_parsers") / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Tokens:
+    """A text as tokens that end at the given bytes. Each special token is a token of its own, which decoding skips."""
+
+    def __init__(self, text: str, cuts: Iterable[int], specials: Collection[str] = ()) -> None:
+        data, self.special_at = text.encode(), set[int]()
+        edges = {0, len(data), *(cut for cut in cuts if 0 < cut < len(data))}
+        for found in self._find(text, specials):
+            start, end = (len(text[:at].encode()) for at in found)
+            self.special_at.add(start)
+            edges = {edge for edge in edges if not start < edge < end} | {start, end}
+        self.edges = sorted(edges)
+        self.chunks = [data[start:end] for start, end in pairwise(self.edges)]
+        at = [start in self.special_at for start, _ in pairwise(self.edges)]
+        self.literals = {i: chunk.decode() for i, chunk in enumerate(self.chunks) if at[i]}
+
+    def _find(self, text: str, specials: Collection[str]) -> Iterable[tuple[int, int]]:
+        pattern = "|".join(map(re.escape, specials))
+        return [found.span() for found in re.finditer(pattern, text)] if specials else []
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        shown = (self.chunks[token] for token in tokens if token not in self.literals)
+        return b"".join(shown).decode("utf-8", "replace")
+
+
+@dataclass
+class SplitAnswer:
+    text: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Name and arguments of each call."""
+    stopped: bool = False
+    entries: list[int] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    reasoning_tokens: int = 0
+
+    @property
+    def shown(self) -> tuple[str, str, list[tuple[str, str]], bool]:
+        return self.text, self.reasoning, self.calls, self.stopped
+
+
+def answer(tokens: Tokens, channel_format: ChannelFormat, stops: Sequence[str] = ()) -> SplitAnswer:
+    """Feed all tokens, each as its own entry, to a splitter and return the whole answer."""
+    channel_format = ChannelFormat(
+        initial=channel_format.initial,
+        transitions=channel_format.transitions,
+        calls=channel_format.calls,
+        literals=tokens.literals,
+    )
+    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, channel_format)
+    pieces = []
+    for token in range(len(tokens.chunks)):
+        pieces.append(splitter.add(token, token))
+        if pieces[-1].stopped:
+            break
+    else:
+        pieces.append(splitter.finish())
+    calls, ids = merge(delta for piece in pieces for delta in piece.calls)
+    assert splitter.has_called == bool(calls)
+    return SplitAnswer(
+        text="".join(piece.text for piece in pieces),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        calls=calls,
+        stopped=pieces[-1].stopped,
+        entries=[entry for piece in pieces for entry in piece.entries],
+        ids=ids,
+        reasoning_tokens=splitter.reasoning_tokens,
+    )
+
+
+def channel_format_of(
+    calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True
+) -> ChannelFormat:
+    """Return the channel format that an engine creates for one of mlx-lm's tool parsers."""
+    transitions: dict[str, list[tuple[str, str]]] = {CONTENT: []}
+    if thinks:
+        transitions[CONTENT].append((THOUGHTS[0], REASONING))
+        transitions[REASONING] = [(THOUGHTS[1], CONTENT)]
+    if calls is None:
+        return ChannelFormat(initial=initial, transitions=transitions)
+    for state in list(transitions):
+        transitions[state].append((calls.tool_call_start, TOOL))
+    transitions[TOOL] = [(calls.tool_call_end, CONTENT)] if calls.tool_call_end else []
+    parse = (lambda text: calls.parse_tool_call(text, None)) if parsed else None
+    return ChannelFormat(
+        initial=initial,
+        transitions=transitions,
+        calls=CallFormat(start=calls.tool_call_start, end=calls.tool_call_end, parse=parse),
+    )
+
+
+def places(chunks: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Return the range of characters of each token. A part of a character counts as the whole character."""
+    data, edges = b"".join(chunks), [0]
+    for chunk in chunks:
+        edges.append(edges[-1] + len(chunk))
+    before = [len(data[:edge].decode("utf-8", "ignore")) for edge in edges]
+    upto = [len(data[:edge].decode("utf-8", "replace")) for edge in edges]
+    return [(before[i], upto[j]) if edges[i] < edges[j] else (upto[i],) * 2 for i, j in pairwise(range(len(edges)))]
