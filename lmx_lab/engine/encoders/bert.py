@@ -137,19 +137,16 @@ class Bert:
         return int(self.segment_embeddings.shape[0])
 
     def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
-        x = self._embed(batch)
+        x = self.token_embeddings[mx.array(batch.ids)] + self._positions(batch)
+        segments = self.segment_embeddings[0]
+        if (batch.second_start < batch.lengths).any():
+            in_second = np.arange(batch.ids.shape[1]) >= batch.second_start[:, None]
+            segments = self.segment_embeddings[mx.array(in_second.astype(np.int32))]
+        x = self.norm(x + segments)
         for layer in self.layers:
             x = yield from layer.forward(x, batch.mask)
             yield x
         return x
-
-    def _embed(self, batch: PaddedBatch) -> mx.array:
-        length = batch.ids.shape[1]
-        x = self.token_embeddings[mx.array(batch.ids)] + self._positions(batch)
-        if (batch.second_start < batch.lengths).any():
-            in_second = np.arange(length) >= batch.second_start[:, None]
-            return self.norm(x + self.segment_embeddings[mx.array(in_second.astype(np.int32))])
-        return self.norm(x + self.segment_embeddings[0])
 
     def _positions(self, batch: PaddedBatch) -> mx.array:
         length = batch.ids.shape[1]
@@ -176,7 +173,8 @@ class FirstTokenHead:
     out: Linear
 
     @classmethod
-    def take(cls, tensors: Tensors, size: int, *, roberta: bool) -> FirstTokenHead:
+    def take(cls, tensors: Tensors, config: ModelConfig) -> FirstTokenHead:
+        roberta, size = config.values.get("model_type") in ROBERTAS, config.size("hidden_size")
         dense, out = ("classifier.dense", "classifier.out_proj") if roberta else ("pooler.dense", "classifier")
         require_one_label(tensors.rows(f"{out}.weight"))
         return cls(tensors.linear(dense, size, size), tensors.linear(out, size, 1))

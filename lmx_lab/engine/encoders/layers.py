@@ -392,6 +392,11 @@ class Network(Protocol):
         """The largest number of tokens of one text; None if it is not limited."""
         ...
 
+    @property
+    def segments(self) -> int:
+        """Number of segments that its texts may have: 2 if a pair has two, 1 if the model has no segments."""
+        ...
+
     def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
         """Yield the hidden state (rows, length, size) after each layer, not evaluated; return the last one."""
         ...
@@ -492,15 +497,11 @@ def build_operation(module: Module, width: int) -> tuple[Operation, int]:
             tensors.finish()
             return norm, width
         case Dense():
-            return _dense(module, width), module.outputs
-
-
-def _dense(module: Dense, width: int) -> Operation:
-    act = find_activation(module.activation, TORCH_ACTIVATIONS)
-    tensors = Tensors.read(module.folder, mx.float32)
-    linear = tensors.linear("linear", width, module.outputs, bias=module.bias)
-    tensors.finish()
-    return lambda x: act(linear(x))
+            act = find_activation(module.activation, TORCH_ACTIVATIONS)
+            tensors = Tensors.read(module.folder, mx.float32)
+            linear = tensors.linear("linear", width, module.outputs, bias=module.bias)
+            tensors.finish()
+            return lambda x: act(linear(x)), module.outputs
 
 
 def normalize(x: mx.array) -> mx.array:

@@ -167,13 +167,20 @@ def measure(model: Any, weights_bytes: int) -> Traits:
     together = plain or _agrees(model, prompts=2)
     if not together and not _agrees(model, prompts=1):
         raise UnusableModelError(f"this version of mlx-lm computes it wrongly in batches ({kinds})", param="model")
+    args = getattr(model, "args", None)
+    hidden, intermediate, heads = (
+        _number(args, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
     return Traits(
-        footprint=_footprint(
-            model,
-            weights_bytes,
-            [_layer_cache(layer) for layer in layers],
-            int(logits.shape[-1]),
-            stores_scores=_stores_scores(layers),
+        footprint=Footprint(
+            weights_bytes=weights_bytes,
+            layers=tuple(_layer_cache(layer) for layer in layers),
+            # Logits, log-probabilities of this step and the previous one, and arrays of sampling.
+            logits_bytes=6 * 4 * int(logits.shape[-1]),
+            # Residual, norms, queries, keys and values; gate, up and their product; at most float32.
+            chunk_bytes_per_token=4 * (8 * hidden + 3 * intermediate),
+            # Scores and their softmax.
+            score_bytes_per_pair=2 * 4 * heads if stores_scores(layers) else 0,
         ),
         vocabulary_size=int(logits.shape[-1]),
         plain=plain,
@@ -207,26 +214,7 @@ def _first_logprobs(model: Any, tried: Sequence[list[int]], *, prompts: int) -> 
     return [logprobs[uid] for uid in uids]
 
 
-def _footprint(
-    model: Any, weights_bytes: int, layers: list[LayerCache], vocabulary_size: int, *, stores_scores: bool
-) -> Footprint:
-    args = getattr(model, "args", None)
-    hidden, intermediate, heads = (
-        _number(args, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    return Footprint(
-        weights_bytes=weights_bytes,
-        layers=tuple(layers),
-        # Logits, log-probabilities of this step and the previous one, and arrays of sampling.
-        logits_bytes=6 * 4 * vocabulary_size,
-        # Residual, norms, queries, keys and values; gate, up and their product; at most float32.
-        chunk_bytes_per_token=4 * (8 * hidden + 3 * intermediate),
-        # Scores and their softmax.
-        score_bytes_per_pair=2 * 4 * heads if stores_scores else 0,
-    )
-
-
-def _stores_scores(layers: Sequence[Any]) -> bool:
+def stores_scores(layers: Sequence[Any]) -> bool:
     """Return whether attention stores its scores in arrays: on a CPU, and on an NVIDIA GPU with float32 or large heads,
     which cuDNN does not support. Otherwise attention is one kernel.
     """

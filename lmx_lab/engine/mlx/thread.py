@@ -115,19 +115,17 @@ class EngineThread:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
             cancellation.cancel()
-            if not (await asyncio.wait([done], timeout=CANCEL_S))[0]:
-                self._abandon()
+            if (await asyncio.wait([done], timeout=CANCEL_S))[0]:
+                raise
+            log.error("the engine thread does not respond while it reads a model; the next load starts another thread")
+            with self._lock:
+                thread, self._thread, commands = self._thread, None, self._commands
+                self._dead = self._dead or EngineDeadError("the engine thread did not respond while it read a model")
+            if thread is not None:
+                # When its command has ended, its core ends all requests and releases the memory.
+                commands.put(None)
+                self._host.lost_model(False)
             raise
-
-    def _abandon(self) -> None:
-        """Stop using the thread. When its command has ended, its core ends all requests and releases the memory."""
-        log.error("the engine thread does not respond while it reads a model; the next load starts another thread")
-        with self._lock:
-            thread, self._thread, commands = self._thread, None, self._commands
-            self._dead = self._dead or EngineDeadError("the engine thread did not respond while it read a model")
-        if thread is not None:
-            commands.put(None)
-            self._host.lost_model(False)
 
     def post(self, command: Callable[[MlxCore], T]) -> Future[T]:
         """Submit a command to the thread, and return the future of its result without waiting."""
@@ -160,20 +158,17 @@ class EngineThread:
             try:
                 core.close(error)
             finally:
-                self._refuse_rest(commands, error)
+                with self._lock:
+                    while not commands.empty():
+                        command = commands.get_nowait()
+                        # A caller that no longer waits has cancelled its future.
+                        if command is not None and command[1].set_running_or_notify_cancel():
+                            command[1].set_exception(error)
                 # Without these two calls the process aborts at exit (status 134).
                 mx.synchronize()
                 mx.clear_streams()
             if self._dead is not None:
                 self._host.lost_model(False)
-
-    def _refuse_rest(self, commands: queue.SimpleQueue[Command | None], error: LabError) -> None:
-        with self._lock:
-            while not commands.empty():
-                command = commands.get_nowait()
-                # A caller that no longer waits has cancelled its future.
-                if command is not None and command[1].set_running_or_notify_cancel():
-                    command[1].set_exception(error)
 
 
 def _perform_commands(core: MlxCore, commands: queue.SimpleQueue[Command | None]) -> bool:
@@ -186,17 +181,14 @@ def _perform_commands(core: MlxCore, commands: queue.SimpleQueue[Command | None]
             return True
         if command is None:
             return False
-        _perform(core, *command)
+        perform, future = command
         block = False
-
-
-def _perform(core: MlxCore, command: Callable[[MlxCore], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(command(core))
-    except Exception as exc:
-        future.set_exception(exc)
-    except BaseException as exc:
-        future.set_exception(EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again"))
-        raise
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(perform(core))
+        except Exception as exc:
+            future.set_exception(exc)
+        except BaseException as exc:
+            future.set_exception(EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again"))
+            raise

@@ -79,9 +79,10 @@ class DeliveringLoop(EncodingLoop):
 
 
 def create_loop(*, threads=1, **changes):
-    limits = {"limit_bytes": 2**40, "make_room": lambda _: None, "note_peak": lambda _: None}
+    limits = {"limit_bytes": 2**40, "used_bytes": memory.used_bytes}
+    functions = {"make_room": lambda _: None, "note_peak": lambda _: None}
     report = BlasReport(name="openblas", detail="", threads=threads, threads_fixed=False)
-    return DeliveringLoop(ThreadChoice(report), **(limits | changes))
+    return DeliveringLoop(ThreadChoice(report), **(limits | functions | changes))
 
 
 def permit():

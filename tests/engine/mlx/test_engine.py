@@ -33,7 +33,9 @@ from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest
 from tests.support.asking import chat_body
 from tests.support.engines import (
+    TWO_SLOTS,
     engine_paused,
+    entry_of,
     fail_next_step,
     finish,
     mlx_thread,
@@ -44,6 +46,7 @@ from tests.support.engines import (
     unload_when_idle_for,
     until_idle,
 )
+from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.anyio
 
@@ -387,8 +390,8 @@ async def test_a_short_prompt_overtakes_long_ones(tiny, delivered_items):
         streams = [await submit for submit in submits]
         for stream in streams:
             await finish(stream)
-        ended = [mailbox for mailbox, item in delivered_items if isinstance(item, GenerationReport)]
-        assert ended.index(streams[-1]._mailbox) <= 2
+        ended = [steps for steps, item in delivered_items if isinstance(item, GenerationReport)]
+        assert ended.index(streams[-1].steps) <= 2
 
 
 async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_started(tiny, delivered_items):
@@ -404,8 +407,8 @@ async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_
         await finish(waits)
         assert waits.progress is not None
         assert (waits.progress.done, waits.progress.total) == (300, 300)
-        receivers = [mailbox for mailbox, _ in delivered_items]
-        assert receivers.index(waits._mailbox) > delivered_items.index((first._mailbox, report))
+        receivers = [steps for steps, _ in delivered_items]
+        assert receivers.index(waits.steps) > delivered_items.index((first.steps, report))
 
 
 async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(own_manager, tiny):
@@ -503,3 +506,16 @@ async def test_commands_behind_a_cancelled_one_end_when_the_thread_dies(own_mana
         await asyncio.wait_for(asyncio.wrap_future(waits), 60)
     await own_manager.load_entry(tiny)
     assert (await run(own_manager))[1].output_tokens == 8
+
+
+async def test_a_request_ends_at_its_deadline_while_its_template_is_rendered(smollm2, tmp_path):
+    write_tiny_llama(tmp_path / "m", smollm2.path, seed=0)
+    config = tmp_path / "m" / "tokenizer_config.json"
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = "{% if messages[0].content == 'loop' %}" + endless + "{% endif %}{{ messages[0].content }}"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    async with ModelManager(TWO_SLOTS) as manager:
+        await manager.load_entry(entry_of(tmp_path / "m"))
+        loop = ChatPrompt(messages=({"role": "user", "content": "loop"},))
+        with pytest.raises(GenerationTimeoutError):
+            await manager.submit(request(prompt=loop, timeout_s=0.2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lmx_lab.engine.mlx.logprobs import answer_token, prompt_token
+from lmx_lab.engine.mlx.sampling import answer_token, prompt_token
 from lmx_lab.engine.text.vocabulary import Vocabulary
 
 

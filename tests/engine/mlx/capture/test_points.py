@@ -8,8 +8,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from lmx_lab.engine.mlx.capture.install import HookPoint, install
-from lmx_lab.engine.mlx.capture.parts import find_parts
-from lmx_lab.engine.mlx.capture.points import find_points
+from lmx_lab.engine.mlx.capture.points import find_parts, find_points
 from lmx_lab.errors import InvalidRequestError
 from tests.support.models import build_model
 
