@@ -127,8 +127,15 @@ class _Events(asyncio.Protocol):
             return
         try:
             self._data += data
-            if self._status is None and not self._read_head():
-                return
+            if self._status is None:
+                head, end, rest = self._data.partition(b"\r\n\r\n")
+                if not end:
+                    return
+                self._status, chunked, length = _parse_head(head + end)
+                if not chunked:
+                    # Only errors are sent without chunks; their body is handled as a single chunk.
+                    rest = f"{length or len(rest):x}\r\n".encode() + rest + b"\r\n0\r\n\r\n"
+                self._data = rest
             self._read_chunks()
         # An error in this response must not reach the event loop.
         except Exception as exc:
@@ -137,17 +144,6 @@ class _Events(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(exc or EngineError("llama.cpp closed the connection before the end of the answer"))
 
-    def _read_head(self) -> bool:
-        head, end, rest = self._data.partition(b"\r\n\r\n")
-        if not end:
-            return False
-        self._status, chunked, length = _parse_head(head + end)
-        if not chunked:
-            # Only errors are sent without chunks; their body is handled as a single chunk.
-            rest = f"{length or len(rest):x}\r\n".encode() + rest + b"\r\n0\r\n\r\n"
-        self._data = rest
-        return True
-
     def _read_chunks(self) -> None:
         while not self.done.done():
             size_text, end, rest = self._data.partition(b"\r\n")
@@ -155,7 +151,9 @@ class _Events(asyncio.Protocol):
                 return
             size = int(size_text, 16)
             if not size:
-                self._finish()
+                if self._status != OK:
+                    _parse_response(self._status or 500, self._body)
+                self._end(EngineError("llama.cpp ended the answer without its last event"))
                 return
             if len(rest) < size + 2:
                 return
@@ -175,11 +173,6 @@ class _Events(asyncio.Protocol):
             if self._on_event(value):
                 self._end(None)
                 return
-
-    def _finish(self) -> None:
-        if self._status != OK:
-            _parse_response(self._status or 500, self._body)
-        self._end(EngineError("llama.cpp ended the answer without its last event"))
 
     def _end(self, failure: BaseException | None) -> None:
         if self.done.done():
@@ -222,7 +215,7 @@ def _parse_response(status: int, body: bytes) -> Any:
         value = json.loads(body)
     except ValueError as exc:
         raise RefusedError(status, "", body[:300].decode(errors="replace") or f"status {status}") from exc
-    if status != 200:
+    if status != OK:
         raise _refused_error(status, value.get("error", {}) if isinstance(value, dict) else {})
     return value
 

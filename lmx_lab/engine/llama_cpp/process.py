@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from lmx_lab.errors import LabError, OutOfMemoryError, UnusableModelError
+from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 from lmx_lab.extras import install_command
 from lmx_lab.settings import without_secrets
 
@@ -156,7 +156,9 @@ class LlamaProcess:
             self._process.stdin.write(json.dumps(parameters).encode() + b"\n")
             await self._process.stdin.drain()
         # There is no timeout here, because the caller cancels a load that takes too long.
-        ready = await _is_ready(self._process.stdout)
+        ready = False
+        while not ready and (line := await self._process.stdout.readline()):
+            ready = line.startswith(READY)
         # A short load may end between two measurements of its memory.
         if ready and self.own_bytes > self._max_bytes:
             await self._end_for_memory()
@@ -164,7 +166,12 @@ class LlamaProcess:
         if not ready:
             await self._process.wait()
             await self._reading
-            raise self._failure(path)
+            reason = self.reason()
+            if OUT_OF_MEMORY.search(reason):
+                raise OutOfMemoryError(
+                    f"{path} does not fit in memory: {reason}; choose a smaller or more quantized model, or fewer slots"
+                )
+            raise UnusableModelError(f"{path} cannot be loaded by llama.cpp: {reason}", param="model")
 
     async def _limit_memory(self) -> None:
         """End the process when it exceeds its memory limit.
@@ -177,14 +184,6 @@ class LlamaProcess:
 
     async def _end_for_memory(self) -> None:
         await self.kill_with_reason(f"it used more than {self._max_bytes / 1e9:.1f} GB of memory")
-
-    def _failure(self, path: Path) -> LabError:
-        reason = self.reason()
-        if OUT_OF_MEMORY.search(reason):
-            return OutOfMemoryError(
-                f"{path} does not fit in memory: {reason}; choose a smaller or more quantized model, or fewer slots"
-            )
-        return UnusableModelError(f"{path} cannot be loaded by llama.cpp: {reason}", param="model")
 
     def reason(self) -> str:
         """Return why the process has ended, by its messages or its exit status."""
@@ -287,14 +286,6 @@ class LlamaProcess:
             rest = rest[-MAX_LINE_BYTES:]
         if rest:
             self._lines.append(rest.decode(errors="replace"))
-
-
-async def _is_ready(output: asyncio.StreamReader) -> bool:
-    """Read until the line that reports success, and return True; return False if the output ends without it."""
-    while line := await output.readline():
-        if line.startswith(READY):
-            return True
-    return False
 
 
 def _private_folder() -> Path:

@@ -1,6 +1,6 @@
 """Test how the ids of tokens that llama.cpp did not report are found."""
 
-from lmx_lab.engine.llama_cpp.missing_tokens import Gap, TokenIndex, choose
+from lmx_lab.engine.llama_cpp.answer import Gap, TokenIndex, choose
 
 TOKENS = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"\xf0", b"\x9f\x98", b"\x98\x80"]
 FACE = "\N{GRINNING FACE}"

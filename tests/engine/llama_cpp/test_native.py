@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import shutil
+import weakref
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,11 +26,13 @@ from lmx_lab.engine import (
     Tool,
     ToolUse,
 )
+from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import Delta, TokenLogprob, merge_deltas
 from tests.support.engines import (
     LLAMA_SETTINGS,
+    PLACE_FORMAT,
     entry_of,
     finish_answer,
     finish_with_logprobs,
@@ -106,6 +113,38 @@ async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf, pie
                 answer = merge_deltas([delta async for delta in stream])
             assert [call.name for call in answer.tool_calls] == ["look"]
             assert answer.ids == (tuple(tokens) if needs_ids else ())
+
+
+async def test_an_answer_whose_missing_ids_cannot_be_found_ends_without_them(tiny, tiny_gguf, tmp_path):
+    path = Path(shutil.copy(tiny_gguf, tmp_path / "tiny.gguf"))
+    # llama.cpp reports only the last token of a character.
+    tokens = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).encode("😀").ids
+    assert len(tokens) > 1
+    async with ModelManager(LLAMA_SETTINGS) as manager:
+        await manager.load_entry(entry_of(path))
+        forced = await forced_request(manager, request(prompt=TextPrompt(text="It is")), tokens)
+        # The vocabulary, in which the other tokens are looked up, is not read before it is needed.
+        os.unlink(path)
+        async with await manager.submit(forced) as stream:
+            answer = merge_deltas([delta async for delta in stream])
+    assert (answer.text, answer.ids) == ("😀", ())
+    assert stream.report is not None
+    assert stream.report.output_tokens == len(tokens)
+
+
+async def test_nothing_of_a_model_stays_in_memory_after_its_unload(tiny_gguf):
+    def checkers():
+        return [each for each in gc.get_objects() if isinstance(each, GrammarChecker)]
+
+    before = {id(checker) for checker in checkers()}
+    async with ModelManager(LLAMA_SETTINGS) as manager:
+        await manager.load_entry(entry_of(tiny_gguf))
+        await run(manager, answer_format=PLACE_FORMAT)
+        # It refers to the vocabulary and the connection of the model.
+        created = [weakref.ref(checker) for checker in checkers() if id(checker) not in before]
+        await manager.unload()
+        gc.collect()
+        assert [checker() for checker in created] == [None]
 
 
 def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(caller_gguf, tmp_path):
