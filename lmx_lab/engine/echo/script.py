@@ -220,17 +220,15 @@ def _calls(value: Any, location: str) -> tuple[tuple[str, Mapping[str, Any]], ..
         return ()
     if not isinstance(value, list):
         raise ValueError(f"{location}: tool_calls is {_shorten(value)}; it must be a list")
-    return tuple(_call(call, f"{location}: tool_calls[{at}]") for at, call in enumerate(value))
-
-
-def _call(value: Any, location: str) -> tuple[str, Mapping[str, Any]]:
-    form = '{"name": "...", "arguments": {...}}'
-    if not isinstance(value, dict) or not {"name"} <= set(value) <= {"name", "arguments"}:
-        raise ValueError(f"{location} is {_shorten(value)}; it must be {form}")
-    name, arguments = value["name"], value.get("arguments", {})
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise ValueError(f"{location} is {_shorten(value)}; it must be {form}")
-    return name, arguments
+    calls = []
+    for at, call in enumerate(value):
+        is_call = isinstance(call, dict) and {"name"} <= set(call) <= {"name", "arguments"}
+        name, arguments = (call["name"], call.get("arguments", {})) if is_call else (None, None)
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            form = '{"name": "...", "arguments": {...}}'
+            raise ValueError(f"{location}: tool_calls[{at}] is {_shorten(call)}; it must be {form}")
+        calls.append((name, arguments))
+    return tuple(calls)
 
 
 def _shorten(value: Any) -> str:

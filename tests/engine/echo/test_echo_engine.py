@@ -15,7 +15,14 @@ import pytest
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, EmbeddingRequest, ModelManager, RerankRequest, TextPrompt
 from lmx_lab.engine.echo.model import EchoVocabulary
-from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, QueueFullError, UnusableModelError
+from lmx_lab.errors import (
+    ContextLengthError,
+    EngineError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    QueueFullError,
+    UnusableModelError,
+)
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO
 from lmx_lab.values.steering import SteeringVector
@@ -162,6 +169,12 @@ async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted):
     with pytest.raises(EngineError, match="broken"):
         await lengths()
     assert "".join(pieces) == "Half"
+
+
+async def test_a_request_ends_at_its_deadline_before_a_later_error_of_the_script(scripted):
+    manager = await scripted({"error": "later", "delay_s": 30})
+    with pytest.raises(GenerationTimeoutError):
+        await manager.submit(chat_request(timeout_s=0.05))
 
 
 async def test_an_answer_is_not_faster_than_its_rate(scripted):
