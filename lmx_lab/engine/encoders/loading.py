@@ -209,7 +209,21 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     if settings.chat is not None and not files.is_reranker:
         raise UnusableModelError("its texts require a chat template, which is supported for rerankers only")
     pairs = _pair_format(files) if files.is_reranker else None
-    network, head = _read_decoder(files) if architecture is None else _read_encoder(files, architecture)
+    network: Network
+    head: Head | None = None
+    if architecture is None:
+        network, head = _read_decoder(files)
+    else:
+        wanted = DTYPES.get(dtype, mx.float32 if on_cpu() else None)
+        tensors = Tensors.read(entry.path, wanted, architecture.rename, architecture.ignored)
+        quantization = files.config.values.get("quantization")
+        if isinstance(quantization, dict):
+            tensors.expand(ModelConfig(quantization).size("bits"), ModelConfig(quantization).size("group_size"))
+        require_memory(tensors.nbytes, limit_bytes)
+        network = architecture.network(tensors, files.config)
+        if files.is_reranker and settings.pooling is None:
+            head = architecture.head(tensors, files.config)
+        tensors.finish()
     dimensions: int | None = None
     if head is None:
         head, dimensions = _pooled_head(files, network)
@@ -244,23 +258,8 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     )
 
 
-def _read_encoder(files: EncoderFiles, architecture: Architecture) -> tuple[Network, Head | None]:
-    """Read the network, and the head of a classifier; None if the head consists of pooling and modules."""
-    wanted = DTYPES.get(files.dtype, mx.float32 if on_cpu() else None)
-    tensors = Tensors.read(files.entry.path, wanted, architecture.rename, architecture.ignored)
-    quantization = files.config.values.get("quantization")
-    if isinstance(quantization, dict):
-        tensors.expand(ModelConfig(quantization).size("bits"), ModelConfig(quantization).size("group_size"))
-    require_memory(tensors.nbytes, files.limit_bytes)
-    network = architecture.network(tensors, files.config)
-    classifies = files.is_reranker and files.modules_config.pooling is None
-    head = architecture.head(tensors, files.config) if classifies else None
-    tensors.finish()
-    return network, head
-
-
 def _read_decoder(files: EncoderFiles) -> tuple[Network, Head | None]:
-    """Read network and head as ``_read_encoder`` does, for an architecture of mlx-lm."""
+    """Read the network of a decoder, and its head; None if the head consists of pooling and modules."""
     path, config, limit, dtype = files.entry.path, files.config, files.limit_bytes, files.dtype
     if not files.is_reranker or files.modules_config.pooling is not None:
         return read_decoder(path, config, limit_bytes=limit, dtype=dtype), None

@@ -146,7 +146,17 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersConfig:
     for name, path in listed:
         match name:
             case "Pooling":
-                pooling = _read_pooling(path / "config.json")
+                place = path / "config.json"
+                config = read_json(place)
+                named = config.get("pooling_mode")
+                modes: list[Any] = [named] if isinstance(named, str) else list(named or ())
+                if named is None:
+                    modes = [mode for key, mode in OLD_POOLING_KEYS.items() if config.get(key)] or ["mean"]
+                if unknown := [mode for mode in modes if mode not in MODES]:
+                    raise UnusableModelError(
+                        f"{place}: the pooling {unknown[0]!r} is not supported; supported are {', '.join(MODES)}"
+                    )
+                pooling = Pooling(modes=tuple(modes), include_prompt=config.get("include_prompt") is not False)
             case "LogitScore":
                 place = path / "config.json"
                 config = read_json(place)
@@ -194,20 +204,6 @@ def _list_modules(folder: Path) -> list[tuple[str, Path]]:
             raise UnusableModelError(f"{path} has {kind} in {name!r}; modules must be in folders beside it")
     found = [(kind.rsplit(".", 1)[1], folder / name) for kind, name in modules]
     return [(kind, path) for kind, path in found if kind != "Transformer"]
-
-
-def _read_pooling(path: Path) -> Pooling:
-    config = read_json(path)
-    named = config.get("pooling_mode")
-    if named is None:
-        modes: list[Any] = [mode for key, mode in OLD_POOLING_KEYS.items() if config.get(key)] or ["mean"]
-    else:
-        modes = [named] if isinstance(named, str) else list(named)
-    if unknown := [mode for mode in modes if mode not in MODES]:
-        raise UnusableModelError(
-            f"{path}: the pooling {unknown[0]!r} is not supported; supported are {', '.join(MODES)}"
-        )
-    return Pooling(modes=tuple(modes), include_prompt=config.get("include_prompt") is not False)
 
 
 def _read_module(name: str, folder: Path) -> Module:

@@ -159,20 +159,18 @@ class _Events(asyncio.Protocol):
                 return
             self._body += rest[:size]
             self._data = rest[size + 2 :]
-            if self._status == OK:
-                self._read_events()
-
-    def _read_events(self) -> None:
-        *events, self._body = self._body.split(END)
-        for event in events:
-            if not event.startswith(DATA + b"{"):
+            if self._status != OK:
                 continue
-            value = json.loads(event[len(DATA) :])
-            if (error := value.get("error")) is not None:
-                raise _refused_error(int(error.get("code") or 500), error)
-            if self._on_event(value):
-                self._end(None)
-                return
+            *events, self._body = self._body.split(END)
+            for event in events:
+                if not event.startswith(DATA + b"{"):
+                    continue
+                value = json.loads(event[len(DATA) :])
+                if (error := value.get("error")) is not None:
+                    raise _refused_error(int(error.get("code") or 500), error)
+                if self._on_event(value):
+                    self._end(None)
+                    return
 
     def _end(self, failure: BaseException | None) -> None:
         if self.done.done():

@@ -63,13 +63,9 @@ class GrammarChecker:
             QueueFullError: compiling the grammar takes long and other grammars wait, or it has waited too long itself.
         """
         key = json.dumps([grammar, tools is None or tools.forced])
-        lark = self._checked.pop(key, None) or await self._check(grammar, tools)
-        self._checked[key] = lark
-        if len(self._checked) > MAX_CHECKED:
-            self._checked.popitem(last=False)
-        return lark
-
-    async def _check(self, grammar: str, tools: ToolUse | None) -> str:
+        if (known := self._checked.pop(key, None)) is not None:
+            self._checked[key] = known
+            return known
         whole = json.loads(await self._queue.run(partial(self._compile, grammar, tools)))
         parts = whole["grammars"][1:]
         if not await self._is_enforced(parts, tools):
@@ -92,6 +88,9 @@ class GrammarChecker:
                 part["json_schema"] = ANY_OBJECT
         lark = to_lark(json.dumps(whole, ensure_ascii=False))
         check_whole(lark)
+        self._checked[key] = lark
+        if len(self._checked) > MAX_CHECKED:
+            self._checked.popitem(last=False)
         return lark
 
     async def _is_enforced(self, parts: Sequence[Part], tools: ToolUse | None) -> bool:

@@ -149,25 +149,22 @@ class HostedModel:
             if min(len(text), characters) <= SHORT_CHARACTERS:
                 answer = await self.connection.post("/tokenize", body)
             else:
-                answer = await self._tokenize_long(body, deadline)
+                try:
+                    await asyncio.wait_for(self.long_texts.acquire(), max(0.0, deadline - time.monotonic()))
+                except TimeoutError:
+                    raise QueueFullError(
+                        f"the text was not tokenized within {LIMIT_S:g} s, because other texts were; try again in 2 s, "
+                        "or send less",
+                        retry_after_s=2,
+                    ) from None
+                # A task, because llama.cpp tokenizes the text to its end even if the caller is cancelled.
+                task = asyncio.create_task(self.connection.post("/tokenize", body))
+                task.add_done_callback(self._end_long_text)
+                answer = await asyncio.shield(task)
             tokens = [int(token) for token in answer["tokens"]]
             if len(tokens) > at_most or characters >= len(text):
                 return tokens
             characters *= GROWTH
-
-    async def _tokenize_long(self, body: Mapping[str, Any], deadline: float) -> Any:
-        try:
-            await asyncio.wait_for(self.long_texts.acquire(), max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            raise QueueFullError(
-                f"the text was not tokenized within {LIMIT_S:g} s, because other texts were; try again in 2 s, or send "
-                "less",
-                retry_after_s=2,
-            ) from None
-        # A task, because llama.cpp tokenizes the text to its end even if the caller is cancelled.
-        task = asyncio.create_task(self.connection.post("/tokenize", body))
-        task.add_done_callback(self._end_long_text)
-        return await asyncio.shield(task)
 
     def _end_long_text(self, task: asyncio.Task[Any]) -> None:
         self.long_texts.release()

@@ -121,7 +121,16 @@ class LlamaProcess:
             OutOfMemoryError: there is too little memory for the model.
         """
         require_installed(path)
-        folder = _private_folder()
+        # The path of a socket has at most 104 bytes on macOS, 108 on Linux; TMPDIR may be long.
+        parent = tempfile.gettempdir()
+        parent = parent if len(parent) <= MAX_FOLDER_LENGTH else "/tmp"
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="lmx-", dir=parent))
+        except OSError as exc:
+            raise UnusableModelError(
+                f"llama.cpp needs a temporary folder, and {exc.filename or parent} cannot be created: {exc.strerror}; "
+                "free space there, or set TMPDIR to another folder"
+            ) from exc
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", str(SCRIPT), str(folder), str(os.getpid()),
@@ -286,20 +295,3 @@ class LlamaProcess:
             rest = rest[-MAX_LINE_BYTES:]
         if rest:
             self._lines.append(rest.decode(errors="replace"))
-
-
-def _private_folder() -> Path:
-    """Create a folder for the socket that only this user can access, and return its path.
-
-    Raises:
-        UnusableModelError: the folder cannot be created.
-    """
-    # The path of a socket has at most 104 bytes on macOS, 108 on Linux; TMPDIR may be long.
-    parent = tempfile.gettempdir()
-    try:
-        return Path(tempfile.mkdtemp(prefix="lmx-", dir=parent if len(parent) <= MAX_FOLDER_LENGTH else "/tmp"))
-    except OSError as exc:
-        raise UnusableModelError(
-            f"llama.cpp needs a temporary folder, and {exc.filename or parent} cannot be created: {exc.strerror}; free "
-            "space there, or set TMPDIR to another folder"
-        ) from exc

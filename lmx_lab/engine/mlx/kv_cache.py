@@ -167,6 +167,16 @@ def measure(model: Any, weights_bytes: int) -> Traits:
     together = plain or _agrees(model, prompts=2)
     if not together and not _agrees(model, prompts=1):
         raise UnusableModelError(f"this version of mlx-lm computes it wrongly in batches ({kinds})", param="model")
+    sizes = []
+    for layer in layers:
+        keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
+        if not isinstance(keys, mx.array):
+            sizes.append(LayerCache(fixed_bytes=int(layer.nbytes)))
+            continue
+        # Caches are allocated in steps, so the size is divided by the tokens that there is room for. A cache with a
+        # window stores one chunk more.
+        window_tokens = None if window is None else window + memory.MAX_CHUNK_TOKENS
+        sizes.append(LayerCache(bytes_per_token=layer.nbytes / keys.shape[2], window_tokens=window_tokens))
     args = getattr(model, "args", None)
     hidden, intermediate, heads = (
         _number(args, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
@@ -174,7 +184,7 @@ def measure(model: Any, weights_bytes: int) -> Traits:
     return Traits(
         footprint=Footprint(
             weights_bytes=weights_bytes,
-            layers=tuple(_layer_cache(layer) for layer in layers),
+            layers=tuple(sizes),
             # Logits, log-probabilities of this step and the previous one, and arrays of sampling.
             logits_bytes=6 * 4 * int(logits.shape[-1]),
             # Residual, norms, queries, keys and values; gate, up and their product; at most float32.
@@ -237,16 +247,3 @@ def _flat(layers: Sequence[Any]) -> Iterator[Any]:
             yield from _flat(layer.caches)
         else:
             yield layer
-
-
-def _layer_cache(layer: Any) -> LayerCache:
-    keys = getattr(layer, "keys", None)
-    if not isinstance(keys, mx.array):
-        return LayerCache(fixed_bytes=int(layer.nbytes))
-    # Caches are allocated in steps, so the size is divided by the tokens that there is room for. A cache with a window
-    # stores one chunk more.
-    window = getattr(layer, "max_size", None)
-    return LayerCache(
-        bytes_per_token=layer.nbytes / keys.shape[2],
-        window_tokens=None if window is None else window + memory.MAX_CHUNK_TOKENS,
-    )

@@ -256,41 +256,38 @@ class GenerationLoop:
 
     def _process(self, batch: Batch, event: Event) -> None:
         """Handle an event. An error ends only the request of the event."""
+        generation = event.generation
         try:
-            self._handle(batch, event)
+            match event:
+                case ChunkComputed() if generation.output_tokens:
+                    self._log_step(generation, "prefill", event.tokens, time.perf_counter())
+                    if event.done:
+                        self._scheduler.prefilled(generation)
+                case ChunkComputed():
+                    self._log_step(generation, "prefill", event.tokens, time.perf_counter())
+                    self.totals.prompt_tokens += event.tokens
+                    self._outbox.post(generation.mailbox, _progress(generation))
+                    if event.done:
+                        self._count_cached_tokens(generation)
+                        self._scheduler.prefilled(generation)
+                case PromptScored():
+                    if generation.steering is not None:
+                        generation.steering.check([each.logprob for each in event.scores.tokens])
+                    self._outbox.post(generation.mailbox, event.scores)
+                    if not generation.max_tokens:
+                        self._count_cached_tokens(generation)
+                        self._end(generation, generation.report("length", time.perf_counter()))
+                case TokenGenerated():
+                    self._handle_token(batch, generation, event)
         except LabError as exc:
-            self._end(event.generation, exc)
+            self._end(generation, exc)
         except Exception as exc:
             # The error concerns only the text or the log-probabilities of this answer. Other answers continue.
             log.exception("a generation failed")
-            self._end(event.generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
+            self._end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
 
     def _count_written_bytes(self, disk: DiskPrefixes) -> None:
         self.totals.prefix_disk_written_bytes = self._written_bytes_before + disk.written_bytes
-
-    def _handle(self, batch: Batch, event: Event) -> None:
-        generation = event.generation
-        match event:
-            case ChunkComputed() if generation.output_tokens:
-                self._log_step(generation, "prefill", event.tokens, time.perf_counter())
-                if event.done:
-                    self._scheduler.prefilled(generation)
-            case ChunkComputed():
-                self._log_step(generation, "prefill", event.tokens, time.perf_counter())
-                self.totals.prompt_tokens += event.tokens
-                self._outbox.post(generation.mailbox, _progress(generation))
-                if event.done:
-                    self._count_cached_tokens(generation)
-                    self._scheduler.prefilled(generation)
-            case PromptScored():
-                if generation.steering is not None:
-                    generation.steering.check([each.logprob for each in event.scores.tokens])
-                self._outbox.post(generation.mailbox, event.scores)
-                if not generation.max_tokens:
-                    self._count_cached_tokens(generation)
-                    self._end(generation, generation.report("length", time.perf_counter()))
-            case TokenGenerated():
-                self._handle_token(batch, generation, event)
 
     def _count_cached_tokens(self, generation: MlxGeneration) -> None:
         self.totals.prompt_tokens += generation.cached_tokens

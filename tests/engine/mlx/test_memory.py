@@ -1,12 +1,15 @@
-"""Tests of the memory limit, which MLX shares with other engines, and of the memory of an NVIDIA GPU, which MLX alone
-uses. The GPU is simulated by what MLX reports about it.
+"""Tests of the estimates of memory, of the memory limit, which MLX shares with other engines, and of the memory of an
+NVIDIA GPU, which MLX alone uses. The GPU is simulated by what MLX reports about it.
 """
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmx_lab.engine import EmbeddingRequest, ModelManager, TraceRequest
 from lmx_lab.engine import memory as machine
@@ -14,6 +17,7 @@ from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.mlx import kv_cache, memory
 from lmx_lab.engine.mlx.engine import MlxEngine
+from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, LayerCache
 from lmx_lab.errors import ContextLengthError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
@@ -130,3 +134,47 @@ def test_scores_that_cudnn_cannot_compute_in_one_kernel_use_memory(monkeypatch, 
     assert kv_cache.stores_scores([layer, object()]) is stored
     monkeypatch.setattr(memory, "is_of_device", lambda: False)
     assert not kv_cache.stores_scores([layer])
+
+
+MIB = 2**20
+FULL = LayerCache(bytes_per_token=1024)
+SLIDING = LayerCache(bytes_per_token=1024, window_tokens=512)
+STATE = LayerCache(fixed_bytes=MIB)
+MODEL = Footprint(
+    weights_bytes=100 * MIB,
+    layers=(FULL,) * 4,
+    logits_bytes=4096,
+    chunk_bytes_per_token=4096,
+    score_bytes_per_pair=72,
+)
+
+
+def test_a_batch_pads_every_request_to_the_longest():
+    assert MODEL.kv_bytes([1000, 10]) == 2 * 1024 * 4 * 1024
+    assert MODEL.kv_bytes([]) == 0
+
+
+def test_caches_with_a_window_or_a_fixed_size_stop_growing():
+    model = replace(MODEL, layers=(SLIDING, STATE))
+    assert model.kv_bytes([100_000]) == 512 * 1024 + MIB
+
+
+def test_a_draft_model_has_one_cache_as_long_as_the_longest_request():
+    model = replace(MODEL, draft_layers=(FULL, FULL))
+    for lengths in ([1000], [1000, 10]):
+        more = model.running_bytes(lengths, chunk=1) - MODEL.running_bytes(lengths, chunk=1)
+        assert more == 2 * 1024 * 1024
+    assert model.longest_request(200 * MIB, chunk=1) < MODEL.longest_request(200 * MIB, chunk=1)
+
+
+@given(st.integers(0, 2**33), st.integers(1, 2048))
+def test_the_longest_request_fits_and_one_token_more_does_not(limit_bytes, chunk):
+    longest = MODEL.longest_request(limit_bytes, chunk=chunk)
+    if longest:
+        assert MODEL.running_bytes([longest], chunk=min(chunk, longest)) <= limit_bytes
+    assert MODEL.running_bytes([longest + 1], chunk=min(chunk, longest + 1)) > limit_bytes
+
+
+def test_memory_does_not_limit_the_context_of_a_model_whose_state_does_not_grow():
+    model = replace(MODEL, layers=(STATE,), score_bytes_per_pair=0)
+    assert model.longest_request(2**33, chunk=512) == UNBOUNDED_TOKENS
