@@ -141,7 +141,7 @@ class EchoCore:
         arrived_at, main = time.perf_counter(), self._main_of(entry)
         timeout_s = request.timeout_s or self._settings.request_timeout_s
         answer = main.script.take()
-        if answer is not None and answer.fails_at_once:
+        if answer is not None and answer.error is not None and not answer.as_model_text:
             async with deadline(arrived_at, timeout_s):
                 await asyncio.sleep(answer.delay_s)
             raise answer.failure()

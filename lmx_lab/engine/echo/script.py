@@ -68,11 +68,6 @@ class ScriptAnswer:
     tokens_per_s: float | None = None
     """Speed of this answer; None uses the setting."""
 
-    @property
-    def fails_at_once(self) -> bool:
-        """Whether the answer consists of an error only."""
-        return self.error is not None and not self.as_model_text
-
     def failure(self) -> LabError:
         """Return the error that the answer ends with."""
         retry_after_s = RETRY_AFTER_S if self.code == QueueFullError.code else None
@@ -81,15 +76,12 @@ class ScriptAnswer:
     @property
     def as_model_text(self) -> str:
         """The text that a model would generate for this answer."""
-        calls = [format_tool_call(name, arguments) for name, arguments in self.calls]
+        calls = []
+        for name, arguments in self.calls:
+            call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+            calls.append(f"{START}\n{call}\n{END}")
         thoughts = [] if self.reasoning is None else [f"{THINK}{self.reasoning}{END_OF_THOUGHTS}"]
         return "".join(thoughts) + "\n".join([*filter(None, [self.text]), *calls])
-
-
-def format_tool_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a tool call in the generic format."""
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"{START}\n{call}\n{END}"
 
 
 class Script:

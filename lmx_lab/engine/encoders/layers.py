@@ -83,10 +83,6 @@ def gelu_tanh(x: mx.array) -> mx.array:
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-def gelu_sigmoid(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(1.702 * x)
-
-
 def silu(x: mx.array) -> mx.array:
     return x * mx.sigmoid(x)
 
@@ -101,7 +97,7 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
-    "quick_gelu": gelu_sigmoid,
+    "quick_gelu": lambda x: x * mx.sigmoid(1.702 * x),
     "relu": relu,
     "silu": silu,
     "swish": silu,

@@ -7,9 +7,8 @@ cores that compute the model.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lmx_lab.errors import EngineError
@@ -50,13 +49,11 @@ class LlamaConnection:
 
     async def get(self, path: str) -> Any:
         """Return the JSON at a path."""
-        async with self._open("GET", path, b"") as (status, parts):
-            return _parse_response(status, b"".join([part async for part in parts]))
+        return await self._request("GET", path, b"")
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Post a JSON body, and return the JSON response."""
-        async with self._open("POST", path, json.dumps(body).encode()) as (status, parts):
-            return _parse_response(status, b"".join([part async for part in parts]))
+        return await self._request("POST", path, json.dumps(body).encode())
 
     async def stream(self, path: str, body: bytes, on_event: OnEvent) -> None:
         """Post a body, and read the streamed response. Returns at its end, or when ``on_event`` returns True.
@@ -82,22 +79,26 @@ class LlamaConnection:
             # Closing the connection cancels what llama.cpp still computes for this request.
             events.close()
 
-    @contextlib.asynccontextmanager
-    async def _open(self, method: str, path: str, body: bytes) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+    async def _request(self, method: str, path: str, body: bytes) -> Any:
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket, limit=LIMIT_BYTES)
         except OSError as exc:
             raise _unavailable_error(exc) from exc
+        parts = []
         try:
             writer.write(f"{method} {path}{self._request_head}{len(body)}\r\n\r\n".encode() + body)
-            try:
-                await writer.drain()
-                status, chunked, length = _parse_head(await reader.readuntil(b"\r\n\r\n"))
-            except (OSError, asyncio.IncompleteReadError) as exc:
-                raise _unavailable_error(exc) from exc
-            yield status, _read_chunked_body(reader) if chunked else _read_body(reader, length)
+            await writer.drain()
+            status, chunked, length = _parse_head(await reader.readuntil(b"\r\n\r\n"))
+            if chunked:
+                while size := int(await reader.readline() or b"x", 16):
+                    parts.append((await reader.readexactly(size + 2))[:-2])
+            else:
+                parts.append(await reader.readexactly(length) if length is not None else await reader.read(-1))
+        except (OSError, asyncio.IncompleteReadError, ValueError) as exc:
+            raise _unavailable_error(exc) from exc
         finally:
             writer.close()
+        return _parse_response(status, b"".join(parts))
 
 
 class _Events(asyncio.Protocol):
@@ -191,21 +192,6 @@ def _parse_head(head: bytes) -> tuple[int, bool, int | None]:
     fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     length = fields.get("content-length")
     return int(first.split()[1]), fields.get("transfer-encoding") == "chunked", int(length) if length else None
-
-
-async def _read_chunked_body(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    try:
-        while size := int(await reader.readline() or b"x", 16):
-            yield (await reader.readexactly(size + 2))[:-2]
-    except (OSError, asyncio.IncompleteReadError, ValueError) as exc:
-        raise _unavailable_error(exc) from exc
-
-
-async def _read_body(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
-    try:
-        yield await reader.readexactly(length) if length is not None else await reader.read(-1)
-    except (OSError, asyncio.IncompleteReadError) as exc:
-        raise _unavailable_error(exc) from exc
 
 
 def _parse_response(status: int, body: bytes) -> Any:

@@ -79,7 +79,8 @@ class LlamaProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path, api_key: str, *, max_bytes: int) -> None:
         self._process = process
-        self._folder = folder
+        self.folder = folder
+        """The private folder of the process, in which it saves slots."""
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._reading = asyncio.create_task(self._read_errors(), name="lmx-lab llama.cpp stderr")
         self._stopping = False
@@ -97,12 +98,7 @@ class LlamaProcess:
     @property
     def socket(self) -> str:
         """Path of the UNIX socket of the process. llama.cpp recognizes it by its suffix."""
-        return str(self._folder / "llama.sock")
-
-    @property
-    def folder(self) -> Path:
-        """The private folder of the process, in which it saves slots."""
-        return self._folder
+        return str(self.folder / "llama.sock")
 
     @classmethod
     async def start(
@@ -156,7 +152,7 @@ class LlamaProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         parameters = {
-            "fields": {"model.path": str(path), "slot_save_path": f"{self._folder}{os.sep}", **fields},
+            "fields": {"model.path": str(path), "slot_save_path": f"{self.folder}{os.sep}", **fields},
             "api_key": self.api_key,
             "socket": self.socket,
             "data_bytes": self._max_bytes + STACK_BYTES,
@@ -254,7 +250,7 @@ class LlamaProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         cancelled = await self._wait_for_end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         if self._process.returncode is None:
             self._reading.cancel()
             self._watching.cancel()

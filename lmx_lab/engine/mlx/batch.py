@@ -430,8 +430,3 @@ class Batch:
             # The files have no variants.
             if self.prefixes.store(tokens, state, variant) and self._disk is not None and not variant:
                 self._disk.store(tokens, state)
-
-    def advance_disk(self) -> None:
-        """Copy a piece of the states that are read from disk and written to it."""
-        if self._disk is not None:
-            self._disk.advance(self.prefixes, idle=self.is_empty)

@@ -254,6 +254,6 @@ class MlxEngine:
     def _cancel(self, ended: weakref.ref[MlxGeneration]) -> None:
         def cancel(core: MlxCore) -> None:
             if (generation := ended()) is not None:
-                core.cancel(generation)
+                core.generating.cancel(generation)
 
         self._thread.post(cancel)

@@ -68,19 +68,16 @@ class Footprint:
         """
         return len(lengths) * round(sum(layer.bytes(max(lengths)) for layer in self.layers)) if lengths else 0
 
-    def transient_bytes(self, *, chunk: int, longest: int) -> int:
-        """Return the temporary memory while ``chunk`` prompt tokens are computed. It includes the copy of one layer's
-        cache, made when the cache grows.
-        """
-        grown = max((layer.bytes(longest) for layer in self.layers), default=0.0)
-        return round(chunk * (self.chunk_bytes_per_token + self.score_bytes_per_pair * longest) + grown)
-
     def running_bytes(self, lengths: Sequence[int], *, chunk: int) -> int:
-        """Return the memory of the weights and of requests that have grown to these lengths."""
+        """Return the memory of the weights and of requests that have grown to these lengths, while ``chunk`` prompt
+        tokens are computed.
+        """
         longest = max(lengths, default=0)
-        transient = self.transient_bytes(chunk=chunk, longest=longest)
-        transient += round(sum(layer.bytes(longest) for layer in self.draft_layers))
-        return self.weights_bytes + self.kv_bytes(lengths) + len(lengths) * self.logits_bytes + transient
+        # The temporary memory includes the copy of one layer's cache, made when the cache grows.
+        grown = max((layer.bytes(longest) for layer in self.layers), default=0.0)
+        transient = round(chunk * (self.chunk_bytes_per_token + self.score_bytes_per_pair * longest) + grown)
+        drafted = round(sum(layer.bytes(longest) for layer in self.draft_layers))
+        return self.weights_bytes + self.kv_bytes(lengths) + len(lengths) * self.logits_bytes + transient + drafted
 
     def longest_request(self, limit_bytes: int, *, chunk: int) -> int:
         """Return the number of tokens, prompt and answer, of the longest single request that fits; 0 if none does."""

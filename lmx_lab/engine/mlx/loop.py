@@ -161,10 +161,6 @@ class GenerationLoop:
             tokens -= self.batch.prefixes.longest(first.key, first.variant)
         self._scheduler.add(generations, tokens=tokens, deadline=deadline, now=now, client=client)
 
-    def cancel(self, generation: MlxGeneration) -> None:
-        """Cancel a generation that is no longer read, and free its slot."""
-        self._forget(generation)
-
     def step(self) -> None:
         """Perform one step: check deadlines, start queued requests, compute one step of the batch.
 
@@ -216,7 +212,7 @@ class GenerationLoop:
                         f"{used_bytes / 1e9:.2f} GB are in use, {self._limit_bytes / 1e9:.2f} GB are allowed"
                     )
         if self._disk is not None:
-            batch.advance_disk()
+            self._disk.advance(batch.prefixes, idle=batch.is_empty)
             self._count_written_bytes(self._disk)
 
     def _start_queued(self) -> None:
@@ -374,7 +370,7 @@ class GenerationLoop:
             self._end(generation, error)
 
     def _end(self, generation: MlxGeneration, item: GenerationReport | LabError) -> None:
-        self._forget(generation)
+        self.cancel(generation)
         if generation.drafter is not None:
             self.totals.drafted_tokens += generation.drafter.drafted
             self.totals.accepted_tokens += generation.drafter.accepted
@@ -382,7 +378,8 @@ class GenerationLoop:
             self._slot_times.add(item.prefill_s + item.decode_s)
         self._outbox.post(generation.mailbox, item)
 
-    def _forget(self, generation: MlxGeneration) -> None:
+    def cancel(self, generation: MlxGeneration) -> None:
+        """Stop a generation without an end for its reader, and free its slot."""
         self._scheduler.remove(generation)
         if self.batch is not None:
             self.batch.remove(generation)
@@ -393,7 +390,7 @@ class GenerationLoop:
         closed = self._outbox.send()
         for generation in self.queued + self.running if closed else ():
             if generation.mailbox.loop in closed:
-                self._forget(generation)
+                self.cancel(generation)
         return bool(closed)
 
 

@@ -134,10 +134,6 @@ class MlxCore:
         self.generating.add(generations)
         self._publish()
 
-    def cancel(self, generation: MlxGeneration) -> None:
-        """Cancel a generation that is no longer read."""
-        self.generating.cancel(generation)
-
     def encode(self, job: EncodeJob) -> None:
         """Queue the texts of a request.
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from tests.support.engines import ONLY_WAIT, PLACE_FORMAT, PLACE_TOOLS, chat_req
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "look", "arguments": {"kind": "river", "wet": true}}\n</tool_call>'
 ARGUMENTS = '{"kind": "river", "wet": true}'
-Scripted = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

@@ -47,11 +47,6 @@ class TraceContext:
     text_of: Callable[[int], str]
     """Returns the text of a token."""
 
-    @property
-    def model(self) -> str:
-        """Id of the model."""
-        return self.found.model
-
     def check_bytes(self, needed: int, what: str, remedy: str) -> None:
         """Check the size of values before they are computed.
 
@@ -76,8 +71,9 @@ class TraceContext:
         """
         if not self.found.has_tail:
             raise InvalidRequestError(
-                f"the logits of {self.model} are not computed by a final norm and a head after its last block, so they "
-                "cannot be computed for other values; read the logits with lab.trace, or use a model of another family",
+                f"the logits of {self.found.model} are not computed by a final norm and a head after its last block, "
+                "so they cannot be computed for other values; read the logits with lab.trace, or use a model of "
+                "another family",
                 param="model",
             )
 

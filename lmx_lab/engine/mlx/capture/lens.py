@@ -115,7 +115,7 @@ def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int
     names = [f"blocks.{at}.{end}" for at in range(len(blocks)) for end in (ATTN_OUT, MLP_OUT)]
     if missing := next((name for name in names if name not in found.points), None):
         raise InvalidRequestError(
-            f"{context.model} has no {missing}: the outputs of its blocks are not sums of attention and MLP, so a "
+            f"{found.model} has no {missing}: the outputs of its blocks are not sums of attention and MLP, so a "
             "logit cannot be attributed to them; use a model of another family",
             param="model",
         )
@@ -178,8 +178,8 @@ def _direction(context: TraceContext, residual: mx.array, token: int, other: int
         scaled = centered
     else:
         raise InvalidRequestError(
-            f"the final norm of {context.model} is neither an RMSNorm nor a LayerNorm, so a logit cannot be attributed "
-            "to the parts; use a model of another family",
+            f"the final norm of {context.found.model} is neither an RMSNorm nor a LayerNorm, so a logit cannot be "
+            "attributed to the parts; use a model of another family",
             param="model",
         )
     bias = logit(mx.zeros_like(residual)) + (normalized - scaled(residual)) @ row

@@ -220,19 +220,14 @@ class HookPoints:
         Raises:
             InvalidRequestError: a pattern matches no name.
         """
-        return match_names(patterns, self.sizes, self.model)
-
-
-def match_names(patterns: Iterable[str], names: Iterable[str], model: str) -> list[str]:
-    """Return the names that match one of these patterns, in their order. Raises the same as ``HookPoints.matching``."""
-    names, found = list(names), set[str]()
-    for pattern in patterns:
-        expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
-        matches = [name for name in names if expression.fullmatch(name)]
-        if not matches:
-            raise unknown_name(pattern, names, model)
-        found.update(matches)
-    return [name for name in names if name in found]
+        found = set[str]()
+        for pattern in patterns:
+            expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
+            matches = [name for name in self.sizes if expression.fullmatch(name)]
+            if not matches:
+                raise unknown_name(pattern, self.sizes, self.model)
+            found.update(matches)
+        return [name for name in self.sizes if name in found]
 
 
 def unknown_name(name: str, names: Iterable[str], model: str) -> InvalidRequestError:
