@@ -199,11 +199,22 @@ class TextTokenizer:
         texts = {at: prompt + text for at, text in enumerate(inputs) if isinstance(text, str)}
         for at, text in texts.items():
             check_characters(text, places[at])
-        encoded = self._encode(list(texts.values()), [places[at] for at in texts], work, truncate=truncate)
-        found = {
-            at: TextTokens(ids, skipped_tokens=min(skipped_tokens, len(ids) - 1))
-            for at, ids in zip(texts, encoded, strict=True)
-        }
+        text_places = [places[at] for at in texts]
+        encoded = self._fitting(
+            [self._beginning(text) for text in texts.values()],
+            list(texts.values()),
+            text_places,
+            work,
+            param=text_places[0] if len(texts) == 1 else "input",
+            truncation="longest_first" if truncate else None,
+        )
+        found: dict[int, TextTokens] = {}
+        for at, encoding in zip(texts, encoded, strict=True):
+            if not encoding.ids:
+                raise InvalidRequestError(
+                    f"{places[at]} is empty: the tokenizer returned no tokens for it", param=places[at]
+                )
+            found[at] = TextTokens(tuple(encoding.ids), skipped_tokens=min(skipped_tokens, len(encoding.ids) - 1))
         for at, tokens in enumerate(inputs):
             if isinstance(tokens, str):
                 continue
@@ -246,16 +257,8 @@ class TextTokenizer:
         self._check_room(self._encoder.encode([(query, "")], work, param="query")[0].length)
         whole = [(query, document) for document in documents]
         parts = [(query, self._beginning(document)) for document in documents]
-        encodings = self._encodings(parts, whole, work, param="documents")
-        long = [at for at, encoding in enumerate(encodings) if self._exceeds(encoding.length)]
-        if long and not truncate:
-            at = long[0]
-            raise self._too_long(places[at], encodings[at].length, cut=parts[at] != whole[at])
-        if long:
-            for at, encoding in zip(
-                long, self._truncate([parts[at] for at in long], "only_second", work, param="documents"), strict=True
-            ):
-                encodings[at] = encoding
+        truncation = "only_second" if truncate else None
+        encodings = self._fitting(parts, whole, places, work, param="documents", truncation=truncation)
         starts = [encoding.second_start if self._rules.segments else None for encoding in encodings]
         return [
             TextTokens(tuple(encoding.ids), second_start=start)
@@ -306,22 +309,33 @@ class TextTokenizer:
             inside = [start for start in starts if 0 <= start < len(document)]
             document = document[: min(inside[-excess:], default=0)]
 
-    def _encode(self, texts: list[str], places: list[str], work: TextWork, *, truncate: bool) -> list[tuple[int, ...]]:
-        beginnings = [self._beginning(text) for text in texts]
-        encodings = self._encodings(beginnings, texts, work, param=places[0] if len(places) == 1 else "input")
-        found = [encoding.ids for encoding in encodings]
-        long = [at for at, encoding in enumerate(encodings) if self._exceeds(encoding.length)]
-        if long and not truncate:
-            first = long[0]
-            raise self._too_long(places[first], encodings[first].length, cut=beginnings[first] != texts[first])
-        if long:
-            cut = self._truncate([beginnings[at] for at in long], "longest_first", work, param=places[long[0]])
-            for at, encoding in zip(long, cut, strict=True):
-                found[at] = encoding.ids
-        for ids, place in zip(found, places, strict=True):
-            if not ids:
-                raise InvalidRequestError(f"{place} is empty: the tokenizer returned no tokens for it", param=place)
-        return [tuple(ids) for ids in found]
+    def _fitting(
+        self,
+        beginnings: list[Text],
+        whole: Sequence[Text],
+        places: Sequence[str],
+        work: TextWork,
+        *,
+        param: str,
+        truncation: str | None,
+    ) -> list[EncodedText]:
+        """Encode texts, and truncate those that are too long.
+
+        Args:
+            truncation: The strategy of the tokenizer; None refuses texts that are too long.
+        """
+        found, context = self._encodings(beginnings, whole, work, param=param), self._rules.context_length
+        long = [at for at, encoding in enumerate(found) if self._exceeds(encoding.length)]
+        if not long or context is None:
+            return found
+        if truncation is None:
+            at = long[0]
+            raise self._too_long(places[at], found[at].length, cut=beginnings[at] != whole[at])
+        texts = [beginnings[at] for at in long]
+        cut = self._encoder.encode(texts, work, param=param, truncation=(context, truncation))
+        for at, encoding in zip(long, cut, strict=True):
+            found[at] = encoding
+        return found
 
     def _encodings(
         self, beginnings: list[Text], whole: Sequence[Text], work: TextWork, *, param: str, special: bool = True
@@ -338,11 +352,6 @@ class TextTokenizer:
                 beginnings[at] = text
                 (found[at],) = self._encoder.encode([text], work, param=param, special=special, keep=context)
         return found
-
-    def _truncate(self, texts: Sequence[Text], strategy: str, work: TextWork, *, param: str) -> list[EncodedText]:
-        context = self._rules.context_length
-        assert context is not None
-        return self._encoder.encode(texts, work, param=param, truncation=(context, strategy))
 
     def _check_size(self, text: str | tuple[str, str], param: str) -> None:
         characters = sum(map(len, (text,) if isinstance(text, str) else text))

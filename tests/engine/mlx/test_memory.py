@@ -18,7 +18,7 @@ from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.mlx import kv_cache, memory
 from lmx_lab.engine.mlx.engine import MlxEngine
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, LayerCache
-from lmx_lab.errors import ContextLengthError
+from lmx_lab.errors import ContextLengthError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadSpec
@@ -93,6 +93,19 @@ async def test_cached_prefixes_are_dropped_when_other_engines_need_their_memory(
     assert [(await shared_memory.answer()).cached_tokens for _ in range(2)] == [0, 49]
     shared_memory.others = LIMIT
     assert (await shared_memory.answer()).cached_tokens == 0
+
+
+@pytest.mark.anyio
+async def test_memory_far_above_the_limit_unloads_the_model(shared_memory):
+    loaded, used = shared_memory.engine.snapshot.model_memory_bytes, memory.used_bytes()
+    shared_memory.others = round(1.2 * LIMIT)
+    with pytest.raises(OutOfMemoryError, match="unloaded"):
+        await shared_memory.answer()
+    now = shared_memory.engine.snapshot
+    assert (now.state, now.unloaded_model, now.unload_cause) == ("empty", "tiny", "memory")
+    assert memory.used_bytes() < used - 0.95 * loaded
+    with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
+        await shared_memory.answer()
 
 
 @pytest.mark.anyio

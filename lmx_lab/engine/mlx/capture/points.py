@@ -84,36 +84,16 @@ class Block:
     attention: Any | None
     """None if the block has none of the names in ``ATTENTIONS``."""
     mlp: Any | None
-
-    @property
-    def queries(self) -> Any | None:
-        """The projection that computes the queries of all heads."""
-        return _child([self.attention], QUERIES)
-
-    @property
-    def keys(self) -> Any | None:
-        """The projection that computes the keys of all heads."""
-        return _child([self.attention], KEYS)
-
-    @property
-    def values(self) -> Any | None:
-        """The projection that computes the values of all heads."""
-        return _child([self.attention], VALUES)
-
-    @property
-    def attention_output(self) -> Any | None:
-        """The projection that is applied to the outputs of all heads."""
-        return _child([self.attention], ATTENTION_OUTPUTS)
-
-    @property
-    def attention_ends(self) -> list[Any]:
-        """Modules whose output attention may add to the residual stream, the most likely one first."""
-        return _candidates(self.attention, self.module, ATTENTION_NORMS)
-
-    @property
-    def mlp_ends(self) -> list[Any]:
-        """Modules whose output the MLP may add to the residual stream, the most likely one first."""
-        return _candidates(self.mlp, self.module, MLP_NORMS)
+    queries: Any | None
+    """The projection that computes the queries of all heads, and those of keys and values."""
+    keys: Any | None
+    values: Any | None
+    attention_output: Any | None
+    """The projection that is applied to the outputs of all heads."""
+    attention_ends: Sequence[Any]
+    """Modules whose output attention may add to the residual stream, the most likely one first."""
+    mlp_ends: Sequence[Any]
+    """The same for the MLP."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,10 +131,22 @@ def find_parts(model: Any, name: str) -> Parts:
     owners = [module for module in reversed(owners[:-1]) if isinstance(module, Module)]
     blocks = []
     for layer in layers:
-        attention = _child([layer], ATTENTIONS)
+        attention, mlp = _child([layer], ATTENTIONS), _child([layer], MLPS)
         # In a few families, attention is inside a module that is not called.
-        inner = None if attention is None else _child([attention], ("attention",))
-        blocks.append(Block(module=layer, attention=inner or attention, mlp=_child([layer], MLPS)))
+        attention = _child([attention], ("attention",)) or attention
+        blocks.append(
+            Block(
+                module=layer,
+                attention=attention,
+                mlp=mlp,
+                queries=_child([attention], QUERIES),
+                keys=_child([attention], KEYS),
+                values=_child([attention], VALUES),
+                attention_output=_child([attention], ATTENTION_OUTPUTS),
+                attention_ends=_candidates(attention, layer, ATTENTION_NORMS),
+                mlp_ends=_candidates(mlp, layer, MLP_NORMS),
+            )
+        )
     return Parts(model=model, blocks=blocks, embedding=_child(owners, EMBEDDINGS), norm=_child(owners, FINAL_NORMS))
 
 
