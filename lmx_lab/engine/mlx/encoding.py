@@ -245,10 +245,14 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
             self._fail(first, EngineError(f"{first.model_id} was unloaded before this request ended"))
             return None
         longest = first.left[-1][0]
-        rows = self._fitting_rows(encoder, longest, max(1, part_tokens // longest) * len(self._streams))
-        if not rows:
+        for rows in (max(1, part_tokens // longest) * len(self._streams), 1):
+            needed = encoder.batch_bytes(rows, longest)
+            if (excess := self._used_bytes() + needed - self._limit_bytes) > 0:
+                self._make_room(excess)
+            if (used := self._used_bytes()) + needed <= self._limit_bytes:
+                break
+        else:
             if not may_wait:
-                needed, used = encoder.batch_bytes(1, longest), self._used_bytes()
                 message = (
                     f"a text of {longest} tokens needs {needed / 1e9:.2f} GB in addition to the {used / 1e9:.2f} GB in "
                     f"use, and {self._limit_bytes / 1e9:.2f} GB are allowed; shorten it, or raise memory_limit_bytes"
@@ -273,16 +277,6 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         ]
         longest = max(len(job.texts[index].tokens) for job, index in members)
         return EncodingBatch(encoder=encoder, parts=parts, tokens=longest * len(members))
-
-    def _fitting_rows(self, encoder: LoadedEncoder, length: int, rows: int) -> int:
-        """Return the number of texts of this length for which there is memory: ``rows``, 1 or 0."""
-        for attempt in (rows, 1):
-            excess = self._used_bytes() + encoder.batch_bytes(attempt, length) - self._limit_bytes
-            if excess > 0:
-                self._make_room(excess)
-            if self._used_bytes() + encoder.batch_bytes(attempt, length) <= self._limit_bytes:
-                return attempt
-        return 0
 
     def _advance(self, batch: EncodingBatch) -> None:
         """Compute one layer, or the end of the batch."""

@@ -213,19 +213,17 @@ class ConstrainedSampler:
         mx.async_eval(logprobs)  # type: ignore[no-untyped-call]
         if self._sampled is not None:
             self._constraint.advance(cast("int", self._sampled.item()))
-        self._sampled = self._sample(logprobs)
-        return self._sampled
-
-    def _sample(self, logprobs: mx.array) -> mx.array:
         if (forced := self._constraint.forced) is not None:
-            return mx.array([forced], dtype=mx.uint32)
-        mask = self._constraint.mask(logprobs.shape[-1])
-        if mask is None:
-            return self._sampler(logprobs)
-        if np.count_nonzero(mask) > FEW_TOKENS:
-            return self._sampler(self._normalized(mx.where(mx.array(mask), logprobs, -mx.inf)))
-        tokens = mx.array(np.flatnonzero(mask).astype(np.uint32))
-        return tokens if tokens.size == 1 else tokens[self._sampler(self._normalized(logprobs[:, tokens]))]
+            self._sampled = mx.array([forced], dtype=mx.uint32)
+        elif (mask := self._constraint.mask(logprobs.shape[-1])) is None:
+            self._sampled = self._sampler(logprobs)
+        elif np.count_nonzero(mask) > FEW_TOKENS:
+            self._sampled = self._sampler(self._normalized(mx.where(mx.array(mask), logprobs, -mx.inf)))
+        else:
+            tokens = mx.array(np.flatnonzero(mask).astype(np.uint32))
+            only = tokens.size == 1
+            self._sampled = tokens if only else tokens[self._sampler(self._normalized(logprobs[:, tokens]))]
+        return self._sampled
 
     def _normalized(self, logprobs: mx.array) -> mx.array:
         return logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True) if self._normalize else logprobs

@@ -28,7 +28,7 @@ from lmx_lab.engine import (
 )
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
 from lmx_lab.engine.llama_cpp.model import ALL_MARKERS, detect_chat_format
-from lmx_lab.errors import InvalidRequestError, UnusableModelError
+from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import Delta, TokenLogprob, merge_deltas
 from tests.support.engines import (
@@ -171,14 +171,6 @@ async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(c
         stop = whole.text[12:16]
         cut = await finish_answer(await manager.submit(replace(tool_request, stop=(stop,))))
         assert (cut.text, cut.reason) == (whole.text[: whole.text.index(stop)], "stop")
-
-
-async def test_logprobs_are_refused_if_calls_in_the_models_own_format_are_possible(caller_gguf):
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(caller_gguf))
-        with pytest.raises(InvalidRequestError, match="leave out logprobs or tools"):
-            await manager.submit(replace(chat(tools=ALL), top_logprobs=1))
-        assert (await finish_answer(await manager.submit(replace(chat(), top_logprobs=1, max_tokens=4)))).logprobs
 
 
 # Reasoning
