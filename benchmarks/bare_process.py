@@ -10,7 +10,7 @@ from mlx_lm.generate import BatchGenerator
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
 from lmx_lab.engine.cpu_blas import configure_blas
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.weights_dtype import fit_weights
+from lmx_lab.engine.mlx.weights import fit_weights
 
 
 def main() -> None:

@@ -61,12 +61,12 @@ async def own_manager(no_shared_model, tiny):
 
 @pytest.fixture
 def delivered_items(monkeypatch):
-    """All items of streams in the order in which the engine delivers them."""
+    """All items of streams in the order in which the engine delivers them, each with the ``steps`` of its stream."""
     items = []
     deliver = Mailbox.deliver
 
     def note(self: Mailbox, item: Item) -> None:
-        items.append((self, item))
+        items.append((self.steps, item))
         deliver(self, item)
 
     monkeypatch.setattr(Mailbox, "deliver", note)
@@ -92,12 +92,12 @@ def gate(monkeypatch):
 
 @pytest.fixture
 def ends(monkeypatch):
-    """Number of ends that each mailbox has received."""
+    """Number of ends that each stream has received, by the id of its ``steps``."""
     counted = Counter()
     deliver = Mailbox.deliver
 
     def count(self: Mailbox, item: Item) -> None:
-        counted[id(self)] += isinstance(item, GenerationReport | LabError)
+        counted[id(self.steps)] += isinstance(item, GenerationReport | LabError)
         deliver(self, item)
 
     monkeypatch.setattr(Mailbox, "deliver", count)

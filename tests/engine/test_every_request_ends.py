@@ -65,7 +65,7 @@ def test_every_request_ends_exactly_once(tiny, tiny_home, ends, actions, random)
                     await finish(stream)
                 except LabError:
                     assert stream.report is None
-                assert ends[id(stream._mailbox)] == 1
+                assert ends[id(stream.steps)] == 1
             await until_idle(manager)
             try:
                 await run(manager)

@@ -17,9 +17,8 @@ from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.utils import load_model  # noqa: E402
 
 from lmx_lab.engine.mlx.capture.activations import TraceContext, compute_activations  # noqa: E402
-from lmx_lab.engine.mlx.capture.parts import find_parts  # noqa: E402
-from lmx_lab.engine.mlx.capture.points import find_points  # noqa: E402
-from lmx_lab.engine.mlx.weights_dtype import fit_weights  # noqa: E402
+from lmx_lab.engine.mlx.capture.points import find_parts, find_points  # noqa: E402
+from lmx_lab.engine.mlx.weights import fit_weights  # noqa: E402
 from lmx_lab.values.tracing import Activations  # noqa: E402
 from tests.parity.reference import build  # noqa: E402
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
 from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.echo.model import EchoModel, EchoVocabulary
+from lmx_lab.engine.echo.model import DIMENSIONS, EchoModel, EchoTexts, EchoVocabulary
 from lmx_lab.engine.echo.prepare import EchoPreparer
 from lmx_lab.engine.echo.queue import EchoGeneration, EchoQueue
 from lmx_lab.engine.echo.script import Script, read_script
-from lmx_lab.engine.echo.texts import DIMENSIONS, EchoTexts
 from lmx_lab.engine.interface import Capabilities
-from lmx_lab.engine.loop_engine import LoopEngine, TextTasks
+from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Answer, Mailbox, Pending
@@ -141,14 +139,15 @@ class EchoCore:
     ) -> list[Answer]:
         """See ``EngineCore``."""
         arrived_at, main = time.perf_counter(), self._main_of(entry)
+        timeout_s = request.timeout_s or self._settings.request_timeout_s
         answer = main.script.take()
-        if answer is not None and answer.fails_at_once:
-            await asyncio.sleep(answer.delay_s)
+        if answer is not None and answer.error is not None and not answer.as_model_text:
+            async with deadline(arrived_at, timeout_s):
+                await asyncio.sleep(answer.delay_s)
             raise answer.failure()
         try:
-            prepared, constraints = await main.preparer.prepare(
-                request, len(permits), answer, timeout_s=request.timeout_s or self._settings.request_timeout_s
-            )
+            async with deadline(arrived_at, timeout_s):
+                prepared, constraints = await main.preparer.prepare(request, len(permits), answer, timeout_s=timeout_s)
             permits[0].check()
             self._main_of(entry)
         except BaseException:
@@ -169,12 +168,11 @@ class EchoCore:
         ]
         main.queue.add(generations)
         self._publish()
-        loop = asyncio.get_running_loop()
         prompt = tuple(prepared.prompt[: len(prepared.prompt) - len(prepared.start)])
         return [
             Answer(
                 generation.mailbox,
-                _canceller(loop, main.queue, generation),
+                functools.partial(main.queue.cancel, generation),
                 request=request,
                 model=entry.id,
                 prompt=prompt,
@@ -310,14 +308,3 @@ class EchoEngine(LoopEngine[EchoCore]):
         """See ``InferenceEngine``."""
         check_options(replace(entry, context_length=CONTEXT_LIMIT), spec)
         read_model(entry, self._settings)
-
-
-def _canceller(loop: asyncio.AbstractEventLoop, queue: EchoQueue, generation: EchoGeneration) -> Callable[[], None]:
-    """Return a function that cancels the generation from any thread."""
-
-    def cancel() -> None:
-        # If the loop is closed, all generations have ended.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(queue.cancel, generation)
-
-    return cancel

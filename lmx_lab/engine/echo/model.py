@@ -1,8 +1,13 @@
-"""Choose the next token of an echo answer, with scores like those of a model that has memorized a text.
+"""The echo model: choose the next token of an answer, with scores like those of a model that has memorized a text, and
+embed texts.
 
 The text is the last message, or an answer of a script. The next token of the text has by far the highest score, so it
 is chosen at any usual temperature, unless a bias, a penalty or an enforced format prevents it. If the format forbids
-the text, tokens that end a JSON value are preferred, so that answers are short and complete. Pure numpy.
+the text, tokens that end a JSON value are preferred, so that answers are short and complete.
+
+A vector is made by feature hashing: each word, and each sequence of three letters in a word, adds to one component,
+which is selected by a hash (Weinberger et al., arXiv 0902.2206). Texts that share words, or parts of words, have
+similar vectors.
 
 The tokens are pieces of words of up to three letters, and single bytes for everything else. The vocabulary is computed,
 so token ids never change and no tokenizer file is needed. Any text can be encoded, and decoding its tokens gives the
@@ -11,6 +16,7 @@ same text.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import itertools
@@ -18,15 +24,20 @@ import math
 import re
 import string
 import sys
-from collections.abc import Iterable, Sequence
+import time
+import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmx_lab.engine.grammar.worker import TokenTable
+from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.requests import Sampling
-from lmx_lab.values.outputs import TokenLogprob, token_text
+from lmx_lab.engine.validation import check_characters, check_text, check_token_ids
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.outputs import EncodeReport, TokenLogprob, Vectors, token_text
 
 SPECIAL = ("<|begin|>", "<|message|>", "<|end|>")
 BEGIN, MESSAGE, END = range(3)
@@ -55,15 +66,10 @@ GREEDY_BELOW = 1e-4
 """At lower temperatures, the token with the highest score is chosen."""
 CERTAIN_UP_TO = 2.0
 """Up to this temperature, the next token of the text is chosen without sampling."""
-
-
-def _pieces() -> Iterable[bytes]:
-    """Yield everything that the first alternative of ``PIECE`` matches."""
-    for space in ("", " "):
-        for length in (1, 2, 3):
-            for letters in itertools.product(string.ascii_lowercase, repeat=length):
-                if space or length > 1:
-                    yield (space + "".join(letters)).encode()
+DIMENSIONS = 384
+WORD = re.compile(r"\w+")
+PART_WEIGHT = 0.5
+"""Weight of a sequence of three letters; a whole word has the weight 1."""
 
 
 class EchoVocabulary:
@@ -73,7 +79,11 @@ class EchoVocabulary:
         unused = [b""] * (FIRST_BYTE - len(SPECIAL))
         self.bytes: list[bytes] = [*(name.encode() for name in SPECIAL), *unused]
         self.bytes += [bytes([byte]) for byte in range(256)]
-        self.bytes += _pieces()
+        # Everything that the first alternative of ``PIECE`` matches, except single letters.
+        for space, length in itertools.product(("", " "), (1, 2, 3)):
+            for letters in itertools.product(string.ascii_lowercase, repeat=length):
+                if space or length > 1:
+                    self.bytes.append((space + "".join(letters)).encode())
         self._ids = {data: id_ for id_, data in enumerate(self.bytes) if id_ >= FIRST_BYTE}
 
     @property
@@ -125,8 +135,17 @@ class EchoModel:
         unconstrained[:FIRST_BYTE] = -20.0
         self.free = unconstrained
         """Scores of an answer without an enforced format."""
-        self.constrained = _constrained(unconstrained)
+        # With these, a JSON value ends soon: empty strings, numbers of one digit, few members.
+        self.constrained = scores = unconstrained.copy()
         """Scores of an answer with an enforced format."""
+        scores[FIRST_PIECE:] += CONSTRAINED_LETTERS
+        for letter in string.ascii_letters.encode():
+            if letter in b"eE":  # may continue a number
+                scores[FIRST_BYTE + letter] = -8.0
+            else:
+                scores[FIRST_BYTE + letter] += CONSTRAINED_LETTERS
+        for character, score in CONSTRAINED_SCORES.items():
+            scores[FIRST_BYTE + ord(character)] = score
 
     @functools.cached_property
     def memory_bytes(self) -> int:
@@ -161,21 +180,6 @@ class EchoModel:
         )
 
 
-def _constrained(unconstrained: Scores) -> Scores:
-    """Return scores with which a JSON value ends soon: empty strings, numbers of one digit, few members."""
-    scores = unconstrained.copy()
-    scores[FIRST_PIECE:] += CONSTRAINED_LETTERS
-    # These may continue a number.
-    for byte in b"eE":
-        scores[FIRST_BYTE + byte] = -8.0
-    for byte in (*range(ord("a"), ord("z") + 1), *range(ord("A"), ord("Z") + 1)):
-        if byte not in b"eE":
-            scores[FIRST_BYTE + byte] += CONSTRAINED_LETTERS
-    for character, score in CONSTRAINED_SCORES.items():
-        scores[FIRST_BYTE + ord(character)] = score
-    return scores
-
-
 class AnswerSampler:
     """Chooses the tokens of one answer.
 
@@ -204,8 +208,11 @@ class AnswerSampler:
         self._on_text = True
         """Whether all chosen tokens are those of the text."""
         self._counts: dict[int, int] = {}
-        self._random = np.random.default_rng(_seed(sampling.seed, choice))
-        self._changed = bool(sampling.logit_bias) or _penalizes(sampling)
+        # Any integer is a valid seed; None always gives the same one, so answers are reproducible.
+        digest = hashlib.blake2b(f"{sampling.seed}:{choice}".encode(), digest_size=16).digest()
+        self._random = np.random.default_rng(int.from_bytes(digest, "little"))
+        penalties = (sampling.repetition_penalty - 1, sampling.presence_penalty, sampling.frequency_penalty)
+        self._changed = bool(sampling.logit_bias) or any(penalties)
         self._certain = not self._changed and sampling.temperature <= CERTAIN_UP_TO
         self._greedy = sampling.temperature < GREEDY_BELOW
 
@@ -214,7 +221,7 @@ class AnswerSampler:
         token, score = self._preferred()
         if forced is not None:
             token = forced
-        elif not self._certain or (mask is not None and not mask[token]) or not self._is_certain(score):
+        elif not self._certain or (mask is not None and not mask[token]) or (not self._greedy and score < END_SCORE):
             token = self._draw(self.scores(constrained=mask is not None), mask)
         self.record(token)
         return token
@@ -242,14 +249,6 @@ class AnswerSampler:
             scores[END] = END_SCORE
         token, score = self._preferred()
         scores[token] = max(scores[token], score)
-        if self._changed:
-            self._change(scores)
-        if self._at < self._min_tokens:
-            scores[END] = NO_SCORE
-        return scores
-
-    def _change(self, scores: Scores) -> None:
-        """Apply the penalties and the bias."""
         sampling = self._sampling
         if self._counts:
             seen = np.fromiter(self._counts, dtype=np.int64)
@@ -257,8 +256,11 @@ class AnswerSampler:
             before, penalty = scores[seen], sampling.repetition_penalty
             scores[seen] = np.where(before > 0, before / penalty, before * penalty)
             scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-        for token, bias in sampling.logit_bias:
-            scores[token] += bias
+        for biased, bias in sampling.logit_bias:
+            scores[biased] += bias
+        if self._at < self._min_tokens:
+            scores[END] = NO_SCORE
+        return scores
 
     @property
     def _must_continue(self) -> bool:
@@ -274,26 +276,25 @@ class AnswerSampler:
             return self._text[self._at], TEXT_SCORE
         return END, TEXT_SCORE if self._on_text else END_SCORE
 
-    def _is_certain(self, score: float) -> bool:
-        return self._greedy or score >= END_SCORE
-
     def _draw(self, scores: Scores, mask: NDArray[np.bool_] | None) -> int:
         if mask is not None:
             scores = np.where(mask, scores, -np.inf)
         if self._greedy:
             return int(scores.argmax())
-        kept = _filter(_log_softmax(scores), self._sampling)
-        kept = (kept - kept.max()) / self._sampling.temperature
+        # The log-probabilities, with minus infinity for the tokens that top_p, min_p and top_k remove.
+        kept, sampling = _log_softmax(scores), self._sampling
+        if sampling.top_p < 1:
+            ordered = np.sort(kept)[::-1]
+            likelier = np.cumsum(np.exp(ordered)) - np.exp(ordered)
+            least = ordered[max(1, int((likelier < sampling.top_p).sum())) - 1]
+            kept = np.where(kept < least, -np.inf, kept)
+        if sampling.min_p > 0:
+            kept = np.where(kept < kept.max() + math.log(sampling.min_p), -np.inf, kept)
+        if 0 < sampling.top_k < len(kept):
+            least = np.partition(kept, -sampling.top_k)[-sampling.top_k]
+            kept = np.where(kept < least, -np.inf, kept)
+        kept = (kept - kept.max()) / sampling.temperature
         return int((kept + self._random.gumbel(size=kept.shape)).argmax())
-
-
-def _penalizes(sampling: Sampling) -> bool:
-    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-
-
-def _seed(seed: int | None, choice: int) -> int:
-    """Return a seed for numpy. Any integer is valid; None always gives the same seed, so answers are reproducible."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=16).digest(), "little")
 
 
 def _log_softmax(scores: Scores) -> Scores:
@@ -306,24 +307,82 @@ def _entropy(logprobs: Scores) -> float:
     return -float((np.exp(logprobs) * logprobs).sum())
 
 
-def _filter(logprobs: Scores, sampling: Sampling) -> Scores:
-    """Return the log-probabilities, with minus infinity for the tokens that top_p, min_p and top_k remove."""
-    if sampling.top_p < 1:
-        ordered = np.sort(logprobs)[::-1]
-        likelier = np.cumsum(np.exp(ordered)) - np.exp(ordered)
-        least = ordered[max(1, int((likelier < sampling.top_p).sum())) - 1]
-        logprobs = np.where(logprobs < least, -np.inf, logprobs)
-    if sampling.min_p > 0:
-        logprobs = np.where(logprobs < logprobs.max() + math.log(sampling.min_p), -np.inf, logprobs)
-    if 0 < sampling.top_k < len(logprobs):
-        least = np.partition(logprobs, -sampling.top_k)[-sampling.top_k]
-        logprobs = np.where(logprobs < least, -np.inf, logprobs)
-    return logprobs
-
-
 def _likeliest(scores: Scores, count: int) -> list[int]:
     if not count:
         return []
     count = min(count, len(scores))
     indices = np.argpartition(scores, -count)[-count:]
     return [int(token) for token in indices[np.argsort(-scores[indices], kind="stable")]]
+
+
+def vector(text: str) -> Vectors:
+    """Return the text as a vector of length 1 with ``DIMENSIONS`` components."""
+    row = np.zeros(DIMENSIONS, dtype=np.float32)
+    features = []
+    for word in WORD.findall(text.casefold()) or [text]:
+        padded = f"<{word}>"
+        features += [(word, 1.0), *((padded[at : at + 3], PART_WEIGHT) for at in range(len(padded) - 2))]
+    for feature, weight in features:
+        code = zlib.crc32(feature.encode(errors="replace"))
+        row[code % DIMENSIONS] += weight if code & 0x8000_0000 else -weight
+    length = float(np.linalg.norm(row))
+    if length == 0:
+        row[0], length = 1.0, 1.0
+    unit: Vectors = row / np.float32(length)
+    return unit
+
+
+class EchoTexts:
+    """The texts of one request, which are first added with ``read`` and then computed. Belongs to the engine's loop."""
+
+    def __init__(self, model: EchoModel, entry: ModelEntry, *, tokens_per_s: float | None) -> None:
+        self._model = model
+        self._entry = entry
+        self._tokens_per_s = tokens_per_s
+        self._arrived_at = time.perf_counter()
+        self._texts: list[list[int]] = []
+        self.computed_tokens = 0
+        """Number of tokens of the texts that have been computed."""
+
+    def read(self, text: str | Sequence[int], param: str, *, truncate: bool) -> None:
+        """Add a text, or the token ids of a text.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: see ``InferenceEngine.submit_embedding``.
+        """
+        vocabulary, limit, count = self._model.vocabulary, self._entry.context_length or 0, None
+        if isinstance(text, str):
+            check_characters(text, param)
+            # Only as much as is needed to detect that a text is too long, because encoding holds the GIL.
+            enough = (limit + 1) * LONGEST_PIECE
+            tokens = vocabulary.encode(text[:enough])
+            if len(text) > enough:
+                count = f"more than {limit}"
+        else:
+            tokens = list(text)
+            check_token_ids(tokens, param, self._entry, vocabulary.size)
+        check_text(tokens, param, self._entry, limit, truncate=truncate, count=count)
+        self._texts.append(tokens[:limit])
+
+    async def compute(self, timeout_s: float) -> tuple[Vectors, EncodeReport]:
+        """Return a vector for each text, and the report.
+
+        Raises:
+            GenerationTimeoutError: the texts are not finished ``timeout_s`` after their arrival.
+        """
+        started_at, pace = time.perf_counter(), self._tokens_per_s
+        rows: list[Vectors] = []
+        async with deadline(self._arrived_at, timeout_s):
+            for tokens in self._texts:
+                rows.append(vector(self._model.vocabulary.decode(tokens)))
+                self.computed_tokens += len(tokens)
+                await asyncio.sleep(len(tokens) / pace if pace is not None else 0)
+        report = EncodeReport(
+            model=self._entry.id,
+            texts=len(self._texts),
+            tokens=sum(map(len, self._texts)),
+            queue_s=started_at - self._arrived_at,
+            compute_s=time.perf_counter() - started_at,
+            peak_memory_bytes=self._model.memory_bytes,
+        )
+        return np.stack(rows), report

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from llguidance import LLMatcher
 
@@ -74,7 +72,11 @@ class EchoPreparer:
         if script is not None:
             _check_calls(script, _tools(request))
         text = self._text(request, script)
-        thinks = vocabulary.decode(text[:16]).startswith(THINK) and _may_think(request)
+        thinks = (
+            isinstance(request.prompt, ChatPrompt)
+            and request.prompt.template_options.get("enable_thinking") is not False
+            and vocabulary.decode(text[:16]).startswith(THINK)
+        )
         thinking: ReasoningState = "possible" if thinks else "closed"
         grammar = self._chat_format.grammar(request, thinking)
         matchers: list[LLMatcher] | list[None] = [None] * choices
@@ -117,7 +119,8 @@ class EchoPreparer:
             case ChatPrompt() as chat:
                 check_messages(chat.messages)
                 for message in chat.messages:
-                    _check_message(message)
+                    if not isinstance(message.get("role"), str) or "content" not in message:
+                        raise InvalidRequestError("a message needs a role and a content", param="messages")
                 if not chat.messages:
                     return []
                 messages = write_tools_as_text(chat.messages, chat.tools)
@@ -169,13 +172,11 @@ class EchoPreparer:
 
     async def _matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
         if self._grammars is None:
-            self._grammars = await self._queue.run(self._make_compiler)
+            table, sandbox = self._model.vocabulary, self._queue.sandbox
+            self._grammars = await self._queue.run(lambda: GrammarCompiler(table.token_table, sandbox))
         if (known := self._grammars.known_matchers(grammar, count)) is not None:
             return known
         return await self._queue.run(partial(self._grammars.matchers, grammar, count, tools))
-
-    def _make_compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self._model.vocabulary.token_table, self._queue.sandbox)
 
     def _constraint(
         self, request: GenerationRequest, thinking: ReasoningState, matcher: LLMatcher | None
@@ -195,16 +196,6 @@ class EchoPreparer:
 
 def _tools(request: GenerationRequest) -> ToolUse | None:
     return request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-
-
-def _may_think(request: GenerationRequest) -> bool:
-    prompt = request.prompt
-    return isinstance(prompt, ChatPrompt) and prompt.template_options.get("enable_thinking") is not False
-
-
-def _check_message(message: Mapping[str, Any]) -> None:
-    if not isinstance(message.get("role"), str) or "content" not in message:
-        raise InvalidRequestError("a message needs a role and a content", param="messages")
 
 
 def _check_calls(script: ScriptAnswer, tools: ToolUse | None) -> None:

@@ -7,6 +7,7 @@ speed share their rounds. While no request is running or queued, no callback is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -249,7 +250,12 @@ class EchoQueue:
         self._schedule(0.0)
 
     def cancel(self, generation: EchoGeneration) -> None:
-        """Cancel a generation that is no longer read."""
+        """Cancel a generation that is no longer read. May be called from any thread."""
+        # If the loop is closed, all generations have ended.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._cancel, generation)
+
+    def _cancel(self, generation: EchoGeneration) -> None:
         if generation in self._scheduler.running or generation in self._scheduler.queued:
             self._remove(generation)
             self._schedule(0.0)
@@ -307,7 +313,10 @@ class EchoQueue:
             # It was paused, and continues with its next token.
             generation.due_at = max(generation.due_at, now)
             return
-        generation.cached_tokens = self._cached(generation.prepared.prompt)
+        prompt = generation.prepared.prompt
+        # The tokens that the prompt shares with the beginning of an ended request; never the last one.
+        shared = max((_shared(prompt, other) for other in self._sequences), default=0)
+        generation.cached_tokens = min(shared, len(prompt) - 1)
         self._totals.prompt_tokens += len(generation.prepared.prompt)
         self._totals.cached_tokens += generation.cached_tokens
         items = generation.begin(now)
@@ -367,10 +376,6 @@ class EchoQueue:
                 if generation.mailbox.loop is closed:
                     self._remove(generation)
             self._on_change()
-
-    def _cached(self, prompt: list[int]) -> int:
-        """Return how many tokens the prompt shares with the beginning of an ended request; never the last token."""
-        return min(max((_shared(prompt, other) for other in self._sequences), default=0), len(prompt) - 1)
 
 
 def _shared(one: list[int], other: list[int]) -> int:

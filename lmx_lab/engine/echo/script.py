@@ -68,11 +68,6 @@ class ScriptAnswer:
     tokens_per_s: float | None = None
     """Speed of this answer; None uses the setting."""
 
-    @property
-    def fails_at_once(self) -> bool:
-        """Whether the answer consists of an error only."""
-        return self.error is not None and not self.as_model_text
-
     def failure(self) -> LabError:
         """Return the error that the answer ends with."""
         retry_after_s = RETRY_AFTER_S if self.code == QueueFullError.code else None
@@ -81,15 +76,12 @@ class ScriptAnswer:
     @property
     def as_model_text(self) -> str:
         """The text that a model would generate for this answer."""
-        calls = [format_tool_call(name, arguments) for name, arguments in self.calls]
+        calls = []
+        for name, arguments in self.calls:
+            call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+            calls.append(f"{START}\n{call}\n{END}")
         thoughts = [] if self.reasoning is None else [f"{THINK}{self.reasoning}{END_OF_THOUGHTS}"]
         return "".join(thoughts) + "\n".join([*filter(None, [self.text]), *calls])
-
-
-def format_tool_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a tool call in the generic format."""
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"{START}\n{call}\n{END}"
 
 
 class Script:
@@ -220,17 +212,15 @@ def _calls(value: Any, location: str) -> tuple[tuple[str, Mapping[str, Any]], ..
         return ()
     if not isinstance(value, list):
         raise ValueError(f"{location}: tool_calls is {_shorten(value)}; it must be a list")
-    return tuple(_call(call, f"{location}: tool_calls[{at}]") for at, call in enumerate(value))
-
-
-def _call(value: Any, location: str) -> tuple[str, Mapping[str, Any]]:
-    form = '{"name": "...", "arguments": {...}}'
-    if not isinstance(value, dict) or not {"name"} <= set(value) <= {"name", "arguments"}:
-        raise ValueError(f"{location} is {_shorten(value)}; it must be {form}")
-    name, arguments = value["name"], value.get("arguments", {})
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise ValueError(f"{location} is {_shorten(value)}; it must be {form}")
-    return name, arguments
+    calls = []
+    for at, call in enumerate(value):
+        is_call = isinstance(call, dict) and {"name"} <= set(call) <= {"name", "arguments"}
+        name, arguments = (call["name"], call.get("arguments", {})) if is_call else (None, None)
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            form = '{"name": "...", "arguments": {...}}'
+            raise ValueError(f"{location}: tool_calls[{at}] is {_shorten(call)}; it must be {form}")
+        calls.append((name, arguments))
+    return tuple(calls)
 
 
 def _shorten(value: Any) -> str:

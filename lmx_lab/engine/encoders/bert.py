@@ -137,29 +137,23 @@ class Bert:
         return int(self.segment_embeddings.shape[0])
 
     def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
-        x = self._embed(batch)
+        length = batch.ids.shape[1]
+        positions, counted = self.position_embeddings[:length], batch.ids != self.padding_id
+        is_text = np.arange(length) < batch.lengths[:, None]
+        if self.padding_position is not None and not counted[is_text].all():
+            # A text may contain the padding token. It gets the position embedding of padding and is not counted.
+            numbers = mx.array(np.maximum(np.cumsum(counted, axis=1) - 1, 0))
+            positions = mx.where(mx.array(counted)[..., None], self.position_embeddings[numbers], self.padding_position)
+        x = self.token_embeddings[mx.array(batch.ids)] + positions
+        segments = self.segment_embeddings[0]
+        if (batch.second_start < batch.lengths).any():
+            in_second = np.arange(length) >= batch.second_start[:, None]
+            segments = self.segment_embeddings[mx.array(in_second.astype(np.int32))]
+        x = self.norm(x + segments)
         for layer in self.layers:
             x = yield from layer.forward(x, batch.mask)
             yield x
         return x
-
-    def _embed(self, batch: PaddedBatch) -> mx.array:
-        length = batch.ids.shape[1]
-        x = self.token_embeddings[mx.array(batch.ids)] + self._positions(batch)
-        if (batch.second_start < batch.lengths).any():
-            in_second = np.arange(length) >= batch.second_start[:, None]
-            return self.norm(x + self.segment_embeddings[mx.array(in_second.astype(np.int32))])
-        return self.norm(x + self.segment_embeddings[0])
-
-    def _positions(self, batch: PaddedBatch) -> mx.array:
-        length = batch.ids.shape[1]
-        is_text = np.arange(length) < batch.lengths[:, None]
-        counted = batch.ids != self.padding_id
-        if self.padding_position is None or counted[is_text].all():
-            return self.position_embeddings[:length]
-        # A text may contain the padding token. It gets the position embedding of padding and is not counted.
-        numbers = mx.array(np.maximum(np.cumsum(counted, axis=1) - 1, 0))
-        return mx.where(mx.array(counted)[..., None], self.position_embeddings[numbers], self.padding_position)
 
     def batch_bytes(self, rows: int, length: int) -> int:
         heads, itemsize = self.layers[0].heads, self.token_embeddings.dtype.size
@@ -176,7 +170,8 @@ class FirstTokenHead:
     out: Linear
 
     @classmethod
-    def take(cls, tensors: Tensors, size: int, *, roberta: bool) -> FirstTokenHead:
+    def take(cls, tensors: Tensors, config: ModelConfig) -> FirstTokenHead:
+        roberta, size = config.values.get("model_type") in ROBERTAS, config.size("hidden_size")
         dense, out = ("classifier.dense", "classifier.out_proj") if roberta else ("pooler.dense", "classifier")
         require_one_label(tensors.rows(f"{out}.weight"))
         return cls(tensors.linear(dense, size, size), tensors.linear(out, size, 1))

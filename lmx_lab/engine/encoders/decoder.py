@@ -25,8 +25,7 @@ from lmx_lab.engine.encoders.layers import (
     run_to_end,
 )
 from lmx_lab.engine.encoders.sentence_transformers import LogitTokens
-from lmx_lab.engine.mlx.weights_dtype import DTYPES, fit_weights
-from lmx_lab.engine.quantized_layers import checked_classes
+from lmx_lab.engine.mlx.weights import DTYPES, checked_classes, fit_weights
 from lmx_lab.errors import UnusableModelError
 
 PROBE = [[1, 2, 3]]
@@ -47,6 +46,7 @@ class Decoder:
     vocabulary_size: int
     itemsize: int
     positions: int | None = None
+    segments: int = 1
 
     def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
         x = self.inner.embed_tokens(mx.array(batch.ids))
@@ -136,7 +136,15 @@ def read_logit_reranker(
     ids = [token for token in (tokens.true, tokens.false) if token is not None]
     if max(ids) >= known:
         raise UnusableModelError(f"its score uses the token id {max(ids)}; its ids are 0 to {known - 1}")
-    rows = _logit_rows(model, ids)
+    # The weights that the hidden state is multiplied with for the logits of these tokens.
+    layer = model.lm_head if "lm_head" in model else model.model.embed_tokens
+    chosen = mx.array(ids)
+    rows = layer.weight[chosen]
+    if "scales" in layer:
+        biases = layer.biases[chosen] if layer.get("biases") is not None else None
+        how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        rows = mx.dequantize(rows, layer.scales[chosen], biases, **how)
+    rows = rows.astype(mx.float32)
     weight = rows[0] - rows[1] if tokens.false is not None else rows[0]
     mx.eval(weight)
     head = LastTokenHead(weight)
@@ -145,19 +153,6 @@ def read_logit_reranker(
     found = model.model(mx.array(PROBE))[:, -1].astype(mx.float32) @ weight
     _require_close(found, expected, mx.abs(logits).max(), "its logits are not a plain product with its last layer")
     return network, head
-
-
-def _logit_rows(model: Any, ids: list[int]) -> mx.array:
-    """Return the weights (ids, size) that the hidden state is multiplied with for the logits of these tokens."""
-    head = model.lm_head if "lm_head" in model else model.model.embed_tokens
-    chosen = mx.array(ids)
-    rows = head.weight[chosen]
-    if "scales" in head:
-        biases = head.biases[chosen] if head.get("biases") is not None else None
-        rows = mx.dequantize(
-            rows, head.scales[chosen], biases, group_size=head.group_size, bits=head.bits, mode=head.mode
-        )
-    return mx.array(rows, mx.float32)
 
 
 def _read(
@@ -174,7 +169,15 @@ def _read(
 
         class Renamed(model_class):  # type: ignore[misc, valid-type]
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-                renamed = _rename_weights(weights, scores, head=head)
+                if "score.weight" in weights:
+                    scores.append(weights.pop("score.weight"))
+                # A checkpoint without a head has names without this prefix.
+                prefix = "" if any(name.startswith("model.") for name in weights) else "model."
+                renamed = {}
+                for name, value in weights.items():
+                    is_head = name.startswith("lm_head.")
+                    if head or not is_head:
+                        renamed[name if is_head else f"{prefix}{name}"] = value
                 result: dict[str, mx.array] = super().sanitize(renamed)
                 return result
 
@@ -182,9 +185,17 @@ def _read(
 
     tied = {} if head else {"tie_word_embeddings": True}
     model, _ = load_model(folder, lazy=True, model_config=tied, get_model_classes=classes)
-    _check_structure(model)
-    wanted = DTYPES.get(dtype, mx.float32 if on_cpu() else None)
-    require_memory(sum(_bytes(value, wanted) for value in _parameters(model).values()), limit_bytes)
+    inner = getattr(model, "model", None)
+    if not all(hasattr(inner, part) for part in ("embed_tokens", "layers", "norm")):
+        raise UnusableModelError("mlx-lm's implementation does not consist of embed_tokens, layers and norm")
+    kinds = sorted({type(cache).__name__ for cache in make_prompt_cache(model)})
+    if kinds != ["KVCache"]:
+        raise UnusableModelError(f"not all of its layers attend to all previous tokens ({', '.join(kinds)})")
+    wanted, needed_bytes = DTYPES.get(dtype, mx.float32 if on_cpu() else None), 0
+    for value in _parameters(model).values():
+        converts = wanted is not None and mx.issubdtype(value.dtype, mx.floating)
+        needed_bytes += value.size * wanted.size if wanted is not None and converts else value.nbytes
+    require_memory(needed_bytes, limit_bytes)
     fit_weights(model, dtype, limit_bytes=limit_bytes)
     for name, value in _parameters(model).items():
         if mx.issubdtype(value.dtype, mx.floating):
@@ -193,32 +204,9 @@ def _read(
     return model, scores[0] if scores else None
 
 
-def _rename_weights(weights: dict[str, mx.array], scores: list[mx.array], *, head: bool) -> dict[str, mx.array]:
-    """Convert names of a checkpoint without a head to mlx-lm's names, and remove heads that are not used."""
-    if "score.weight" in weights:
-        scores.append(weights.pop("score.weight"))
-    if not any(name.startswith("model.") for name in weights):
-        weights = {name if name.startswith("lm_head.") else f"model.{name}": each for name, each in weights.items()}
-    return weights if head else {name: each for name, each in weights.items() if not name.startswith("lm_head.")}
-
-
 def _parameters(model: Any) -> dict[str, mx.array]:
     flat: Any = tree_flatten(model.parameters())
     return dict(flat)
-
-
-def _bytes(value: mx.array, wanted: mx.Dtype | None) -> int:
-    floating = mx.issubdtype(value.dtype, mx.floating)
-    return int(value.size * wanted.size if floating and wanted is not None else value.nbytes)
-
-
-def _check_structure(model: Any) -> None:
-    inner = getattr(model, "model", None)
-    if not all(hasattr(inner, part) for part in ("embed_tokens", "layers", "norm")):
-        raise UnusableModelError("mlx-lm's implementation does not consist of embed_tokens, layers and norm")
-    kinds = sorted({type(cache).__name__ for cache in make_prompt_cache(model)})
-    if kinds != ["KVCache"]:
-        raise UnusableModelError(f"not all of its layers attend to all previous tokens ({', '.join(kinds)})")
 
 
 def _check_layers(model: Any) -> None:

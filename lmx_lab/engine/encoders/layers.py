@@ -83,10 +83,6 @@ def gelu_tanh(x: mx.array) -> mx.array:
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-def gelu_sigmoid(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(1.702 * x)
-
-
 def silu(x: mx.array) -> mx.array:
     return x * mx.sigmoid(x)
 
@@ -101,7 +97,7 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
-    "quick_gelu": gelu_sigmoid,
+    "quick_gelu": lambda x: x * mx.sigmoid(1.702 * x),
     "relu": relu,
     "silu": silu,
     "swish": silu,
@@ -392,6 +388,11 @@ class Network(Protocol):
         """The largest number of tokens of one text; None if it is not limited."""
         ...
 
+    @property
+    def segments(self) -> int:
+        """Number of segments that its texts may have: 2 if a pair has two, 1 if the model has no segments."""
+        ...
+
     def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
         """Yield the hidden state (rows, length, size) after each layer, not evaluated; return the last one."""
         ...
@@ -492,15 +493,11 @@ def build_operation(module: Module, width: int) -> tuple[Operation, int]:
             tensors.finish()
             return norm, width
         case Dense():
-            return _dense(module, width), module.outputs
-
-
-def _dense(module: Dense, width: int) -> Operation:
-    act = find_activation(module.activation, TORCH_ACTIVATIONS)
-    tensors = Tensors.read(module.folder, mx.float32)
-    linear = tensors.linear("linear", width, module.outputs, bias=module.bias)
-    tensors.finish()
-    return lambda x: act(linear(x))
+            act = find_activation(module.activation, TORCH_ACTIVATIONS)
+            tensors = Tensors.read(module.folder, mx.float32)
+            linear = tensors.linear("linear", width, module.outputs, bias=module.bias)
+            tensors.finish()
+            return lambda x: act(linear(x)), module.outputs
 
 
 def normalize(x: mx.array) -> mx.array:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,6 @@ import numpy as np
 from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine.encoders import bert, modernbert
-from lmx_lab.engine.encoders.bert import Bert, FirstTokenHead
 from lmx_lab.engine.encoders.decoder import read_classifier, read_decoder, read_logit_reranker
 from lmx_lab.engine.encoders.layers import (
     Head,
@@ -27,7 +26,6 @@ from lmx_lab.engine.encoders.layers import (
     on_cpu,
     require_memory,
 )
-from lmx_lab.engine.encoders.modernbert import ModernBert, ModernBertHead
 from lmx_lab.engine.encoders.sentence_transformers import (
     ChatTemplateInput,
     LogitTokens,
@@ -46,7 +44,7 @@ from lmx_lab.engine.encoders.tokenizer import (
     TextTokens,
 )
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.weights_dtype import DTYPES
+from lmx_lab.engine.mlx.weights import DTYPES
 from lmx_lab.engine.tokenizing.encoder import is_panic
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
@@ -56,10 +54,37 @@ from lmx_lab.weights.facts import ENCODERS, read_card
 from lmx_lab.weights.files import read_json
 
 log = logging.getLogger(__name__)
-SUPPORTED = frozenset({"bert", "modernbert"}) | bert.ROBERTAS
-"""Encoders that are implemented here, by ``model_type``."""
 NO_LIMIT_TOKENS = 10**9
 """Tokenizers without a limit have a ``model_max_length`` above this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How an encoder is made from the tensors of its files."""
+
+    rename: Callable[[str], str]
+    """Returns the name of a tensor that ``network`` and ``head`` use for a name in the files."""
+    ignored: str
+    """Pattern of the names of tensors that are not used."""
+    network: Callable[[Tensors, ModelConfig], Network]
+    head: Callable[[Tensors, ModelConfig], Head]
+    """Makes the head of a classifier."""
+    segments: bool = False
+    """Whether pairs have two segments if the tokenizer's files do not specify it."""
+
+
+BERT = Architecture(rename=bert.rename, ignored=bert.IGNORED, network=bert.Bert.take, head=bert.FirstTokenHead.take)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "bert": replace(BERT, segments=True),
+    **dict.fromkeys(bert.ROBERTAS, BERT),
+    "modernbert": Architecture(
+        rename=modernbert.rename,
+        ignored=modernbert.IGNORED,
+        network=modernbert.ModernBert.take,
+        head=modernbert.ModernBertHead.take,
+    ),
+}
+"""The encoders that are implemented here, by ``model_type``. Other models are decoders of mlx-lm."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,8 +151,9 @@ class EncoderFiles:
     dtype: str
 
     @property
-    def is_encoder(self) -> bool:
-        return self.entry.architecture in SUPPORTED
+    def architecture(self) -> Architecture | None:
+        """The architecture of an encoder; None for a decoder."""
+        return ARCHITECTURES.get(self.entry.architecture)
 
     @property
     def is_reranker(self) -> bool:
@@ -176,92 +202,83 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
         limit_bytes=limit_bytes,
         dtype=dtype,
     )
-    _check_supported(files)
+    kind, architecture, settings = entry.architecture, files.architecture, files.modules_config
+    if architecture is None and kind.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS}:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise UnusableModelError(f"encoders of type {kind} are not supported; supported are {supported}")
+    if settings.chat is not None and not files.is_reranker:
+        raise UnusableModelError("its texts require a chat template, which is supported for rerankers only")
     pairs = _pair_format(files) if files.is_reranker else None
-    network, head = _read_encoder(files) if files.is_encoder else _read_decoder(files)
+    network: Network
+    head: Head | None = None
+    if architecture is None:
+        network, head = _read_decoder(files)
+    else:
+        wanted = DTYPES.get(dtype, mx.float32 if on_cpu() else None)
+        tensors = Tensors.read(entry.path, wanted, architecture.rename, architecture.ignored)
+        quantization = files.config.values.get("quantization")
+        if isinstance(quantization, dict):
+            tensors.expand(ModelConfig(quantization).size("bits"), ModelConfig(quantization).size("group_size"))
+        require_memory(tensors.nbytes, limit_bytes)
+        network = architecture.network(tensors, files.config)
+        if files.is_reranker and settings.pooling is None:
+            head = architecture.head(tensors, files.config)
+        tensors.finish()
     dimensions: int | None = None
     if head is None:
         head, dimensions = _pooled_head(files, network)
-    context = _context_length(files, network)
-    pooling = files.modules_config.pooling
+    # The smallest limit of the model and its files. sentence-transformers overrides the tokenizer.
+    own = settings.max_tokens
+    if own is None:
+        own = getattr(files.tokenizer, "model_max_length", None)
+    limits = [limit for limit in (own, entry.context_length, network.positions) if limit is not None]
+    context = min((int(limit) for limit in limits if limit < NO_LIMIT_TOKENS), default=None)
+    usual_inputs = ["token_type_ids"] if architecture is not None and architecture.segments else []
+    inputs = files.tokenizer.init_kwargs.get("model_input_names") or usual_inputs
     rules = TextRules(
         context_length=context,
         vocabulary_size=network.vocabulary_size,
-        segments=_has_segments(files, network),
-        include_prompt=pooling is None or pooling.include_prompt,
-        prompts=files.modules_config.prompts,
-        lower_case=files.modules_config.lower_case,
+        segments=network.segments > 1 and "token_type_ids" in inputs,
+        include_prompt=settings.pooling is None or settings.pooling.include_prompt,
+        prompts=settings.prompts,
+        lower_case=settings.lower_case,
         pairs=pairs,
     )
-    rerank_method: RerankMethod = "cross-encoder" if files.is_encoder else "decoder"
+    rerank_method: RerankMethod = "decoder" if architecture is None else "cross-encoder"
     return LoadedEncoder(
         entry=entry,
         memory_bytes=max(0, memory.used_bytes() - before),
         context_length=context,
         dimensions=None if files.is_reranker else dimensions,
         method=rerank_method if files.is_reranker else "cosine",
-        texts=TextTokenizer(files.tokenizer, entry.id, rules),
+        texts=TextTokenizer(files.tokenizer, entry, rules),
         network=network,
         head=head,
-        sigmoid=files.is_reranker and files.modules_config.activation == "sigmoid",
+        sigmoid=files.is_reranker and settings.activation == "sigmoid",
     )
 
 
-def _check_supported(files: EncoderFiles) -> None:
-    kind = files.entry.architecture
-    if not files.is_encoder and kind.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS}:
-        supported = ", ".join(sorted(SUPPORTED))
-        raise UnusableModelError(f"encoders of type {kind} are not supported; supported are {supported}")
-    if files.modules_config.chat is not None and not files.is_reranker:
-        raise UnusableModelError("its texts require a chat template, which is supported for rerankers only")
-
-
-def _read_encoder(files: EncoderFiles) -> tuple[Network, Head | None]:
-    """Read the network, and the head of a classifier; None if the head consists of pooling and modules."""
-    part = modernbert if files.entry.architecture == "modernbert" else bert
-    wanted = DTYPES.get(files.dtype, mx.float32 if on_cpu() else None)
-    tensors = Tensors.read(files.entry.path, wanted, part.rename, part.IGNORED)
-    quantization = files.config.values.get("quantization")
-    if isinstance(quantization, dict):
-        tensors.expand(ModelConfig(quantization).size("bits"), ModelConfig(quantization).size("group_size"))
-    require_memory(tensors.nbytes, files.limit_bytes)
-    classifies = files.is_reranker and files.modules_config.pooling is None
-    network: Network
-    head: Head | None = None
-    if files.entry.architecture == "modernbert":
-        network = ModernBert.take(tensors, files.config)
-        head = ModernBertHead.take(tensors, files.config) if classifies else None
-    else:
-        network = Bert.take(tensors, files.config)
-        roberta = files.entry.architecture in bert.ROBERTAS
-        head = FirstTokenHead.take(tensors, network.hidden_size, roberta=roberta) if classifies else None
-    tensors.finish()
-    return network, head
-
-
 def _read_decoder(files: EncoderFiles) -> tuple[Network, Head | None]:
-    """Read network and head as ``_read_encoder`` does, for an architecture of mlx-lm."""
+    """Read the network of a decoder, and its head; None if the head consists of pooling and modules."""
     path, config, limit, dtype = files.entry.path, files.config, files.limit_bytes, files.dtype
     if not files.is_reranker or files.modules_config.pooling is not None:
         return read_decoder(path, config, limit_bytes=limit, dtype=dtype), None
     heads = config.values.get("architectures") or []
     if any(str(name).endswith("ForSequenceClassification") for name in heads):
         return read_classifier(path, config, limit_bytes=limit, dtype=dtype)
-    tokens = files.modules_config.logit_tokens or _yes_and_no_tokens(files)
+    tokens = files.modules_config.logit_tokens
+    if tokens is None:
+        # Qwen3-Reranker was published without sentence-transformers files.
+        if files.entry.architecture != "qwen3":
+            raise UnusableModelError(
+                "its files do not define how it ranks: there is no LogitScore module and no classifier head"
+            )
+        true, false = (files.tokenizer.convert_tokens_to_ids(token) for token in ("yes", "no"))
+        unknown = getattr(files.tokenizer, "unk_token_id", None)
+        if not isinstance(true, int) or not isinstance(false, int) or unknown in {true, false}:
+            raise UnusableModelError("its tokenizer has no single tokens for yes and no")
+        tokens = LogitTokens(true=true, false=false)
     return read_logit_reranker(path, config, tokens, limit_bytes=limit, dtype=dtype)
-
-
-def _yes_and_no_tokens(files: EncoderFiles) -> LogitTokens:
-    """Return the tokens of Qwen3-Reranker, which was published without sentence-transformers files."""
-    if files.entry.architecture != "qwen3":
-        raise UnusableModelError(
-            "its files do not define how it ranks: there is no LogitScore module and no classifier head"
-        )
-    true, false = (files.tokenizer.convert_tokens_to_ids(token) for token in ("yes", "no"))
-    unknown = getattr(files.tokenizer, "unk_token_id", None)
-    if not isinstance(true, int) or not isinstance(false, int) or unknown in {true, false}:
-        raise UnusableModelError("its tokenizer has no single tokens for yes and no")
-    return LogitTokens(true=true, false=false)
 
 
 def _pair_format(files: EncoderFiles) -> PairFormat | None:
@@ -269,7 +286,7 @@ def _pair_format(files: EncoderFiles) -> PairFormat | None:
     modules_config = files.modules_config
     if modules_config.chat is not None:
         return ChatPairFormat(files.tokenizer, modules_config.chat, files.entry.id)
-    if files.is_encoder or modules_config.plain:
+    if files.architecture is not None or modules_config.plain:
         return None
     with contextlib.suppress(UnusableModelError):
         input_ = ChatTemplateInput(system=modules_config.prompts.prompt_for(None))
@@ -283,7 +300,7 @@ def _pooled_head(files: EncoderFiles, network: Network) -> tuple[Head, int]:
     """Build the head from pooling and modules; return it and the width of its result."""
     pooling, modules = files.modules_config.pooling, files.modules_config.modules
     if pooling is None:
-        mode: PoolingMode = "mean" if files.is_encoder else "lasttoken"
+        mode: PoolingMode = "lasttoken" if files.architecture is None else "mean"
         log.warning("%s has no pooling files; using %s pooling and vectors of length 1", files.entry.id, mode)
         others = (module for module in modules if module != Normalize())
         pooling, modules = Pooling(modes=(mode,)), (*others, Normalize())
@@ -295,21 +312,3 @@ def _pooled_head(files: EncoderFiles, network: Network) -> tuple[Head, int]:
     if files.is_reranker and width != 1:
         raise UnusableModelError(f"its modules return {width} numbers; a reranker returns one")
     return PooledHead(pooling, tuple(operations), score=files.is_reranker), width
-
-
-def _context_length(files: EncoderFiles, network: Network) -> int | None:
-    """Return the smallest limit of the model and its files. sentence-transformers overrides the tokenizer."""
-    own = (
-        getattr(files.tokenizer, "model_max_length", None)
-        if files.modules_config.max_tokens is None
-        else files.modules_config.max_tokens
-    )
-    limits = [own, files.entry.context_length, network.positions]
-    return min((int(limit) for limit in limits if limit is not None and limit < NO_LIMIT_TOKENS), default=None)
-
-
-def _has_segments(files: EncoderFiles, network: Network) -> bool:
-    """Whether pairs have two segments: with BERT's tokenizers, and with others whose files specify this."""
-    usual = ["token_type_ids"] if files.entry.architecture == "bert" else []
-    names = files.tokenizer.init_kwargs.get("model_input_names") or usual
-    return isinstance(network, Bert) and network.segments > 1 and "token_type_ids" in names

@@ -58,7 +58,13 @@ class ModernBertLayer:
     @classmethod
     def take(cls, tensors: Tensors, config: ModelConfig, at: int) -> ModernBertLayer:
         name, size, inner = f"layers.{at}", config.size("hidden_size"), config.size("intermediate_size")
-        kind = _layer_kind(config, at)
+        kinds = config.values.get("layer_types")
+        if kinds is None:
+            kind = LOCAL if at % config.size("global_attn_every_n_layers", 3) else GLOBAL
+        elif isinstance(kinds, list) and at < len(kinds) and kinds[at] in THETA:
+            kind = str(kinds[at])
+        else:
+            raise UnusableModelError(f"config.json: layer {at} has none of the layer_types {', '.join(THETA)}")
         eps, norm_bias = config.number("norm_eps", 1e-5), config.flag("norm_bias")
         attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")
         return cls(
@@ -88,15 +94,6 @@ class ModernBertLayer:
         return mx.fast.rope(x, x.shape[-1], traditional=False, base=self.theta, scale=1.0, offset=0)
 
 
-def _layer_kind(config: ModelConfig, at: int) -> str:
-    kinds = config.values.get("layer_types")
-    if kinds is None:
-        return LOCAL if at % config.size("global_attn_every_n_layers", 3) else GLOBAL
-    if not isinstance(kinds, list) or at >= len(kinds) or kinds[at] not in THETA:
-        raise UnusableModelError(f"config.json: layer {at} has none of the layer_types {', '.join(THETA)}")
-    return str(kinds[at])
-
-
 def _theta(config: ModelConfig, kind: str) -> float:
     """Return the base of the rotary positions. transformers 5 stores it under the kind of layer."""
     key, default = THETA[kind]
@@ -122,6 +119,7 @@ class ModernBert:
     final_norm: Norm
     inner_size: int
     positions: int
+    segments: int = 1
 
     @classmethod
     def take(cls, tensors: Tensors, config: ModelConfig) -> ModernBert:

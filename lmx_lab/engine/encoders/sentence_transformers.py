@@ -146,12 +146,29 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersConfig:
     for name, path in listed:
         match name:
             case "Pooling":
-                pooling = _read_pooling(path / "config.json")
+                place = path / "config.json"
+                config = read_json(place)
+                named = config.get("pooling_mode")
+                modes: list[Any] = [named] if isinstance(named, str) else list(named or ())
+                if named is None:
+                    modes = [mode for key, mode in OLD_POOLING_KEYS.items() if config.get(key)] or ["mean"]
+                if unknown := [mode for mode in modes if mode not in MODES]:
+                    raise UnusableModelError(
+                        f"{place}: the pooling {unknown[0]!r} is not supported; supported are {', '.join(MODES)}"
+                    )
+                pooling = Pooling(modes=tuple(modes), include_prompt=config.get("include_prompt") is not False)
             case "LogitScore":
-                logit_tokens = _read_logit_tokens(path / "config.json")
+                place = path / "config.json"
+                config = read_json(place)
+                false = None if config.get("false_token_id") is None else _size(config, "false_token_id", place)
+                logit_tokens = LogitTokens(true=_size(config, "true_token_id", place), false=false)
             case _ if name not in IGNORED_MODULES:
                 modules.append(_read_module(name, path))
-    prompts = _read_prompts(settings)
+    table, default = settings.get("prompts"), settings.get("default_prompt_name")
+    by_name = {name: text for name, text in table.items() if isinstance(text, str)} if isinstance(table, dict) else {}
+    prompts = EncodingPrompts(by_name=by_name, default=default if isinstance(default, str) else None)
+    max_tokens = transformer.get("max_seq_length")
+    is_limited = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0
     return SentenceTransformersConfig(
         pooling=pooling,
         modules=tuple(modules),
@@ -159,7 +176,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersConfig:
         has_modules=bool(listed),
         prompts=prompts,
         lower_case=transformer.get("do_lower_case") is True,
-        max_tokens=_positive(transformer.get("max_seq_length")),
+        max_tokens=max_tokens if is_limited else None,
         chat=_read_chat(transformer, prompts.prompt_for(None)),
         plain="message" not in transformer.get("modality_config", ["message"]),
         activation=_find_activation(settings, read_json(folder / "config.json")),
@@ -189,20 +206,6 @@ def _list_modules(folder: Path) -> list[tuple[str, Path]]:
     return [(kind, path) for kind, path in found if kind != "Transformer"]
 
 
-def _read_pooling(path: Path) -> Pooling:
-    config = read_json(path)
-    named = config.get("pooling_mode")
-    if named is None:
-        modes: list[Any] = [mode for key, mode in OLD_POOLING_KEYS.items() if config.get(key)] or ["mean"]
-    else:
-        modes = [named] if isinstance(named, str) else list(named)
-    if unknown := [mode for mode in modes if mode not in MODES]:
-        raise UnusableModelError(
-            f"{path}: the pooling {unknown[0]!r} is not supported; supported are {', '.join(MODES)}"
-        )
-    return Pooling(modes=tuple(modes), include_prompt=config.get("include_prompt") is not False)
-
-
 def _read_module(name: str, folder: Path) -> Module:
     match name:
         case "Normalize":
@@ -225,28 +228,11 @@ def _read_module(name: str, folder: Path) -> Module:
     raise UnusableModelError(f"modules.json contains the module {name}, which is not supported")
 
 
-def _read_logit_tokens(path: Path) -> LogitTokens:
-    config = read_json(path)
-    false = None if config.get("false_token_id") is None else _size(config, "false_token_id", path)
-    return LogitTokens(true=_size(config, "true_token_id", path), false=false)
-
-
 def _size(config: dict[str, Any], key: str, where: Path) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UnusableModelError(f"{where}: {key} is {value!r}; it must be an integer of at least 0")
     return value
-
-
-def _positive(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _read_prompts(settings: dict[str, Any]) -> EncodingPrompts:
-    table = settings.get("prompts")
-    by_name = {name: text for name, text in table.items() if isinstance(text, str)} if isinstance(table, dict) else {}
-    default = settings.get("default_prompt_name")
-    return EncodingPrompts(by_name=by_name, default=default if isinstance(default, str) else None)
 
 
 def _read_chat(transformer: dict[str, Any], system: str) -> ChatTemplateInput | None:

@@ -13,7 +13,9 @@ from tokenizers.normalizers import Sequence as Normalizers
 from lmx_lab.engine.encoders.sentence_transformers import ChatTemplateInput, EncodingPrompts
 from lmx_lab.engine.tokenizing.encoder import EncodedText, TextEncoder, TextWork
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_chat
+from lmx_lab.engine.validation import check_characters, check_token_ids
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import InputType
 
 Text = TypeVar("Text", str, tuple[str, str])
@@ -85,19 +87,11 @@ class ChatPairFormat:
         mark = uuid.uuid4().hex
         # Whitespace around the mark shows whether the template strips documents.
         document = f"\n {mark} \n"
-        text = self._render(query, document)
-        strip = document not in text
-        before, found, after = text.partition(mark if strip else document)
-        if not found:
-            raise InvalidRequestError(f"the chat template of {self._model} does not show the document", param="query")
-        return PairTemplate(before=before, after=after, strip=strip)
-
-    def _render(self, query: str, document: str) -> str:
         messages = [self._message("query", query), self._message("document", document)]
         if self._input.system:
             messages.insert(0, self._message("system", self._input.system))
         try:
-            return render_chat(self._tokenizer, messages, **self._input.options)
+            text = render_chat(self._tokenizer, messages, **self._input.options)
         except TemplateLimitError as exc:
             raise InvalidRequestError(f"the chat template of {self._model} {exc}", param="query") from exc
         # A template is a program that comes with the model: it may raise any exception.
@@ -105,6 +99,11 @@ class ChatPairFormat:
             raise InvalidRequestError(
                 f"the chat template of {self._model} rejects the roles query and document: {exc}", param="query"
             ) from exc
+        strip = document not in text
+        before, found, after = text.partition(mark if strip else document)
+        if not found:
+            raise InvalidRequestError(f"the chat template of {self._model} does not show the document", param="query")
+        return PairTemplate(before=before, after=after, strip=strip)
 
     def _message(self, role: str, text: str) -> dict[str, Any]:
         return {"role": role, "content": [{"type": "text", "text": text}] if self._input.structured else text}
@@ -143,13 +142,13 @@ class TextTokenizer:
 
     Args:
         tokenizer: A tokenizer of transformers. It is modified, so no other code may use it.
-        model: Id of the model, for messages.
+        entry: The model, for messages.
 
     Raises:
         UnusableModelError: it is not a fast tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, model: str, rules: TextRules) -> None:
+    def __init__(self, tokenizer: Any, entry: ModelEntry, rules: TextRules) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UnusableModelError("its tokenizer has no fast version; a tokenizer.json is required")
@@ -159,9 +158,9 @@ class TextTokenizer:
         if rules.lower_case:
             old = [] if backend.normalizer is None else [backend.normalizer]
             backend.normalizer = Normalizers([Lowercase(), *old])
-        self._encoder = TextEncoder(backend, model)
+        self._encoder = TextEncoder(backend, entry.id)
         self._special = frozenset(int(token) for token in tokenizer.all_special_ids)
-        self._model = model
+        self._entry = entry
         self._rules = rules
 
     def is_quick(self, characters: int) -> bool:
@@ -192,18 +191,39 @@ class TextTokenizer:
         places = [param if first is None else f"{param}.{first + at}" for at in range(len(inputs))]
         work = work or TextWork()
         prompt = self._rules.prompts.prompt_for(input_type)
-        skipped_tokens = 0 if self._rules.include_prompt else self._count_prompt_tokens(prompt, work)
+        skipped_tokens = 0
+        if prompt and not self._rules.include_prompt:
+            prompt_ids = self._encoder.encode([prompt], work, param="input")[0].ids
+            # A special token at the beginning belongs to the prompt, one at its end does not.
+            skipped_tokens = len(prompt_ids) - bool(prompt_ids and prompt_ids[-1] in self._special)
         texts = {at: prompt + text for at, text in enumerate(inputs) if isinstance(text, str)}
         for at, text in texts.items():
-            _check_characters(text, places[at])
-        encoded = self._encode(list(texts.values()), [places[at] for at in texts], work, truncate=truncate)
-        found = {
-            at: TextTokens(ids, skipped_tokens=min(skipped_tokens, len(ids) - 1))
-            for at, ids in zip(texts, encoded, strict=True)
-        }
+            check_characters(text, places[at])
+        text_places = [places[at] for at in texts]
+        encoded = self._fitting(
+            [self._beginning(text) for text in texts.values()],
+            list(texts.values()),
+            text_places,
+            work,
+            param=text_places[0] if len(texts) == 1 else "input",
+            truncation="longest_first" if truncate else None,
+        )
+        found: dict[int, TextTokens] = {}
+        for at, encoding in zip(texts, encoded, strict=True):
+            if not encoding.ids:
+                raise InvalidRequestError(
+                    f"{places[at]} is empty: the tokenizer returned no tokens for it", param=places[at]
+                )
+            found[at] = TextTokens(tuple(encoding.ids), skipped_tokens=min(skipped_tokens, len(encoding.ids) - 1))
         for at, tokens in enumerate(inputs):
-            if not isinstance(tokens, str):
-                found[at] = TextTokens(self._check_ids(tuple(tokens), places[at], truncate=truncate))
+            if isinstance(tokens, str):
+                continue
+            if not tokens:
+                raise InvalidRequestError(f"{places[at]} is empty: send at least one token", param=places[at])
+            check_token_ids(tokens, places[at], self._entry, self._rules.vocabulary_size)
+            if self._exceeds(len(tokens)) and not truncate:
+                raise self._too_long(places[at], len(tokens), cut=False)
+            found[at] = TextTokens(tuple(tokens[: self._rules.context_length]))
         return [found[at] for at in range(len(inputs))]
 
     def pairs(
@@ -223,31 +243,27 @@ class TextTokenizer:
         """
         work = work or TextWork()
         places = ["documents" if first is None else f"documents.{first + at}" for at in range(len(documents))]
-        _check_characters(query, "query")
+        check_characters(query, "query")
         for place, document in zip(places, documents, strict=True):
-            _check_characters(document, place)
-        self._check_query_length(query, work)
+            check_characters(document, place)
+        if (beginning := self._beginning(query)) != query:
+            tokens = self._encoder.encode([beginning], work, param="query")[0].length
+            if self._exceeds(tokens):
+                self._check_room(tokens, cut=True)
+            self._check_size(query, "query")
         if self._rules.pairs is not None:
             return self._template_pairs(self._rules.pairs, query, documents, places, work, truncate=truncate)
         query = self._rules.prompts.prompt_for(None) + query
         self._check_room(self._encoder.encode([(query, "")], work, param="query")[0].length)
         whole = [(query, document) for document in documents]
         parts = [(query, self._beginning(document)) for document in documents]
-        encodings = self._encodings(parts, whole, work, param="documents")
-        long = [at for at, encoding in enumerate(encodings) if self._exceeds(encoding.length)]
-        if long and not truncate:
-            at = long[0]
-            raise self._too_long(places[at], encodings[at].length, cut=parts[at] != whole[at])
-        if long:
-            for at, encoding in zip(
-                long, self._truncate([parts[at] for at in long], "only_second", work, param="documents"), strict=True
-            ):
-                encodings[at] = encoding
-        return [self._pair_tokens(encoding) for encoding in encodings]
-
-    def _pair_tokens(self, encoding: EncodedText) -> TextTokens:
-        second_start = encoding.second_start if self._rules.segments else None
-        return TextTokens(tuple(encoding.ids), second_start=second_start)
+        truncation = "only_second" if truncate else None
+        encodings = self._fitting(parts, whole, places, work, param="documents", truncation=truncation)
+        starts = [encoding.second_start if self._rules.segments else None for encoding in encodings]
+        return [
+            TextTokens(tuple(encoding.ids), second_start=start)
+            for encoding, start in zip(encodings, starts, strict=True)
+        ]
 
     def _template_pairs(
         self,
@@ -293,22 +309,33 @@ class TextTokenizer:
             inside = [start for start in starts if 0 <= start < len(document)]
             document = document[: min(inside[-excess:], default=0)]
 
-    def _encode(self, texts: list[str], places: list[str], work: TextWork, *, truncate: bool) -> list[tuple[int, ...]]:
-        beginnings = [self._beginning(text) for text in texts]
-        encodings = self._encodings(beginnings, texts, work, param=places[0] if len(places) == 1 else "input")
-        found = [encoding.ids for encoding in encodings]
-        long = [at for at, encoding in enumerate(encodings) if self._exceeds(encoding.length)]
-        if long and not truncate:
-            first = long[0]
-            raise self._too_long(places[first], encodings[first].length, cut=beginnings[first] != texts[first])
-        if long:
-            cut = self._truncate([beginnings[at] for at in long], "longest_first", work, param=places[long[0]])
-            for at, encoding in zip(long, cut, strict=True):
-                found[at] = encoding.ids
-        for ids, place in zip(found, places, strict=True):
-            if not ids:
-                raise InvalidRequestError(f"{place} is empty: the tokenizer returned no tokens for it", param=place)
-        return [tuple(ids) for ids in found]
+    def _fitting(
+        self,
+        beginnings: list[Text],
+        whole: Sequence[Text],
+        places: Sequence[str],
+        work: TextWork,
+        *,
+        param: str,
+        truncation: str | None,
+    ) -> list[EncodedText]:
+        """Encode texts, and truncate those that are too long.
+
+        Args:
+            truncation: The strategy of the tokenizer; None refuses texts that are too long.
+        """
+        found, context = self._encodings(beginnings, whole, work, param=param), self._rules.context_length
+        long = [at for at, encoding in enumerate(found) if self._exceeds(encoding.length)]
+        if not long or context is None:
+            return found
+        if truncation is None:
+            at = long[0]
+            raise self._too_long(places[at], found[at].length, cut=beginnings[at] != whole[at])
+        texts = [beginnings[at] for at in long]
+        cut = self._encoder.encode(texts, work, param=param, truncation=(context, truncation))
+        for at, encoding in zip(long, cut, strict=True):
+            found[at] = encoding
+        return found
 
     def _encodings(
         self, beginnings: list[Text], whole: Sequence[Text], work: TextWork, *, param: str, special: bool = True
@@ -326,45 +353,12 @@ class TextTokenizer:
                 (found[at],) = self._encoder.encode([text], work, param=param, special=special, keep=context)
         return found
 
-    def _truncate(self, texts: Sequence[Text], strategy: str, work: TextWork, *, param: str) -> list[EncodedText]:
-        context = self._rules.context_length
-        assert context is not None
-        return self._encoder.encode(texts, work, param=param, truncation=(context, strategy))
-
-    def _count_prompt_tokens(self, prompt: str, work: TextWork) -> int:
-        """Return the number of leading tokens that belong to a prompt, including a special token at the beginning."""
-        if not prompt:
-            return 0
-        ids = self._encoder.encode([prompt], work, param="input")[0].ids
-        return len(ids) - 1 if ids and ids[-1] in self._special else len(ids)
-
-    def _check_ids(self, tokens: tuple[int, ...], place: str, *, truncate: bool) -> tuple[int, ...]:
-        if not tokens:
-            raise InvalidRequestError(f"{place} is empty: send at least one token", param=place)
-        known = self._rules.vocabulary_size
-        wrong = next((token for token in tokens if not 0 <= token < known), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"{place} has the token id {wrong}; the ids of {self._model} are 0 to {known - 1}", param=place
-            )
-        if self._exceeds(len(tokens)) and not truncate:
-            raise self._too_long(place, len(tokens), cut=False)
-        return tokens[: self._rules.context_length]
-
-    def _check_query_length(self, query: str, work: TextWork) -> None:
-        beginning = self._beginning(query)
-        if beginning != query:
-            tokens = self._encoder.encode([beginning], work, param="query")[0].length
-            if self._exceeds(tokens):
-                self._check_room(tokens, cut=True)
-            self._check_size(query, "query")
-
     def _check_size(self, text: str | tuple[str, str], param: str) -> None:
         characters = sum(map(len, (text,) if isinstance(text, str) else text))
         context = self._rules.context_length
         if context is not None and characters > (limit := context * MAX_CHARACTERS_PER_TOKEN):
             raise ContextLengthError(
-                f"{param} has {characters} characters, and the limit of {self._model} is {limit}, "
+                f"{param} has {characters} characters, and the limit of {self._entry.id} is {limit}, "
                 f"{MAX_CHARACTERS_PER_TOKEN} for each of the {context} tokens that it takes; shorten it",
                 param=param,
             )
@@ -374,8 +368,8 @@ class TextTokenizer:
         context = self._rules.context_length
         if context is not None and tokens >= context:
             raise ContextLengthError(
-                f"query has {'more than ' if cut else ''}{tokens} tokens, and the limit of {self._model} is {context} "
-                "including the document; shorten the query",
+                f"query has {'more than ' if cut else ''}{tokens} tokens, and the limit of {self._entry.id} is "
+                f"{context} including the document; shorten the query",
                 param="query",
             )
 
@@ -389,15 +383,7 @@ class TextTokenizer:
 
     def _too_long(self, place: str, tokens: int, *, cut: bool) -> ContextLengthError:
         return ContextLengthError(
-            f"{place} has {'more than ' if cut else ''}{tokens} tokens, and the limit of {self._model} is "
+            f"{place} has {'more than ' if cut else ''}{tokens} tokens, and the limit of {self._entry.id} is "
             f"{self._rules.context_length}; shorten it{'' if place == 'query' else ' or send truncate: true'}",
             param=place,
         )
-
-
-def _check_characters(text: str, place: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        what = f"the lone surrogate {exc.object[exc.start]!r}, which is not a character"
-        raise InvalidRequestError(f"{place} has {what}", param=place) from exc

@@ -1,12 +1,18 @@
-"""Convert the events that llama.cpp streams to the deltas of an answer. Pure: the caller passes the time."""
+"""Convert the events that llama.cpp streams to the deltas of an answer, and find the ids of tokens that it did not
+report. Pure: the caller passes the time.
+
+While its text ends within a character, llama.cpp's server sends nothing, and later only the last token of the
+character. The tokens before that one are those whose bytes are the rest of the text that was sent.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from lmx_lab.engine.llama_cpp.missing_tokens import Gap
 from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.text.channels import ChannelFormat
@@ -24,6 +30,62 @@ from lmx_lab.values.outputs import (
 FINISHES: Mapping[str, FinishReason] = {
     "eos": "stop", "word": "stop", "stop": "stop", "tool_calls": "tool_calls", "limit": "length", "length": "length",
 }  # fmt: skip
+MAX_TOKEN_BYTES = 16
+"""Longer tokens do not end within a character."""
+MAX_SEQUENCES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Missing tokens of an answer."""
+
+    at: int
+    """Number of known tokens before them."""
+    count: int
+    text: str
+    """The text that they form with ``last``; empty if the answer ended within a character."""
+    last: tuple[int, ...]
+    """Ids of the tokens that were sent with the text."""
+
+
+class TokenIndex:
+    """The tokens of a vocabulary by their bytes."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._tokens = tokens
+        self._ids: dict[bytes, list[int]] = defaultdict(list)
+        for token, data in enumerate(tokens):
+            self._ids[data].append(token)
+
+    def candidates(self, gap: Gap) -> list[tuple[int, ...]]:
+        """Return the sequences of tokens that may fill a gap, at most ``MAX_SEQUENCES``."""
+        known = b"".join(self._tokens[token] for token in gap.last)
+        data = gap.text.encode()
+        if not data or not data.endswith(known):
+            return []
+        return list(islice(self._sequences(data[: len(data) - len(known)], gap.count), MAX_SEQUENCES))
+
+    def _sequences(self, data: bytes, count: int) -> Iterator[tuple[int, ...]]:
+        if not count:
+            if not data:
+                yield ()
+            return
+        for end in range(1, min(len(data) - count + 1, MAX_TOKEN_BYTES) + 1):
+            for token in self._ids.get(data[:end], ()):
+                for rest in self._sequences(data[end:], count - 1):
+                    yield (token, *rest)
+
+
+def choose(candidates: Sequence[tuple[int, ...]], gap: Gap, usual: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the only candidate, or the one that the tokenizer would use; None if there is none.
+
+    Args:
+        usual: The tokens of the gap's text, as the tokenizer returns them.
+    """
+    if len(candidates) == 1:
+        return candidates[0]
+    length = gap.count + len(gap.last)
+    return next((each for each in candidates if (*each, *gap.last) == tuple(usual[-length:])), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +231,13 @@ class AnswerReader:
         assert self.finish is not None
         admitted_at = self._admitted_at if self._admitted_at is not None else now
         first_at = self._first_token_at if self._first_token_at is not None else now
-        decoding_at = max(admitted_at, first_at - self._forward_pass_s(now, admitted_at, first_at))
+        # llama.cpp counts the forward pass that computed the first token as prompt time, which would make the speed of
+        # short answers too high.
+        if self.output_tokens > 1:
+            forward_pass_s = (now - first_at) / (self.output_tokens - 1)
+        else:
+            forward_pass_s = (first_at - admitted_at) / (self.computed_tokens + 1)
+        decoding_at = max(admitted_at, first_at - forward_pass_s)
         return GenerationReport(
             model=self._model,
             finish_reason=self.finish,
@@ -187,15 +255,6 @@ class AnswerReader:
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )
-
-    def _forward_pass_s(self, now: float, admitted_at: float, first_at: float) -> float:
-        """Return the estimated time of the forward pass that computed the first token.
-
-        llama.cpp counts it as prompt time, which would make the speed of short answers too high.
-        """
-        if self.output_tokens > 1:
-            return (now - first_at) / (self.output_tokens - 1)
-        return (first_at - admitted_at) / (self.computed_tokens + 1)
 
     def _read_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
         tokens = self._count(self._tokens_before + int(chunk["tokens_predicted"]), now)
@@ -219,10 +278,15 @@ class AnswerReader:
             delta = choice["delta"]
             if reasoning := delta.get("reasoning_content") or "":
                 self._reasoning_tokens += tokens
-            calls = tuple(_call(call) for call in delta.get("tool_calls") or ())
+            calls = []
+            for call in delta.get("tool_calls") or ():
+                function = call.get("function") or {}
+                name, arguments = function.get("name") or None, function.get("arguments") or ""
+                index, id_ = int(call.get("index", 0)), call.get("id") or None
+                calls.append(ToolCallDelta(index=index, id=id_, name=name, arguments=arguments))
             self._has_called = self._has_called or bool(calls)
             if reasoning or calls:
-                yield Delta(text="", tokens=tokens, reasoning=reasoning, tool_calls=calls)
+                yield Delta(text="", tokens=tokens, reasoning=reasoning, tool_calls=tuple(calls))
                 tokens = 0
             entries = self._entries((choice.get("logprobs") or {}).get("content") or ())
             yield from self._text(delta.get("content") or "", tokens, entries)
@@ -285,16 +349,6 @@ def _logprob(entry: Mapping[str, Any], top: int = 0, named: Sequence[int] = ()) 
         logprob=float(entry["logprob"]),
         top=tuple(_logprob(other) for other in others[:top]),
         named=tuple(_logprob(found[token]) for token in named if token in found),
-    )
-
-
-def _call(call: Mapping[str, Any]) -> ToolCallDelta:
-    function = call.get("function") or {}
-    return ToolCallDelta(
-        index=int(call.get("index", 0)),
-        id=call.get("id") or None,
-        name=function.get("name") or None,
-        arguments=function.get("arguments") or "",
     )
 
 

@@ -7,9 +7,8 @@ cores that compute the model.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lmx_lab.errors import EngineError
@@ -50,13 +49,11 @@ class LlamaConnection:
 
     async def get(self, path: str) -> Any:
         """Return the JSON at a path."""
-        async with self._open("GET", path, b"") as (status, parts):
-            return _parse_response(status, b"".join([part async for part in parts]))
+        return await self._request("GET", path, b"")
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Post a JSON body, and return the JSON response."""
-        async with self._open("POST", path, json.dumps(body).encode()) as (status, parts):
-            return _parse_response(status, b"".join([part async for part in parts]))
+        return await self._request("POST", path, json.dumps(body).encode())
 
     async def stream(self, path: str, body: bytes, on_event: OnEvent) -> None:
         """Post a body, and read the streamed response. Returns at its end, or when ``on_event`` returns True.
@@ -82,22 +79,26 @@ class LlamaConnection:
             # Closing the connection cancels what llama.cpp still computes for this request.
             events.close()
 
-    @contextlib.asynccontextmanager
-    async def _open(self, method: str, path: str, body: bytes) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+    async def _request(self, method: str, path: str, body: bytes) -> Any:
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket, limit=LIMIT_BYTES)
         except OSError as exc:
             raise _unavailable_error(exc) from exc
+        parts = []
         try:
             writer.write(f"{method} {path}{self._request_head}{len(body)}\r\n\r\n".encode() + body)
-            try:
-                await writer.drain()
-                status, chunked, length = _parse_head(await reader.readuntil(b"\r\n\r\n"))
-            except (OSError, asyncio.IncompleteReadError) as exc:
-                raise _unavailable_error(exc) from exc
-            yield status, _read_chunked_body(reader) if chunked else _read_body(reader, length)
+            await writer.drain()
+            status, chunked, length = _parse_head(await reader.readuntil(b"\r\n\r\n"))
+            if chunked:
+                while size := int(await reader.readline() or b"x", 16):
+                    parts.append((await reader.readexactly(size + 2))[:-2])
+            else:
+                parts.append(await reader.readexactly(length) if length is not None else await reader.read(-1))
+        except (OSError, asyncio.IncompleteReadError, ValueError) as exc:
+            raise _unavailable_error(exc) from exc
         finally:
             writer.close()
+        return _parse_response(status, b"".join(parts))
 
 
 class _Events(asyncio.Protocol):
@@ -127,8 +128,15 @@ class _Events(asyncio.Protocol):
             return
         try:
             self._data += data
-            if self._status is None and not self._read_head():
-                return
+            if self._status is None:
+                head, end, rest = self._data.partition(b"\r\n\r\n")
+                if not end:
+                    return
+                self._status, chunked, length = _parse_head(head + end)
+                if not chunked:
+                    # Only errors are sent without chunks; their body is handled as a single chunk.
+                    rest = f"{length or len(rest):x}\r\n".encode() + rest + b"\r\n0\r\n\r\n"
+                self._data = rest
             self._read_chunks()
         # An error in this response must not reach the event loop.
         except Exception as exc:
@@ -137,17 +145,6 @@ class _Events(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(exc or EngineError("llama.cpp closed the connection before the end of the answer"))
 
-    def _read_head(self) -> bool:
-        head, end, rest = self._data.partition(b"\r\n\r\n")
-        if not end:
-            return False
-        self._status, chunked, length = _parse_head(head + end)
-        if not chunked:
-            # Only errors are sent without chunks; their body is handled as a single chunk.
-            rest = f"{length or len(rest):x}\r\n".encode() + rest + b"\r\n0\r\n\r\n"
-        self._data = rest
-        return True
-
     def _read_chunks(self) -> None:
         while not self.done.done():
             size_text, end, rest = self._data.partition(b"\r\n")
@@ -155,31 +152,26 @@ class _Events(asyncio.Protocol):
                 return
             size = int(size_text, 16)
             if not size:
-                self._finish()
+                if self._status != OK:
+                    _parse_response(self._status or 500, self._body)
+                self._end(EngineError("llama.cpp ended the answer without its last event"))
                 return
             if len(rest) < size + 2:
                 return
             self._body += rest[:size]
             self._data = rest[size + 2 :]
-            if self._status == OK:
-                self._read_events()
-
-    def _read_events(self) -> None:
-        *events, self._body = self._body.split(END)
-        for event in events:
-            if not event.startswith(DATA + b"{"):
+            if self._status != OK:
                 continue
-            value = json.loads(event[len(DATA) :])
-            if (error := value.get("error")) is not None:
-                raise _refused_error(int(error.get("code") or 500), error)
-            if self._on_event(value):
-                self._end(None)
-                return
-
-    def _finish(self) -> None:
-        if self._status != OK:
-            _parse_response(self._status or 500, self._body)
-        self._end(EngineError("llama.cpp ended the answer without its last event"))
+            *events, self._body = self._body.split(END)
+            for event in events:
+                if not event.startswith(DATA + b"{"):
+                    continue
+                value = json.loads(event[len(DATA) :])
+                if (error := value.get("error")) is not None:
+                    raise _refused_error(int(error.get("code") or 500), error)
+                if self._on_event(value):
+                    self._end(None)
+                    return
 
     def _end(self, failure: BaseException | None) -> None:
         if self.done.done():
@@ -202,27 +194,12 @@ def _parse_head(head: bytes) -> tuple[int, bool, int | None]:
     return int(first.split()[1]), fields.get("transfer-encoding") == "chunked", int(length) if length else None
 
 
-async def _read_chunked_body(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    try:
-        while size := int(await reader.readline() or b"x", 16):
-            yield (await reader.readexactly(size + 2))[:-2]
-    except (OSError, asyncio.IncompleteReadError, ValueError) as exc:
-        raise _unavailable_error(exc) from exc
-
-
-async def _read_body(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
-    try:
-        yield await reader.readexactly(length) if length is not None else await reader.read(-1)
-    except (OSError, asyncio.IncompleteReadError) as exc:
-        raise _unavailable_error(exc) from exc
-
-
 def _parse_response(status: int, body: bytes) -> Any:
     try:
         value = json.loads(body)
     except ValueError as exc:
         raise RefusedError(status, "", body[:300].decode(errors="replace") or f"status {status}") from exc
-    if status != 200:
+    if status != OK:
         raise _refused_error(status, value.get("error", {}) if isinstance(value, dict) else {})
     return value
 

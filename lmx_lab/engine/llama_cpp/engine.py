@@ -420,10 +420,14 @@ class LlamaCppCore:
             now = time.perf_counter()
             if now - measured_at >= MEASURE_S:
                 measured_at = now
-                for resident in self._residents():
-                    resident.hosted.measure()
+                self._measure()
             if self._residents():
                 self._publish()
+
+    def _measure(self) -> None:
+        # Not in ``_refresh``, whose variables would keep a model in memory after its unload.
+        for resident in self._residents():
+            resident.hosted.measure()
 
 
 class LlamaCppEngine(LoopEngine[LlamaCppCore]):

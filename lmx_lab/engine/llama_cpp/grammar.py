@@ -63,13 +63,9 @@ class GrammarChecker:
             QueueFullError: compiling the grammar takes long and other grammars wait, or it has waited too long itself.
         """
         key = json.dumps([grammar, tools is None or tools.forced])
-        lark = self._checked.pop(key, None) or await self._check(grammar, tools)
-        self._checked[key] = lark
-        if len(self._checked) > MAX_CHECKED:
-            self._checked.popitem(last=False)
-        return lark
-
-    async def _check(self, grammar: str, tools: ToolUse | None) -> str:
+        if (known := self._checked.pop(key, None)) is not None:
+            self._checked[key] = known
+            return known
         whole = json.loads(await self._queue.run(partial(self._compile, grammar, tools)))
         parts = whole["grammars"][1:]
         if not await self._is_enforced(parts, tools):
@@ -78,11 +74,23 @@ class GrammarChecker:
                     continue
                 tool = TOOL.fullmatch(part["name"])
                 if tool is None or tools is None or tools.forced:
-                    raise _refusal(int(tool[1]) if tool is not None else None, tools)
+                    what, param = "this format", "response_format"
+                    if tool is not None and tools is not None:
+                        index = int(tool[1])
+                        what = f"the format of the parameters of the tool {tools.tools[index].name!r}"
+                        param = f"tools.{index}.function.parameters"
+                    raise InvalidRequestError(
+                        f"{what} cannot be enforced by llama.cpp, whose grammar compiler does not support all of it; "
+                        'simplify it, or load the model with engine="mlx"',
+                        param=param,
+                    )
                 # The model need not call this tool, so the request is not refused, and the arguments are not enforced.
                 part["json_schema"] = ANY_OBJECT
         lark = to_lark(json.dumps(whole, ensure_ascii=False))
         check_whole(lark)
+        self._checked[key] = lark
+        if len(self._checked) > MAX_CHECKED:
+            self._checked.popitem(last=False)
         return lark
 
     async def _is_enforced(self, parts: Sequence[Part], tools: ToolUse | None) -> bool:
@@ -134,18 +142,6 @@ class GrammarChecker:
         return (forbidden & -forbidden).bit_length() - 1 if forbidden else None
 
 
-def _refusal(tool: int | None, tools: ToolUse | None) -> InvalidRequestError:
-    what, param = "this format", "response_format"
-    if tool is not None and tools is not None:
-        what = f"the format of the parameters of the tool {tools.tools[tool].name!r}"
-        param = f"tools.{tool}.function.parameters"
-    return InvalidRequestError(
-        f"{what} cannot be enforced by llama.cpp, whose grammar compiler does not support all of it; simplify it, or "
-        'load the model with engine="mlx"',
-        param=param,
-    )
-
-
 def read_token_table(header: GgufHeader) -> TokenTable:
     """Return the vocabulary of a file, for grammars.
 
@@ -172,17 +168,14 @@ def to_lark(grammar: str) -> str:
     main, *parts = json.loads(grammar)["grammars"]
     rules = [REFERENCE.sub(r"\1", main["lark_grammar"])]
     for part in parts:
-        rules.append(f"{part['name']}: {_write_part(part)}")
+        if "lark_grammar" in part:
+            rules.append(f"{part['name']}: %lark {{\n{part['lark_grammar']}\n}}")
+            continue
+        schema = part["json_schema"]
+        if isinstance(schema, dict):
+            schema = {**schema, "x-guidance": ON_ONE_LINE}
+        rules.append(f"{part['name']}: %json {json.dumps(schema)}")
     return "\n".join(rules)
-
-
-def _write_part(part: Mapping[str, Any]) -> str:
-    if "lark_grammar" in part:
-        return f"%lark {{\n{part['lark_grammar']}\n}}"
-    schema = part["json_schema"]
-    if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": ON_ONE_LINE}
-    return f"%json {json.dumps(schema)}"
 
 
 def check_whole(lark: str) -> None:

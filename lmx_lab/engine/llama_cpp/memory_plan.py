@@ -98,10 +98,27 @@ def plan_context(
     fixed = entry.load_bytes + BASE_BYTES + sum(BATCH_TOKENS * _vocabulary(it) * 4 for it in models)
     if entry.kind != "chat":
         if header.architecture in GGUF_ENCODERS:
-            return _plan_for_encoder(entry, model_context, fixed, limit_bytes)
+            # An encoder computes a text in one step and keeps no cache of it.
+            _require_memory(entry, fixed, limit_bytes)
+            total = model_context * TEXTS_AT_ONCE
+            return ContextPlan(
+                slots=TEXTS_AT_ONCE,
+                context_length=model_context,
+                total_tokens=total,
+                cache_tokens=total,
+                batch_tokens=model_context,
+                unified=False,
+                bytes=fixed,
+            )
         return _plan_for_decoder(entry, header, model_context, limit_bytes)
     spec = spec or LoadSpec(model=entry.id)
-    _require_whole_blocks(entry, header, spec.kv_cache_dtype)
+    if spec.kv_cache_dtype is not None and not can_quantize_cache(header):
+        raise UnusableModelError(
+            f"kv_cache_dtype is {spec.kv_cache_dtype}, which needs attention heads with a multiple of {BLOCK} numbers; "
+            f"those of {entry.id} have {' and '.join(map(str, sorted(set(_head_lengths(header)))))}; leave out "
+            "kv_cache_dtype",
+            param="kv_cache_dtype",
+        )
     return _plan_for_chat(entry, models, model_context, fixed, limit_bytes, spec=spec, slots=slots)
 
 
@@ -146,21 +163,6 @@ def _plan_for_chat(
         unified=False,
         bytes=fixed + per_token * slot_tokens * (slots + 1),
         token_bytes=per_token,
-    )
-
-
-def _plan_for_encoder(entry: ModelEntry, model_context: int, fixed: int, limit_bytes: int) -> ContextPlan:
-    """Plan for a model that computes a text in one step and keeps no cache of it."""
-    _require_memory(entry, fixed, limit_bytes)
-    total = model_context * TEXTS_AT_ONCE
-    return ContextPlan(
-        slots=TEXTS_AT_ONCE,
-        context_length=model_context,
-        total_tokens=total,
-        cache_tokens=total,
-        batch_tokens=model_context,
-        unified=False,
-        bytes=fixed,
     )
 
 
@@ -232,15 +234,6 @@ def can_quantize_cache(header: GgufHeader) -> bool:
 def cache_dtype(header: GgufHeader, spec: LoadSpec) -> KvCacheDtype | None:
     """Return the type of the KV cache of a model, or of a draft model, which is not quantized if that is impossible."""
     return spec.kv_cache_dtype if can_quantize_cache(header) else None
-
-
-def _require_whole_blocks(entry: ModelEntry, header: GgufHeader, dtype: KvCacheDtype | None) -> None:
-    if dtype is not None and not can_quantize_cache(header):
-        raise UnusableModelError(
-            f"kv_cache_dtype is {dtype}, which needs attention heads with a multiple of {BLOCK} numbers; those of "
-            f"{entry.id} have {' and '.join(map(str, sorted(set(_head_lengths(header)))))}; leave out kv_cache_dtype",
-            param="kv_cache_dtype",
-        )
 
 
 def _rounded_up(tokens: int) -> int:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.grammar.build import Marker
 from lmx_lab.engine.grammar.worker import TokenTable
+from lmx_lab.engine.llama_cpp.answer import TokenIndex
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
-from lmx_lab.engine.llama_cpp.grammar import read_token_table
+from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, read_token_table
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context
-from lmx_lab.engine.llama_cpp.missing_tokens import TokenIndex
 from lmx_lab.engine.llama_cpp.process import PACKAGE, LlamaProcess
 from lmx_lab.engine.memory import default_threads, prefix_cache_bytes
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
@@ -98,6 +98,8 @@ class HostedModel:
     """Locked while a long text is tokenized, so that this keeps one core busy at most."""
     slot_files: SlotFiles | None = None
     """Keeps slots on disk; None if that is off."""
+    grammars: GrammarChecker | None = None
+    """Checks grammars; created with the first one."""
     token_table: TokenTable | None = None
     """Vocabulary for grammars; read when it is first needed."""
     token_index: TokenIndex | None = None
@@ -147,25 +149,22 @@ class HostedModel:
             if min(len(text), characters) <= SHORT_CHARACTERS:
                 answer = await self.connection.post("/tokenize", body)
             else:
-                answer = await self._tokenize_long(body, deadline)
+                try:
+                    await asyncio.wait_for(self.long_texts.acquire(), max(0.0, deadline - time.monotonic()))
+                except TimeoutError:
+                    raise QueueFullError(
+                        f"the text was not tokenized within {LIMIT_S:g} s, because other texts were; try again in 2 s, "
+                        "or send less",
+                        retry_after_s=2,
+                    ) from None
+                # A task, because llama.cpp tokenizes the text to its end even if the caller is cancelled.
+                task = asyncio.create_task(self.connection.post("/tokenize", body))
+                task.add_done_callback(self._end_long_text)
+                answer = await asyncio.shield(task)
             tokens = [int(token) for token in answer["tokens"]]
             if len(tokens) > at_most or characters >= len(text):
                 return tokens
             characters *= GROWTH
-
-    async def _tokenize_long(self, body: Mapping[str, Any], deadline: float) -> Any:
-        try:
-            await asyncio.wait_for(self.long_texts.acquire(), max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            raise QueueFullError(
-                f"the text was not tokenized within {LIMIT_S:g} s, because other texts were; try again in 2 s, or send "
-                "less",
-                retry_after_s=2,
-            ) from None
-        # A task, because llama.cpp tokenizes the text to its end even if the caller is cancelled.
-        task = asyncio.create_task(self.connection.post("/tokenize", body))
-        task.add_done_callback(self._end_long_text)
-        return await asyncio.shield(task)
 
     def _end_long_text(self, task: asyncio.Task[Any]) -> None:
         self.long_texts.release()
@@ -210,7 +209,11 @@ async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, l
     plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes, spec=spec, draft=draft)
     fields = _common_params(entry, header, plan, settings, limit_bytes, spec=spec)
     if draft is not None:
-        fields |= _draft_params(draft, spec, fields)
+        prefix = "speculative.draft."
+        threads = {name: fields[name] for name in ("cpuparams.n_threads", "cpuparams_batch.n_threads")}
+        fields |= {"speculative_type": "DRAFT_SIMPLE", f"{prefix}mparams.path": str(draft.path)}
+        fields |= {f"{prefix}{name}": count for name, count in threads.items()}
+        fields |= _cache_types(cache_dtype(draft, spec), prefix)
     allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
     max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
     environ = {**llama_environ(os.environ), **SLOT_TEXTS}
@@ -308,16 +311,6 @@ def read_draft(entry: ModelEntry) -> GgufHeader | None:
     return header
 
 
-def _draft_params(draft: GgufHeader, spec: LoadSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = "speculative.draft."
-    return {
-        "speculative_type": "DRAFT_SIMPLE",
-        f"{prefix}mparams.path": str(draft.path),
-        **{f"{prefix}{name}": fields[name] for name in ("cpuparams.n_threads", "cpuparams_batch.n_threads")},
-        **_cache_types(cache_dtype(draft, spec), prefix),
-    }
-
-
 def _cache_types(dtype: KvCacheDtype | None, prefix: str = "") -> dict[str, int]:
     # Needs flash attention, which llama.cpp uses for all models that support it, and refuses the others.
     return {f"{prefix}cache_type_{side}": CACHE_TYPES[dtype] for side in "kv"} if dtype is not None else {}
@@ -349,7 +342,12 @@ async def _describe(
     )
     if entry.kind == "chat":
         props = await connection.get("/props")
-        markers = {name: marker for name in ALL_MARKERS if (marker := await _marker(connection, name)) is not None}
+        markers: dict[str, Marker] = {}
+        for name in ALL_MARKERS:
+            body = {"content": name, "add_special": False, "parse_special": True}
+            tokens = (await connection.post("/tokenize", body))["tokens"]
+            if len(tokens) == 1:
+                markers[name] = (int(tokens[0]),)
         hosted.chat_format = detect_chat_format(props["chat_template"], props["chat_template_caps"], markers)
     else:
         hosted.dimensions = int(model["meta"]["n_embd"])
@@ -359,13 +357,6 @@ async def _describe(
                 await hosted.tokenize(empty, at_most=len(pair_template), parse_special=True)
             )
     return hosted
-
-
-async def _marker(connection: LlamaConnection, text: str) -> Marker | None:
-    """Return the token id of a marker; None if it is not a single token."""
-    response = await connection.post("/tokenize", {"content": text, "add_special": False, "parse_special": True})
-    tokens = response["tokens"]
-    return (int(tokens[0]),) if len(tokens) == 1 else None
 
 
 def detect_chat_format(template: str, caps: Mapping[str, Any], markers: Mapping[str, Marker]) -> ChatFormat:

@@ -148,7 +148,6 @@ class LlamaPreparer:
         self._templates = ThreadPoolExecutor(
             max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
         )
-        self._checker: tuple[HostedModel, GrammarChecker] | None = None
         self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
 
     def stop(self) -> None:
@@ -177,6 +176,10 @@ class LlamaPreparer:
                 'them out, or load the model with engine="mlx"',
                 param="min_tokens",
             )
+        named_tokens = [
+            named if isinstance(named, int) else await _single_token(named, hosted, "logprob_tokens")
+            for named in request.logprob_tokens
+        ]
         return PreparedRequest(
             request=request,
             route=route,
@@ -185,7 +188,7 @@ class LlamaPreparer:
             thinking=thinking,
             chat=chat,
             grammar=grammar,
-            named_tokens=await _named_tokens(request, hosted),
+            named_tokens=tuple(named_tokens),
             context_length=hosted.context_length,
         )
 
@@ -216,7 +219,15 @@ class LlamaPreparer:
                 check_characters(prompt.text, "prompt")
                 return await _tokenize(prompt.text, request, hosted, special=prompt.special), {}, "closed"
             case InfillPrompt():
-                return await _tokenize_infill(prompt, request, hosted), {}, "closed"
+                if (marks := await hosted.load_infill_tokens()) is None:
+                    raise no_infill_error(hosted.entry.id)
+                check_characters(prompt.prefix, "prompt")
+                check_characters(prompt.suffix, "suffix")
+                beginning = await _tokenize("", request, hosted)
+                before, after = [
+                    await _tokenize(text, request, hosted, special=False) for text in (prompt.prefix, prompt.suffix)
+                ]
+                return [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle], {}, "closed"
             case TokenPrompt():
                 return list(prompt.tokens), {}, "closed"
 
@@ -286,11 +297,11 @@ class LlamaPreparer:
                 'the model with engine="mlx"',
                 param="token",
             )
-        if self._checker is None or self._checker[0] is not hosted:
+        if hosted.grammars is None:
             token_table = await hosted.load_token_table()
-            self._checker = hosted, GrammarChecker(token_table, self._grammars, hosted.connection)
+            hosted.grammars = hosted.grammars or GrammarChecker(token_table, self._grammars, hosted.connection)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        return await self._checker[1].check(grammar, tools)
+        return await hosted.grammars.check(grammar, tools)
 
 
 def _chat_input(request: GenerationRequest, prompt: ChatPrompt, hosted: HostedModel, route: Route) -> dict[str, Any]:
@@ -337,20 +348,6 @@ async def _within_limits(rendering: Coroutine[Any, Any, T], request: GenerationR
     )
 
 
-async def _named_tokens(request: GenerationRequest, hosted: HostedModel) -> tuple[int, ...]:
-    """Return the ids of ``logprob_tokens``.
-
-    Raises:
-        InvalidRequestError: a text is not exactly one token.
-    """
-    return tuple(
-        [
-            named if isinstance(named, int) else await _single_token(named, hosted, "logprob_tokens")
-            for named in request.logprob_tokens
-        ]
-    )
-
-
 async def _single_token(text: str, hosted: HostedModel, param: str) -> int:
     check_characters(text, param)
     body = {"content": text, "add_special": False, "parse_special": True}
@@ -381,17 +378,6 @@ async def _answer_beginning(request: GenerationRequest, hosted: HostedModel) -> 
         )
     ends = bool(tokens) and tokens[-1] in table.eos_tokens and not request.ignore_eos
     return AnswerBeginning(tokens=tokens, texts=texts, ends=ends)
-
-
-async def _tokenize_infill(prompt: InfillPrompt, request: GenerationRequest, hosted: HostedModel) -> list[int]:
-    marks = await hosted.load_infill_tokens()
-    if marks is None:
-        raise no_infill_error(hosted.entry.id)
-    check_characters(prompt.prefix, "prompt")
-    check_characters(prompt.suffix, "suffix")
-    beginning = await _tokenize("", request, hosted)
-    before, after = [await _tokenize(text, request, hosted, special=False) for text in (prompt.prefix, prompt.suffix)]
-    return [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle]
 
 
 async def _tokenize(text: str, request: GenerationRequest, hosted: HostedModel, *, special: bool = True) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from lmx_lab.errors import LabError, OutOfMemoryError, UnusableModelError
+from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 from lmx_lab.extras import install_command
 from lmx_lab.settings import without_secrets
 
@@ -79,7 +79,8 @@ class LlamaProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path, api_key: str, *, max_bytes: int) -> None:
         self._process = process
-        self._folder = folder
+        self.folder = folder
+        """The private folder of the process, in which it saves slots."""
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._reading = asyncio.create_task(self._read_errors(), name="lmx-lab llama.cpp stderr")
         self._stopping = False
@@ -97,12 +98,7 @@ class LlamaProcess:
     @property
     def socket(self) -> str:
         """Path of the UNIX socket of the process. llama.cpp recognizes it by its suffix."""
-        return str(self._folder / "llama.sock")
-
-    @property
-    def folder(self) -> Path:
-        """The private folder of the process, in which it saves slots."""
-        return self._folder
+        return str(self.folder / "llama.sock")
 
     @classmethod
     async def start(
@@ -121,7 +117,16 @@ class LlamaProcess:
             OutOfMemoryError: there is too little memory for the model.
         """
         require_installed(path)
-        folder = _private_folder()
+        # The path of a socket has at most 104 bytes on macOS, 108 on Linux; TMPDIR may be long.
+        parent = tempfile.gettempdir()
+        parent = parent if len(parent) <= MAX_FOLDER_LENGTH else "/tmp"
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="lmx-", dir=parent))
+        except OSError as exc:
+            raise UnusableModelError(
+                f"llama.cpp needs a temporary folder, and {exc.filename or parent} cannot be created: {exc.strerror}; "
+                "free space there, or set TMPDIR to another folder"
+            ) from exc
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", str(SCRIPT), str(folder), str(os.getpid()),
@@ -147,7 +152,7 @@ class LlamaProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         parameters = {
-            "fields": {"model.path": str(path), "slot_save_path": f"{self._folder}{os.sep}", **fields},
+            "fields": {"model.path": str(path), "slot_save_path": f"{self.folder}{os.sep}", **fields},
             "api_key": self.api_key,
             "socket": self.socket,
             "data_bytes": self._max_bytes + STACK_BYTES,
@@ -156,7 +161,9 @@ class LlamaProcess:
             self._process.stdin.write(json.dumps(parameters).encode() + b"\n")
             await self._process.stdin.drain()
         # There is no timeout here, because the caller cancels a load that takes too long.
-        ready = await _is_ready(self._process.stdout)
+        ready = False
+        while not ready and (line := await self._process.stdout.readline()):
+            ready = line.startswith(READY)
         # A short load may end between two measurements of its memory.
         if ready and self.own_bytes > self._max_bytes:
             await self._end_for_memory()
@@ -164,7 +171,12 @@ class LlamaProcess:
         if not ready:
             await self._process.wait()
             await self._reading
-            raise self._failure(path)
+            reason = self.reason()
+            if OUT_OF_MEMORY.search(reason):
+                raise OutOfMemoryError(
+                    f"{path} does not fit in memory: {reason}; choose a smaller or more quantized model, or fewer slots"
+                )
+            raise UnusableModelError(f"{path} cannot be loaded by llama.cpp: {reason}", param="model")
 
     async def _limit_memory(self) -> None:
         """End the process when it exceeds its memory limit.
@@ -177,14 +189,6 @@ class LlamaProcess:
 
     async def _end_for_memory(self) -> None:
         await self.kill_with_reason(f"it used more than {self._max_bytes / 1e9:.1f} GB of memory")
-
-    def _failure(self, path: Path) -> LabError:
-        reason = self.reason()
-        if OUT_OF_MEMORY.search(reason):
-            return OutOfMemoryError(
-                f"{path} does not fit in memory: {reason}; choose a smaller or more quantized model, or fewer slots"
-            )
-        return UnusableModelError(f"{path} cannot be loaded by llama.cpp: {reason}", param="model")
 
     def reason(self) -> str:
         """Return why the process has ended, by its messages or its exit status."""
@@ -246,7 +250,7 @@ class LlamaProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         cancelled = await self._wait_for_end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         if self._process.returncode is None:
             self._reading.cancel()
             self._watching.cancel()
@@ -287,28 +291,3 @@ class LlamaProcess:
             rest = rest[-MAX_LINE_BYTES:]
         if rest:
             self._lines.append(rest.decode(errors="replace"))
-
-
-async def _is_ready(output: asyncio.StreamReader) -> bool:
-    """Read until the line that reports success, and return True; return False if the output ends without it."""
-    while line := await output.readline():
-        if line.startswith(READY):
-            return True
-    return False
-
-
-def _private_folder() -> Path:
-    """Create a folder for the socket that only this user can access, and return its path.
-
-    Raises:
-        UnusableModelError: the folder cannot be created.
-    """
-    # The path of a socket has at most 104 bytes on macOS, 108 on Linux; TMPDIR may be long.
-    parent = tempfile.gettempdir()
-    try:
-        return Path(tempfile.mkdtemp(prefix="lmx-", dir=parent if len(parent) <= MAX_FOLDER_LENGTH else "/tmp"))
-    except OSError as exc:
-        raise UnusableModelError(
-            f"llama.cpp needs a temporary folder, and {exc.filename or parent} cannot be created: {exc.strerror}; free "
-            "space there, or set TMPDIR to another folder"
-        ) from exc

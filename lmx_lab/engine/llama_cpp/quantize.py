@@ -57,7 +57,13 @@ def quantize(
     """
     report = progress or ignore_progress
     catalog = Catalog(settings)
-    original = _original(catalog, name, report)
+    fetched = catalog.fetch(name, report, format="gguf")
+    entries = [fetched, *catalog.find_formats(name, all_formats=True)]
+    original = next((entry for entry in entries if entry.format == "gguf" and entry.copy is None), None)
+    if original is None:
+        raise UnusableModelError(
+            f"{fetched.id} has no GGUF file, of which a copy could be made; fetch one: lmx-lab pull org/name:Q4_K_M"
+        )
     require_installed(original.path)
     if (gpu := gpu_of_mlx()) is not None:
         raise UnusableModelError(
@@ -71,32 +77,17 @@ def quantize(
     key = f"{converted_id(original.path)}-{type_name.lower()}"
     with lock_model(folder, key):
         if not any(location.id == key for location in copy_locations(folder)):
-            needed_bytes = copy_bytes(header, type_name)
-            require_disk(folder, needed_bytes, settings.disk_reserve_bytes, key)
-            _require_memory(original, original.size_bytes + needed_bytes, settings)
+            copied_bytes = copy_bytes(header, type_name)
+            require_disk(folder, copied_bytes, settings.disk_reserve_bytes, key)
+            needed_bytes = original.size_bytes + copied_bytes + EXTRA_BYTES
+            if needed_bytes > (limit := limit_bytes(settings.memory_limit_bytes)):
+                raise OutOfMemoryError(
+                    f"{original.id} and its copy need {needed_bytes / 1e9:.1f} GB of memory to be compared, and "
+                    f"{limit / 1e9:.1f} GB are allowed; use the original"
+                )
             _make(settings, original, type_name, key, report)
     path = next(location.path for location in copy_locations(folder) if location.id == key)
     return next(entry for entry in catalog.find_formats(key) if entry.path == path)
-
-
-def _original(catalog: Catalog, name: str, report: ProgressCallback) -> ModelEntry:
-    fetched = catalog.fetch(name, report, format="gguf")
-    entries = [fetched, *catalog.find_formats(name, all_formats=True)]
-    found = next((entry for entry in entries if entry.format == "gguf" and entry.copy is None), None)
-    if found is None:
-        raise UnusableModelError(
-            f"{fetched.id} has no GGUF file, of which a copy could be made; fetch one: lmx-lab pull org/name:Q4_K_M"
-        )
-    return found
-
-
-def _require_memory(entry: ModelEntry, needed_bytes: int, settings: Settings) -> None:
-    limit = limit_bytes(settings.memory_limit_bytes)
-    if needed_bytes + EXTRA_BYTES > limit:
-        raise OutOfMemoryError(
-            f"{entry.id} and its copy need {(needed_bytes + EXTRA_BYTES) / 1e9:.1f} GB of memory to be compared, and "
-            f"{limit / 1e9:.1f} GB are allowed; use the original"
-        )
 
 
 def _make(

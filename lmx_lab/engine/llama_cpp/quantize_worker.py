@@ -212,12 +212,20 @@ def write_copy(header: GgufHeader, target: Path, type_name: QuantizedType, ggml:
     """Write the file again with other types of weights. Metadata and the order of tensors are kept."""
     types = [type_after(tensor, type_name) for tensor in header.tensors]
     alignment = header.integer("general.alignment") or 32
-    sizes = [_size(tensor, new) for tensor, new in zip(header.tensors, types, strict=True)]
+    sizes = []
+    for tensor, new in zip(header.tensors, types, strict=True):
+        weights, block_bytes = BLOCKS[new]
+        sizes.append(math.prod(tensor.shape) // weights * block_bytes)
     with header.path.open("rb") as source, target.open("xb") as out:
-        out.write(_metadata(source.read(header.table_offset), type_name))
+        # Magic, version, counts and metadata, with the new type of the file, if the file states one.
+        head, key, rest = source.read(header.table_offset).partition(FILE_TYPE_KEY)
+        out.write(head + key + struct.pack("<I", FILE_TYPES[type_name]) + rest[4:] if key else head)
         offset = 0
         for tensor, new, size in zip(header.tensors, types, sizes, strict=True):
-            out.write(_table_entry(tensor, new, offset))
+            name, count = tensor.name.encode(), len(tensor.shape)
+            shape = struct.pack(f"<I{count}Q", count, *tensor.shape)
+            place = struct.pack("<IQ", TYPE_NUMBERS[new], offset)
+            out.write(struct.pack("<Q", len(name)) + name + shape + place)
             offset += _padded(size, alignment)
         out.write(bytes(_padded(out.tell(), alignment) - out.tell()))
         with ThreadPoolExecutor(threads) as pool:
@@ -243,24 +251,6 @@ def _pieces(header: GgufHeader, tensor: GgufTensor, new: str, ggml: Ggml, pool: 
         return piece if new == tensor.type else ggml.quantize(new, ggml.dequantize(tensor.type, piece), row)
 
     return pool.map(converted, range(0, tensor.size_bytes, step))
-
-
-def _metadata(data: bytes, type_name: QuantizedType) -> bytes:
-    """Return magic, version, counts and metadata with the new type of the file, if the file states one."""
-    head, key, rest = data.partition(FILE_TYPE_KEY)
-    return head + key + struct.pack("<I", FILE_TYPES[type_name]) + rest[4:] if key else data
-
-
-def _table_entry(tensor: GgufTensor, type_name: str, offset: int) -> bytes:
-    name = tensor.name.encode()
-    count = len(tensor.shape)
-    shape = struct.pack(f"<I{count}Q", count, *tensor.shape)
-    return struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", TYPE_NUMBERS[type_name], offset)
-
-
-def _size(tensor: GgufTensor, type_name: str) -> int:
-    weights, size = BLOCKS[type_name]
-    return math.prod(tensor.shape) // weights * size
 
 
 def _padded(size: int, alignment: int) -> int:
@@ -334,16 +324,12 @@ def _speeds(original: Model, copy: Model) -> list[float]:
         times: dict[Model, list[float]] = {original: [], copy: []}
         for _ in range(repetitions):
             for model, found in times.items():
-                found.append(_pass_s(model, count))
+                model.clear()
+                started = time.process_time()
+                model.compute(range(1, count + 1), 0, outputs=count <= 8)
+                found.append(time.process_time() - started)
         ratios.append(min(times[original]) / max(min(times[copy]), 1e-9))
     return ratios
-
-
-def _pass_s(model: Model, count: int) -> float:
-    model.clear()
-    started = time.process_time()
-    model.compute(range(1, count + 1), 0, outputs=count <= 8)
-    return time.process_time() - started
 
 
 # The process
@@ -353,8 +339,12 @@ def main() -> None:
     """Write and measure the copy that standard input describes."""
     parameters = json.load(sys.stdin)
     threading.Thread(target=_exit_with_parent, args=(parameters["parent"],), daemon=True).start()
+    type_name, target, threads = parameters["type"], Path(parameters["target"]), int(parameters["threads"])
+    assert type_name in get_args(QuantizedType)
     try:
-        copy = _run(parameters)
+        header, ggml = read_header(Path(parameters["source"])), Ggml()
+        write_copy(header, target, type_name, ggml, threads)
+        copy = measure(header, target, type_name, ggml, threads)
     except UnusableModelError as exc:
         _print({"error": exc.message, "full": False})
     except OSError as exc:
@@ -363,14 +353,6 @@ def main() -> None:
         _print({"copy": asdict(copy)})
     # Models are not closed; the end of the process frees them.
     os._exit(0)
-
-
-def _run(parameters: dict[str, Any]) -> QuantizedCopy:
-    type_name, target, threads = parameters["type"], Path(parameters["target"]), int(parameters["threads"])
-    assert type_name in get_args(QuantizedType)
-    header, ggml = read_header(Path(parameters["source"])), Ggml()
-    write_copy(header, target, type_name, ggml, threads)
-    return measure(header, target, type_name, ggml, threads)
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from lmx_lab.engine.admission import AdmissionControl, Permit
-from lmx_lab.engine.llama_cpp.answer import AnswerReader
+from lmx_lab.engine.llama_cpp.answer import AnswerReader, choose
 from lmx_lab.engine.llama_cpp.connection import RefusedError
-from lmx_lab.engine.llama_cpp.missing_tokens import choose
 from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.prepare import PreparedRequest
 from lmx_lab.engine.llama_cpp.request import sampling
@@ -33,7 +32,7 @@ Post = Callable[[Mailbox, Item], None]
 PAUSE_CHECK_S = 0.05
 """Interval between two checks whether a request should be paused for a waiting one."""
 IDS_S = 5.0
-"""Time limit for finding the token ids of an answer that llama.cpp has parsed itself."""
+"""Time limit for finding the token ids of an answer that llama.cpp did not report."""
 DEATH_S = 1.0
 """Time to wait for the end of the process after its connection has ended, since that may be the cause."""
 
@@ -187,11 +186,27 @@ class LlamaQueue:
                     generation.mailbox.steps.start(time.perf_counter())
                 await self._generate(generation)
                 generation.reader.pause()
-            if generation.reader.gaps:
-                await self._send_last_ids(generation)
-        report = generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
-        if generation.prepared.route != "/completion" and generation.prepared.request.needs_ids:
-            await self._send_parsed_ids(generation)
+        prepared, reader = generation.prepared, generation.reader
+        report = reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
+        # The answer is complete. It ends without ids that cannot be found, whatever the reason.
+        with contextlib.suppress(RefusedError, LabError, TimeoutError):
+            async with asyncio.timeout(IDS_S):
+                if reader.gaps:
+                    await self._send_last_ids(generation)
+                elif prepared.route != "/completion" and prepared.request.needs_ids:
+                    fields = sampling(
+                        prepared.request, choice=generation.choice, context_length=prepared.context_length
+                    )
+                    tokens = await _find_parsed_ids(
+                        self._hosted,
+                        prepared.tokens,
+                        fields,
+                        output_tokens=reader.output_tokens,
+                        ended=reader.finish != "length",
+                    )
+                    self._post(generation.mailbox, Delta(text="", tokens=0, ids=tokens))
+                    # As in ``_score``, they must arrive before the report.
+                    await asyncio.sleep(0)
         return report
 
     async def _send_last_ids(self, generation: LlamaGeneration) -> None:
@@ -200,8 +215,14 @@ class LlamaQueue:
         found: list[Sequence[int]] = []
         for gap in reader.gaps:
             if not gap.text:
-                before = [*reader.tokens[: reader.sent_ids], *reader.last_ids(found).ids]
-                found.append(await self._generate_again(generation, before, gap.count))
+                # The answer ended within a character. Only the last tokens of a greedy answer can be generated again.
+                prepared, missing = generation.prepared, []
+                if prepared.can_continue and not prepared.request.sampling.temperature:
+                    before = [*reader.tokens[: reader.sent_ids], *reader.last_ids(found).ids]
+                    body = prepared.body(generation.choice, self._hosted, before, output_tokens=len(before))
+                    body |= {"n_predict": gap.count, "stream": False, "return_progress": False, "return_tokens": True}
+                    missing = list((await self._hosted.connection.post("/completion", body)).get("tokens") or [])
+                found.append(missing)
                 continue
             candidates = index.candidates(gap)
             usual: list[int] = []
@@ -211,32 +232,6 @@ class LlamaQueue:
                 return
             found.append(tokens)
         self._post(generation.mailbox, reader.last_ids(found))
-
-    async def _send_parsed_ids(self, generation: LlamaGeneration) -> None:
-        """Send the ids of an answer that llama.cpp has parsed itself, if they can be found."""
-        prepared, reader = generation.prepared, generation.reader
-        fields = sampling(prepared.request, choice=generation.choice, context_length=prepared.context_length)
-        with contextlib.suppress(RefusedError, EngineError, TimeoutError):
-            async with asyncio.timeout(IDS_S):
-                tokens = await _find_parsed_ids(
-                    self._hosted,
-                    prepared.tokens,
-                    fields,
-                    output_tokens=reader.output_tokens,
-                    ended=reader.finish != "length",
-                )
-            self._post(generation.mailbox, Delta(text="", tokens=0, ids=tokens))
-            # As in ``_score``, they must arrive before the report.
-            await asyncio.sleep(0)
-
-    async def _generate_again(self, generation: LlamaGeneration, before: Sequence[int], count: int) -> list[int]:
-        """Return the last tokens of a greedy answer that ended within a character; none of other answers."""
-        prepared = generation.prepared
-        if not prepared.can_continue or prepared.request.sampling.temperature:
-            return []
-        body = prepared.body(generation.choice, self._hosted, before, output_tokens=len(before))
-        how = {"n_predict": count, "stream": False, "return_progress": False, "return_tokens": True}
-        return list((await self._hosted.connection.post("/completion", body | how)).get("tokens") or [])
 
     async def _score(self, generation: LlamaGeneration) -> None:
         """Score the prompt, and post its scores."""

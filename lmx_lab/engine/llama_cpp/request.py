@@ -33,7 +33,13 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
     Raises:
         InvalidRequestError: neither route supports the request.
     """
-    _refuse(request)
+    if request.thinking_budget is not None:
+        raise InvalidRequestError(
+            'llama.cpp does not support thinking_budget; leave it out, or load the model with engine="mlx"',
+            param="thinking_budget",
+        )
+    if request.steer:
+        raise no_steering_error("llama.cpp")
     prompt = request.prompt
     if not isinstance(prompt, ChatPrompt):
         return "/completion"
@@ -61,21 +67,21 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
     return "/v1/chat/completions"
 
 
-def _refuse(request: GenerationRequest) -> None:
-    if request.thinking_budget is not None:
-        raise InvalidRequestError(
-            'llama.cpp does not support thinking_budget; leave it out, or load the model with engine="mlx"',
-            param="thinking_budget",
-        )
-    if request.steer:
-        raise no_steering_error("llama.cpp")
-
-
 def chat_input(request: GenerationRequest, prompt: ChatPrompt, chat_format: ChatFormat, route: Route) -> dict[str, Any]:
     """Return messages, tools and template variables, for ``/apply-template`` and for the chat route."""
     native = route != "/completion"
     variables = chat_format.template_input(request, prompt)
-    body: dict[str, Any] = {"messages": [_message(message) for message in variables.pop("messages")]}
+    messages = []
+    for message in variables.pop("messages"):
+        shown = dict(message)
+        if calls := shown.get("tool_calls"):
+            # As in the chat format, arguments are JSON strings.
+            shown["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for call in calls
+            ]
+        messages.append(shown)
+    body: dict[str, Any] = {"messages": messages}
     if (tools := variables.pop("tools", None)) is not None:
         body["tools"] = tools
     elif native and prompt.tools is not None:
@@ -87,20 +93,13 @@ def chat_input(request: GenerationRequest, prompt: ChatPrompt, chat_format: Chat
     return body
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose tool calls have their arguments as JSON strings, as in the chat format."""
-    shown = dict(message)
-    if calls := shown.get("tool_calls"):
-        shown["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    return shown
-
-
 def sampling(request: GenerationRequest, *, choice: int, context_length: int) -> dict[str, Any]:
     """Return all sampling parameters, because llama.cpp's defaults differ from those of ``Sampling``."""
     chosen = request.sampling
+    seed = -1 if chosen.seed is None else chosen.seed
+    if chosen.seed is not None and (choice or not 0 <= seed < SEEDS):
+        digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "big") % SEEDS
     return {
         "temperature": chosen.temperature,
         "top_p": chosen.top_p,
@@ -111,19 +110,10 @@ def sampling(request: GenerationRequest, *, choice: int, context_length: int) ->
         "frequency_penalty": chosen.frequency_penalty,
         "repeat_last_n": context_length,
         "samplers": list(SAMPLERS),
-        "seed": _seed(chosen.seed, choice),
+        "seed": seed,
         "logit_bias": [[token, bias] for token, bias in chosen.logit_bias],
         "ignore_eos": request.ignore_eos,
     }
-
-
-def _seed(seed: int | None, choice: int) -> int:
-    if seed is None:
-        return -1
-    if not choice and 0 <= seed < SEEDS:
-        return seed
-    digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") % SEEDS
 
 
 def completion_body(

@@ -128,26 +128,23 @@ class _Scorer:
         return self._distributions and (score.rank is None or score.entropy is None)
 
     async def look_up(self, at: int) -> TokenLogprob:
-        """Score one token of any kind."""
+        """Score one token of any kind.
+
+        Raises:
+            UnusableModelError: the vocabulary has no token that is a letter.
+        """
         token, size = self._tokens[at], self._hosted.vocabulary_size
+        # After a token that is a whole character, llama.cpp reports alternatives.
+        letters = (at for at, data in enumerate(self._table.tokens) if len(data) == 1 and data.isalpha())
+        if (letter := next(letters, None)) is None:
+            raise UnusableModelError(f"the vocabulary of {self._hosted.entry.id} has no letters; it cannot score text")
+        bias = [[letter, OUTWEIGHS]]
         for count in (*MORE, size):
-            bias = [[self._complete_token(), OUTWEIGHS]]
             (entry,) = await self._generate(at, 1, min(count, size), logit_bias=bias)
             found = next((other for other in entry["top_logprobs"] if other["id"] == token), None)
             if found is not None and not self._is_incomplete(score := self._read(found, entry)):
                 return score
         raise EngineError(f"llama.cpp reported no log-probability of the token {token}; the prompt is not scored")
-
-    def _complete_token(self) -> int:
-        """Return a token that is a whole character, after which llama.cpp reports alternatives.
-
-        Raises:
-            UnusableModelError: the vocabulary has no such token.
-        """
-        letters = (at for at, data in enumerate(self._table.tokens) if len(data) == 1 and data.isalpha())
-        if (token := next(letters, None)) is None:
-            raise UnusableModelError(f"the vocabulary of {self._hosted.entry.id} has no letters; it cannot score text")
-        return token
 
     async def _generate(self, at: int, count: int, alternatives: int, **how: Any) -> list[Mapping[str, Any]]:
         body = {

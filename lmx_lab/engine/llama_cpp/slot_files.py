@@ -191,9 +191,12 @@ class SlotFiles:
     def _keep(self, path: Path, prompt: Tokens, count: int) -> None:
         """Write a saved slot to a file of the cache. Runs on another thread."""
         with open(path, "rb") as file:
-            tokens = _tokens_of(file.read(LIST_OFFSET + 4 * (HEAD_TOKENS + count)), prompt, count)
-            if tokens is None:
-                return
+            head = file.read(LIST_OFFSET + 4 * (HEAD_TOKENS + count))
+            values = np.frombuffer(head[LIST_OFFSET : len(head) // 4 * 4], dtype=np.int32)
+            lists = (values[first : first + count] for first in range(HEAD_TOKENS))
+            found = (each for each in lists if len(each) == count and np.array_equal(each[: len(prompt)], prompt))
+            if (tokens := next(found, None)) is None:
+                return  # the slot of another request
             size = file.seek(0, 2)
             file.seek(0)
             stored = StoredPrefix(
@@ -203,18 +206,3 @@ class SlotFiles:
                 tensors=(TensorSpec("state", "U8", (size,)),),
             )
             self._files.write(stored, iter(lambda: file.read(PIECE_BYTES), b""))
-
-
-def _tokens_of(head: bytes, prompt: Tokens, count: int) -> Tokens | None:
-    """Return the token ids of a saved slot; None if it does not begin with the prompt.
-
-    Args:
-        head: The beginning of the file.
-        count: Number of tokens in the slot.
-    """
-    values = np.frombuffer(head[LIST_OFFSET : len(head) // 4 * 4], dtype=np.int32)
-    for first in range(HEAD_TOKENS):
-        tokens = values[first : first + count]
-        if len(tokens) == count and np.array_equal(tokens[: len(prompt)], prompt):
-            return tokens
-    return None

@@ -76,7 +76,12 @@ class LlamaTexts:
             tokens = await self._read(text, f"documents.{at}", truncate=request.truncate, limit=room)
             self._tokens.append((*query, *tokens))
             is_cut = len(tokens) == room and len(await self._tokenize(text)) > room
-            documents.append(await self._detokenize(tokens) if is_cut else text)
+            if not is_cut:
+                documents.append(text)
+                continue
+            # Without the special tokens at both ends.
+            response = await self._hosted.connection.post("/detokenize", {"tokens": list(tokens[1:-1])})
+            documents.append(str(response["content"]))
         return documents
 
     async def _read(self, text: str | Sequence[int], param: str, *, truncate: bool, limit: int | None = None) -> Tokens:
@@ -96,11 +101,6 @@ class LlamaTexts:
     async def _tokenize(self, text: str) -> Tokens:
         context_length = self._hosted.context_length
         return tuple(await self._hosted.tokenize(text, at_most=context_length, parse_special=False))
-
-    async def _detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without the special tokens at both ends."""
-        response = await self._hosted.connection.post("/detokenize", {"tokens": list(tokens[1:-1])})
-        return str(response["content"])
 
     # After the request is accepted
 

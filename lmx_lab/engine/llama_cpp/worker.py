@@ -9,6 +9,7 @@ standard input is closed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -17,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
 
 
 def main() -> None:
@@ -37,7 +37,10 @@ def main() -> None:
 def _serve() -> int:
     """Load the model and answer until the input ends; return the exit status."""
     parameters = json.loads(sys.stdin.readline())
-    _limit_memory(parameters["data_bytes"])
+    data_bytes = parameters["data_bytes"]
+    # Mapped files are not counted. macOS does not enforce this limit. A container may have set a lower one.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
     # Imported after reading, because it takes a while.
     import xllamacpp
 
@@ -47,7 +50,9 @@ def _serve() -> int:
     if (speculative := parameters["fields"].pop("speculative_type", None)) is not None:
         kinds = xllamacpp.common_speculative_type
         params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{speculative}")]
-    _set_fields(params, parameters["fields"])
+    for name, value in parameters["fields"].items():
+        *path, last = name.split(".")
+        setattr(functools.reduce(getattr, path, params), last, value)
     params.hostnames, params.api_keys = [parameters["socket"]], [parameters["api_key"]]
     try:
         server = xllamacpp.Server(params)
@@ -73,22 +78,6 @@ def _exit_with_parent(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     _exit(folder)
-
-
-def _limit_memory(data_bytes: int) -> None:
-    """Limit the memory of this process, not counting mapped files. macOS does not enforce this limit."""
-    # A container may have set a lower limit.
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
-
-
-def _set_fields(params: Any, fields: dict[str, Any]) -> None:
-    for name, value in fields.items():
-        *path, last = name.split(".")
-        target = params
-        for part in path:
-            target = getattr(target, part)
-        setattr(target, last, value)
 
 
 if __name__ == "__main__":

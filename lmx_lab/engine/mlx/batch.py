@@ -8,26 +8,35 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch, StopSequences
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
 from lmx_lab.engine.mlx.kv_cache import Footprint, KvState
-from lmx_lab.engine.mlx.logprobs import PromptScoring, answer_token, as_rows
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import PrefillPace
 from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
 from lmx_lab.engine.mlx.request import MlxGeneration
-from lmx_lab.engine.mlx.sampling import ConstrainedSampler, MinimumLength, Sampler, Samplers, processors
-from lmx_lab.engine.mlx.speculative import Drafter, DraftModel, ModelDrafter, PromptLookup, SpeculativeBatch
+from lmx_lab.engine.mlx.sampling import (
+    ConstrainedSampler,
+    MinimumLength,
+    Samplers,
+    answer_token,
+    as_rows,
+    processors,
+    prompt_token,
+)
+from lmx_lab.engine.mlx.speculative import DraftModel, ModelDrafter, PromptLookup, SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering
 from lmx_lab.engine.prefix_files import common_prefix
-from lmx_lab.engine.requests import GenerationRequest, InfillPrompt
+from lmx_lab.engine.requests import InfillPrompt
 from lmx_lab.values.outputs import PromptScores, TokenLogprob
 
 NO_STOP = StopSequences()
+SCORED_CHUNK_TOKENS = 64
+"""Maximum number of tokens scored in one step. The logits of each are a whole row of the vocabulary."""
 # On a GPU, a smaller chunk takes as long, because each step reads all weights. On an NVIDIA GPU, each new length of a
 # chunk or of its prefix also costs 50 ms, in which cuDNN prepares the attention. Models with sliding windows need 16 or
 # more: mlx-lm's batches compute wrong values if a prompt is computed in single tokens next to another one (measured:
@@ -65,6 +74,53 @@ class TokenGenerated:
 
 
 Event = ChunkComputed | PromptScored | TokenGenerated
+
+
+class PromptScoring:
+    """Scores the prompt of one request in chunks. Its cache is then used for generation."""
+
+    def __init__(self, generation: MlxGeneration, model: LoadedModel) -> None:
+        self.generation = generation
+        self._model = model
+        self.layers: list[Any] = make_prompt_cache(model.model)
+        """The caches of all tokens that were scored, except the last one."""
+        self._scores = [self._unscored(0)]
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._scores) == len(self.generation.prompt)
+
+    @property
+    def scores(self) -> PromptScores:
+        return PromptScores(tokens=tuple(self._scores))
+
+    def skip(self, tokens: int, layers: list[Any]) -> None:
+        """Leave out the scores of the first tokens, whose caches are known. Called before the first chunk.
+
+        Args:
+            tokens: Number of tokens in the caches. The first score is that of the second token after them.
+            layers: The caches, which this object changes.
+        """
+        self.layers = layers
+        self._scores = [self._unscored(at) for at in range(tokens + 1)]
+
+    def advance(self, chunk: int) -> int:
+        """Score at most ``chunk`` more tokens, and return how many."""
+        prompt, at = self.generation.prompt, len(self._scores) - 1
+        inputs = prompt[at : min(at + min(chunk, SCORED_CHUNK_TOKENS), len(prompt) - 1)]
+        if not inputs:
+            return 0
+        logits = self._model.model(mx.array([inputs]), cache=self.layers)[0]
+        mx.eval(logits, [layer.state for layer in self.layers])
+        top = self.generation.request.top_logprobs or 0
+        targets = prompt[at + 1 : at + 1 + len(inputs)]
+        for row, token in zip(as_rows(logits), targets, strict=True):
+            self._scores.append(prompt_token(self._model.vocabulary, row, token, top))
+        return len(inputs)
+
+    def _unscored(self, at: int) -> TokenLogprob:
+        token, vocabulary = self.generation.prompt[at], self._model.vocabulary
+        return TokenLogprob(token=token, text=vocabulary.text_of(token), bytes=vocabulary.bytes_of(token), logprob=None)
 
 
 class Batch:
@@ -145,15 +201,14 @@ class Batch:
 
     def _serves(self, other: MlxGeneration, generation: MlxGeneration) -> bool:
         """Return whether the cache of ``other`` will be stored, and will save ``generation`` enough tokens."""
-        if not self._is_prefilling(other) or not self._can_store(other) or other.variant != generation.variant:
+        if not self._is_prefilling(other) or other.variant != generation.variant:
+            return False
+        if self.footprint.kv_bytes([len(other.tokens)]) > self.prefixes.limit_bytes:
             return False
         shared = min(common_prefix(other.key, generation.key), len(generation.tokens) - 1)
         if not self._model.traits.plain and shared < len(other.tokens) - 1:
             return False
         return shared >= MIN_TOKENS and shared - self.prefixes.longest(generation.key, generation.variant) >= MIN_TOKENS
-
-    def _can_store(self, generation: MlxGeneration) -> bool:
-        return self.footprint.kv_bytes([len(generation.tokens)]) <= self.prefixes.limit_bytes
 
     def insert(self, generation: MlxGeneration) -> None:
         """Start to compute a request, or continue a paused one, after the cached prefix of its tokens."""
@@ -181,32 +236,30 @@ class Batch:
             if request.min_tokens and not request.ignore_eos:
                 ends = sorted(self._model.end_tokens(request))
                 generation.processors.append(MinimumLength(request.min_tokens - len(generation.start), ends))
+        sampler = generation.sampler
+        if generation.constraint is not None:
+            sampler = ConstrainedSampler(generation.constraint, sampler, normalize=request.sampling.top_p < 1)
+        stop_sequences = None  # those of the model
+        if request.ignore_eos:
+            stop_sequences = [NO_STOP]
+        elif isinstance(request.prompt, InfillPrompt):
+            stop_sequences = [StopSequences([[token] for token in sorted(self._model.end_tokens(request))])]
         (generation.uid,) = self._generator.insert(
             [generation.tokens[known:]],
             max_tokens=[generation.max_tokens - generation.output_tokens],
             caches=[list(layers)],
             all_tokens=[generation.tokens[:known]],
-            samplers=[_constrained(generation, generation.sampler)],
+            samplers=[sampler],
             logits_processors=[generation.processors or []],
-            stop_sequences=self._stop_sequences(request),
+            stop_sequences=stop_sequences,
         )
         generation.uncomputed_tokens = len(generation.tokens) - known
         self._generations[generation.uid] = generation
         self._steering.add(generation.uid, generation.steering)
         if self._drafts is not None:
-            generation.drafter = generation.drafter or self._new_drafter()
+            model = self._draft_model
+            generation.drafter = generation.drafter or (PromptLookup() if model is None else ModelDrafter(model))
             self._drafts.drafters[generation.uid] = generation.drafter
-
-    def _stop_sequences(self, request: GenerationRequest) -> list[StopSequences] | None:
-        """Return the tokens that end the answer, for mlx-lm; None for those of the model."""
-        if request.ignore_eos:
-            return [NO_STOP]
-        if isinstance(request.prompt, InfillPrompt):
-            return [StopSequences([[token] for token in sorted(self._model.end_tokens(request))])]
-        return None
-
-    def _new_drafter(self) -> Drafter:
-        return ModelDrafter(self._draft_model) if self._draft_model is not None else PromptLookup()
 
     def remove(self, generation: MlxGeneration) -> None:
         """Stop computing a request. The cache of its tokens is stored for requests with the same prefix."""
@@ -251,9 +304,19 @@ class Batch:
         prompts = len(self._generations) - decoding + bool(self._scorings)
         chunk = self._pace.chunk(prompts=prompts, decoding=decoding)
         self._generator.prefill_step_size = chunk
-        self._threads.prepare(decoding + min(prompts * chunk, self._uncomputed_tokens))
+        waiting = [*self._generations.values(), *(scoring.generation for scoring in self._scorings)]
+        uncomputed_tokens = sum(generation.uncomputed_tokens for generation in waiting)
+        self._threads.prepare(decoding + min(prompts * chunk, uncomputed_tokens))
         started = time.perf_counter()
-        events = [*self._last_tokens(), *self._score(chunk)]
+        # Tokens that reach ``max_tokens`` of their requests are sampled already. Left in the batch, these requests
+        # would cost one more forward pass, whose token is not needed: half the time of a one-token answer.
+        ending = [
+            generation
+            for generation in self._generations.values()
+            if generation.is_decoding and generation.output_tokens + 1 == generation.max_tokens
+        ]
+        events: list[Event] = [self._take_next(generation) for generation in ending]
+        events += self._score(chunk)
         scored_tokens = sum(event.tokens for event in events if isinstance(event, ChunkComputed))
         progress, tokens = self._generator.next() if self._generations else ([], [])
         now = time.perf_counter()
@@ -261,21 +324,15 @@ class Batch:
         computed = [self._chunk_computed(response, now) for response in progress]
         prompt_tokens = scored_tokens + sum(event.tokens for event in computed)
         self._pace.record(now - started, prompt_tokens=prompt_tokens, decoding=decoding)
+        for response in tokens:
+            generation = self._generations[response.uid]
+            if response.finish_reason is not None:
+                self._forget(response.uid)
+                self._store_prefix(response.prompt_cache or (), response.all_tokens or (), generation.variant)
+            finish = cast("Literal['stop', 'length'] | None", response.finish_reason)
+            events.append(TokenGenerated(generation, response.token, response.logprobs, finish))
         # Tokens first: a request that starts to decode with this step has none yet.
-        return [*events, *(self._token_generated(response) for response in tokens), *computed]
-
-    def _last_tokens(self) -> list[Event]:
-        """Return the tokens that reach ``max_tokens`` of their requests, and remove these requests.
-
-        These tokens are sampled already. Left in the batch, their requests would cost one more forward pass, whose
-        token is not needed: half the time of a one-token answer.
-        """
-        ending = [
-            generation
-            for generation in self._generations.values()
-            if generation.is_decoding and generation.output_tokens + 1 == generation.max_tokens
-        ]
-        return [self._take_next(generation) for generation in ending]
+        return [*events, *computed]
 
     def _take_next(self, generation: MlxGeneration) -> TokenGenerated:
         """Remove a request that decodes, and return its next token, which is already sampled."""
@@ -304,20 +361,20 @@ class Batch:
     def _decoding(self) -> int:
         return sum(generation.is_decoding for generation in self._generations.values())
 
-    @property
-    def _uncomputed_tokens(self) -> int:
-        """Number of tokens that are still to be computed before their requests decode."""
-        waiting = [*self._generations.values(), *(scoring.generation for scoring in self._scorings)]
-        return sum(generation.uncomputed_tokens for generation in waiting)
-
     def _score(self, chunk: int) -> list[Event]:
         """Score one chunk of the prompt that arrived first."""
         if not self._scorings:
             return []
         scoring = self._scorings[0]
         generation = scoring.generation
-        if not generation.computed_tokens:
-            self._skip_cached(scoring)
+        if not generation.computed_tokens and self._model.traits.plain:
+            # Tokens before the first one whose score is needed are taken from the prefix cache only when the scoring
+            # begins, because requests before it may have the same beginning.
+            before = generation.key[: generation.request.score_from]
+            if (hit := self.prefixes.find(before, generation.variant)) is not None:
+                scoring.skip(hit.tokens, hit.state.copied_layers())
+                generation.cached_tokens = hit.tokens
+                generation.uncomputed_tokens -= hit.tokens
         with mx.stream(self._generator.stream), self._steering.alone(generation.steering):
             generation.computed_tokens += (tokens := scoring.advance(chunk))
         generation.uncomputed_tokens -= tokens
@@ -326,32 +383,14 @@ class Batch:
         del self._scorings[0]
         if generation.max_tokens:
             self._insert(generation, len(generation.prompt) - 1, scoring.layers)
-        else:
-            self._store_unscored(scoring)
+        elif self._model.traits.plain:
+            # The tokens before the first one whose score is needed may be a question that several choices follow.
+            length = len(generation.prompt) - 1
+            unscored = min(generation.request.score_from, length)
+            if unscored - generation.cached_tokens >= MIN_TOKENS:
+                state = KvState(scoring.layers).trimmed(length - unscored)
+                self._store_prefix(state.layers, generation.prompt[:unscored], generation.variant)
         return [ChunkComputed(generation, tokens, done=False), PromptScored(generation, scoring.scores)]
-
-    def _skip_cached(self, scoring: PromptScoring) -> None:
-        """Take tokens before the first one whose score is needed from the prefix cache.
-
-        Only when the scoring begins, because those before it may have the same beginning.
-        """
-        generation = scoring.generation
-        before = generation.key[: generation.request.score_from]
-        if self._model.traits.plain and (hit := self.prefixes.find(before, generation.variant)) is not None:
-            scoring.skip(hit.tokens, hit.state.copied_layers())
-            generation.cached_tokens = hit.tokens
-            generation.uncomputed_tokens -= hit.tokens
-
-    def _store_unscored(self, scoring: PromptScoring) -> None:
-        """Store the cache of the tokens before the first one whose score is needed, such as the question that several
-        choices follow.
-        """
-        generation = scoring.generation
-        computed = len(generation.prompt) - 1
-        before = min(generation.request.score_from, computed)
-        if self._model.traits.plain and before - generation.cached_tokens >= MIN_TOKENS:
-            state = KvState(scoring.layers).trimmed(computed - before)
-            self._store_prefix(state.layers, generation.prompt[:before], generation.variant)
 
     def note_peak(self, peak: int) -> None:
         """Record the peak memory of a step for the requests that ran in it."""
@@ -375,14 +414,6 @@ class Batch:
             self._store_prefix(layers, tokens_of_layers, generation.variant)
         return ChunkComputed(generation, tokens, done=progress.end_of_prompt)
 
-    def _token_generated(self, response: GenerationBatch.Response) -> TokenGenerated:
-        generation = self._generations[response.uid]
-        if response.finish_reason is not None:
-            self._forget(response.uid)
-            self._store_prefix(response.prompt_cache or (), response.all_tokens or (), generation.variant)
-        finish = cast("Literal['stop', 'length'] | None", response.finish_reason)
-        return TokenGenerated(generation, response.token, response.logprobs, finish)
-
     def logprob(self, event: TokenGenerated) -> TokenLogprob | None:
         """Return the log-probability of a token; None if its request does not need it."""
         top = event.generation.request.top_logprobs
@@ -399,15 +430,3 @@ class Batch:
             # The files have no variants.
             if self.prefixes.store(tokens, state, variant) and self._disk is not None and not variant:
                 self._disk.store(tokens, state)
-
-    def advance_disk(self) -> None:
-        """Copy a piece of the states that are read from disk and written to it."""
-        if self._disk is not None:
-            self._disk.advance(self.prefixes, idle=self.is_empty)
-
-
-def _constrained(generation: MlxGeneration, sampler: Sampler) -> Sampler:
-    """Return a sampler that also follows the constraint of a request, if it has one."""
-    if generation.constraint is None:
-        return sampler
-    return ConstrainedSampler(generation.constraint, sampler, normalize=generation.request.sampling.top_p < 1)

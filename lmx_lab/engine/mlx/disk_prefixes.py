@@ -85,32 +85,28 @@ def describe(
     if is_plain(state):
         layout: Any = "plain"
         for at, layer in enumerate(state.layers):
-            arrays += [(f"{at}.{kind}.{first}", array) for kind, first, array in _blocks(layer, start)]
+            for kind, array in (("keys", layer.keys), ("values", layer.values)):
+                block = max(1, BLOCK_BYTES * array.shape[2] // max(1, array.nbytes))
+                for first in range(start, layer.offset, block):
+                    arrays.append((f"{at}.{kind}.{first}", array[:, :, first : min(first + block, layer.offset)]))
     else:
-        layout = [[_class_name(layer), _flatten(layer.state, arrays)] for layer in state.layers]
+        layout = []
+        for layer in state.layers:
+            name = type(layer).__name__
+            if getattr(caches, name, None) is not type(layer) or not hasattr(layer, "from_state"):
+                raise UnsupportedStateError(f"a cache of the class {name}")
+            layout.append([name, _flatten(layer.state, arrays)])
+    if unknown := next((array.dtype for _, array in arrays if array.dtype not in NAMES), None):
+        raise UnsupportedStateError(f"an array of the type {unknown}")
     stored = StoredPrefix(
         tokens=tokens,
         start=start,
         parent=parent,
         can_be_trimmed=state.can_be_trimmed,
         layout=json.dumps(layout),
-        tensors=tuple(TensorSpec(name, _dtype_name(array), tuple(array.shape)) for name, array in arrays),
+        tensors=tuple(TensorSpec(name, NAMES[array.dtype], tuple(array.shape)) for name, array in arrays),
     )
     return stored, arrays
-
-
-def _blocks(layer: Any, start: int) -> Iterator[tuple[str, int, mx.array]]:
-    for kind, array in (("keys", layer.keys), ("values", layer.values)):
-        block = max(1, BLOCK_BYTES * array.shape[2] // max(1, array.nbytes))
-        for first in range(start, layer.offset, block):
-            yield kind, first, array[:, :, first : min(first + block, layer.offset)]
-
-
-def _class_name(layer: Any) -> str:
-    name = type(layer).__name__
-    if getattr(caches, name, None) is not type(layer) or not hasattr(layer, "from_state"):
-        raise UnsupportedStateError(f"a cache of the class {name}")
-    return name
 
 
 def _flatten(value: Any, arrays: Arrays) -> Any:
@@ -123,12 +119,6 @@ def _flatten(value: Any, arrays: Arrays) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UnsupportedStateError(f"a value of the type {type(value).__name__}")
-
-
-def _dtype_name(array: mx.array) -> str:
-    if array.dtype not in NAMES:
-        raise UnsupportedStateError(f"an array of the type {array.dtype}")
-    return NAMES[array.dtype]
 
 
 def to_bytes(array: mx.array) -> bytes:

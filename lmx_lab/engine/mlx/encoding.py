@@ -162,6 +162,7 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
     """Computes jobs in turn, one batch each, and ends each exactly once. Runs on the engine thread.
 
     Args:
+        used_bytes: Returns how much of the memory limit all models and requests use now, on all engines.
         make_room: Called with the number of bytes that a batch needs beyond the memory limit; frees cached memory.
         note_peak: Called with the peak memory of each batch.
     """
@@ -171,6 +172,7 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         threads: ThreadChoice,
         *,
         limit_bytes: int,
+        used_bytes: Callable[[], int],
         make_room: Callable[[int], None],
         note_peak: Callable[[int], None],
     ) -> None:
@@ -181,6 +183,7 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
             [mx.new_stream(mx.cpu) for _ in range(threads.max_threads)] if ON_CPU else [mx.default_stream(mx.gpu)]
         )
         self._limit_bytes = limit_bytes
+        self._used_bytes = used_bytes
         self._make_room = make_room
         self._note_peak = note_peak
         self._batch: EncodingBatch | None = None
@@ -242,10 +245,19 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
             self._fail(first, EngineError(f"{first.model_id} was unloaded before this request ended"))
             return None
         longest = first.left[-1][0]
-        rows = self._fitting_rows(encoder, longest, max(1, part_tokens // longest) * len(self._streams))
-        if not rows:
+        for rows in (max(1, part_tokens // longest) * len(self._streams), 1):
+            needed = encoder.batch_bytes(rows, longest)
+            if (excess := self._used_bytes() + needed - self._limit_bytes) > 0:
+                self._make_room(excess)
+            if (used := self._used_bytes()) + needed <= self._limit_bytes:
+                break
+        else:
             if not may_wait:
-                self._fail(first, self._too_large(encoder, longest))
+                message = (
+                    f"a text of {longest} tokens needs {needed / 1e9:.2f} GB in addition to the {used / 1e9:.2f} GB in "
+                    f"use, and {self._limit_bytes / 1e9:.2f} GB are allowed; shorten it, or raise memory_limit_bytes"
+                )
+                self._fail(first, ContextLengthError(message))
             return None
         members: list[tuple[EncodeJob, int]] = []
         for job in [first, *(job for job in self._jobs if job is not first)]:
@@ -258,10 +270,6 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         # Moved behind the others, so that a request of one text does not wait for all batches of one of ten thousand.
         self._jobs.remove(first)
         self._jobs.append(first)
-        return self._split(encoder, members)
-
-    def _split(self, encoder: LoadedEncoder, members: list[tuple[EncodeJob, int]]) -> EncodingBatch:
-        """Return a batch of these texts, with one part for each stream."""
         parts = [
             BatchPart(stream=stream, layers=encoder.forward([job.texts[index] for job, index in part]), members=part)
             for at, stream in enumerate(self._streams)
@@ -269,23 +277,6 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         ]
         longest = max(len(job.texts[index].tokens) for job, index in members)
         return EncodingBatch(encoder=encoder, parts=parts, tokens=longest * len(members))
-
-    def _fitting_rows(self, encoder: LoadedEncoder, length: int, rows: int) -> int:
-        """Return the number of texts of this length for which there is memory: ``rows``, 1 or 0."""
-        for attempt in (rows, 1):
-            excess = memory.used_bytes() + encoder.batch_bytes(attempt, length) - self._limit_bytes
-            if excess > 0:
-                self._make_room(excess)
-            if memory.used_bytes() + encoder.batch_bytes(attempt, length) <= self._limit_bytes:
-                return attempt
-        return 0
-
-    def _too_large(self, encoder: LoadedEncoder, length: int) -> LabError:
-        needed, used = encoder.batch_bytes(1, length), memory.used_bytes()
-        return ContextLengthError(
-            f"a text of {length} tokens needs {needed / 1e9:.2f} GB in addition to the {used / 1e9:.2f} GB in use, "
-            f"and {self._limit_bytes / 1e9:.2f} GB are allowed; shorten it, or raise memory_limit_bytes"
-        )
 
     def _advance(self, batch: EncodingBatch) -> None:
         """Compute one layer, or the end of the batch."""
@@ -309,17 +300,14 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
             job.rows[index] = row
             job.peak_memory_bytes = max(job.peak_memory_bytes, peak)
         for job in [job for job in self._jobs if job.is_complete]:
-            self._complete(job, batch.encoder)
-
-    def _complete(self, job: EncodeJob, encoder: LoadedEncoder) -> None:
-        try:
-            result = job.result(encoder, time.perf_counter())
-        except Exception as exc:
-            log.exception("the result of a request for embeddings or scores could not be made from its rows")
-            message = f"the result could not be made from the computed rows: {type(exc).__name__}: {exc}"
-            self._fail(job, EngineError(message))
-            return
-        self._end(job, result)
+            try:
+                result = job.result(batch.encoder, time.perf_counter())
+            except Exception as exc:
+                log.exception("the result of a request for embeddings or scores could not be made from its rows")
+                message = f"the result could not be made from the computed rows: {type(exc).__name__}: {exc}"
+                self._fail(job, EngineError(message))
+            else:
+                self._end(job, result)
 
     def _fail_batch(self, exc: Exception) -> None:
         """End the requests of the batch with an error. The model stays loaded."""

@@ -26,7 +26,6 @@ from lmx_lab.engine.mlx.prepare_texts import TextPreparer
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.state import Loaded, MlxCore
 from lmx_lab.engine.mlx.thread import EngineThread
-from lmx_lab.engine.mlx.tracing import TraceJob
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
     Embeddings,
@@ -185,7 +184,12 @@ class MlxEngine:
     ) -> list[Answer]:
         """See ``InferenceEngine``. The prompt is computed once for all answers."""
         generations = await self._prompts.prepare(entry, request, permits)
-        streams = [self._stream(generation) for generation in generations]
+        streams = []
+        for generation in generations:
+            # A weak reference, because a stream that is kept must not keep the model in memory.
+            cancel = functools.partial(self._cancel, weakref.ref(generation))
+            prompt = tuple(generation.prompt[: len(generation.prompt) - len(generation.start)])
+            streams.append(Answer(generation.mailbox, cancel, request=request, model=entry.id, prompt=prompt))
         try:
             await self._thread.call(lambda core: core.submit(generations))
         except LabError as exc:
@@ -212,8 +216,7 @@ class MlxEngine:
         """See ``InferenceEngine``."""
         job = await self._prompts.prepare_trace(entry, request, permit)
         await self._thread.call(lambda core: core.trace(job))
-        cancel = functools.partial(_cancel_trace, job)
-        return Pending(job.done, lambda trace: trace, lambda: self._thread.post(cancel))
+        return Pending(job.done, lambda trace: trace, lambda: self._thread.post(lambda core: core.cancel_trace(job)))
 
     @_without_frames
     async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
@@ -248,23 +251,9 @@ class MlxEngine:
         assert core is not None, "a model was loaded"
         return core.model_of(entry)
 
-    def _stream(self, generation: MlxGeneration) -> Answer:
-        # A weak reference, because a stream that is kept must not keep the model in memory.
-        cancel = functools.partial(_cancel, weakref.ref(generation))
-        prompt = tuple(generation.prompt[: len(generation.prompt) - len(generation.start)])
-        return Answer(
-            generation.mailbox,
-            lambda: self._thread.post(cancel),
-            request=generation.request,
-            model=generation.model_id,
-            prompt=prompt,
-        )
+    def _cancel(self, ended: weakref.ref[MlxGeneration]) -> None:
+        def cancel(core: MlxCore) -> None:
+            if (generation := ended()) is not None:
+                core.generating.cancel(generation)
 
-
-def _cancel(ended: weakref.ref[MlxGeneration], core: MlxCore) -> None:
-    if (generation := ended()) is not None:
-        core.cancel(generation)
-
-
-def _cancel_trace(job: TraceJob, core: MlxCore) -> None:
-    core.cancel_trace(job)
+        self._thread.post(cancel)

@@ -68,19 +68,16 @@ class Footprint:
         """
         return len(lengths) * round(sum(layer.bytes(max(lengths)) for layer in self.layers)) if lengths else 0
 
-    def transient_bytes(self, *, chunk: int, longest: int) -> int:
-        """Return the temporary memory while ``chunk`` prompt tokens are computed. It includes the copy of one layer's
-        cache, made when the cache grows.
-        """
-        grown = max((layer.bytes(longest) for layer in self.layers), default=0.0)
-        return round(chunk * (self.chunk_bytes_per_token + self.score_bytes_per_pair * longest) + grown)
-
     def running_bytes(self, lengths: Sequence[int], *, chunk: int) -> int:
-        """Return the memory of the weights and of requests that have grown to these lengths."""
+        """Return the memory of the weights and of requests that have grown to these lengths, while ``chunk`` prompt
+        tokens are computed.
+        """
         longest = max(lengths, default=0)
-        transient = self.transient_bytes(chunk=chunk, longest=longest)
-        transient += round(sum(layer.bytes(longest) for layer in self.draft_layers))
-        return self.weights_bytes + self.kv_bytes(lengths) + len(lengths) * self.logits_bytes + transient
+        # The temporary memory includes the copy of one layer's cache, made when the cache grows.
+        grown = max((layer.bytes(longest) for layer in self.layers), default=0.0)
+        transient = round(chunk * (self.chunk_bytes_per_token + self.score_bytes_per_pair * longest) + grown)
+        drafted = round(sum(layer.bytes(longest) for layer in self.draft_layers))
+        return self.weights_bytes + self.kv_bytes(lengths) + len(lengths) * self.logits_bytes + transient + drafted
 
     def longest_request(self, limit_bytes: int, *, chunk: int) -> int:
         """Return the number of tokens, prompt and answer, of the longest single request that fits; 0 if none does."""
@@ -167,13 +164,30 @@ def measure(model: Any, weights_bytes: int) -> Traits:
     together = plain or _agrees(model, prompts=2)
     if not together and not _agrees(model, prompts=1):
         raise UnusableModelError(f"this version of mlx-lm computes it wrongly in batches ({kinds})", param="model")
+    sizes = []
+    for layer in layers:
+        keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
+        if not isinstance(keys, mx.array):
+            sizes.append(LayerCache(fixed_bytes=int(layer.nbytes)))
+            continue
+        # Caches are allocated in steps, so the size is divided by the tokens that there is room for. A cache with a
+        # window stores one chunk more.
+        window_tokens = None if window is None else window + memory.MAX_CHUNK_TOKENS
+        sizes.append(LayerCache(bytes_per_token=layer.nbytes / keys.shape[2], window_tokens=window_tokens))
+    args = getattr(model, "args", None)
+    hidden, intermediate, heads = (
+        _number(args, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
     return Traits(
-        footprint=_footprint(
-            model,
-            weights_bytes,
-            [_layer_cache(layer) for layer in layers],
-            int(logits.shape[-1]),
-            stores_scores=_stores_scores(layers),
+        footprint=Footprint(
+            weights_bytes=weights_bytes,
+            layers=tuple(sizes),
+            # Logits, log-probabilities of this step and the previous one, and arrays of sampling.
+            logits_bytes=6 * 4 * int(logits.shape[-1]),
+            # Residual, norms, queries, keys and values; gate, up and their product; at most float32.
+            chunk_bytes_per_token=4 * (8 * hidden + 3 * intermediate),
+            # Scores and their softmax.
+            score_bytes_per_pair=2 * 4 * heads if stores_scores(layers) else 0,
         ),
         vocabulary_size=int(logits.shape[-1]),
         plain=plain,
@@ -207,26 +221,7 @@ def _first_logprobs(model: Any, tried: Sequence[list[int]], *, prompts: int) -> 
     return [logprobs[uid] for uid in uids]
 
 
-def _footprint(
-    model: Any, weights_bytes: int, layers: list[LayerCache], vocabulary_size: int, *, stores_scores: bool
-) -> Footprint:
-    args = getattr(model, "args", None)
-    hidden, intermediate, heads = (
-        _number(args, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    return Footprint(
-        weights_bytes=weights_bytes,
-        layers=tuple(layers),
-        # Logits, log-probabilities of this step and the previous one, and arrays of sampling.
-        logits_bytes=6 * 4 * vocabulary_size,
-        # Residual, norms, queries, keys and values; gate, up and their product; at most float32.
-        chunk_bytes_per_token=4 * (8 * hidden + 3 * intermediate),
-        # Scores and their softmax.
-        score_bytes_per_pair=2 * 4 * heads if stores_scores else 0,
-    )
-
-
-def _stores_scores(layers: Sequence[Any]) -> bool:
+def stores_scores(layers: Sequence[Any]) -> bool:
     """Return whether attention stores its scores in arrays: on a CPU, and on an NVIDIA GPU with float32 or large heads,
     which cuDNN does not support. Otherwise attention is one kernel.
     """
@@ -249,16 +244,3 @@ def _flat(layers: Sequence[Any]) -> Iterator[Any]:
             yield from _flat(layer.caches)
         else:
             yield layer
-
-
-def _layer_cache(layer: Any) -> LayerCache:
-    keys = getattr(layer, "keys", None)
-    if not isinstance(keys, mx.array):
-        return LayerCache(fixed_bytes=int(layer.nbytes))
-    # Caches are allocated in steps, so the size is divided by the tokens that there is room for. A cache with a window
-    # stores one chunk more.
-    window = getattr(layer, "max_size", None)
-    return LayerCache(
-        bytes_per_token=layer.nbytes / keys.shape[2],
-        window_tokens=None if window is None else window + memory.MAX_CHUNK_TOKENS,
-    )

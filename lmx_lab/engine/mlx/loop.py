@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from asyncio import AbstractEventLoop
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -39,13 +38,29 @@ than not answering."""
 
 
 class GenerationLoop:
-    """Runs the requests of one chat model, which ``use`` sets, in a batch. Belongs to the engine thread."""
+    """Runs the requests of one chat model, which ``use`` sets, in a batch. Belongs to the engine thread.
 
-    def __init__(self, settings: Settings, threads: ThreadChoice, *, blas: BlasReport, limit_bytes: int) -> None:
+    Args:
+        used_bytes: Returns how much of the memory limit all models and requests use now, on all engines.
+        other_bytes: The same for the models and requests of other loops and engines.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        threads: ThreadChoice,
+        *,
+        blas: BlasReport,
+        limit_bytes: int,
+        used_bytes: Callable[[], int],
+        other_bytes: Callable[[], int],
+    ) -> None:
         self._settings = settings
         self._blas = blas
         self._threads = threads
         self._limit_bytes = limit_bytes
+        self._used_bytes = used_bytes
+        self._other_bytes = other_bytes
         self._scheduler: Scheduler[MlxGeneration] = Scheduler(slots=settings.slots, prefills=1, lanes=1)
         self._slot_times = SlotTimes()
         self._samplers = Samplers()
@@ -63,8 +78,6 @@ class GenerationLoop:
         """Number of running requests and length of the longest KV cache in ``STEP_TOKENS``; size of all caches."""
         self.batch: Batch | None = None
         self.totals = TokenTotals()
-        self.other_bytes = 0
-        """Bytes of the memory limit that other models use."""
 
     @property
     def running(self) -> list[MlxGeneration]:
@@ -113,14 +126,10 @@ class GenerationLoop:
         self._kv_key, self._kv_bytes = (0, 0), 0
         self._prompt_lookup = prompt_lookup
         if model is not None:
-            self._disk = self._open_disk(model)
+            if (files := PrefixFiles.of(self._settings)) is not None:
+                self._written_bytes_before = self.totals.prefix_disk_written_bytes
+                self._disk = DiskPrefixes(files, model.entry, [*model.arithmetic(), self._blas.name, self._blas.detail])
             self._model, self.batch = model, self._new_batch(model)
-
-    def _open_disk(self, model: LoadedModel) -> DiskPrefixes | None:
-        if (files := PrefixFiles.of(self._settings)) is None:
-            return None
-        self._written_bytes_before = self.totals.prefix_disk_written_bytes
-        return DiskPrefixes(files, model.entry, [*model.arithmetic(), self._blas.name, self._blas.detail])
 
     def _new_batch(self, model: LoadedModel) -> Batch:
         settings = self._settings
@@ -152,10 +161,6 @@ class GenerationLoop:
             tokens -= self.batch.prefixes.longest(first.key, first.variant)
         self._scheduler.add(generations, tokens=tokens, deadline=deadline, now=now, client=client)
 
-    def cancel(self, generation: MlxGeneration) -> None:
-        """Cancel a generation that is no longer read, and free its slot."""
-        self._forget(generation)
-
     def step(self) -> None:
         """Perform one step: check deadlines, start queued requests, compute one step of the batch.
 
@@ -164,30 +169,51 @@ class GenerationLoop:
                 ended with this error.
         """
         try:
-            self._end_expired()
-            self._pause_for_waiting()
-            self._start_queued()
-            if self.batch is not None and not self.batch.is_empty:
-                self._advance(self.batch)
-            self._advance_disk()
+            self._advance()
         except Exception as exc:
             failure = self._fail_step(exc)
         else:
             return
-        # Raised outside the handler, in which it would refer to the frames of the failed step.
+        # Raised outside the handler, in which it would refer to the frames of the failed step. For the same reason,
+        # this method has no variables that refer to the model.
         if isinstance(failure, OutOfMemoryError):
             raise failure
 
-    def _end_expired(self) -> None:
+    def _advance(self) -> None:
         for generation in self._scheduler.expired(time.perf_counter()):
             self._end(generation, GenerationTimeoutError.after(generation.timeout_s))
-
-    def _pause_for_waiting(self) -> None:
-        """Pause a request if a client without a slot waits."""
+        # If a client without a slot waits, a request of another client is paused.
+        if (batch := self.batch) is not None and (
+            paused := self._scheduler.pause(batch.can_pause, time.perf_counter())
+        ) is not None:
+            self._process(batch, batch.pause(paused))
+        self._start_queued()
         if (batch := self.batch) is None:
             return
-        if (generation := self._scheduler.pause(batch.can_pause, time.perf_counter())) is not None:
-            self._process(batch, batch.pause(generation))
+        if not batch.is_empty:
+            self._step += 1
+            self._step_requests, self._step_started_at = len(self.running), time.perf_counter()
+            events = batch.step()
+            lengths = [generation.cached_length for generation in self.running]
+            key = (len(lengths), -(-max(lengths, default=0) // STEP_TOKENS))
+            # Not at each step: the caches grow by ``STEP_TOKENS``, and the sum over the layers takes tens of
+            # microseconds.
+            if key != self._kv_key:
+                self._kv_key, self._kv_bytes = key, batch.footprint.kv_bytes(lengths)
+            for event in events:
+                # A request may have ended with one of several tokens of this step.
+                if event.generation in self._scheduler.running:
+                    self._process(batch, event)
+            if (used_bytes := self._used_bytes()) > self._limit_bytes:
+                # The estimates were too low, or other engines use more than at the start of these requests.
+                self.shrink_prefixes(used_bytes - self._limit_bytes)
+                if (used_bytes := self._used_bytes()) > UNLOAD_ABOVE * self._limit_bytes:
+                    raise MemoryError(
+                        f"{used_bytes / 1e9:.2f} GB are in use, {self._limit_bytes / 1e9:.2f} GB are allowed"
+                    )
+        if self._disk is not None:
+            self._disk.advance(batch.prefixes, idle=batch.is_empty)
+            self._count_written_bytes(self._disk)
 
     def _start_queued(self) -> None:
         while (batch := self.batch) is not None:
@@ -212,76 +238,52 @@ class GenerationLoop:
             self._outbox.post(generation.mailbox, _progress(generation))
 
     def _judge(self, batch: Batch, generation: MlxGeneration) -> Verdict:
+        """Decide whether a request starts now. May drop cached prefixes to make room for it."""
         if batch.must_wait(generation):
             return Verdict.LATER
-        return Verdict.TAKE if self._make_room(batch, generation) else Verdict.BLOCKED
-
-    def _make_room(self, batch: Batch, generation: MlxGeneration) -> bool:
-        """Return whether there is memory for the request in addition to the running ones. May drop cached prefixes."""
         running = self.running
-        lengths = [generation.length for generation in (*running, generation)]
-        needed = self.other_bytes + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
+        lengths = [each.length for each in (*running, generation)]
+        needed = self._other_bytes() + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
         # A request always fits alone, because the context length is limited by memory.
         if needed > self._limit_bytes and running:
-            return False
+            return Verdict.BLOCKED
         batch.prefixes.shrink(max(0, self._limit_bytes - needed))
-        return True
-
-    def _advance(self, batch: Batch) -> None:
-        self._step += 1
-        self._step_requests, self._step_started_at = len(self.running), time.perf_counter()
-        events = batch.step()
-        self._measure_caches(batch)
-        for event in events:
-            if event.generation not in self._scheduler.running:
-                # It ended with one of several tokens of this step.
-                continue
-            self._process(batch, event)
-        if memory.used_bytes() > self._limit_bytes:
-            self._reduce_memory(batch)
+        return Verdict.TAKE
 
     def _process(self, batch: Batch, event: Event) -> None:
         """Handle an event. An error ends only the request of the event."""
+        generation = event.generation
         try:
-            self._handle(batch, event)
+            match event:
+                case ChunkComputed() if generation.output_tokens:
+                    self._log_step(generation, "prefill", event.tokens, time.perf_counter())
+                    if event.done:
+                        self._scheduler.prefilled(generation)
+                case ChunkComputed():
+                    self._log_step(generation, "prefill", event.tokens, time.perf_counter())
+                    self.totals.prompt_tokens += event.tokens
+                    self._outbox.post(generation.mailbox, _progress(generation))
+                    if event.done:
+                        self._count_cached_tokens(generation)
+                        self._scheduler.prefilled(generation)
+                case PromptScored():
+                    if generation.steering is not None:
+                        generation.steering.check([each.logprob for each in event.scores.tokens])
+                    self._outbox.post(generation.mailbox, event.scores)
+                    if not generation.max_tokens:
+                        self._count_cached_tokens(generation)
+                        self._end(generation, generation.report("length", time.perf_counter()))
+                case TokenGenerated():
+                    self._handle_token(batch, generation, event)
         except LabError as exc:
-            self._end(event.generation, exc)
+            self._end(generation, exc)
         except Exception as exc:
             # The error concerns only the text or the log-probabilities of this answer. Other answers continue.
             log.exception("a generation failed")
-            self._end(event.generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
-
-    def _advance_disk(self) -> None:
-        if self._disk is not None and self.batch is not None:
-            self.batch.advance_disk()
-            self._count_written_bytes(self._disk)
+            self._end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
 
     def _count_written_bytes(self, disk: DiskPrefixes) -> None:
         self.totals.prefix_disk_written_bytes = self._written_bytes_before + disk.written_bytes
-
-    def _handle(self, batch: Batch, event: Event) -> None:
-        generation = event.generation
-        match event:
-            case ChunkComputed() if generation.output_tokens:
-                self._log_step(generation, "prefill", event.tokens, time.perf_counter())
-                if event.done:
-                    self._scheduler.prefilled(generation)
-            case ChunkComputed():
-                self._log_step(generation, "prefill", event.tokens, time.perf_counter())
-                self.totals.prompt_tokens += event.tokens
-                self._outbox.post(generation.mailbox, _progress(generation))
-                if event.done:
-                    self._count_cached_tokens(generation)
-                    self._scheduler.prefilled(generation)
-            case PromptScored():
-                if generation.steering is not None:
-                    generation.steering.check([each.logprob for each in event.scores.tokens])
-                self._outbox.post(generation.mailbox, event.scores)
-                if not generation.max_tokens:
-                    self._count_cached_tokens(generation)
-                    self._end(generation, generation.report("length", time.perf_counter()))
-            case TokenGenerated():
-                self._handle_token(batch, generation, event)
 
     def _count_cached_tokens(self, generation: MlxGeneration) -> None:
         self.totals.prompt_tokens += generation.cached_tokens
@@ -300,14 +302,6 @@ class GenerationLoop:
             requests=self._step_requests,
             kv_bytes=self._kv_bytes,
         )
-
-    def _measure_caches(self, batch: Batch) -> None:
-        """Estimate the size of the KV caches of all running requests after a step."""
-        lengths = [generation.cached_length for generation in self.running]
-        key = (len(lengths), -(-max(lengths, default=0) // STEP_TOKENS))
-        # Not at each step: the caches grow by ``STEP_TOKENS``, and the sum over the layers takes tens of microseconds.
-        if key != self._kv_key:
-            self._kv_key, self._kv_bytes = key, batch.footprint.kv_bytes(lengths)
 
     def _handle_token(self, batch: Batch, generation: MlxGeneration, event: TokenGenerated) -> None:
         if generation.steering is not None:
@@ -331,16 +325,6 @@ class GenerationLoop:
         if reason is not None:
             called = reason == "stop" and generation.splitter.has_called
             self._end(generation, generation.report("tool_calls" if called else reason, now))
-
-    def _reduce_memory(self, batch: Batch) -> None:
-        """Drop cached prefixes, because memory exceeds the limit although the estimates did not.
-
-        Raises:
-            MemoryError: the memory in use is still far above the limit.
-        """
-        self.shrink_prefixes(memory.used_bytes() - self._limit_bytes)
-        if (used := memory.used_bytes()) > UNLOAD_ABOVE * self._limit_bytes:
-            raise MemoryError(f"{used / 1e9:.2f} GB are in use, {self._limit_bytes / 1e9:.2f} GB are allowed")
 
     def shrink_prefixes(self, excess_bytes: int) -> None:
         """Drop caches of ended requests until ``excess_bytes`` are released, or no cache is left."""
@@ -386,7 +370,7 @@ class GenerationLoop:
             self._end(generation, error)
 
     def _end(self, generation: MlxGeneration, item: GenerationReport | LabError) -> None:
-        self._forget(generation)
+        self.cancel(generation)
         if generation.drafter is not None:
             self.totals.drafted_tokens += generation.drafter.drafted
             self.totals.accepted_tokens += generation.drafter.accepted
@@ -394,7 +378,8 @@ class GenerationLoop:
             self._slot_times.add(item.prefill_s + item.decode_s)
         self._outbox.post(generation.mailbox, item)
 
-    def _forget(self, generation: MlxGeneration) -> None:
+    def cancel(self, generation: MlxGeneration) -> None:
+        """Stop a generation without an end for its reader, and free its slot."""
         self._scheduler.remove(generation)
         if self.batch is not None:
             self.batch.remove(generation)
@@ -403,15 +388,10 @@ class GenerationLoop:
     def deliver(self) -> bool:
         """Pass the items to each reader's loop in one call; return whether requests of closed loops were dropped."""
         closed = self._outbox.send()
-        for loop in closed:
-            self._drop_readers_on(loop)
+        for generation in self.queued + self.running if closed else ():
+            if generation.mailbox.loop in closed:
+                self.cancel(generation)
         return bool(closed)
-
-    def _drop_readers_on(self, loop: AbstractEventLoop) -> None:
-        """Drop the requests whose readers were on this closed loop, to free their slots."""
-        for generation in self.queued + self.running:
-            if generation.mailbox.loop is loop:
-                self._forget(generation)
 
 
 def _progress(generation: MlxGeneration) -> PromptProgress:

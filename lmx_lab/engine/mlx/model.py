@@ -9,7 +9,6 @@ from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,11 +18,9 @@ from mlx_lm.utils import load_config, load_model, load_tokenizer
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.capture.parts import find_parts
-from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
+from lmx_lab.engine.mlx.capture.points import HookPoints, find_parts, find_points
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, Traits, measure
-from lmx_lab.engine.mlx.weights_dtype import fit_weights
-from lmx_lab.engine.quantized_layers import checked_classes
+from lmx_lab.engine.mlx.weights import checked_classes, fit_weights
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
@@ -160,7 +157,12 @@ class PromptTokenizer:
             case TextPrompt():
                 tokens = self._encode_text(prompt.text, work, "prompt", special=prompt.special)
             case InfillPrompt():
-                tokens = self._encode_infill(prompt, work)
+                if (marks := self._infill) is None:
+                    raise no_infill_error(self._model)
+                beginning = self._ids("", work, "prompt", special=True)
+                before = self._encode_text(prompt.prefix, work, "prompt", special=False)
+                after = self._encode_text(prompt.suffix, work, "suffix", special=False)
+                tokens = [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle]
             case TokenPrompt():
                 tokens = list(prompt.tokens)
         if not tokens:
@@ -171,18 +173,9 @@ class PromptTokenizer:
             thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
         return EncodedPrompt(tokens, thinking)
 
-    def _encode_infill(self, prompt: InfillPrompt, work: TextWork) -> list[int]:
-        marks = self._infill
-        if marks is None:
-            raise no_infill_error(self._model)
-        beginning = self._ids("", work, "prompt", special=True)
-        before = self._encode_text(prompt.prefix, work, "prompt", special=False)
-        after = self._encode_text(prompt.suffix, work, "suffix", special=False)
-        return [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle]
-
     def infill_ends(self, request: GenerationRequest) -> frozenset[int]:
         """Return the tokens that end an answer that fills a gap, in addition to those that end any answer."""
-        is_infill = isinstance(request.prompt, InfillPrompt) and self._infill is not None
+        is_infill = isinstance(request.prompt, InfillPrompt)
         return self._infill.ends if is_infill and self._infill is not None else frozenset()
 
     def named_tokens(self, request: GenerationRequest) -> tuple[int, ...]:
@@ -352,7 +345,12 @@ def load_chat(
     if entry.draft is not None:
         draft, traits = _read_draft(entry, entry.draft, traits, limit_bytes=limit_bytes, dtype=dtype)
     context_length = _context_length(entry, traits.footprint, limit_bytes, context_length)
-    encoder, chat_format = _encoder_and_format(entry, tokenizer, own)
+    try:
+        encoder = build_encoder(own, entry.id)
+        chat_format = detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
+    except (TemplateLimitError, InvalidRequestError) as exc:
+        reason = exc.message if isinstance(exc, InvalidRequestError) else f"its chat template {exc}"
+        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
     return LoadedModel(
         entry=entry,
         model=model,
@@ -375,9 +373,13 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any,
     config = load_config(entry.path)
     # Its process starts while the weights are read.
     default_sandbox().start()
-    reading = start_in_thread(
-        lambda: _read_tokenizers(entry.path, config.get("eos_token_id")), name="lmx-lab-tokenizer"
-    )
+
+    def read_tokenizers() -> tuple[Any, Any]:
+        tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
+        # The copy has its own word cache. Copying may fail although a damaged tokenizer was read without an error.
+        return tokenizer, without_word_cache(copy.deepcopy(tokenizer))
+
+    reading = start_in_thread(read_tokenizers, name="lmx-lab-tokenizer")
 
     def raise_error() -> None:
         if reading.done():
@@ -390,29 +392,6 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any,
     finally:
         wait([reading])
     return model, *reading.result()
-
-
-def _read_tokenizers(folder: Path, eos_token_ids: Any) -> tuple[Any, Any]:
-    tokenizer = without_word_cache(load_tokenizer(folder, eos_token_ids=eos_token_ids))
-    # The copy has its own word cache. Copying may fail although a damaged tokenizer was read without an error.
-    return tokenizer, without_word_cache(copy.deepcopy(tokenizer))
-
-
-def _encoder_and_format(entry: ModelEntry, tokenizer: Any, own: Any) -> tuple[TextEncoder | None, ChatFormat]:
-    """Return the encoder of a tokenizer and the model's chat format.
-
-    Raises:
-        UnusableModelError: the tokenizer or the chat template fails.
-    """
-    try:
-        encoder = build_encoder(own, entry.id)
-        return encoder, detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
-    except TemplateLimitError as exc:
-        raise UnusableModelError(
-            f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}", param="model"
-        ) from exc
-    except InvalidRequestError as exc:
-        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {exc.message}", param="model") from exc
 
 
 def _load_error(entry: ModelEntry, exc: BaseException, limit_bytes: int, *, param: str = "model") -> LabError:

@@ -112,16 +112,6 @@ class LinearCost:
         self._seconds += weight * (seconds - self._seconds)
         self._squares += weight * (amount * amount - self._squares)
         self._products += weight * (amount * seconds - self._products)
-        self._fit()
-
-    def at(self, amount: int) -> float:
-        return self.fixed + self.slope * amount
-
-    def within(self, seconds: float) -> float:
-        """Return the amount that takes this long."""
-        return max(0.0, (seconds - self.fixed) / self.slope)
-
-    def _fit(self) -> None:
         mean = self._seconds / self._amount
         variance = self._squares - self._amount**2
         if variance > (0.2 * self._amount) ** 2:
@@ -134,3 +124,10 @@ class LinearCost:
             self.slope = mean
         self.fixed = max(0.0, self._seconds - self.slope * self._amount)
         self.known = True
+
+    def at(self, amount: int) -> float:
+        return self.fixed + self.slope * amount
+
+    def within(self, seconds: float) -> float:
+        """Return the amount that takes this long."""
+        return max(0.0, (seconds - self.fixed) / self.slope)

@@ -20,6 +20,7 @@ from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.grammar.queue import GrammarQueue
+from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.tracing import TraceJob
@@ -82,13 +83,27 @@ class PromptPreparer:
         Raises:
             LabError: see ``InferenceEngine.submit_all``.
         """
-        arrived_at = time.perf_counter()
+        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
+        async with deadline(arrived_at, timeout_s):
+            return await self._prepare(entry, request, permits, arrived_at=arrived_at, timeout_s=timeout_s)
+
+    async def _prepare(
+        self,
+        entry: ModelEntry,
+        request: GenerationRequest,
+        permits: Sequence[Permit],
+        *,
+        arrived_at: float,
+        timeout_s: float,
+    ) -> list[MlxGeneration]:
         model = self._model_of(entry)
         prompts, width = model.prompts, model.traits.vocabulary_size
         # While this waits, it must not refer to the model, or the model could not be unloaded.
         del model
         check_tokens(request, entry, width)
-        await self._check_weights(request, entry)
+        if any(each.weights for each in request.steer):
+            loaded = self._model_of(entry).entry
+            check_steered_weights(request.steer, entry, await in_thread(lambda: known_content_digest(loaded)))
         prompt = await self._encode(request, prompts)
         named = await self._on_prompts_thread(prompts.named_tokens, request) if request.logprob_tokens else ()
         start = await self._on_prompts_thread(prompts.start_tokens, request) if request.start is not None else []
@@ -105,7 +120,7 @@ class PromptPreparer:
                 permit=permit,
                 model=weakref.ref(model),
                 arrived_at=arrived_at,
-                timeout_s=request.timeout_s or self._settings.request_timeout_s,
+                timeout_s=timeout_s,
                 choice=choice,
                 named_tokens=named,
                 channel_format=prompts.chat_format.channel_format(request, prompt.thinking),
@@ -126,14 +141,21 @@ class PromptPreparer:
             LabError: see ``InferenceEngine.submit_trace``.
         """
         arrived_at, work = time.perf_counter(), request.work
-        tokens, clean = [
-            [] if prompt is None else await self._trace_tokens(entry, prompt)
-            for prompt in (request.prompt, request.clean)
-        ]
-        chosen = []
-        for param in ("token", "answer", "other"):
-            if (named := getattr(work, param, None)) is not None:
-                chosen.append(await self._token_id(entry, named, param))
+        timeout_s = request.timeout_s or self._settings.request_timeout_s
+        async with deadline(arrived_at, timeout_s):
+            tokens, clean = [
+                [] if prompt is None else await self._trace_tokens(entry, prompt)
+                for prompt in (request.prompt, request.clean)
+            ]
+            chosen = []
+            for param in ("token", "answer", "other"):
+                if (named := getattr(work, param, None)) is not None:
+                    model = self._model_of(entry)
+                    prompts, width = model.prompts, model.traits.vocabulary_size
+                    del model
+                    token = await self._on_prompts_thread(prompts.token_id, named, param)
+                    check_token_ids([token], param, entry, width)
+                    chosen.append(token)
         return TraceJob(
             work=work,
             tokens=tokens,
@@ -143,21 +165,8 @@ class PromptPreparer:
             model_id=entry.id,
             permit=permit,
             arrived_at=arrived_at,
-            timeout_s=request.timeout_s or self._settings.request_timeout_s,
+            timeout_s=timeout_s,
         )
-
-    async def _token_id(self, entry: ModelEntry, named: int | str, param: str) -> int:
-        """Return the id of a token that is given as an id or as a text.
-
-        Raises:
-            InvalidRequestError: it is not in the vocabulary, or a text is not exactly one token.
-        """
-        model = self._model_of(entry)
-        prompts, width = model.prompts, model.traits.vocabulary_size
-        del model
-        token = await self._on_prompts_thread(prompts.token_id, named, param)
-        check_token_ids([token], param, entry, width)
-        return token
 
     async def _trace_tokens(self, entry: ModelEntry, prompt: Prompt) -> list[int]:
         """Return the tokens of a text.
@@ -212,16 +221,6 @@ class PromptPreparer:
         model = self._model_of(entry)
         check_token_ids(tokens, "tokens", entry, model.traits.vocabulary_size)
         return model.prompts
-
-    async def _check_weights(self, request: GenerationRequest, entry: ModelEntry) -> None:
-        """Check that the vectors of a request were made for this model.
-
-        Raises:
-            InvalidRequestError: one was made for another model.
-        """
-        if any(each.weights for each in request.steer):
-            loaded = self._model_of(entry).entry
-            check_steered_weights(request.steer, entry, await in_thread(lambda: known_content_digest(loaded)))
 
     def _model_of(self, entry: ModelEntry) -> LoadedModel:
         model = self._find_model(entry)

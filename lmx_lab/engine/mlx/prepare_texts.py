@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -16,9 +15,9 @@ from typing import TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokenizer, TextTokens
+from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.mlx.encoding import EncodedRows, EncodeJob
 from lmx_lab.engine.mlx.model import LoadedModel
-from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankRequest
 from lmx_lab.engine.stream import Pending
@@ -28,7 +27,6 @@ from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.values.outputs import RerankMethod
 
 Item = TypeVar("Item", bound=Sized)
 Result = TypeVar("Result")
@@ -72,7 +70,7 @@ class TextPreparer:
 
     async def embed(self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit) -> Pending[Embeddings]:
         """See ``InferenceEngine.submit_embedding``."""
-        arrived_at = time.perf_counter()
+        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
         encoder = self._encoder_of(entry)
         check_dimensions(request.dimensions, encoder.dimensions, entry)
         tokenizer = encoder.texts
@@ -83,35 +81,50 @@ class TextPreparer:
             return tokenizer.texts(part, work, input_type=request.input_type, truncate=request.truncate, first=first)
 
         with self._tokenizing(request.inputs):
-            texts = await self._in_slices(tokenizer, tokenize, request.inputs)
-            job = self._job(request, entry, permit, texts, arrived_at=arrived_at)
-            return await self._submit(job, functools.partial(_embeddings, request.dimensions))
+            async with deadline(arrived_at, timeout_s):
+                texts = await self._in_slices(tokenizer, tokenize, request.inputs)
+            job = self._job(request, entry, permit, texts, arrived_at=arrived_at, timeout_s=timeout_s)
+            return await self._submit(
+                job,
+                lambda encoded: Embeddings(vectors=shorten(encoded.rows, request.dimensions), report=encoded.report),
+            )
 
     async def rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
         """See ``InferenceEngine.submit_rerank``."""
-        arrived_at = time.perf_counter()
+        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
         encoder = self._encoder_of(entry)
         tokenizer, method = encoder.texts, encoder.method
         del encoder
         texts: list[TextTokens] = []
 
+        def query(_: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
+            return tokenizer.texts(part, work, input_type="query", truncate=False, param="query", first=None)
+
+        def documents(first: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
+            return tokenizer.texts(
+                part, work, input_type="document", truncate=request.truncate, param="documents", first=first
+            )
+
         def pairs(first: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
             return tokenizer.pairs(request.query, part, work, truncate=request.truncate, first=first)
 
+        def ranking(encoded: EncodedRows) -> Ranking:
+            scores = cosines(encoded.rows) if method == "cosine" else encoded.rows
+            return Ranking(scores=scores, method=method, report=encoded.report)
+
         with self._tokenizing(request.documents):
-            if method == "cosine":
-                texts += await self._in_slices(tokenizer, _query_tokenizer(tokenizer), [request.query])
-                documents = _document_tokenizer(tokenizer, truncate=request.truncate)
-                texts += await self._in_slices(tokenizer, documents, request.documents)
-            else:
-                texts += await self._in_slices(tokenizer, pairs, request.documents, beside=request.query)
-            job = self._job(request, entry, permit, texts, arrived_at=arrived_at)
-            return await self._submit(job, functools.partial(_ranking, method))
+            async with deadline(arrived_at, timeout_s):
+                if method == "cosine":
+                    texts += await self._in_slices(tokenizer, query, [request.query])
+                    texts += await self._in_slices(tokenizer, documents, request.documents)
+                else:
+                    texts += await self._in_slices(tokenizer, pairs, request.documents, beside=request.query)
+            job = self._job(request, entry, permit, texts, arrived_at=arrived_at, timeout_s=timeout_s)
+            return await self._submit(job, ranking)
 
     async def _submit(self, job: EncodeJob, finish: Callable[[EncodedRows], Result]) -> Pending[Result]:
         # Created first: if the caller is cancelled in the meantime, it is dropped, which cancels the job.
-        cancel = functools.partial(_cancel, job)
-        pending = Pending(job.done, finish, lambda: self._thread.post(cancel))
+        pending = Pending(job.done, finish, lambda: self._thread.post(lambda core: core.cancel_encoding(job)))
         await self._thread.call(lambda core: core.encode(job))
         return pending
 
@@ -169,6 +182,7 @@ class TextPreparer:
         texts: list[TextTokens],
         *,
         arrived_at: float,
+        timeout_s: float,
     ) -> EncodeJob:
         return EncodeJob(
             texts=texts,
@@ -176,7 +190,7 @@ class TextPreparer:
             model_id=entry.id,
             permit=permit,
             arrived_at=arrived_at,
-            timeout_s=request.timeout_s or self._settings.request_timeout_s,
+            timeout_s=timeout_s,
             raw=isinstance(request, RerankRequest) and request.raw_scores,
         )
 
@@ -198,30 +212,3 @@ def _slices(items: Sequence[Item], beside: int) -> Iterator[tuple[int, list[Item
         characters += len(item) + beside
     if part:
         yield first, part
-
-
-def _query_tokenizer(tokenizer: TextTokenizer) -> Tokenize[str]:
-    def tokenize(_: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
-        return tokenizer.texts(part, work, input_type="query", truncate=False, param="query", first=None)
-
-    return tokenize
-
-
-def _document_tokenizer(tokenizer: TextTokenizer, *, truncate: bool) -> Tokenize[str]:
-    def tokenize(first: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
-        return tokenizer.texts(part, work, input_type="document", truncate=truncate, param="documents", first=first)
-
-    return tokenize
-
-
-def _cancel(job: EncodeJob, core: MlxCore) -> None:
-    core.cancel_encoding(job)
-
-
-def _embeddings(dimensions: int | None, encoded: EncodedRows) -> Embeddings:
-    return Embeddings(vectors=shorten(encoded.rows, dimensions), report=encoded.report)
-
-
-def _ranking(method: RerankMethod, encoded: EncodedRows) -> Ranking:
-    scores = cosines(encoded.rows) if method == "cosine" else encoded.rows
-    return Ranking(scores=scores, method=method, report=encoded.report)

@@ -152,16 +152,11 @@ class SpeculativeBatch(SteerableAnswers):
         return batch
 
     @property
-    def _cost(self) -> float:
+    def cost(self) -> float:
         """Duration of a pass with a draft, in decode steps."""
         if min(len(self._steps_s), len(self._passes_s)) < FEWEST_MEASURED:
             return FIRST_COST
         return median(self._passes_s) / median(self._steps_s)
-
-    @property
-    def _needs_step(self) -> bool:
-        """Whether the duration of a decode step is unknown or old."""
-        return len(self._steps_s) < FEWEST_MEASURED or self._passes >= MEASURE_EVERY
 
     def _advance(self) -> list[GenerationBatch.Response]:
         if len(self.uids) != 1 or (drafter := self.drafters.get(self.uids[0])) is None:
@@ -169,7 +164,14 @@ class SpeculativeBatch(SteerableAnswers):
             return super()._advance()
         started = time.perf_counter()
         drafter.draft_s = 0.0
-        if not (drafter.drafts_always and self._needs_step) and (draft := self._draft(drafter)):
+        # The duration of a decode step is unknown or old.
+        needs_step = len(self._steps_s) < FEWEST_MEASURED or self._passes >= MEASURE_EVERY
+        # The last token of ``max_tokens`` is never computed, only sampled.
+        limit = self.max_tokens[0] - self._num_tokens[0] - 2
+        draft: list[int] = []
+        if limit > 0 and not (drafter.drafts_always and needs_step):
+            draft = drafter.propose(self.tokens[0], self._sampled, limit=limit)
+        if draft:
             self._was_plain = False
             return self._verify(drafter, draft)
         responses = super()._advance()
@@ -179,12 +181,6 @@ class SpeculativeBatch(SteerableAnswers):
             self._passes = 0
         self._was_plain = not drafter.draft_s
         return responses
-
-    def _draft(self, drafter: Drafter) -> list[int]:
-        """Return tokens that may follow the sampled one; none if there is no draft."""
-        # The last token of ``max_tokens`` is never computed, only sampled.
-        limit = self.max_tokens[0] - self._num_tokens[0] - 2
-        return drafter.propose(self.tokens[0], self._sampled, limit=limit) if limit > 0 else []
 
     def _sampled(self) -> int:
         return cast("int", self._next_tokens.item())
@@ -210,7 +206,7 @@ class SpeculativeBatch(SteerableAnswers):
         trim_prompt_cache(self.prompt_cache, len(inputs) - len(responses))
         self._passes_s.append(drafter.draft_s + time.perf_counter() - started)
         self._passes += 1
-        drafter.record(at=len(self.tokens[0]), drafted=len(draft), accepted=accepted, cost=self._cost)
+        drafter.record(at=len(self.tokens[0]), drafted=len(draft), accepted=accepted, cost=self.cost)
         if finish is not None:
             responses[-1].prompt_cache, responses[-1].all_tokens = self.extract_cache(0), self.tokens[0]
             self.filter([])
@@ -228,8 +224,9 @@ class SpeculativeBatch(SteerableAnswers):
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             drawn = sampler(logprobs)
             mx.eval(drawn, logprobs)
-            all_drawn = cast("list[int]", drawn.tolist())
-            return all_drawn[: _equal(all_drawn, inputs[1:]) + 1], logprobs
+            all_drawn, draft = cast("list[int]", drawn.tolist()), inputs[1:]
+            equal = next((at for at, token in enumerate(draft) if all_drawn[at] != token), len(draft))
+            return all_drawn[: equal + 1], logprobs
         # These have a state, which must not advance beyond the tokens that are kept.
         tokens: list[int] = []
         rows: list[mx.array] = []
@@ -250,11 +247,6 @@ class SpeculativeBatch(SteerableAnswers):
         return tokens, logprobs
 
 
-def _equal(drawn: Sequence[int], draft: Sequence[int]) -> int:
-    """Return the number of equal tokens at the beginning."""
-    return next((at for at, token in enumerate(draft) if drawn[at] != token), len(draft))
-
-
 class DraftModel:
     """Continues one text at a time. Its KV cache remains for the next answer with the same prefix.
 
@@ -273,7 +265,15 @@ class DraftModel:
         """Return the ``count`` most likely next tokens, each after the ones before it; none if the cache lacks so many
         tokens that only a part of them was computed.
         """
-        missing = self._trim_to(tokens)
+        text, computed = (np.asarray(each, dtype=np.int32) for each in (tokens, self._computed))
+        # At least one token must be computed, to have logits.
+        shared = min(common_prefix(text, computed), len(tokens) - 1)
+        if not shared:
+            self._cache = make_prompt_cache(self._model)
+        elif shared < len(computed):
+            trim_prompt_cache(self._cache, len(computed) - shared)
+        del self._computed[shared:]
+        missing = tokens[shared:]
         if len(missing) > CHUNK_TOKENS:
             self._forward(missing[:CHUNK_TOKENS])
             mx.eval([layer.state for layer in self._cache])
@@ -285,18 +285,6 @@ class DraftModel:
         # The last token was drafted but not computed.
         self._computed += known[:-1]
         return known
-
-    def _trim_to(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Remove tokens from the cache that are not in this text, and return those of the text that are missing."""
-        text, computed = (np.asarray(each, dtype=np.int32) for each in (tokens, self._computed))
-        # At least one token must be computed, to have logits.
-        shared = min(common_prefix(text, computed), len(tokens) - 1)
-        if not shared:
-            self._cache = make_prompt_cache(self._model)
-        elif shared < len(computed):
-            trim_prompt_cache(self._cache, len(computed) - shared)
-        del self._computed[shared:]
-        return tokens[shared:]
 
     def _forward(self, tokens: Sequence[int]) -> mx.array:
         """Compute tokens of the text, and return the most likely next one."""

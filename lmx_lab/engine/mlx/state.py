@@ -53,16 +53,25 @@ class MlxCore:
         report = configure_blas(settings.blas, settings.threads)
         self._threads = threads = ThreadChoice(report)
         self._mean_s = 0.0
-        self.generating = GenerationLoop(settings, threads, blas=report, limit_bytes=self._limit_bytes)
+        self.generating = GenerationLoop(
+            settings,
+            threads,
+            blas=report,
+            limit_bytes=self._limit_bytes,
+            used_bytes=self._used_bytes,
+            other_bytes=self._other_bytes,
+        )
         self.encoding = EncodingLoop(
             threads,
             limit_bytes=self._limit_bytes,
+            used_bytes=self._used_bytes,
             make_room=self.generating.shrink_prefixes,
             note_peak=self.generating.note_peak,
         )
         self.tracing = TraceLoop(
             threads,
             limit_bytes=self._limit_bytes,
+            used_bytes=self._used_bytes,
             trace_bytes=settings.trace_bytes,
             make_room=self.generating.shrink_prefixes,
             note_peak=self.generating.note_peak,
@@ -125,10 +134,6 @@ class MlxCore:
         self.generating.add(generations)
         self._publish()
 
-    def cancel(self, generation: MlxGeneration) -> None:
-        """Cancel a generation that is no longer read."""
-        self.generating.cancel(generation)
-
     def encode(self, job: EncodeJob) -> None:
         """Queue the texts of a request.
 
@@ -189,7 +194,6 @@ class MlxCore:
         self.generating.use(
             model if isinstance(model, LoadedModel) else None, prompt_lookup=spec.prompt_lookup is not False
         )
-        self._update_other_bytes()
         self._publish()
         return self.snapshot.load_report(time.perf_counter() - started)
 
@@ -206,7 +210,6 @@ class MlxCore:
             raise model
         assert isinstance(model, LoadedEncoder)
         self._pinned[entry.kind] = (entry, model)
-        self._update_other_bytes()
         memory.release()
         self._publish()
         return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=model.memory_bytes)
@@ -219,7 +222,6 @@ class MlxCore:
             self.encoding.end_all(jobs, NotLoadedError(f"{entry.id} was unloaded before this request ended"))
             del jobs
         del pinned
-        self._update_other_bytes()
         memory.release()
         self._publish()
 
@@ -267,11 +269,6 @@ class MlxCore:
         memory.release()
         return failure
 
-    @property
-    def _slots(self) -> int | None:
-        """Number of requests that the main model decodes in parallel; None for encoders."""
-        return self._settings.slots if isinstance(self.main, LoadedModel) else None
-
     def _encoder_in_memory(self, entry: ModelEntry) -> LoadedEncoder | None:
         """Return the encoder in memory that was loaded from the same files; None if there is none."""
         for loaded_entry, model in self._in_memory():
@@ -284,9 +281,9 @@ class MlxCore:
         pinned = sum(model.memory_bytes for kind, (_, model) in self._pinned.items() if kind != excluding)
         return (0 if memory.is_of_device() else self._host.used_by_others()) + pinned
 
-    def _update_other_bytes(self) -> None:
-        """Update how much of the memory limit is used by models other than that of the generation loop."""
-        self.generating.other_bytes = self._other_bytes()
+    def _used_bytes(self) -> int:
+        """Return the memory that MLX uses and, unless its models are on a GPU, that of other engines."""
+        return memory.used_bytes() + (0 if memory.is_of_device() else self._host.used_by_others())
 
     # Steps
 
@@ -300,7 +297,12 @@ class MlxCore:
         try:
             self.generating.step()
         except OutOfMemoryError as exc:
-            self._unload_for_memory(exc)
+            model = self.snapshot.model
+            self._end_main(exc)
+            self._drop_main()
+            why = f"{model} was unloaded because memory ran out; load it again, or a smaller one"
+            self.failure = OutOfMemoryError(why)
+            self.snapshot = replace(self.snapshot, unloaded_model=model, unload_cause="memory")
             lost = True
         traces = not self.tracing.idle and not lost
         if traces and busy:
@@ -321,15 +323,6 @@ class MlxCore:
         self._publish()
         if lost:
             self._host.lost_model(False)
-
-    def _unload_for_memory(self, error: OutOfMemoryError) -> None:
-        """Unload the main model because memory ran out."""
-        model = self.snapshot.model
-        self._end_main(error)
-        self._drop_main()
-        why = f"{model} was unloaded because memory ran out; load it again, or a smaller one"
-        self.failure = OutOfMemoryError(why)
-        self.snapshot = replace(self.snapshot, unloaded_model=model, unload_cause="memory")
 
     def _drop_main(self) -> None:
         self._main = None
@@ -354,7 +347,7 @@ class MlxCore:
             entry=entry,
             model_memory_bytes=main.memory_bytes if main else 0,
             context_length=main.context_length if main else None,
-            slots=self._slots,
+            slots=self._settings.slots if isinstance(main, LoadedModel) else None,
             pinned=tuple(
                 PinnedModel(entry=entry, memory_bytes=model.memory_bytes) for entry, model in self._pinned.values()
             ),

@@ -37,25 +37,27 @@ class EngineThread:
         # Reentrant: a stream that is garbage-collected while this thread holds the lock posts its cancellation.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._core: MlxCore | None = None
-        self._dead: BaseException | None = None
+        self.core: MlxCore | None = None
+        """The state; other threads may read ``snapshot``, ``failure`` and ``model_of``."""
+        self.dead: BaseException | None = None
+        """The exception that ended the thread; None if the thread is running or was stopped."""
         self._empty_snapshot = EngineSnapshot(memory_is_of_device=memory.is_of_device())
 
     def start(self) -> None:
         """Start the engine thread, or a new one after the old one died."""
-        if self._dead is not None and self._thread is not None:
+        if self.dead is not None and self._thread is not None:
             self._thread.join()  # this does not block for long: the thread was not abandoned, so it is about to end
         with self._lock:
             if self.alive:
                 return
-            self._dead, self._commands = None, queue.SimpleQueue()
+            self.dead, self._commands = None, queue.SimpleQueue()
             started: Future[MlxCore] = Future()
             # A daemon thread, because Python joins other threads at the exit before it stops the manager.
             self._thread = threading.Thread(
                 target=self._run, args=(started, self._commands), name="lmx-lab-engine", daemon=True
             )
             self._thread.start()
-            self._core = started.result()
+            self.core = started.result()
 
     def stop(self) -> None:
         """End every request, release the memory, and join the thread. Blocks until the current step is over."""
@@ -70,19 +72,9 @@ class EngineThread:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def dead(self) -> BaseException | None:
-        """The exception that ended the thread; None if the thread is running or was stopped."""
-        return self._dead
-
-    @property
-    def core(self) -> MlxCore | None:
-        """The state; other threads may read ``snapshot``, ``failure`` and ``model_of``."""
-        return self._core
-
-    @property
     def snapshot(self) -> EngineSnapshot:
         """The state as of the last step. Never blocks."""
-        return self._core.snapshot if self._core else self._empty_snapshot
+        return self.core.snapshot if self.core else self._empty_snapshot
 
     async def call(self, command: Callable[[MlxCore], T]) -> T:
         """Perform a command on the thread and return its result.
@@ -115,26 +107,24 @@ class EngineThread:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
             cancellation.cancel()
-            if not (await asyncio.wait([done], timeout=CANCEL_S))[0]:
-                self._abandon()
+            if (await asyncio.wait([done], timeout=CANCEL_S))[0]:
+                raise
+            log.error("the engine thread does not respond while it reads a model; the next load starts another thread")
+            with self._lock:
+                thread, self._thread, commands = self._thread, None, self._commands
+                self.dead = self.dead or EngineDeadError("the engine thread did not respond while it read a model")
+            if thread is not None:
+                # When its command has ended, its core ends all requests and releases the memory.
+                commands.put(None)
+                self._host.lost_model(False)
             raise
-
-    def _abandon(self) -> None:
-        """Stop using the thread. When its command has ended, its core ends all requests and releases the memory."""
-        log.error("the engine thread does not respond while it reads a model; the next load starts another thread")
-        with self._lock:
-            thread, self._thread, commands = self._thread, None, self._commands
-            self._dead = self._dead or EngineDeadError("the engine thread did not respond while it read a model")
-        if thread is not None:
-            commands.put(None)
-            self._host.lost_model(False)
 
     def post(self, command: Callable[[MlxCore], T]) -> Future[T]:
         """Submit a command to the thread, and return the future of its result without waiting."""
         future: Future[T] = Future()
         with self._lock:
-            if self._dead is not None or not self.alive:
-                future.set_exception(EngineDeadError(f"the engine is not running ({self._dead or 'stopped'})"))
+            if self.dead is not None or not self.alive:
+                future.set_exception(EngineDeadError(f"the engine is not running ({self.dead or 'stopped'})"))
             else:
                 self._commands.put((command, future))
         return future
@@ -154,26 +144,23 @@ class EngineThread:
             log.exception("the engine thread died")
             if threading.current_thread() is self._thread:
                 # The frames of its traceback refer to the batch, and therefore to the weights.
-                self._dead = exc.with_traceback(None)
+                self.dead = exc.with_traceback(None)
             error = EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again")
         finally:
             try:
                 core.close(error)
             finally:
-                self._refuse_rest(commands, error)
+                with self._lock:
+                    while not commands.empty():
+                        command = commands.get_nowait()
+                        # A caller that no longer waits has cancelled its future.
+                        if command is not None and command[1].set_running_or_notify_cancel():
+                            command[1].set_exception(error)
                 # Without these two calls the process aborts at exit (status 134).
                 mx.synchronize()
                 mx.clear_streams()
-            if self._dead is not None:
+            if self.dead is not None:
                 self._host.lost_model(False)
-
-    def _refuse_rest(self, commands: queue.SimpleQueue[Command | None], error: LabError) -> None:
-        with self._lock:
-            while not commands.empty():
-                command = commands.get_nowait()
-                # A caller that no longer waits has cancelled its future.
-                if command is not None and command[1].set_running_or_notify_cancel():
-                    command[1].set_exception(error)
 
 
 def _perform_commands(core: MlxCore, commands: queue.SimpleQueue[Command | None]) -> bool:
@@ -186,17 +173,14 @@ def _perform_commands(core: MlxCore, commands: queue.SimpleQueue[Command | None]
             return True
         if command is None:
             return False
-        _perform(core, *command)
+        perform, future = command
         block = False
-
-
-def _perform(core: MlxCore, command: Callable[[MlxCore], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(command(core))
-    except Exception as exc:
-        future.set_exception(exc)
-    except BaseException as exc:
-        future.set_exception(EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again"))
-        raise
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(perform(core))
+        except Exception as exc:
+            future.set_exception(exc)
+        except BaseException as exc:
+            future.set_exception(EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again"))
+            raise

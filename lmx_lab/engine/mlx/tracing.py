@@ -59,6 +59,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
 
     Args:
         limit_bytes: Memory that all models and requests may use.
+        used_bytes: Returns how much of it they use now, on all engines.
         trace_bytes: See ``Settings``.
         make_room: Called with the number of bytes that a job needs beyond the memory limit; frees cached memory.
         note_peak: Called with the peak memory of each step.
@@ -69,6 +70,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         threads: ThreadChoice,
         *,
         limit_bytes: int,
+        used_bytes: Callable[[], int],
         trace_bytes: int,
         make_room: Callable[[int], None],
         note_peak: Callable[[int], None],
@@ -76,6 +78,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         super().__init__("trace a shorter text, or fewer positions")
         self._threads = threads
         self._limit_bytes = limit_bytes
+        self._used_bytes = used_bytes
         self._trace_bytes = trace_bytes
         self._make_room = make_room
         self._note_peak = note_peak
@@ -117,21 +120,35 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             raise EngineError(f"{job.model_id} was unloaded before this request ended")
         needed = model.traits.footprint.running_bytes([len(job.tokens)], chunk=memory.MAX_CHUNK_TOKENS)
         needed -= model.traits.footprint.weights_bytes
-        if (excess := memory.used_bytes() + needed - self._limit_bytes) > 0:
+        if (excess := self._used_bytes() + needed - self._limit_bytes) > 0:
             self._make_room(excess)
-            if memory.used_bytes() + needed > self._limit_bytes:
+            if (used_bytes := self._used_bytes()) + needed > self._limit_bytes:
                 if may_wait:
                     return False
                 raise ContextLengthError(
                     f"a text of {len(job.tokens)} tokens needs {needed / 1e9:.2f} GB in addition to the "
-                    f"{memory.used_bytes() / 1e9:.2f} GB in use, and {self._limit_bytes / 1e9:.2f} GB are allowed; "
+                    f"{used_bytes / 1e9:.2f} GB in use, and {self._limit_bytes / 1e9:.2f} GB are allowed; "
                     "shorten it, or raise memory_limit_bytes"
                 )
         job.started_at = job.started_at or time.perf_counter()
         if may_wait:
             # Its tokens may take longer than those of earlier jobs.
             self._largest = FIRST_TOKENS
-        steps = _steps_of(job, model.hook_points, model, self._trace_bytes)
+        context = TraceContext(found=model.hook_points, limit_bytes=self._trace_bytes, text_of=model.vocabulary.text_of)
+        match job.work:
+            case Activations():
+                steps = compute_activations(context, job.tokens, job.work)
+            case LogitLens():
+                steps = compute_logit_lens(context, job.tokens, job.work)
+            case Patching():
+                answer, other = job.chosen
+                steps = compute_patching(context, job.tokens, job.clean, (answer, other), job.work)
+            case Attribution():
+                token, *others = job.chosen
+                steps = compute_attribution(context, job.tokens, token, others[0] if others else None)
+            case _:
+                steps = _hook_names(context.found)
+        next(steps)  # until it waits for the number of tokens of its first step
         self._steps = job, steps
         return True
 
@@ -190,30 +207,6 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         if self._steps is not None and self._steps[0] is job:
             self._steps[1].close()
             self._steps = None
-
-
-def _steps_of(job: TraceJob, found: HookPoints, model: LoadedModel, trace_bytes: int) -> Steps:
-    """Start the computation of a job, and return it. It waits for the number of tokens of its first step.
-
-    Raises:
-        InvalidRequestError: the request is not possible with this model, or exceeds ``trace_bytes``.
-    """
-    context = TraceContext(found=found, limit_bytes=trace_bytes, text_of=model.vocabulary.text_of)
-    match job.work:
-        case Activations():
-            steps = compute_activations(context, job.tokens, job.work)
-        case LogitLens():
-            steps = compute_logit_lens(context, job.tokens, job.work)
-        case Patching():
-            answer, other = job.chosen
-            steps = compute_patching(context, job.tokens, job.clean, (answer, other), job.work)
-        case Attribution():
-            token, *others = job.chosen
-            steps = compute_attribution(context, job.tokens, token, others[0] if others else None)
-        case _:
-            steps = _hook_names(found)
-    next(steps)
-    return steps
 
 
 def _hook_names(found: HookPoints) -> Steps:

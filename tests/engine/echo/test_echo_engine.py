@@ -6,16 +6,24 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, EmbeddingRequest, ModelManager, RerankRequest, TextPrompt
-from lmx_lab.engine.echo.model import EchoVocabulary
-from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, QueueFullError, UnusableModelError
+from lmx_lab.engine.echo.model import END, FIRST_BYTE, LONGEST_PIECE, EchoVocabulary
+from lmx_lab.errors import (
+    ContextLengthError,
+    EngineError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    QueueFullError,
+    UnusableModelError,
+)
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO
 from lmx_lab.values.steering import SteeringVector
@@ -24,7 +32,6 @@ from tests.support.engines import ONLY_WAIT, PLACE_FORMAT, PLACE_TOOLS, chat_req
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "look", "arguments": {"kind": "river", "wet": true}}\n</tool_call>'
 ARGUMENTS = '{"kind": "river", "wet": true}'
-Scripted = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +171,12 @@ async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted):
     assert "".join(pieces) == "Half"
 
 
+async def test_a_request_ends_at_its_deadline_before_a_later_error_of_the_script(scripted):
+    manager = await scripted({"error": "later", "delay_s": 30})
+    with pytest.raises(GenerationTimeoutError):
+        await manager.submit(chat_request(timeout_s=0.05))
+
+
 async def test_an_answer_is_not_faster_than_its_rate(scripted):
     manager = await scripted({"text": "one two three", "delay_s": 0.05, "tokens_per_s": 200}, echo_tokens_per_s=1000)
     slow, usual = (await run(manager)).report, (await run(manager, content="one two three")).report
@@ -210,3 +223,31 @@ async def test_only_the_beginning_of_a_text_that_is_far_too_long_is_tokenized(ma
     cut = await manager.embed(EmbeddingRequest(inputs=(text,), model="echo", truncate=True))
     assert cut.report.tokens == 32768
     assert max(lengths) < 200_000
+
+
+VOCABULARY = EchoVocabulary()
+
+
+@given(st.text())
+def test_tokens_decode_to_the_text_that_was_encoded(text):
+    tokens = VOCABULARY.encode(text)
+    assert VOCABULARY.decode(tokens) == text
+    assert len(text.encode()) <= LONGEST_PIECE * len(tokens)
+
+
+def test_words_are_split_into_pieces_of_three_letters_with_their_space():
+    tokens = VOCABULARY.encode("Once upon a time, 東")
+    shown = [VOCABULARY.text_of(token) for token in tokens]
+    assert shown[:9] == ["O", "nce", " upo", "n", " a", " tim", "e", ",", " "]
+    assert shown[9:] == ["bytes:\\xe6", "bytes:\\x9d", "bytes:\\xb1"]
+
+
+def test_ids_never_change():
+    assert VOCABULARY.size == 36_802
+    assert VOCABULARY.encode("Once upon a time!") == [95, 9792, 33150, 126, 18524, 32290, 117, 49]
+
+
+def test_special_tokens_are_shown_by_name_only():
+    assert VOCABULARY.decode([END]) == ""
+    assert VOCABULARY.show([END]) == "<|end|>"
+    assert min(VOCABULARY.encode("<|end|>")) >= FIRST_BYTE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,10 @@ from lmx_lab.errors import UnusableModelError
 from tests.support.models import TINY_POSITIONS, entry, load, pooling_files, run, write_json, write_tokenizer
 
 WIDTH, INNER, HEADS, LAYERS, WINDOW = 32, 48, 4, 3, 3
-EPS = 1e-5
 TEXTS = [TextTokens((2, 9, 3)), TextTokens(tuple(range(5, 25))), TextTokens((7,))]
-BIASES = {"attention_bias": True, "mlp_bias": True, "norm_bias": True}
 ROPE = {"full_attention": {"rope_theta": 500.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0}
 Array = npt.NDArray[Any]
-Load = Callable[..., LoadedEncoder]
 
 
 def modernbert_weights(words, *, bias, labels):
@@ -90,7 +86,7 @@ class Reference:
 
     def norm(self, name: str, x: Array) -> Array:
         centered = x - x.mean(-1, keepdims=True)
-        scaled = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + EPS)
+        scaled = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
         return scaled * self.tensors[f"{name}.weight"] + self.tensors.get(f"{name}.bias", 0.0)
 
     def hidden(self, tokens: tuple[int, ...]) -> Array:
@@ -133,7 +129,11 @@ def rotate(x, theta):
     ("config", "thetas", "local"),
     [
         ({}, (160_000, 10_000, 10_000), (False, True, True)),
-        ({"global_attn_every_n_layers": 2, **BIASES}, (160_000, 10_000, 160_000), (False, True, False)),
+        (
+            {"global_attn_every_n_layers": 2, "attention_bias": True, "mlp_bias": True, "norm_bias": True},
+            (160_000, 10_000, 160_000),
+            (False, True, False),
+        ),
         ({"local_rope_theta": 70.0, "global_rope_theta": 700.0}, (700, 70, 70), (False, True, True)),
         (
             {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "rope_parameters": ROPE},

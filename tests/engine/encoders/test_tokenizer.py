@@ -127,7 +127,7 @@ def test_a_text_of_far_too_many_characters_is_refused_without_tokenizing_it(bert
     ("wrong", "message"),
     [
         ("a \ud800", r"input\.1 has the lone surrogate '\\ud800'"),
-        ((5, 99999), r"input\.1 has the token id 99999; the ids of tiny-bert are 0 to 226"),
+        ((5, 99999), r"input\.1 has the token id 99999; tiny-bert knows 0 to 226"),
         ((-1,), r"input\.1 has the token id -1"),
         ((), r"input\.1 is empty"),
     ],

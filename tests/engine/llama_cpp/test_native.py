@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import shutil
+import weakref
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,11 +26,14 @@ from lmx_lab.engine import (
     Tool,
     ToolUse,
 )
-from lmx_lab.errors import InvalidRequestError, UnusableModelError
+from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
+from lmx_lab.engine.llama_cpp.model import ALL_MARKERS, detect_chat_format
+from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import Delta, TokenLogprob, merge_deltas
 from tests.support.engines import (
     LLAMA_SETTINGS,
+    PLACE_FORMAT,
     entry_of,
     finish_answer,
     finish_with_logprobs,
@@ -108,6 +116,38 @@ async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf, pie
             assert answer.ids == (tuple(tokens) if needs_ids else ())
 
 
+async def test_an_answer_whose_missing_ids_cannot_be_found_ends_without_them(tiny, tiny_gguf, tmp_path):
+    path = Path(shutil.copy(tiny_gguf, tmp_path / "tiny.gguf"))
+    # llama.cpp reports only the last token of a character.
+    tokens = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).encode("😀").ids
+    assert len(tokens) > 1
+    async with ModelManager(LLAMA_SETTINGS) as manager:
+        await manager.load_entry(entry_of(path))
+        forced = await forced_request(manager, request(prompt=TextPrompt(text="It is")), tokens)
+        # The vocabulary, in which the other tokens are looked up, is not read before it is needed.
+        os.unlink(path)
+        async with await manager.submit(forced) as stream:
+            answer = merge_deltas([delta async for delta in stream])
+    assert (answer.text, answer.ids) == ("😀", ())
+    assert stream.report is not None
+    assert stream.report.output_tokens == len(tokens)
+
+
+async def test_nothing_of_a_model_stays_in_memory_after_its_unload(tiny_gguf):
+    def checkers():
+        return [each for each in gc.get_objects() if isinstance(each, GrammarChecker)]
+
+    before = {id(checker) for checker in checkers()}
+    async with ModelManager(LLAMA_SETTINGS) as manager:
+        await manager.load_entry(entry_of(tiny_gguf))
+        await run(manager, answer_format=PLACE_FORMAT)
+        # It refers to the vocabulary and the connection of the model.
+        created = [weakref.ref(checker) for checker in checkers() if id(checker) not in before]
+        await manager.unload()
+        gc.collect()
+        assert [checker() for checker in created] == [None]
+
+
 def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(caller_gguf, tmp_path):
     tool = {"type": "function", "function": {"name": LOOK.name, "parameters": dict(LOOK.parameters)}}
     with lmx_lab.Lab(replace(LLAMA_SETTINGS, home=tmp_path, port=0), loop="thread") as lab:
@@ -131,14 +171,6 @@ async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(c
         stop = whole.text[12:16]
         cut = await finish_answer(await manager.submit(replace(tool_request, stop=(stop,))))
         assert (cut.text, cut.reason) == (whole.text[: whole.text.index(stop)], "stop")
-
-
-async def test_logprobs_are_refused_if_calls_in_the_models_own_format_are_possible(caller_gguf):
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(caller_gguf))
-        with pytest.raises(InvalidRequestError, match="leave out logprobs or tools"):
-            await manager.submit(replace(chat(tools=ALL), top_logprobs=1))
-        assert (await finish_answer(await manager.submit(replace(chat(), top_logprobs=1, max_tokens=4)))).logprobs
 
 
 # Reasoning
@@ -279,3 +311,44 @@ async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_g
     (plain_text, plain), (text, drafted) = answers
     assert text == plain_text
     assert plain.drafted_tokens == 0 < drafted.accepted_tokens <= drafted.drafted_tokens
+
+
+def test_the_markers_of_reasoning_are_read_from_the_template():
+    chat_format = detect_chat_format(
+        THINKS_FIRST_TEMPLATE, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)}
+    )
+    assert (chat_format.reasoning_markers, chat_format.supports_tools, chat_format.has_headers) == (
+        ("<think>", "</think>"),
+        False,
+        False,
+    )
+    assert (chat_format.markers["<think>"], chat_format.markers["</think>"]) == ((3,), (4,))
+    assert chat_format.reasoning_state("assistant\n<think>\n") == "open"
+    # A marker that is not one token is found as text.
+    assert chat_format.markers["<tool_call>"] == ("<tool_call>",)
+
+
+@pytest.mark.parametrize(
+    ("template", "markers"), [("", None), (TOOLS_TEMPLATE, ("<think>", "</think>")), (NO_SYSTEM_TEMPLATE, None)]
+)
+def test_not_every_template_has_reasoning(template, markers):
+    assert detect_chat_format(template, {}, {}).reasoning_markers == markers
+
+
+def test_the_capabilities_of_a_template_come_from_llama_cpp():
+    assert detect_chat_format(TOOLS_TEMPLATE, {"supports_tools": True}, {}).supports_tools
+    assert not detect_chat_format(TOOLS_TEMPLATE, {}, {}).supports_tools
+    assert not detect_chat_format(NO_SYSTEM_TEMPLATE, {"supports_system_role": False}, {}).supports_system
+    assert detect_chat_format(NO_SYSTEM_TEMPLATE, {}, {}).supports_system
+
+
+def test_templates_with_headers_are_recognized_by_their_markers():
+    harmony = detect_chat_format("<|channel|> <|message|> <|call|>", {"supports_tools": True}, {})
+    assert harmony.has_headers
+    assert harmony.reasoning_markers is None
+    assert not detect_chat_format("<|message|> alone", {}, {}).has_headers
+
+
+def test_each_marker_is_looked_up_once():
+    assert len(set(ALL_MARKERS)) == len(ALL_MARKERS)
+    assert {"<think>", "</think>", "<tool_call>", "</tool_call>"} <= set(ALL_MARKERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -245,19 +246,14 @@ async def load_bad_file(manager, path):
     """Load a bad file, and check that ``tiny`` is loaded afterwards; return the error message."""
     good = manager.snapshot.entry
     assert good is not None
+    # An entry like that of the file before it was damaged.
+    bad = dataclasses.replace(good, id="bad", path=path)
     with pytest.raises(UnusableModelError) as failed:
-        await manager.load_entry(
-            entry_of(path, "bad") if path.name == "unknown-architecture.gguf" else _entry_before_damage(good, path)
-        )
+        await manager.load_entry(entry_of(path, "bad") if path.name == "unknown-architecture.gguf" else bad)
     assert (manager.snapshot.model, manager.snapshot.state) == ("tiny", "ready")
     assert (await run(manager))[1].output_tokens == 8
     assert path.name in failed.value.message
     return failed.value.message
-
-
-def _entry_before_damage(good, path):
-    """Return an entry like that of the file before it was damaged."""
-    return type(good)(**{**vars(good), "id": "bad", "path": path})
 
 
 async def test_the_error_of_a_bad_file_names_it_and_the_previous_model_stays(manager, tiny_gguf, tmp_path):

@@ -14,8 +14,7 @@ from lmx_lab.values.steering import SteeringVector
 from tests.support.gguf import THINKS_FIRST_TEMPLATE
 
 COMPLETION, CHAT = "/completion", "/v1/chat/completions"
-TOOL = Tool(name="add", parameters={"type": "object"}, description="Adds.")
-OPTIONAL = ToolUse(tools=(TOOL,))
+OPTIONAL = ToolUse(tools=(Tool(name="add", parameters={"type": "object"}, description="Adds."),))
 FORCED = replace(OPTIONAL, forced=True)
 FORM = AnswerFormat(kind="regex", text="a+")
 PLAIN, NATIVE = ChatFormat(), ChatFormat(supports_tools=True)

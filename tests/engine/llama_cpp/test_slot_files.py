@@ -47,19 +47,13 @@ async def test_a_new_process_computes_only_what_was_not_saved(tmp_path, long_ggu
         assert manager.snapshot.disk_cached_tokens == report.cached_tokens >= 200
 
 
-def flip_a_bit(folder):
-    """Damage the only file of the folder, and return its name."""
-    (path,) = folder.glob("*.safetensors")
-    data = bytearray(path.read_bytes())
-    data[-2000] ^= 1
-    path.write_bytes(data)
-    return path.name
-
-
 async def test_a_damaged_file_does_not_reach_the_process(tmp_path, long_gguf, caplog):
     async with server(tmp_path, long_gguf) as manager, until_written(manager):
         text, _ = await run(manager, prompt=FIRST)
-    name = flip_a_bit(tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-2000] ^= 1
+    path.write_bytes(data)
     with caplog.at_level(logging.WARNING, "lmx_lab.engine.prefix_files"):
         async with server(tmp_path, long_gguf) as manager:
             process = system_process_of(manager)
@@ -67,7 +61,7 @@ async def test_a_damaged_file_does_not_reach_the_process(tmp_path, long_gguf, ca
             assert (again, report.cached_tokens) == (text, 0)
             assert process.is_running()
     assert len(caplog.records) == 1
-    assert name in caplog.text
+    assert path.name in caplog.text
 
 
 async def test_simultaneous_answers_are_saved_and_restored(tmp_path, long_gguf):

@@ -111,13 +111,6 @@ async def test_a_forced_call_is_the_whole_answer(manager, open_thoughts):
     assert (answer.report.reasoning_tokens > 0) is open_thoughts
 
 
-async def test_a_named_tool_is_called_once(manager):
-    answer = await run(manager, tools=ONLY_WAIT)
-    ((name, arguments),) = answer.calls
-    assert (name, answer.text, answer.reason) == ("wait", "", "tool_calls")
-    assert is_place(arguments)
-
-
 async def test_forced_parallel_calls_are_all_calls(manager):
     answer = await run(manager, tools=replace(PLACE_TOOLS, forced=True), max_tokens=400)
     assert 1 <= len(answer.calls) <= 16

@@ -19,8 +19,7 @@ from lmx_lab.weights import Catalog
 from tests.support.engines import finish, mlx_thread, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio
-VOCABULARY = 49152
-SHARED = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 1024}
+SHARED = {"vocab_size": 49152, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 1024}
 CONFIGS: dict[str, dict[str, Any]] = {
     "mamba": {
         "model_type": "mamba",

@@ -12,7 +12,7 @@ import pytest
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.mlx import thread as thread_module
-from lmx_lab.engine.mlx import weights_dtype
+from lmx_lab.engine.mlx import weights
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.weights import Catalog
 from tests.support.engines import TWO_SLOTS, run
@@ -42,7 +42,7 @@ class SlowTensors:
 @pytest.fixture
 def slow(monkeypatch):
     slow = SlowTensors()
-    monkeypatch.setattr(weights_dtype, "check_cancelled", slow.check)
+    monkeypatch.setattr(weights, "check_cancelled", slow.check)
     yield slow
     slow.resume.set()
 

@@ -79,9 +79,10 @@ class DeliveringLoop(EncodingLoop):
 
 
 def create_loop(*, threads=1, **changes):
-    limits = {"limit_bytes": 2**40, "make_room": lambda _: None, "note_peak": lambda _: None}
+    limits = {"limit_bytes": 2**40, "used_bytes": memory.used_bytes}
+    functions = {"make_room": lambda _: None, "note_peak": lambda _: None}
     report = BlasReport(name="openblas", detail="", threads=threads, threads_fixed=False)
-    return DeliveringLoop(ThreadChoice(report), **(limits | changes))
+    return DeliveringLoop(ThreadChoice(report), **(limits | functions | changes))
 
 
 def permit():
@@ -102,6 +103,14 @@ def run(loop, *, busy=False):
         loop.step(0.0, busy=busy)
 
 
+def computed(encoder, lengths, **changes):
+    """Compute a single job of texts with these lengths, and return it."""
+    loop, submitted = create_loop(), job(encoder, lengths, **changes)
+    loop.add(submitted)
+    run(loop)
+    return submitted
+
+
 def failure(of):
     error = of.done.exception(timeout=0)
     assert isinstance(error, LabError)
@@ -109,10 +118,7 @@ def failure(of):
 
 
 def test_rows_are_in_the_order_of_the_texts():
-    loop, encoder = create_loop(), FakeEncoder()
-    submitted = job(encoder, [3, 9, 1, 2, 9])
-    loop.add(submitted)
-    run(loop)
+    submitted = computed(FakeEncoder(), [3, 9, 1, 2, 9])
     assert submitted.done.result(timeout=0).rows.ravel().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
 
 
@@ -135,11 +141,7 @@ def test_equal_texts_are_computed_once():
 
 
 def test_raw_scores_are_returned_without_activation():
-    loop, encoder = create_loop(), FakeEncoder()
-    submitted = job(encoder, [3], raw=True)
-    loop.add(submitted)
-    run(loop)
-    assert submitted.done.result(timeout=0).rows.tolist() == [[0.0]]
+    assert computed(FakeEncoder(), [3], raw=True).done.result(timeout=0).rows.tolist() == [[0.0]]
 
 
 def test_the_report_counts_texts_and_tokens():
@@ -195,12 +197,9 @@ def test_cancelling_ends_all_parts_of_a_batch():
 
 
 def test_a_text_longer_than_a_batch_is_computed_alone():
-    loop, encoder = create_loop(), FakeEncoder()
-    submitted = job(encoder, [PART_TOKENS * 2, PART_TOKENS * 2])
-    loop.add(submitted)
-    run(loop)
+    encoder = FakeEncoder()
+    assert computed(encoder, [PART_TOKENS * 2, PART_TOKENS * 2]).done.done()
     assert encoder.batches == [[1], [0]]
-    assert submitted.done.done()
 
 
 @pytest.mark.slow
@@ -210,18 +209,11 @@ def test_one_text_does_not_wait_for_ten_thousand():
     loop.add(flood)
     loop.step(0.0, busy=False)
     loop.add(single)
-    run_until(loop, single)
-    assert len(encoder.batches) <= 3
+    while not single.done.done():
+        assert len(encoder.batches) <= 3
+        loop.step(0.0, busy=False)
     run(loop)
     assert len(flood.done.result(timeout=0).rows) == 10_000
-
-
-def run_until(loop, awaited):
-    for _ in range(1000):
-        if awaited.done.done():
-            return
-        loop.step(0.0, busy=False)
-    pytest.fail("never computed")
 
 
 def test_texts_of_several_requests_share_a_batch():
@@ -298,22 +290,16 @@ def test_only_the_requests_of_a_failed_batch_fail():
 
 
 def test_an_error_of_the_encoder_is_passed_on_without_a_traceback_in_the_log(caplog):
-    loop, encoder = create_loop(), FakeEncoder()
+    encoder = FakeEncoder()
     encoder.failure_to_raise = EngineError("watched computed numbers that are not finite")
-    submitted = job(encoder, [3])
-    loop.add(submitted)
-    run(loop)
-    assert failure(submitted).message == "watched computed numbers that are not finite"
+    assert failure(computed(encoder, [3])).message == "watched computed numbers that are not finite"
     assert caplog.records == []
 
 
 def test_the_error_of_a_batch_that_ran_out_of_memory_names_the_next_step():
-    loop, encoder = create_loop(), FakeEncoder()
+    encoder = FakeEncoder()
     encoder.failure_to_raise = MemoryError("no more")
-    submitted = job(encoder, [300])
-    loop.add(submitted)
-    run(loop)
-    assert "send fewer or shorter texts" in failure(submitted).message
+    assert "send fewer or shorter texts" in failure(computed(encoder, [300])).message
 
 
 def test_a_result_that_cannot_be_made_fails_its_request_only():

@@ -1,20 +1,33 @@
-"""Tests of the memory of an NVIDIA GPU, which MLX alone uses. The GPU is simulated by what MLX reports about it."""
+"""Tests of the estimates of memory, of the memory limit, which MLX shares with other engines, and of the memory of an
+NVIDIA GPU, which MLX alone uses. The GPU is simulated by what MLX reports about it.
+"""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lmx_lab.engine import ModelManager
+from lmx_lab.engine import EmbeddingRequest, ModelManager, TraceRequest
 from lmx_lab.engine import memory as machine
+from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.mlx import kv_cache, memory
-from lmx_lab.engine.mlx.state import MlxCore
+from lmx_lab.engine.mlx.engine import MlxEngine
+from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, LayerCache
+from lmx_lab.errors import ContextLengthError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import LoadSpec
+from lmx_lab.values.tracing import Activations
+from lmx_lab.weights.fingerprint import with_marks
+from tests.support.engines import finish, numbers, request
 
 GB = 10**9
+LIMIT = GB
 H100 = {"device_name": "NVIDIA H100 80GB HBM3", "free_memory": 70 * GB, "total_memory": 80 * GB}
 
 
@@ -39,12 +52,76 @@ def test_the_memory_limit_is_80_percent_of_what_other_programs_leave_of_the_gpu(
     assert (memory.total_bytes(), memory.is_of_device()) == (machine.total_bytes(), False)
 
 
-def test_engines_on_the_cpu_do_not_reduce_the_memory_of_the_gpu(monkeypatch):
-    monkeypatch.setattr(memory, "is_of_device", lambda: False)
-    core = MlxCore(Settings(), EngineHost(used_by_others=lambda: 7))
-    assert (core._other_bytes(), core.snapshot.memory_is_of_device) == (7, False)
+class SharedMemory:
+    """An MLX engine with a chat model and an embedding model, and the memory that other engines use."""
+
+    def __init__(self, tiny, minilm):
+        self.chat, self.embedder, self.others = with_marks(tiny), with_marks(minilm), 0
+        settings = Settings(slots=2, memory_limit_bytes=LIMIT)
+        self.engine = MlxEngine(settings, EngineHost(used_by_others=lambda: self.others))
+        self._admission = AdmissionControl(tiny.id, limit=2)
+
+    def permit(self):
+        (permit,) = self._admission.admit(1, retry_after_s=1.0)
+        return permit
+
+    async def answer(self):
+        (stream,) = await self.engine.submit_all(self.chat, request(prompt=numbers(50)), [self.permit()])
+        return (await finish(stream))[1]
+
+    async def embed(self):
+        pending = await self.engine.submit_embedding(self.embedder, EmbeddingRequest(inputs=("sea",)), self.permit())
+        return await pending.result()
+
+    async def trace(self):
+        work = Activations(hooks=("logits",))
+        pending = await self.engine.submit_trace(self.chat, TraceRequest(prompt=numbers(5), work=work), self.permit())
+        return await pending.result()
+
+
+@pytest.fixture
+async def shared_memory(no_shared_model, tiny, minilm):
+    shared = SharedMemory(tiny, minilm)
+    await shared.engine.load(shared.chat, LoadSpec(model=tiny.id))
+    await shared.engine.pin(shared.embedder, LoadSpec(model=minilm.id, pin="embedding"))
+    yield shared
+    shared.engine.stop()
+
+
+@pytest.mark.anyio
+async def test_cached_prefixes_are_dropped_when_other_engines_need_their_memory(shared_memory):
+    assert [(await shared_memory.answer()).cached_tokens for _ in range(2)] == [0, 49]
+    shared_memory.others = LIMIT
+    assert (await shared_memory.answer()).cached_tokens == 0
+
+
+@pytest.mark.anyio
+async def test_memory_far_above_the_limit_unloads_the_model(shared_memory):
+    loaded, used = shared_memory.engine.snapshot.model_memory_bytes, memory.used_bytes()
+    shared_memory.others = round(1.2 * LIMIT)
+    with pytest.raises(OutOfMemoryError, match="unloaded"):
+        await shared_memory.answer()
+    now = shared_memory.engine.snapshot
+    assert (now.state, now.unloaded_model, now.unload_cause) == ("empty", "tiny", "memory")
+    assert memory.used_bytes() < used - 0.95 * loaded
+    with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
+        await shared_memory.answer()
+
+
+@pytest.mark.anyio
+async def test_texts_and_traces_that_do_not_fit_beside_other_engines_are_refused(shared_memory, monkeypatch):
+    shared_memory.others = LIMIT
+    for work in (shared_memory.embed, shared_memory.trace):
+        with pytest.raises(ContextLengthError, match=r"in addition to the 1\.\d\d GB in use, and 1\.00 GB are allowed"):
+            await work()
+    # Other engines do not use the memory of a GPU.
     monkeypatch.setattr(memory, "is_of_device", lambda: True)
-    assert core._other_bytes() == 0
+    await shared_memory.embed()
+    await shared_memory.trace()
+    monkeypatch.undo()
+    shared_memory.others = 0
+    await shared_memory.embed()
+    await shared_memory.trace()
 
 
 def test_memory_of_the_gpu_is_not_counted_for_engines_on_the_cpu():
@@ -67,6 +144,50 @@ def test_scores_that_cudnn_cannot_compute_in_one_kernel_use_memory(monkeypatch, 
     layer = SimpleNamespace(keys=mx.zeros((1, 1, 1, head_size), dtype=dtype))
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(memory, "is_of_device", lambda: True)
-    assert kv_cache._stores_scores([layer, object()]) is stored
+    assert kv_cache.stores_scores([layer, object()]) is stored
     monkeypatch.setattr(memory, "is_of_device", lambda: False)
-    assert not kv_cache._stores_scores([layer])
+    assert not kv_cache.stores_scores([layer])
+
+
+MIB = 2**20
+FULL = LayerCache(bytes_per_token=1024)
+SLIDING = LayerCache(bytes_per_token=1024, window_tokens=512)
+STATE = LayerCache(fixed_bytes=MIB)
+MODEL = Footprint(
+    weights_bytes=100 * MIB,
+    layers=(FULL,) * 4,
+    logits_bytes=4096,
+    chunk_bytes_per_token=4096,
+    score_bytes_per_pair=72,
+)
+
+
+def test_a_batch_pads_every_request_to_the_longest():
+    assert MODEL.kv_bytes([1000, 10]) == 2 * 1024 * 4 * 1024
+    assert MODEL.kv_bytes([]) == 0
+
+
+def test_caches_with_a_window_or_a_fixed_size_stop_growing():
+    model = replace(MODEL, layers=(SLIDING, STATE))
+    assert model.kv_bytes([100_000]) == 512 * 1024 + MIB
+
+
+def test_a_draft_model_has_one_cache_as_long_as_the_longest_request():
+    model = replace(MODEL, draft_layers=(FULL, FULL))
+    for lengths in ([1000], [1000, 10]):
+        more = model.running_bytes(lengths, chunk=1) - MODEL.running_bytes(lengths, chunk=1)
+        assert more == 2 * 1024 * 1024
+    assert model.longest_request(200 * MIB, chunk=1) < MODEL.longest_request(200 * MIB, chunk=1)
+
+
+@given(st.integers(0, 2**33), st.integers(1, 2048))
+def test_the_longest_request_fits_and_one_token_more_does_not(limit_bytes, chunk):
+    longest = MODEL.longest_request(limit_bytes, chunk=chunk)
+    if longest:
+        assert MODEL.running_bytes([longest], chunk=min(chunk, longest)) <= limit_bytes
+    assert MODEL.running_bytes([longest + 1], chunk=min(chunk, longest + 1)) > limit_bytes
+
+
+def test_memory_does_not_limit_the_context_of_a_model_whose_state_does_not_grow():
+    model = replace(MODEL, layers=(STATE,), score_bytes_per_pair=0)
+    assert model.longest_request(2**33, chunk=512) == UNBOUNDED_TOKENS

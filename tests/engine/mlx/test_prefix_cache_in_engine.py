@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -197,21 +196,6 @@ async def test_the_error_names_the_context_that_memory_allows_and_that_of_the_mo
             await run(manager, prompt=numbers(400))
         _, report = await run(manager, prompt=numbers(246), max_tokens=100)
         assert report.output_tokens == 10
-
-
-async def test_memory_above_the_limit_drops_the_cache_and_then_the_model(own_manager, monkeypatch):
-    from lmx_lab.engine.mlx import memory
-    from lmx_lab.errors import OutOfMemoryError
-
-    await run(own_manager, prompt=FIRST)
-    await mlx_thread(own_manager).call(lambda core: setattr(core.generating, "_limit_bytes", 1_000_000))
-    with pytest.raises(OutOfMemoryError, match="unloaded"):
-        await run(own_manager, prompt=replace(FIRST, tokens=FIRST.tokens[::-1]))
-    assert own_manager.snapshot.state == "empty"
-    assert (own_manager.snapshot.unloaded_model, own_manager.snapshot.unload_cause) == ("tiny", "memory")
-    assert memory.used_bytes() < 6_000_000
-    with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
-        await run(own_manager)
 
 
 async def test_long_prompts_with_a_cached_beginning_are_computed_together(manager):

@@ -19,7 +19,6 @@ from lmx_lab.errors import (
     GenerationTimeoutError,
     InvalidRequestError,
     LabError,
-    ModelNotFoundError,
     NotLoadedError,
     OutOfMemoryError,
     QueueFullError,
@@ -117,23 +116,9 @@ async def test_simultaneous_requests_get_their_own_vectors(embedder):
         assert np.allclose(one, other, atol=1e-5)
 
 
-async def test_shortened_vectors_have_length_one(embedder):
-    whole = await embedder.embed(EmbeddingRequest(inputs=SENTENCES))
-    cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
-    assert cut.vectors.shape == (3, 64)
-    assert np.allclose(np.linalg.norm(cut.vectors, axis=1), 1, atol=1e-6)
-    head = whole.vectors[:, :64]
-    assert np.allclose(cut.vectors, head / np.linalg.norm(head, axis=1, keepdims=True), atol=1e-6)
-
-
 async def test_all_dimensions_are_the_whole_vector(embedder):
     request_ = EmbeddingRequest(inputs=SENTENCES, dimensions=384)
     assert np.array_equal((await embedder.embed(request_)).vectors, await vectors(embedder, *SENTENCES))
-
-
-async def test_more_dimensions_than_vectors_have_are_refused(embedder):
-    with pytest.raises(InvalidRequestError, match="dimensions is 385; vectors of minilm-l6 have 384"):
-        await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
 
 
 async def test_an_embedding_model_ranks_by_cosine(embedder):
@@ -286,11 +271,6 @@ async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm):
         before = main.admission.used_at
         await vectors(manager, SENTENCES[0])
         assert main.admission.used_at > before + 900
-
-
-async def test_a_chat_model_is_not_pinned(both, tiny):
-    with pytest.raises(UnusableModelError, match="tiny is a chat model"):
-        await pin(both, tiny)
 
 
 async def test_a_pin_that_fails_changes_nothing(own_both, tmp_path):
@@ -504,11 +484,6 @@ async def test_the_refusal_without_a_model_names_the_next_step():
             await manager.rerank(RerankRequest(query="q", documents=("d",)))
 
 
-async def test_a_chat_model_does_not_embed(both):
-    with pytest.raises(InvalidRequestError, match="tiny is a chat model; this needs an embedding model"):
-        await vectors(both, "text", model="tiny")
-
-
 async def test_a_reranker_does_not_embed(reranker):
     async with ModelManager(Settings()) as manager:
         await manager.load_entry(reranker)
@@ -516,13 +491,3 @@ async def test_a_reranker_does_not_embed(reranker):
             await vectors(manager, "text")
         with pytest.raises(InvalidRequestError, match="is a reranker"):
             await vectors(manager, "text", model="tiny-reranker")
-
-
-async def test_an_embedding_model_does_not_chat(both):
-    with pytest.raises(InvalidRequestError, match="minilm-l6 is an embedding model"):
-        await both.submit(request(model="minilm-l6"))
-
-
-async def test_an_unknown_embedding_model_is_refused(both):
-    with pytest.raises(ModelNotFoundError, match="no model here has the id 'bge'"):
-        await vectors(both, "text", model="bge")

@@ -74,7 +74,7 @@ def test_drafts_pause_while_they_save_no_time():
 @pytest.fixture
 def drafts_always_pay(monkeypatch):
     """Use drafts wherever possible, independently of measured durations."""
-    monkeypatch.setattr(SpeculativeBatch, "_cost", 1.0)
+    monkeypatch.setattr(SpeculativeBatch, "cost", 1.0)
 
 
 REPEATED = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040), *range(1000, 1004)))

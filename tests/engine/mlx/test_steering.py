@@ -12,8 +12,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 from lmx_lab.engine import ModelManager, Sampling, TokenPrompt, scheduler
-from lmx_lab.engine.mlx.capture.parts import find_parts
-from lmx_lab.engine.mlx.capture.points import find_points
+from lmx_lab.engine.mlx.capture.points import find_parts, find_points
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.speculative import SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
@@ -201,7 +200,7 @@ async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tm
 
 
 async def test_drafts_do_not_change_a_steered_answer(no_shared_model, tiny, monkeypatch):
-    monkeypatch.setattr(SpeculativeBatch, "_cost", 1.0)
+    monkeypatch.setattr(SpeculativeBatch, "cost", 1.0)
     repeated = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040), *range(1000, 1004)))
     # A large vector before the last norm makes the answer repeat one token.
     asked = options(vector(1, scale=50.0), prompt=repeated, max_tokens=40)

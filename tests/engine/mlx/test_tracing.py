@@ -119,7 +119,8 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch):
         def _expire(self) -> None: ...
 
     monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: now))
-    loop = Clock(cast(Any, None), limit_bytes=0, trace_bytes=0, make_room=lambda _: None, note_peak=lambda _: None)
+    limits = {"limit_bytes": 0, "used_bytes": lambda: 0, "trace_bytes": 0}
+    loop = Clock(cast(Any, None), **limits, make_room=lambda _: None, note_peak=lambda _: None)
     loop._jobs.append(cast(Any, None))
     for end in (0.6, 1.2, 3.2):
         loop.step(1.0, busy=True)

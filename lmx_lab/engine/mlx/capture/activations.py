@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +22,8 @@ from lmx_lab.values.tracing import Activations
 
 LOGITS_CHUNK_TOKENS = 64
 """Maximum number of tokens of a chunk whose logits are read, because each token has logits for the whole vocabulary."""
+VOCABULARY_ROWS = 32
+"""Number of rows whose logits a step computes while answers are generated."""
 NO_POINTS: Mapping[str, HookPoint] = {}
 Array = NDArray[Any]
 Results = tuple[dict[str, Array], dict[str, Any]]
@@ -33,7 +35,6 @@ Part = tuple[list[mx.array], float]
 """Arrays that a block computes, and their work in the unit of ``Steps``."""
 ATTENTION = ".attn."
 PATTERN = "attn.hook_pattern"
-Key = TypeVar("Key", int, str)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,11 +46,6 @@ class TraceContext:
     """Maximum size of the values that a trace keeps."""
     text_of: Callable[[int], str]
     """Returns the text of a token."""
-
-    @property
-    def model(self) -> str:
-        """Id of the model."""
-        return self.found.model
 
     def check_bytes(self, needed: int, what: str, remedy: str) -> None:
         """Check the size of values before they are computed.
@@ -75,8 +71,9 @@ class TraceContext:
         """
         if not self.found.has_tail:
             raise InvalidRequestError(
-                f"the logits of {self.model} are not computed by a final norm and a head after its last block, so they "
-                "cannot be computed for other values; read the logits with lab.trace, or use a model of another family",
+                f"the logits of {self.found.model} are not computed by a final norm and a head after its last block, "
+                "so they cannot be computed for other values; read the logits with lab.trace, or use a model of "
+                "another family",
                 param="model",
             )
 
@@ -149,7 +146,10 @@ def compute_activations(context: TraceContext, tokens: Sequence[int], work: Acti
     """Return the values of the hooks by name."""
     names = context.found.matching(work.hooks)
     positions = resolve_positions(work.positions, len(tokens))
-    shapes = {name: _shape(context.found, name, len(positions), len(tokens)) for name in names}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        size = context.found.sizes[name]
+        shapes[name] = (len(positions), size[0], len(tokens)) if name.endswith(PATTERN) else (len(positions), *size)
     context.check_bytes(
         sum(4 * int(np.prod(shape)) for shape in shapes.values()),
         f"{len(names)} hooks at {len(positions)} positions of a text with {len(tokens)} tokens",
@@ -165,11 +165,6 @@ def compute_activations(context: TraceContext, tokens: Sequence[int], work: Acti
 
     yield from read_rows(context.found, names, tokens, positions, keep)
     return arrays, {"positions": positions}
-
-
-def _shape(found: HookPoints, name: str, positions: int, tokens: int) -> tuple[int, ...]:
-    size = found.sizes[name]
-    return (positions, size[0], tokens) if name.endswith(PATTERN) else (positions, *size)
 
 
 def read_rows(
@@ -250,12 +245,14 @@ class Reader:
         values: dict[str, mx.array] = {}
         outputs: dict[int, mx.array] = {}
         functions: dict[HookPoint, HookFunction] = {
-            HookPoint(block.module, "output"): partial(_keep, outputs, at) for at, block in enumerate(blocks)
+            HookPoint(block.module, "output"): partial(outputs.__setitem__, at) for at, block in enumerate(blocks)
         }
         for name in self._names:
-            for key, point in self._sources(name).items():
-                functions[point] = partial(_keep, values, key)
-        recorder = AttentionRecorder(blocks) if self._has_attention else None
+            # The residual stream between attention and MLP is the sum of two values.
+            sources = [name.replace(RESID_MID, end) for end in (RESID_PRE, ATTN_OUT)]
+            for source in sources if name.endswith(RESID_MID) else [name] if name in self._points else []:
+                functions[self._points[source]] = partial(values.__setitem__, source)
+        recorder = AttentionRecorder([block.attention for block in blocks]) if self._has_attention else None
         with recorder or nullcontext(), install({**functions, **(recorder.functions if recorder else {})}, alone=True):
             self._found.parts.model(mx.array([tokens]), cache=cache)
         at = mx.array(list(rows), dtype=mx.int32)
@@ -265,15 +262,6 @@ class Reader:
             if BLOCK.match(name):
                 computed[block_of(name)].append(value)
         return found, computed
-
-    def _sources(self, name: str) -> dict[str, HookPoint]:
-        """Return the hook points from which a value is computed, by name."""
-        points = self._points
-        if name in points:
-            return {name: points[name]}
-        if name.endswith(RESID_MID):
-            return {part: points[part] for part in (name.replace(RESID_MID, end) for end in (RESID_PRE, ATTN_OUT))}
-        return {}
 
     def _value(
         self, name: str, values: dict[str, mx.array], recorder: AttentionRecorder | None, rows: mx.array
@@ -297,7 +285,3 @@ class Reader:
 def block_of(name: str) -> int:
     """Return the index of the block of a hook."""
     return int(name.split(".")[1])
-
-
-def _keep(values: dict[Key, mx.array], key: Key, value: mx.array) -> None:
-    values[key] = value

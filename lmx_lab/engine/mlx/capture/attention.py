@@ -8,7 +8,6 @@ thread, and record only on the one that started the recording.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +16,8 @@ from typing import Any, Self
 
 import mlx.core as mx
 
-from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, Side
-from lmx_lab.engine.mlx.capture.parts import Block
+from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint
 
-ProbeValues = Callable[[Any, Side], mx.array | None]
-"""Returns the input or output of a module in a pass of two tokens; None if the module was not called."""
-Places = tuple[dict[str, tuple[int, ...]], dict[str, HookPoint]]
-"""The shapes of values at one position, and their hook points if they have one, by the last part of their names."""
-SAME = 1e-2
-"""Maximum rounding error of the outputs of heads, compared with the products of their patterns and values, relative to
-the largest output."""
 REPLACING = threading.Lock()
 """Lock that is held while the functions are replaced, because a process may have several engine threads."""
 
@@ -74,74 +65,6 @@ class AttentionCall:
         return value[0, :, value.shape[2] - self.queries.shape[2] :][:, rows].swapaxes(0, 1)
 
 
-def attention_places(block: Block, attention: BlockAttention, values: ProbeValues) -> Places:
-    """Return the values of attention that a block has.
-
-    Queries, keys, values and head outputs are available only if the output projection receives all head outputs in one
-    vector. In the shape of the pattern, 0 stands for the number of keys.
-
-    Args:
-        values: The inputs and outputs of the block's modules.
-    """
-    joined = values(block.attention_output, "input") if block.attention_output is not None else None
-    if attention.call is None:
-        return _places_of_softmax(block, attention, values, joined)
-    call, sizes, points = attention.call, dict[str, tuple[int, ...]](), dict[str, HookPoint]()
-    if joined is not None and joined.shape[-1] == call.output.shape[1] * call.output.shape[3]:
-        kinds = {"rot_q": call.queries, "rot_k": call.keys, "v": call.values, "z": call.output}
-        shapes = {kind: (value.shape[1], value.shape[3]) for kind, value in kinds.items()}
-        for kind, module in (("q", block.queries), ("k", block.keys)):
-            projected, shape = values(module, "output") if module is not None else None, shapes[f"rot_{kind}"]
-            if projected is not None and math.prod(projected.shape[2:]) == math.prod(shape):
-                sizes[f"hook_{kind}"] = shape
-                points[f"hook_{kind}"] = HookPoint(module, "output")
-        sizes.update({f"hook_{kind}": shape for kind, shape in shapes.items()})
-        # Some families multiply the outputs of heads with a gate before the projection.
-        if bool(mx.array_equal(joined, call.output.swapaxes(1, 2).reshape(joined.shape))):
-            points["hook_z"] = HookPoint(block.attention_output, "input")
-    z = sizes.pop("hook_z", None)
-    sizes["hook_pattern"] = (call.queries.shape[1], 0)
-    return (sizes if z is None else {**sizes, "hook_z": z}), points
-
-
-def _places_of_softmax(block: Block, attention: BlockAttention, values: ProbeValues, joined: mx.array | None) -> Places:
-    """Return the values of attention that is computed step by step. Queries, keys, values and head outputs are
-    available only if the head outputs are the products of the pattern and the projected values.
-
-    Args:
-        joined: The input of the output projection.
-    """
-    pattern = attention.softmax_rows(mx.arange(2))
-    if pattern is None or pattern.shape[2] != 2:
-        return {}, {}
-    heads = pattern.shape[1]
-    sizes: dict[str, tuple[int, ...]] = {"hook_pattern": (heads, 0)}
-    modules = {"q": block.queries, "k": block.keys, "v": block.values}
-    found = {kind: None if module is None else values(module, "output") for kind, module in modules.items()}
-    if joined is None or found["v"] is None or joined.shape[-1] % heads:
-        return sizes, {}
-    width = joined.shape[-1] // heads
-    shared = found["v"].shape[-1] // width
-    if not shared or found["v"].shape[-1] % width or heads % shared:
-        return sizes, {}
-    projected = mx.repeat(
-        found["v"].astype(mx.float32).reshape(2, shared, width).swapaxes(0, 1), heads // shared, axis=0
-    )
-    outputs = (pattern.swapaxes(0, 1) @ projected).swapaxes(0, 1).reshape(joined.shape[1:])
-    error, largest = mx.abs(outputs - joined[0].astype(mx.float32)).max(), mx.abs(outputs).max()
-    if not bool(error <= SAME * largest):
-        return sizes, {}
-    points = {"hook_v": HookPoint(block.values, "output"), "hook_z": HookPoint(block.attention_output, "input")}
-    head_counts = {"q": heads, "k": shared, "v": shared}
-    for kind, count in head_counts.items():
-        value = found[kind]
-        if value is not None and value.shape[-1] % count == 0:
-            sizes[f"hook_{kind}"] = (count, value.shape[-1] // count)
-            points[f"hook_{kind}"] = HookPoint(modules[kind], "output")
-    order = ("hook_q", "hook_k", "hook_v", "hook_pattern")
-    return {**{name: sizes[name] for name in order if name in sizes}, "hook_z": (heads, width)}, points
-
-
 @dataclass(kw_only=True, eq=False)
 class BlockAttention:
     """The attention computations of one block in a pass."""
@@ -171,18 +94,21 @@ class AttentionRecorder:
     """Records the computations of attention in the blocks of a model.
 
     To record a pass, install ``functions``, and run the pass in ``with recorder``.
+
+    Args:
+        modules: The attention of each block; None if a block has none.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, modules: Sequence[Any | None]) -> None:
         self.blocks: dict[int, BlockAttention] = {}
         """The records by block index."""
         self.functions: dict[HookPoint, HookFunction] = {}
         self._current: BlockAttention | None = None
         self._originals: tuple[Callable[..., mx.array], Callable[..., mx.array]] | None = None
-        for at, block in enumerate(blocks):
-            if block.attention is not None:
-                self.functions[HookPoint(block.attention, "input")] = partial(self._begin, at)
-                self.functions[HookPoint(block.attention, "output")] = self._end
+        for at, module in enumerate(modules):
+            if module is not None:
+                self.functions[HookPoint(module, "input")] = partial(self._begin, at)
+                self.functions[HookPoint(module, "output")] = self._end
 
     def _begin(self, at: int, _: mx.array) -> None:
         self._current = self.blocks.setdefault(at, BlockAttention())

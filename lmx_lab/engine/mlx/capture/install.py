@@ -56,7 +56,12 @@ def install(functions: Mapping[HookPoint, HookFunction], *, alone: bool = False)
     hooks = [(point.module, _Hook(point.side, function, owner)) for point, function in functions.items()]
     try:
         for module, hook in hooks:
-            _add(module, hook)
+            if (present := module.__dict__.get(HOOKS)) is not None:
+                present.append(hook)
+                continue
+            # Not with ``setattr``, which would add the list to the parameters of the module.
+            module.__dict__[HOOKS] = [hook]
+            module.__class__ = _hooked_class(type(module))
         if alone:
             _only.append(owner)
         yield
@@ -64,27 +69,12 @@ def install(functions: Mapping[HookPoint, HookFunction], *, alone: bool = False)
         if alone and owner in _only:
             _only.remove(owner)
         for module, hook in hooks:
-            _remove(module, hook)
-
-
-def _add(module: Any, hook: _Hook) -> None:
-    present = module.__dict__.get(HOOKS)
-    if present is None:
-        # Not with ``setattr``, which would add the list to the parameters of the module.
-        module.__dict__[HOOKS] = [hook]
-        module.__class__ = _hooked_class(type(module))
-    else:
-        present.append(hook)
-
-
-def _remove(module: Any, hook: _Hook) -> None:
-    present = module.__dict__.get(HOOKS, [])
-    if hook not in present:
-        return
-    present.remove(hook)
-    if not present:
-        del module.__dict__[HOOKS]
-        module.__class__ = type(module).__base__
+            present = module.__dict__.get(HOOKS, [])
+            if hook in present:
+                present.remove(hook)
+                if not present:
+                    del module.__dict__[HOOKS]
+                    module.__class__ = type(module).__base__
 
 
 def _hooked_class(kind: type[Any]) -> type[Any]:
@@ -93,41 +83,26 @@ def _hooked_class(kind: type[Any]) -> type[Any]:
     if hooked is None:
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _call(kind, self, args, kwargs)
+            hooks = [hook for hook in self.__dict__[HOOKS] if not _only or hook.owner is _only[-1]]
+            for hook in hooks:
+                if hook.side != "input":
+                    continue
+                first = args[0] if args else next(iter(kwargs.values()))
+                new = hook.function(first)
+                if new is not None and args:
+                    args = (new, *args[1:])
+                elif new is not None:
+                    kwargs = {**kwargs, next(iter(kwargs)): new}
+            result = kind.__call__(self, *args, **kwargs)
+            for hook in hooks:
+                if hook.side != "output":
+                    continue
+                # Of several results, the first one is the value.
+                new = hook.function(result[0] if isinstance(result, tuple) else result)
+                if new is not None:
+                    result = (new, *result[1:]) if isinstance(result, tuple) else new
+            return result
 
         hooked = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
         setattr(kind, HOOKED_CLASS, hooked)
     return hooked
-
-
-def _call(kind: type[Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    hooks = [hook for hook in module.__dict__[HOOKS] if not _only or hook.owner is _only[-1]]
-    for hook in hooks:
-        if hook.side == "input":
-            args, kwargs = _with_input(hook.function, args, kwargs)
-    result = kind.__call__(module, *args, **kwargs)
-    for hook in hooks:
-        if hook.side == "output":
-            result = _with_output(hook.function, result)
-    return result
-
-
-def _with_input(
-    function: HookFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call a function with the first argument, and return the arguments with the result."""
-    if args:
-        new = function(args[0])
-        return (args if new is None else (new, *args[1:])), kwargs
-    name = next(iter(kwargs))
-    new = function(kwargs[name])
-    return args, kwargs if new is None else {**kwargs, name: new}
-
-
-def _with_output(function: HookFunction, result: Any) -> Any:
-    """Call a function with a result, or the first item of a tuple, and return the result with the new value."""
-    if isinstance(result, tuple):
-        new = function(result[0])
-        return result if new is None else (new, *result[1:])
-    new = function(result)
-    return result if new is None else new

@@ -14,10 +14,16 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.normalization import LayerNorm
 
-from lmx_lab.engine.mlx.capture.activations import Array, Steps, TraceContext, read_rows, resolve_positions
+from lmx_lab.engine.mlx.capture.activations import (
+    VOCABULARY_ROWS,
+    Array,
+    Steps,
+    TraceContext,
+    read_rows,
+    resolve_positions,
+)
 from lmx_lab.engine.mlx.capture.install import HookPoint
-from lmx_lab.engine.mlx.capture.points import ATTN_OUT, MLP_OUT, RESID_POST, RESID_PRE, HookPoints
-from lmx_lab.engine.mlx.capture.tail import VOCABULARY_ROWS, logits_of_normalized, logits_of_residual
+from lmx_lab.engine.mlx.capture.points import ATTN_OUT, MLP_OUT, RESID_POST, RESID_PRE, HookPoints, logits_of
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import LogitLens
 
@@ -66,8 +72,8 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
     at = 0
     while at < len(flat):
         end = min(len(flat), at + max(VOCABULARY_ROWS, min(limit, MAX_ROWS)))
-        logits = logits_of_residual(found.parts.model, found.parts.norm, mx.array(flat[at:end])).astype(mx.float32)
-        flat_ids[at:end], flat_logprobs[at:end] = _most_likely(np.array(logits, copy=False), work.top)
+        logits = logits_of(found.parts, mx.array(flat[at:end])).astype(mx.float32)
+        flat_ids[at:end], flat_logprobs[at:end] = most_likely(np.array(logits, copy=False), work.top)
         is_known = np.zeros(logits.shape[-1], bool) if is_known is None else is_known
         new = np.unique(flat_ids[at:end][~is_known[flat_ids[at:end]]])
         is_known[new] = True
@@ -76,12 +82,19 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
     return {"ids": ids, "logprobs": logprobs}, {"positions": positions, "texts": texts}
 
 
-def _most_likely(logits: Array, top: int) -> tuple[Array, Array]:
+def most_likely(logits: Array, top: int) -> tuple[Array, Array]:
     """Return the most likely tokens of each row, and their log-probabilities, in descending order."""
     ids, logprobs = np.empty((len(logits), top), np.int32), np.empty((len(logits), top), np.float32)
     # Row by row, so that the intermediate values of a row stay in the processor's cache.
     for at, row in enumerate(logits):
-        found = _candidates(row, top)
+        # The values that reach the smallest of the ``top`` largest maxima of groups, which are found faster than a
+        # partition of all values.
+        groups, found = len(row) // GROUP_SIZE, np.empty(0, np.int64)
+        if groups >= top:
+            maxima = row[: groups * GROUP_SIZE].reshape(GROUP_SIZE, groups).max(axis=0)
+            found = np.flatnonzero(row >= np.partition(maxima, -top)[-top])
+        if len(found) < top:  # A row is short, or a value is NaN.
+            found = np.argpartition(row, -top)[-top:]
         best = row[found]
         order = np.argsort(-best)[:top]
         ids[at] = found[order]
@@ -89,21 +102,6 @@ def _most_likely(logits: Array, top: int) -> tuple[Array, Array]:
         shifted = row - largest
         logprobs[at] = best[order] - (largest + np.log(np.exp(shifted, out=shifted).sum()))
     return ids, logprobs
-
-
-def _candidates(row: Array, top: int) -> Array:
-    """Return the positions of at least ``top`` values of a row, among them the largest ones.
-
-    They are the values that reach the smallest of the ``top`` largest maxima of groups, which is faster than a
-    partition of all values.
-    """
-    groups = len(row) // GROUP_SIZE
-    if groups >= top:
-        maxima = row[: groups * GROUP_SIZE].reshape(GROUP_SIZE, groups).max(axis=0)
-        found = np.flatnonzero(row >= np.partition(maxima, -top)[-top])
-        if len(found) >= top:  # False if a value is NaN.
-            return found
-    return np.argpartition(row, -top)[-top:]
 
 
 def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int, other: int | None) -> Steps:
@@ -117,7 +115,7 @@ def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int
     names = [f"blocks.{at}.{end}" for at in range(len(blocks)) for end in (ATTN_OUT, MLP_OUT)]
     if missing := next((name for name in names if name not in found.points), None):
         raise InvalidRequestError(
-            f"{context.model} has no {missing}: the outputs of its blocks are not sums of attention and MLP, so a "
+            f"{found.model} has no {missing}: the outputs of its blocks are not sums of attention and MLP, so a "
             "logit cannot be attributed to them; use a model of another family",
             param="model",
         )
@@ -147,36 +145,20 @@ def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int
 def _direction(context: TraceContext, residual: mx.array, token: int, other: int | None) -> tuple[Direction, float]:
     """Return the function that computes contributions, and the contribution of the biases of the norm and the head.
 
+    The function holds the scale of the norm constant, as it is for this value.
+
     Args:
         residual: The residual stream after the last block at the last position.
     """
-    model, norm = context.found.parts.model, context.found.parts.norm
+    parts = context.found.parts
+    norm = parts.norm
     assert norm is not None
 
     def logit(normalized: mx.array) -> mx.array:
-        logits = logits_of_normalized(model, norm, normalized[None])[0]
+        logits = logits_of(parts, normalized[None], "output")[0]
         return logits[token] - (0 if other is None else logits[other])
 
     row: mx.array = mx.grad(logit)(mx.zeros_like(residual))
-    linear = _linear_norm(norm, residual)
-    if linear is None:
-        raise InvalidRequestError(
-            f"the final norm of {context.model} is neither an RMSNorm nor a LayerNorm, so a logit cannot be attributed "
-            "to the parts; use a model of another family",
-            param="model",
-        )
-
-    scaled = linear
-
-    def direction(terms: mx.array) -> mx.array:
-        return scaled(terms) @ row
-
-    bias = logit(mx.zeros_like(residual)) + (_float32(norm(residual[None]))[0] - scaled(residual)) @ row
-    return direction, _number(bias)
-
-
-def _linear_norm(norm: Any, residual: mx.array) -> Direction | None:
-    """Return the norm with the scale of this value held constant, without bias; None if the norm is not supported."""
     normalized, width = _float32(norm(residual[None]))[0], len(residual)
     epsilon = getattr(norm, "eps", 0.0)
     # Some families add 1 to the weight.
@@ -191,10 +173,17 @@ def _linear_norm(norm: Any, residual: mx.array) -> Direction | None:
         return (terms - terms.mean(axis=-1, keepdims=True)) * weight
 
     if _is_close(root_mean_square(residual), normalized):
-        return root_mean_square
-    if isinstance(norm, LayerNorm) and _is_close(centered(residual) + norm.get("bias", 0.0), normalized):
-        return centered
-    return None
+        scaled = root_mean_square
+    elif isinstance(norm, LayerNorm) and _is_close(centered(residual) + norm.get("bias", 0.0), normalized):
+        scaled = centered
+    else:
+        raise InvalidRequestError(
+            f"the final norm of {context.found.model} is neither an RMSNorm nor a LayerNorm, so a logit cannot be "
+            "attributed to the parts; use a model of another family",
+            param="model",
+        )
+    bias = logit(mx.zeros_like(residual)) + (normalized - scaled(residual)) @ row
+    return lambda terms: scaled(terms) @ row, _number(bias)
 
 
 def _heads(found: HookPoints, at: int, values: Mapping[str, Array], direction: Direction) -> list[float]:

@@ -20,6 +20,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cache
 
 from lmx_lab.engine.mlx.capture.activations import (
+    VOCABULARY_ROWS,
     Array,
     Part,
     Steps,
@@ -32,8 +33,7 @@ from lmx_lab.engine.mlx.capture.activations import (
     resolve_positions,
 )
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
-from lmx_lab.engine.mlx.capture.points import ATTN_OUT, RESID_MID, RESID_POST, RESID_PRE, HookPoints, Z
-from lmx_lab.engine.mlx.capture.tail import VOCABULARY_ROWS, logits_of_residual
+from lmx_lab.engine.mlx.capture.points import ATTN_OUT, RESID_MID, RESID_POST, RESID_PRE, HookPoints, Z, logits_of
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import PATCHABLE, Patching
 
@@ -80,7 +80,15 @@ def compute_patching(
         pair: The two tokens.
     """
     found = context.found
-    cells = _cells(found, work.hooks)
+    cells = []
+    for name in found.matching(work.hooks):
+        if not name.endswith(PATCHABLE):
+            raise InvalidRequestError(
+                f"{name} cannot be patched; name hooks that end with {', '.join(PATCHABLE)}", param="hooks"
+            )
+        _point(found, name)  # raises an error if the value cannot be replaced
+        heads = range(found.sizes[name][0]) if name.endswith(Z) else [None]
+        cells += [_Cell(name=name, head=head) for head in heads]
     if len(clean) != len(tokens):
         raise InvalidRequestError(
             f"the clean text has {len(clean)} tokens and the corrupt one {len(tokens)}; both need the same number, so "
@@ -110,24 +118,6 @@ def compute_patching(
         "corrupt": sweep.corrupt_logits,
     }
     return {"logits": logits}, details
-
-
-def _cells(found: HookPoints, hooks: Sequence[str]) -> list[_Cell]:
-    """Return the values that match these names, in the order of the model.
-
-    Raises:
-        InvalidRequestError: there are none, or one of them cannot be replaced.
-    """
-    cells = []
-    for name in found.matching(hooks):
-        if not name.endswith(PATCHABLE):
-            raise InvalidRequestError(
-                f"{name} cannot be patched; name hooks that end with {', '.join(PATCHABLE)}", param="hooks"
-            )
-        _point(found, name)
-        heads = range(found.sizes[name][0]) if name.endswith(Z) else [None]
-        cells += [_Cell(name=name, head=head) for head in heads]
-    return cells
 
 
 def _point(found: HookPoints, name: str) -> HookPoint:
@@ -184,7 +174,7 @@ class _Sweep:
 
     def _pair_logits(self, residual: mx.array) -> mx.array:
         """Return the logits of both tokens, for values of the residual stream after the last block."""
-        logits = logits_of_residual(self._parts.model, self._parts.norm, residual)
+        logits = logits_of(self._parts, residual)
         return logits[:, self._pair].astype(mx.float32)
 
     def run(self, cells: Sequence[_Cell], place: Sequence[int]) -> Generator[float, int, Array]:
@@ -214,9 +204,7 @@ class _Sweep:
         limit = yield 0
         while True:
             end = at + next_chunk(len(self._tokens) - at, chunk_limit(limit, len(self._parts.blocks), len(cells)))
-            functions = self._changes(cells, at, end, place)
-            if self._restarts:
-                functions = self._joining(cells, at, end, functions)
+            functions = self._functions(cells, at, end, place)
             residual, parts = self._run(self._tokens[at:end], cells, functions, layers)
             limit = yield 0
             done = yield from evaluate(parts, limit)
@@ -232,17 +220,19 @@ class _Sweep:
             yield 0
         return np.concatenate(logits)
 
-    def _changes(
+    def _functions(
         self, cells: Sequence[_Cell], at: int, end: int, place: Sequence[int]
     ) -> dict[HookPoint, HookFunction]:
-        """Return the functions that replace the values of rows at the positions from ``at`` to ``end``, exclusive."""
+        """Return the functions that replace the values of rows at the positions from ``at`` to ``end``, exclusive, and
+        with which rows that start at their block join the batch with the values of the text at these positions.
+        """
         positions = [position for position in place if at <= position < end]
         rows_at: dict[HookPoint, list[int]] = {}
         for row, cell in enumerate(cells):
             if cell.replaces and positions:
                 rows_at.setdefault(_point(self._found, cell.name), []).append(row)
         offsets = mx.array([position - at for position in positions])
-        return {
+        functions: dict[HookPoint, HookFunction] = {
             point: partial(
                 _change,
                 self._found.sizes[cells[rows[0]].name][0] if cells[rows[0]].head is not None else 1,
@@ -251,6 +241,19 @@ class _Sweep:
             )
             for point, rows in rows_at.items()
         }
+        groups: dict[tuple[int, bool], list[int]] = {}
+        for row, cell in enumerate(cells if self._restarts else ()):
+            groups.setdefault((cell.block, cell.joins_after), []).append(row)
+        for (block, after), rows in groups.items():
+            point = self._found.point(f"blocks.{block}.{RESID_POST if after else RESID_PRE}")
+            functions[point] = partial(
+                _join,
+                self._stream[block + after][at:end],
+                count=len(rows),
+                is_first=rows[0] == 0,
+                change=functions.get(point),
+            )
+        return functions
 
     def _new_value(self, cell: _Cell, positions: list[int]) -> mx.array:
         """Return the value that replaces that of the text, of shape (positions, width)."""
@@ -258,23 +261,6 @@ class _Sweep:
         if cell.name.endswith(RESID_MID):
             return value - self._stream[cell.block][mx.array(positions)]
         return value if cell.head is None else value[:, cell.head]
-
-    def _joining(
-        self, cells: Sequence[_Cell], at: int, end: int, changes: Mapping[HookPoint, HookFunction]
-    ) -> dict[HookPoint, HookFunction]:
-        """Return the functions by which rows join the batch, with the values of the text at these positions, and the
-        functions that replace values.
-        """
-        functions = dict(changes)
-        groups: dict[tuple[int, bool], list[int]] = {}
-        for row, cell in enumerate(cells):
-            groups.setdefault((cell.block, cell.joins_after), []).append(row)
-        for (block, after), rows in groups.items():
-            point = self._found.point(f"blocks.{block}.{RESID_POST if after else RESID_PRE}")
-            stream = self._stream[block + after][at:end]
-            join = partial(_join, stream, count=len(rows), is_first=rows[0] == 0)
-            functions[point] = partial(_both, join, changes.get(point))
-        return functions
 
     def _run(
         self,
@@ -323,16 +309,17 @@ def _extended(before: mx.array, new: mx.array) -> mx.array:
     return mx.concatenate([mx.broadcast_to(before, (len(new), *before.shape[1:])), new], axis=2)
 
 
-def _join(stream: mx.array, value: mx.array, *, count: int, is_first: bool) -> mx.array:
-    """Return a batch with ``count`` more rows. The first rows replace the row with which the model was called."""
+def _join(
+    stream: mx.array, value: mx.array, *, count: int, is_first: bool, change: HookFunction | None
+) -> mx.array | None:
+    """Return a batch with ``count`` more rows. The first rows replace the row with which the model was called.
+
+    Args:
+        change: Replaces values of the batch; None if there are none to replace.
+    """
     rows = mx.broadcast_to(stream.astype(value.dtype)[None], (count, *stream.shape))
-    return rows if is_first else mx.concatenate([value, rows])
-
-
-def _both(join: HookFunction, change: HookFunction | None, value: mx.array) -> mx.array | None:
-    """Return the batch with more rows, in which values are replaced."""
-    joined = join(value)
-    return joined if joined is None or change is None else change(joined)
+    joined = rows if is_first else mx.concatenate([value, rows])
+    return joined if change is None else change(joined)
 
 
 def _change(heads: int, at: tuple[mx.array, mx.array, mx.array], new: mx.array, value: mx.array) -> mx.array:

@@ -1,31 +1,71 @@
-"""Name the hook points of a model, at which values can be read and replaced, as TransformerLens does.
+"""Find the parts of a model, and name its hook points, where values can be read and replaced, as TransformerLens does.
 
-Names that depend on the structure of a block are verified: the model computes two tokens, and
+The models of mlx-lm name their parts differently. Each role (embedding, blocks with attention and MLP, final norm) has
+a list of names that are tried in order. The lists cover the families of mlx-lm; a family with another name needs an
+additional entry.
+
+Names of hook points that depend on the structure of a block are verified: the model computes two tokens, and
 ``hook_attn_out`` and ``hook_mlp_out`` exist only in blocks whose output is the sum of its input and both of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from lmx_lab.engine.mlx.capture.attention import AttentionRecorder, Places, attention_places
+from lmx_lab.engine.mlx.capture.attention import AttentionRecorder, BlockAttention
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, Side, install
-from lmx_lab.engine.mlx.capture.parts import Block, Parts
-from lmx_lab.engine.mlx.capture.tail import logits_of_residual
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 
 EMBED, NORMALIZED, LOGITS = "hook_embed", "ln_final.hook_normalized", "logits"
 RESID_PRE, RESID_MID, RESID_POST = "hook_resid_pre", "hook_resid_mid", "hook_resid_post"
 ATTN_OUT, MLP_OUT, Z = "hook_attn_out", "hook_mlp_out", "attn.hook_z"
 BLOCK = re.compile(r"^blocks\.\d+\.")
+EMBEDDINGS = (
+    *("embed_tokens", "wte", "word_embeddings", "embeddings", "tok_embeddings"),
+    *("embedding", "token_embeddings", "embed_in", "embed"),
+)
+FINAL_NORMS = (
+    *("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm"),
+    *("embedding_norm", "output_norm"),
+)
+ATTENTIONS = (
+    *("self_attn", "attn", "attention", "self_attention"),
+    *("linear_attn", "conv", "mamba", "temporal_block", "mixer"),
+)
+"""Attention, and the modules that replace it in some layers of hybrid models."""
+QUERIES = ("q_proj", "query_proj", "wq", "attn_query")
+KEYS = ("k_proj", "key_proj", "wk", "attn_key")
+VALUES = ("v_proj", "value_proj", "wv", "attn_value")
+ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out", "attn_resid")
+"""Projections in attention, from and to the residual stream."""
+MLPS = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "mlp_block")
+ATTENTION_NORMS = (
+    "post_attention_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_norm",
+    "post_attn_norm",
+    "post_mixer_norm",
+)
+"""Norms that some families apply to the output of attention, before it is added to the residual stream."""
+MLP_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_ffw_norm", "post_ffn_norm", "post_mlp_norm")
+"""Norms that some families apply to the output of the MLP, before it is added to the residual stream."""
+ProbeValues = Callable[[Any, Side], mx.array | None]
+"""Returns the input or output of a module in a pass of two tokens; None if the module was not called."""
+Places = tuple[dict[str, tuple[int, ...]], dict[str, HookPoint]]
+"""The shapes of values at one position, and their hook points if they have one, by the last part of their names."""
+SAME = 1e-2
+"""Maximum rounding error of the outputs of heads, compared with the products of their patterns and values, relative to
+the largest output."""
 PROBE = (1, 2)
 """Tokens of the pass that verifies a model."""
 TOLERANCE = 1e-3
@@ -34,6 +74,106 @@ ROUNDING, HALF_ROUNDING = 2**-20, 2**-7
 """Maximum rounding error of a sum, relative to the sum, in float32 and in 16-bit types."""
 DIFFERENT = 0.25
 """Difference, relative to the added terms, above which a value is never considered equal to a sum."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """One block of a model. Its first input and its output are the residual stream."""
+
+    module: Any
+    attention: Any | None
+    """None if the block has none of the names in ``ATTENTIONS``."""
+    mlp: Any | None
+    queries: Any | None
+    """The projection that computes the queries of all heads, and those of keys and values."""
+    keys: Any | None
+    values: Any | None
+    attention_output: Any | None
+    """The projection that is applied to the outputs of all heads."""
+    attention_ends: Sequence[Any]
+    """Modules whose output attention may add to the residual stream, the most likely one first."""
+    mlp_ends: Sequence[Any]
+    """The same for the MLP."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """The parts of a model. ``embedding`` and ``norm`` are None if their names are unknown."""
+
+    model: Any
+    blocks: Sequence[Block]
+    embedding: Any | None
+    norm: Any | None
+
+
+def find_parts(model: Any, name: str) -> Parts:
+    """Return the parts of a model.
+
+    Args:
+        name: Id of the model, for messages.
+
+    Raises:
+        InvalidRequestError: the model has no list of blocks.
+    """
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, list | tuple) or not all(isinstance(layer, Module) for layer in layers) or not layers:
+        kind = getattr(model, "model_type", type(model).__name__)
+        raise InvalidRequestError(
+            f"{name} ({kind}) has no list of blocks, so its activations have no names; use a model of another family",
+            param="model",
+        )
+    # The module whose list contains the blocks, and the modules that contain this module, innermost first.
+    path = next((name for name, module in model.named_modules() if module is layers[0]), "")
+    owners = [model]
+    for step in path.split("."):
+        inner = owners[-1]
+        owners.append(inner[int(step)] if isinstance(inner, list | tuple) else getattr(inner, step, None))
+    owners = [module for module in reversed(owners[:-1]) if isinstance(module, Module)]
+    blocks = []
+    for layer in layers:
+        attention, mlp = _child([layer], ATTENTIONS), _child([layer], MLPS)
+        # In a few families, attention is inside a module that is not called.
+        attention = _child([attention], ("attention",)) or attention
+        blocks.append(
+            Block(
+                module=layer,
+                attention=attention,
+                mlp=mlp,
+                queries=_child([attention], QUERIES),
+                keys=_child([attention], KEYS),
+                values=_child([attention], VALUES),
+                attention_output=_child([attention], ATTENTION_OUTPUTS),
+                attention_ends=_candidates(attention, layer, ATTENTION_NORMS),
+                mlp_ends=_candidates(mlp, layer, MLP_NORMS),
+            )
+        )
+    return Parts(model=model, blocks=blocks, embedding=_child(owners, EMBEDDINGS), norm=_child(owners, FINAL_NORMS))
+
+
+def _child(owners: Sequence[Any], names: Sequence[str]) -> Any | None:
+    children = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((child for child in children if isinstance(child, Module)), None)
+
+
+def _candidates(part: Any | None, block: Any, names: Sequence[str]) -> list[Any]:
+    norms = [_child([block], [name]) for name in names]
+    return [] if part is None else [part, *(norm for norm in norms if norm is not None)]
+
+
+def logits_of(parts: Parts, values: mx.array, side: Side = "input") -> mx.array:
+    """Return the logits of any inputs of the final norm, which are values of the residual stream after the last block,
+    or of any of its outputs.
+
+    The model is called with other values at its final norm, because families scale and cap logits in different ways.
+    Its blocks are not computed, because no value depends on them.
+
+    Args:
+        values: Of shape (rows, width).
+    """
+    replaced: HookFunction = lambda value: values[None].astype(value.dtype)  # noqa: E731
+    with install({HookPoint(parts.norm, side): replaced}, alone=True):
+        logits: mx.array = parts.model(mx.array([PROBE[:1]]), cache=make_prompt_cache(parts.model))
+    return logits[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,19 +212,14 @@ class HookPoints:
         Raises:
             InvalidRequestError: a pattern matches no name.
         """
-        return match_names(patterns, self.sizes, self.model)
-
-
-def match_names(patterns: Iterable[str], names: Iterable[str], model: str) -> list[str]:
-    """Return the names that match one of these patterns, in their order. Raises the same as ``HookPoints.matching``."""
-    names, found = list(names), set[str]()
-    for pattern in patterns:
-        expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
-        matches = [name for name in names if expression.fullmatch(name)]
-        if not matches:
-            raise unknown_name(pattern, names, model)
-        found.update(matches)
-    return [name for name in names if name in found]
+        found = set[str]()
+        for pattern in patterns:
+            expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
+            matches = [name for name in self.sizes if expression.fullmatch(name)]
+            if not matches:
+                raise unknown_name(pattern, self.sizes, self.model)
+            found.update(matches)
+        return [name for name in self.sizes if name in found]
 
 
 def unknown_name(name: str, names: Iterable[str], model: str) -> InvalidRequestError:
@@ -109,26 +244,47 @@ def find_points(parts: Parts, model: str) -> HookPoints:
         InvalidRequestError: the blocks do not pass one vector for each position.
     """
     probe = _Probe(parts)
-    _require_blocks(probe, parts, model)
+    for block in parts.blocks:
+        before, after = probe.value(block.module, "input"), probe.value(block.module, "output")
+        if before is None or after is None or before.ndim != 3 or before.shape != after.shape:
+            kind = getattr(parts.model, "model_type", type(parts.model).__name__)
+            raise InvalidRequestError(
+                f"{model} ({kind}) does not pass one vector for each position from block to block, so its activations "
+                "have no names; use a model of another family",
+                param="model",
+            )
     ends = [_ends(probe, block) for block in parts.blocks]
-    sequential = _sequential(probe, parts.blocks, ends)
+    # If the output of attention is zero and the input of the block is the same, an MLP that depends on it changes.
+    changes: dict[HookPoint, HookFunction] = {}
+    for block, added in zip(parts.blocks, ends, strict=True):
+        if added is not None:
+            before = probe.value(block.module, "input")
+            changes[HookPoint(block.module, "input")] = partial(lambda value, _: value, before)
+            changes[HookPoint(added[0], "output")] = mx.zeros_like
+    changed = probe.run(changes)
     found = HookPoints(model=model, parts=parts)
     _add(found, EMBED, probe, parts.embedding)
     for at, block in enumerate(parts.blocks):
         prefix = f"blocks.{at}."
         attention, mlp = ends[at] or (None, None)
         _add(found, prefix + RESID_PRE, probe, block.module, "input")
-        sizes, points = probe.attention_places(at, block)
+        sizes, points = _attention_places(probe, at, block)
         found.sizes.update({f"{prefix}attn.{name}": size for name, size in sizes.items()})
         found.points.update({f"{prefix}attn.{name}": point for name, point in points.items()})
         _add(found, prefix + ATTN_OUT, probe, attention)
-        if sequential[at]:
+        before, after = probe.value(mlp, "output"), changed.get((id(mlp), "output"))
+        if before is not None and after is not None and not bool(mx.array_equal(before, after)):
             found.sizes[prefix + RESID_MID] = found.sizes[prefix + RESID_PRE]
         _add(found, prefix + MLP_OUT, probe, mlp)
         _add(found, prefix + RESID_POST, probe, block.module)
     _add(found, NORMALIZED, probe, parts.norm)
     _add(found, LOGITS, probe, parts.model)
-    return replace(found, has_tail=NORMALIZED in found.points and _has_tail(probe, parts))
+    residual, logits = probe.value(parts.blocks[-1].module, "output"), probe.value(parts.model, "output")
+    if NORMALIZED not in found.points or residual is None or logits is None:
+        return found
+    again = logits_of(parts, residual[0])
+    has_tail = again.shape == logits[0].shape and _is_sum([mx.zeros_like(logits[0]), again], logits[0])
+    return replace(found, has_tail=has_tail)
 
 
 def _add(found: HookPoints, name: str, probe: _Probe, module: Any | None, side: Side = "output") -> None:
@@ -155,14 +311,11 @@ class _Probe:
             *((module, "input") for module in (*blocks, *heads)),
             *((module, "output") for module in (*blocks, *ends, *outputs, *projections)),
         ]
-        self._attention = AttentionRecorder(parts.blocks)
-        with self._attention:
-            self._values = self.run(self._attention.functions)
-
-    def attention_places(self, at: int, block: Block) -> Places:
-        """Return the shapes and places of the values of attention in a block."""
-        attention = self._attention.blocks.get(at)
-        return ({}, {}) if attention is None else attention_places(block, attention, self.value)
+        recorder = AttentionRecorder([block.attention for block in parts.blocks])
+        with recorder:
+            self._values = self.run(recorder.functions)
+        self.attention = recorder.blocks
+        """The computations of attention by block index."""
 
     def value(self, module: Any, side: Side) -> mx.array | None:
         """Return a value; None if the module was not called, or does not have one row for each token."""
@@ -181,18 +334,6 @@ class _Probe:
             self._model(mx.array([PROBE]), cache=make_prompt_cache(self._model))
         mx.eval(list(values.values()))
         return values
-
-
-def _require_blocks(probe: _Probe, parts: Parts, model: str) -> None:
-    for block in parts.blocks:
-        before, after = probe.value(block.module, "input"), probe.value(block.module, "output")
-        if before is None or after is None or before.ndim != 3 or before.shape != after.shape:
-            kind = getattr(parts.model, "model_type", type(parts.model).__name__)
-            raise InvalidRequestError(
-                f"{model} ({kind}) does not pass one vector for each position from block to block, so its activations "
-                "have no names; use a model of another family",
-                param="model",
-            )
 
 
 def _ends(probe: _Probe, block: Block) -> tuple[Any, Any] | None:
@@ -219,30 +360,69 @@ def _is_sum(terms: Sequence[mx.array], total: mx.array) -> bool:
     return bool(error <= mx.minimum(allowed, DIFFERENT * added))
 
 
-def _sequential(probe: _Probe, blocks: Sequence[Block], ends: Sequence[tuple[Any, Any] | None]) -> list[bool]:
-    """Return for each block whether its MLP depends on the output of its attention."""
-    changes: dict[HookPoint, HookFunction] = {}
-    for block, found in zip(blocks, ends, strict=True):
-        before = probe.value(block.module, "input")
-        if found is not None and before is not None:
-            changes[HookPoint(block.module, "input")] = partial(_constant, before)
-            changes[HookPoint(found[0], "output")] = mx.zeros_like
-    changed = probe.run(changes)
-    results = []
-    for found in ends:
-        before = None if found is None else probe.value(found[1], "output")
-        after = None if found is None else changed.get((id(found[1]), "output"))
-        results.append(before is not None and after is not None and not bool(mx.array_equal(before, after)))
-    return results
+def _attention_places(probe: _Probe, at: int, block: Block) -> Places:
+    """Return the values of attention that a block has.
+
+    Queries, keys, values and head outputs are available only if the output projection receives all head outputs in one
+    vector. In the shape of the pattern, 0 stands for the number of keys.
+    """
+    if (attention := probe.attention.get(at)) is None:
+        return {}, {}
+    values = probe.value
+    joined = values(block.attention_output, "input") if block.attention_output is not None else None
+    if attention.call is None:
+        return _places_of_softmax(block, attention, values, joined)
+    call, sizes, points = attention.call, dict[str, tuple[int, ...]](), dict[str, HookPoint]()
+    if joined is not None and joined.shape[-1] == call.output.shape[1] * call.output.shape[3]:
+        kinds = {"rot_q": call.queries, "rot_k": call.keys, "v": call.values, "z": call.output}
+        shapes = {kind: (value.shape[1], value.shape[3]) for kind, value in kinds.items()}
+        for kind, module in (("q", block.queries), ("k", block.keys)):
+            projected, shape = values(module, "output") if module is not None else None, shapes[f"rot_{kind}"]
+            if projected is not None and math.prod(projected.shape[2:]) == math.prod(shape):
+                sizes[f"hook_{kind}"] = shape
+                points[f"hook_{kind}"] = HookPoint(module, "output")
+        sizes.update({f"hook_{kind}": shape for kind, shape in shapes.items()})
+        # Some families multiply the outputs of heads with a gate before the projection.
+        if bool(mx.array_equal(joined, call.output.swapaxes(1, 2).reshape(joined.shape))):
+            points["hook_z"] = HookPoint(block.attention_output, "input")
+    z = sizes.pop("hook_z", None)
+    sizes["hook_pattern"] = (call.queries.shape[1], 0)
+    return (sizes if z is None else {**sizes, "hook_z": z}), points
 
 
-def _has_tail(probe: _Probe, parts: Parts) -> bool:
-    residual, logits = probe.value(parts.blocks[-1].module, "output"), probe.value(parts.model, "output")
-    if residual is None or logits is None:
-        return False
-    again = logits_of_residual(parts.model, parts.norm, residual[0])
-    return again.shape == logits[0].shape and _is_sum([mx.zeros_like(logits[0]), again], logits[0])
+def _places_of_softmax(block: Block, attention: BlockAttention, values: ProbeValues, joined: mx.array | None) -> Places:
+    """Return the values of attention that is computed step by step. Queries, keys, values and head outputs are
+    available only if the head outputs are the products of the pattern and the projected values.
 
-
-def _constant(value: mx.array, _: mx.array) -> mx.array:
-    return value
+    Args:
+        joined: The input of the output projection.
+    """
+    pattern = attention.softmax_rows(mx.arange(2))
+    if pattern is None or pattern.shape[2] != 2:
+        return {}, {}
+    heads = pattern.shape[1]
+    sizes: dict[str, tuple[int, ...]] = {"hook_pattern": (heads, 0)}
+    modules = {"q": block.queries, "k": block.keys, "v": block.values}
+    found = {kind: None if module is None else values(module, "output") for kind, module in modules.items()}
+    if joined is None or found["v"] is None or joined.shape[-1] % heads:
+        return sizes, {}
+    width = joined.shape[-1] // heads
+    shared = found["v"].shape[-1] // width
+    if not shared or found["v"].shape[-1] % width or heads % shared:
+        return sizes, {}
+    projected = mx.repeat(
+        found["v"].astype(mx.float32).reshape(2, shared, width).swapaxes(0, 1), heads // shared, axis=0
+    )
+    outputs = (pattern.swapaxes(0, 1) @ projected).swapaxes(0, 1).reshape(joined.shape[1:])
+    error, largest = mx.abs(outputs - joined[0].astype(mx.float32)).max(), mx.abs(outputs).max()
+    if not bool(error <= SAME * largest):
+        return sizes, {}
+    points = {"hook_v": HookPoint(block.values, "output"), "hook_z": HookPoint(block.attention_output, "input")}
+    head_counts = {"q": heads, "k": shared, "v": shared}
+    for kind, count in head_counts.items():
+        value = found[kind]
+        if value is not None and value.shape[-1] % count == 0:
+            sizes[f"hook_{kind}"] = (count, value.shape[-1] // count)
+            points[f"hook_{kind}"] = HookPoint(modules[kind], "output")
+    order = ("hook_q", "hook_k", "hook_v", "hook_pattern")
+    return {**{name: sizes[name] for name in order if name in sizes}, "hook_z": (heads, width)}, points

@@ -20,8 +20,7 @@ import mlx.core as mx
 import mlx_lm.models
 from mlx.utils import tree_flatten
 
-from lmx_lab.engine.mlx.capture.parts import find_parts
-from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
+from lmx_lab.engine.mlx.capture.points import HookPoints, find_parts, find_points
 from lmx_lab.errors import LabError
 from tests.support.models import MODEL_SIZES
 

@@ -13,10 +13,9 @@ from mlx.nn.layers.quantized import quantize
 
 from lmx_lab.engine.mlx.capture.activations import TraceContext, compute_activations
 from lmx_lab.engine.mlx.capture.install import HookPoint, install
-from lmx_lab.engine.mlx.capture.lens import _most_likely, compute_attribution, compute_logit_lens
-from lmx_lab.engine.mlx.capture.parts import find_parts
+from lmx_lab.engine.mlx.capture.lens import compute_attribution, compute_logit_lens, most_likely
 from lmx_lab.engine.mlx.capture.patching import compute_patching
-from lmx_lab.engine.mlx.capture.points import find_points
+from lmx_lab.engine.mlx.capture.points import find_parts, find_points
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import Activations, LogitLens, Patching
 from tests.engine.mlx.capture.families import GENERIC, OWN
@@ -183,13 +182,13 @@ def test_the_most_likely_tokens_of_any_vocabulary_are_those_of_a_sort(width):
     logits[1] = logits[1].round()
     logits[2] = 0
     logits[3].sort()
-    ids, logprobs = _most_likely(logits, 100)
+    ids, logprobs = most_likely(logits, 100)
     largest = np.sort(logits, axis=1)[:, :-101:-1]
     np.testing.assert_array_equal(np.take_along_axis(logits, ids, axis=1), largest)
     assert all(len(set(row)) == 100 for row in ids.tolist())
     total = np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(logprobs, largest - total, atol=1e-4)
-    assert np.isnan(_most_likely(np.full((1, width), np.nan, np.float32), 100)[1]).all()
+    assert np.isnan(most_likely(np.full((1, width), np.nan, np.float32), 100)[1]).all()
 
 
 def test_traces_of_a_quantized_model_equal_its_own_computation():

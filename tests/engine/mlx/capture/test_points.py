@@ -8,9 +8,9 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from lmx_lab.engine.mlx.capture.install import HookPoint, install
-from lmx_lab.engine.mlx.capture.parts import find_parts
-from lmx_lab.engine.mlx.capture.points import find_points
+from lmx_lab.engine.mlx.capture.points import find_parts, find_points
 from lmx_lab.errors import InvalidRequestError
+from tests.engine.mlx.capture.families import PAGE, table, written
 from tests.support.models import build_model
 
 TOKENS = mx.array([[5, 6, 7, 8]])
@@ -125,3 +125,9 @@ def test_the_first_input_may_be_a_keyword():
     module = Keyword()
     with install({HookPoint(module, "input"): lambda x: x * 10, HookPoint(module, "output"): lambda x: -x}):
         assert (module(x=mx.array(3)), module(mx.array(3))) == ((-31, 2), (-31, 2))
+
+
+@pytest.mark.long
+def test_the_table_of_families_is_up_to_date():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page, table()), "run: .venv/bin/python -m tests.engine.mlx.capture.families"

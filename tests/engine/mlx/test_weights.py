@@ -1,4 +1,4 @@
-"""On a CPU, weights are expanded to float32 if they fit in memory."""
+"""On a CPU, weights are expanded to float32 if they fit in memory. Quantized weights of wrong shapes are refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
 from lmx_lab.engine import ModelManager, memory
-from lmx_lab.engine.mlx.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit_weights
+from lmx_lab.engine.mlx.weights import EXPANDED_SHARE, checked_classes, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from tests.support.engines import run
 
-pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="on a GPU, weights are not converted")
+on_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="on a GPU, weights are not converted")
 AMPLE = 2**40
 
 
@@ -56,21 +56,25 @@ def weights_bytes(model):
     return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
 
 
+@on_cpu
 def test_quantized_weights_are_expanded_if_they_fit(fitted):
     assert dtypes(fitted("auto")) == {mx.float32}
 
 
+@on_cpu
 def test_the_size_of_expanded_weights_is_known_before(quantized, fitted):
     lazy, _ = load_model(quantized.path, lazy=True)
     assert expanded_bytes(lazy, mx.float32) == weights_bytes(fitted("auto"))
 
 
+@on_cpu
 def test_expanding_is_exact(fitted):
     prompt = mx.array([[300, 301, 302, 303]])
     difference = mx.abs(fitted("auto")(prompt) - fitted("keep")(prompt)).max()
     assert difference.item() < 1e-3
 
 
+@on_cpu
 def test_weights_that_do_not_fit_stay_quantized_with_float32_activations(fitted):
     needed = weights_bytes(fitted("auto"))
     model = fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) - 1000)
@@ -78,6 +82,7 @@ def test_weights_that_do_not_fit_stay_quantized_with_float32_activations(fitted)
     assert dtypes(fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) + 1000)) == {mx.float32}
 
 
+@on_cpu
 def test_memory_of_other_programs_is_not_available(quantized, fitted, monkeypatch):
     needed = expanded_bytes(fitted("keep"), mx.float32)
     for free, expanded in ((needed / EXPANDED_SHARE + 1e3, True), (needed / EXPANDED_SHARE - 1e3, False)):
@@ -85,15 +90,18 @@ def test_memory_of_other_programs_is_not_available(quantized, fitted, monkeypatc
         assert (weights_bytes(fitted("auto")) >= needed) is expanded
 
 
+@on_cpu
 def test_keep_leaves_weights_quantized(fitted):
     assert dtypes(fitted("keep")) == {mx.uint32, mx.float32}
 
 
+@on_cpu
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 def test_a_named_type_expands_weights_even_if_they_do_not_fit(fitted, name):
     assert dtypes(fitted(name, limit_bytes=1)) == {getattr(mx, name)}
 
 
+@on_cpu
 @pytest.mark.anyio
 @pytest.mark.parametrize(("dtype", "times"), [("auto", (3.0, 9.0)), ("keep", (0.5, 2.0))])
 async def test_the_setting_reaches_the_engine(quantized, dtype, times):
@@ -105,11 +113,13 @@ async def test_the_setting_reaches_the_engine(quantized, dtype, times):
         assert text
 
 
+@on_cpu
 def test_an_unknown_type_is_refused_with_the_valid_ones():
     with pytest.raises(Exception, match="dtype is 'float8'; it must be one of auto, keep, float32, float16, bfloat16"):
         Settings(dtype="float8")
 
 
+@on_cpu
 def test_the_folder_of_the_model_is_not_changed(quantized):
     assert sorted(path.name for path in Path(quantized.path).iterdir()) == [
         "config.json",
@@ -117,3 +127,31 @@ def test_the_folder_of_the_model_is_not_changed(quantized):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+
+
+WEIGHT = "model.layers.0.mlp.up_proj"
+
+
+def write(folder, tiny, scales):
+    """Write the weights of the tiny model. One tensor is quantized to 4 bits and has scales of the given shape."""
+    weights = mx.load(str(tiny.path / "model.safetensors"))
+    weights[f"{WEIGHT}.weight"], right, weights[f"{WEIGHT}.biases"] = mx.quantize(
+        weights[f"{WEIGHT}.weight"], group_size=32, bits=4
+    )
+    weights[f"{WEIGHT}.scales"] = right if right.shape == scales else mx.ones(scales)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    config = json.loads((tiny.path / "config.json").read_text())
+    quantization = {"group_size": 32, "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": quantization}))
+
+
+def test_a_quantized_layer_is_loaded(tiny, tmp_path):
+    write(tmp_path, tiny, (64, 1))
+    model, _ = load_model(tmp_path, get_model_classes=checked_classes)
+    assert model.model.layers[0].mlp.up_proj.bits == 4
+
+
+def test_scales_with_more_columns_than_their_layer_are_refused(tiny, tmp_path):
+    write(tmp_path, tiny, (1, 64))
+    with pytest.raises(ValueError, match=rf"{WEIGHT}.scales has the shape \(1, 64\).* its layer has 32 columns"):
+        load_model(tmp_path, get_model_classes=checked_classes)

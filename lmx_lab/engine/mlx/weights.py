@@ -1,0 +1,98 @@
+"""Choose the type of weights in memory, check quantized weights, and expand them. Runs on the engine thread.
+
+On a CPU, MLX multiplies quantized weights with simple code on one thread and emulates float16; float32 uses the BLAS
+library.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes, dequantize_model
+
+from lmx_lab.engine import memory
+from lmx_lab.engine.cancellation import check_cancelled
+
+log = logging.getLogger(__name__)
+EXPANDED_SHARE = 0.6
+"""Share of the memory limit, and of the free memory, that expanded weights may use. The rest is for caches and
+activations."""
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callable[[], object] = lambda: None) -> None:
+    """Convert the weights of a model, which have not been read from disk yet, and read them.
+
+    Weights that ``auto`` would expand stay quantized if they do not fit; on a CPU their scales, and so the activations,
+    are float32 then.
+
+    Args:
+        dtype: See ``Settings.dtype``.
+        before_each: Called before each weight is read. An exception from it ends the load.
+
+    Raises:
+        NotLoadedError: the load was cancelled.
+    """
+    target = DTYPES.get(dtype, mx.float32 if mx.default_device() == mx.cpu else None)
+    if target is not None:
+        # Scales are converted first, so that the expanded weights have the precision of the wider type.
+        model.set_dtype(target)
+        needed, room = expanded_bytes(model, target), round(min(limit_bytes, memory.free_bytes()) * EXPANDED_SHARE)
+        if dtype in DTYPES or (dtype == "auto" and needed <= room):
+            dequantize_model(model)
+        elif dtype == "auto":
+            log.info(
+                "weights stay quantized: expanded they would use %.2f GB, and %.2f GB are free for them",
+                needed / 1e9,
+                room / 1e9,
+            )
+    # Evaluated one by one, so that only one weight at a time is in memory in both forms.
+    parameters: Any = tree_flatten(model.parameters())
+    for _, value in parameters:
+        check_cancelled()
+        before_each()
+        mx.eval(value)
+
+
+def expanded_bytes(model: Any, dtype: mx.Dtype) -> int:
+    """Return the size of the weights if none of them is quantized."""
+    count = 0
+    for _, module in model.named_modules():
+        arrays = {name: value for name, value in module.items() if isinstance(value, mx.array)}
+        if "scales" in arrays:
+            # Quantized weights are packed into words of 32 bits.
+            count += arrays["weight"].size * 32 // module.bits + (arrays["bias"].size if "bias" in arrays else 0)
+        else:
+            count += sum(value.size for value in arrays.values())
+    return count * dtype.size
+
+
+def checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the classes of a model and of its arguments, for the parameter ``get_model_classes`` of ``load_model``.
+
+    mlx-lm divides the number of columns of a layer by that of its scales. If the quotient is 0, MLX divides by it, and
+    the process ends with SIGFPE. The returned class raises ``ValueError`` before this happens.
+    """
+    model_class, arguments = _get_classes(config)
+
+    class Checked(model_class):  # type: ignore[misc, valid-type]
+        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            sanitized: dict[str, mx.array]
+            sanitized = super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
+            for name, module in self.named_modules():
+                scales = sanitized.get(f"{name}.scales")
+                if scales is None or not hasattr(module, "to_quantized"):
+                    continue
+                columns = module.weight.shape[-1]
+                if scales.ndim == 0 or not 0 < scales.shape[-1] <= columns:
+                    raise ValueError(
+                        f"{name}.scales has the shape {scales.shape}, but its layer has {columns} columns according to "
+                        "config.json; fetch the model again"
+                    )
+            return sanitized
+
+    return Checked, arguments
