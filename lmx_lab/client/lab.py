@@ -27,6 +27,8 @@ from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeli
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import (
     PAGE_REQUESTS,
+    CancelLoadAnswer,
+    CancelLoadRequest,
     Heartbeat,
     LoadAnswer,
     LoadRequest,
@@ -400,6 +402,19 @@ class AsyncLabClient(AsyncClientBase):
         if progress is None:
             return await load()
         return await run_with_progress(load, events=self.events(["models"]), progress=progress)
+
+    async def cancel_load(self, model: str) -> None:
+        """Cancel the load of a model, and return without waiting for its end. The previous model is loaded again.
+
+        Args:
+            model: The model's id, or the name with which the load was requested.
+
+        Raises:
+            InvalidRequestError: the model is not being loaded. Nothing is unloaded.
+        """
+        await self._connection.post(
+            "/admin/models/cancel", encode_body(CancelLoadRequest(model=model)), CancelLoadAnswer
+        )
 
     async def unload(
         self,

@@ -277,7 +277,7 @@ class RemoteBackend:
         )
 
     async def cancel_load(self, model: str) -> None:
-        await self._portal.call(self._client.unload(model))
+        await self._portal.call(self._client.cancel_load(model))
 
     async def unload(
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None

@@ -129,6 +129,17 @@ class LabClient(BlockingClient[AsyncLabClient]):
             self._portal, lambda callbacks: self._client.load(model, progress=callbacks.notifier(progress), **options)
         )
 
+    def cancel_load(self, model: str) -> None:
+        """Cancel the load of a model, and return without waiting for its end. The previous model is loaded again.
+
+        Args:
+            model: The model's id, or the name with which the load was requested.
+
+        Raises:
+            InvalidRequestError: the model is not being loaded. Nothing is unloaded.
+        """
+        self._portal.run(self._client.cancel_load(model))
+
     def unload(
         self,
         model: str | None = None,
