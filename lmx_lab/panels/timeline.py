@@ -89,7 +89,7 @@ class TimelinePanel(Panel):
         )[:MAX_LANES]
         # Requests that have ended stay visible until there is a new one, so that they can be examined.
         is_same = list(timeline) == list(self._timeline) and timeline.models == self._timeline.models
-        if not len(timeline) or (is_same and not self.shown("problem")):
+        if not both or (is_same and not self.shown("problem")):
             return
         self._timeline = timeline
         first, last = min(each.at for each in both), max(each.at + each.total_s for each in both)
