@@ -8,6 +8,7 @@ computes only the missing answers and scores.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import hashlib
 import html
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from lmx_lab.backend import AnswerRecorder, Backend
+from lmx_lab.backend import AnswerRecorder, Backend, start_load
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
 from lmx_lab.frames import make_table
 from lmx_lab.instrument.access import LabAccess
@@ -153,6 +154,12 @@ class ComparisonRun:
         else:
             len(self.store)
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await asyncio.to_thread(self.__exit__, kind)
+
     def cells_of(self, prompt: int) -> list[Cell]:
         """Return the cells of a prompt, in the order of the settings."""
         return self.cells[prompt * len(self.settings) : (prompt + 1) * len(self.settings)]
@@ -191,7 +198,13 @@ class ComparisonRun:
         if (spec := setting.spec) is not None:
 
             async def load(backend: Backend) -> None:
-                await backend.load(spec)
+                running = await start_load(backend, spec)
+                try:
+                    await running.result()
+                except asyncio.CancelledError:
+                    # Cancelling the wait does not end the load.
+                    await running.cancel()
+                    raise
 
             yield f"load {setting.model}", load
 

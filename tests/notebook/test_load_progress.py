@@ -17,8 +17,15 @@ from tests.support.labs import serving
 WAIT_S = 30.0
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where):
+@pytest.mark.parametrize(
+    ("where", "load"),
+    [
+        ("here", lambda lab: lab.load("echo")),
+        ("elsewhere", lambda lab: lab.load("echo")),
+        ("here", lambda lab: lab.compare(["hello"], [{"model": "echo"}])),
+    ],
+)
+def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where, load):
     started, ended = threading.Event(), threading.Event()
 
     def hang(engine: EchoEngine, entry: Any, spec: Any, cancellation: Cancellation, **_: Any) -> None:
@@ -40,7 +47,7 @@ def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where):
             patched.setattr(EchoEngine, "check", hang)
             threading.Thread(target=interrupt).start()
             with pytest.raises(KeyboardInterrupt):
-                lab.load("echo")
+                load(lab)
         assert ended.wait(WAIT_S)
         # The load has ended, so that another one is not refused.
         assert lab.load("echo").model == "echo"
