@@ -105,7 +105,8 @@ class CanBranch(ABC):
         max_tokens: int | None = None,
     ) -> Branch:
         """Return the same as ``branch``, for use in a coroutine."""
-        start = self._start
+        # In another thread, because a recorded request reads its answer from the recording.
+        start = await asyncio.to_thread(lambda: self._start)
         lab = start._tree._require_lab(name)
         answer = await lab.call(
             lambda backend: continue_answer(backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
@@ -241,7 +242,8 @@ class HasTokens(CanBranch):
 
     async def alens(self, *, color: ColorBy = "probability") -> TokenLens:
         """Do the same as ``lens``, for use in a coroutine."""
-        answer, lab = self._tokens, self._lab
+        # In another thread, because a recorded request reads its answer from the recording.
+        answer, lab = await asyncio.to_thread(lambda: self._tokens), self._lab
         if answer.logprobs or lab is None:
             return lens_of(lab, answer, color=color)
         return await lab.call(lambda backend: scored_lens(backend, answer, color=color))
@@ -260,7 +262,7 @@ class HasTokens(CanBranch):
         self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
     ) -> ActivationCache:
         """Do the same as ``trace``, for use in a coroutine."""
-        lab, text = self._traced()
+        lab, text = await asyncio.to_thread(self._traced)
         return ActivationCache(await lab.call(lambda backend: text.run(backend, activation_fields(hooks, positions))))
 
     def _traced(self) -> tuple[LabAccess, Traced]:

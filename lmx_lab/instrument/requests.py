@@ -5,6 +5,7 @@ A ``Replay`` compares an answer that was generated again with the recorded one.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import operator
 import os
@@ -71,11 +72,13 @@ class RecordedRequest(HasTokens):
             NotLoadedError: another model is loaded; load the model of the record first.
             InvalidRequestError: the recording was loaded without a lab.
         """
-        return self._compare(self._access.run(lambda backend: backend.regenerate(self.record)))
+        replayed = self._access.run(lambda backend: backend.regenerate(self.record))
+        return Replay(recorded=self._newest, replayed=replayed)
 
     async def areplay(self) -> Replay:
         """Return the same as ``replay``, for use in a coroutine."""
-        return self._compare(await self._access.call(lambda backend: backend.regenerate(self.record)))
+        replayed = await self._access.call(lambda backend: backend.regenerate(self.record))
+        return Replay(recorded=await asyncio.to_thread(lambda: self._newest), replayed=replayed)
 
     def timeline(self) -> Timeline:
         """Return the timeline of the request: the times of its wait, prefill and decode steps.
@@ -94,9 +97,6 @@ class RecordedRequest(HasTokens):
         if self._lab is None:
             raise InvalidRequestError(NO_LAB)
         return self._lab
-
-    def _compare(self, replayed: Record) -> Replay:
-        return Replay(recorded=self._newest, replayed=replayed)
 
     @property
     def _newest(self) -> Record:

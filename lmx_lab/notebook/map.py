@@ -184,7 +184,7 @@ async def answer_all(
             await on_loop(run.stop())
         finally:
             if cache is not None:
-                cache.close()
+                await in_thread(cache.close)
     table = _answers_of(run, source, columns)
     if source.library is None:
         table.attrs["interrupted"] = interrupted

@@ -58,7 +58,10 @@ class ProbeVerbs:
             NotLoadedError: no chat model is loaded.
             InvalidRequestError: an argument is invalid, the model does not have the layer, or both means are equal.
         """
-        groups = {"positive": _texts(positive, "positive"), "negative": _texts(negative, "negative")}
+        # In another thread, because recorded requests read their answers from the recording.
+        groups = await in_thread(
+            lambda: {"positive": _texts(positive, "positive"), "negative": _texts(negative, "negative")}
+        )
         residuals = await on_loop(Residuals.of(self._backend, [layer], position))
         weights = await on_loop(self._backend.weights_of(residuals.model))
         found: dict[str, list[Vectors]] = {name: [] for name in groups}
@@ -102,7 +105,7 @@ class ProbeVerbs:
             StorageFullError: the activations need more space than the disk has.
             MissingPackageError: scikit-learn is not installed.
         """
-        values, classes = _texts(texts, "texts"), _items(labels, "labels")
+        values, classes = await in_thread(lambda: _texts(texts, "texts")), _items(labels, "labels")
         if len(values) != len(classes):
             raise InvalidRequestError(
                 f"there are {len(values)} texts and {len(classes)} labels; pass one label for each text", param="labels"

@@ -209,7 +209,7 @@ async def _embed_texts(
         raise
     finally:
         if stored is not None:
-            stored.close()
+            await in_thread(stored.close)
     return run, interrupted
 
 

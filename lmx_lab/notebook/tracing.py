@@ -25,7 +25,7 @@ from lmx_lab.instrument.traces import (
     traced,
     traced_pair,
 )
-from lmx_lab.notebook.verbs import PortalOwner, awaited, blocking, on_loop
+from lmx_lab.notebook.verbs import PortalOwner, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.tracing import Trace
 
@@ -41,7 +41,10 @@ class TraceOwner(PortalOwner, Protocol):
 
 
 class TraceVerbs:
-    """The methods of ``Lab`` that inspect the model."""
+    """The methods of ``Lab`` that inspect the model.
+
+    The text of a trace is read in another thread, because a recorded request reads its answer from the recording.
+    """
 
     async def _hooks(self: TraceOwner) -> HookTable:
         """Return the names of the values that can be read while the loaded model computes, with their shapes.
@@ -79,8 +82,8 @@ class TraceVerbs:
             ContextLengthError: the text is longer than the model's context.
             AdminForbiddenError: the server runs on another machine.
         """
-        fields = activation_fields(hooks, positions)
-        return ActivationCache(await on_loop(traced(what).run(self._backend, fields)))
+        fields, text = activation_fields(hooks, positions), await in_thread(lambda: traced(what))
+        return ActivationCache(await on_loop(text.run(self._backend, fields)))
 
     trace = blocking(_trace)
     atrace = awaited(_trace)
@@ -101,7 +104,8 @@ class TraceVerbs:
             LabError: see ``trace``.
         """
         fields = {"kind": "logit_lens", "top": top, "positions": position_list(positions)}
-        return LogitLensTable(await on_loop(traced(what).run(self._backend, fields)))
+        text = await in_thread(lambda: traced(what))
+        return LogitLensTable(await on_loop(text.run(self._backend, fields)))
 
     logit_lens = blocking(_logit_lens)
     alogit_lens = awaited(_logit_lens)
@@ -119,7 +123,8 @@ class TraceVerbs:
         """
         block, shown = _index(layer, "layer"), _index(head, "head")
         fields = activation_fields(f"blocks.{block}.attn.hook_pattern", None)
-        found = await on_loop(traced(what).run(self._backend, fields))
+        text = await in_thread(lambda: traced(what))
+        found = await on_loop(text.run(self._backend, fields))
         return AttentionPattern(found, layer=block, head=shown)
 
     attention = blocking(_attention)
@@ -140,7 +145,8 @@ class TraceVerbs:
         """
         names = [token_name(token, "token"), *([] if other is None else [token_name(other, "other")])]
         fields = {"kind": "attribution", **dict(zip(("token", "other"), names, strict=False))}
-        found = await on_loop(traced(what).run(self._backend, fields))
+        text = await in_thread(lambda: traced(what))
+        found = await on_loop(text.run(self._backend, fields))
         label = " minus ".join(map(repr, names))
         return LogitAttribution(found, label=label)
 
@@ -177,7 +183,7 @@ class TraceVerbs:
             InvalidRequestError: the texts have different numbers of tokens, or a hook cannot be patched.
             LabError: see ``trace``.
         """
-        source, text = traced_pair(clean, corrupt)
+        source, text = await in_thread(lambda: traced_pair(clean, corrupt))
         fields: dict[str, Any] = {
             "kind": "patching",
             "clean": source.text,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from lmx_lab.portal import LoopThread
 from lmx_lab.values.models import LoadOptions
 
 WAIT_S = 60.0
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 class Result:
@@ -235,3 +238,10 @@ with lmx_lab.attach({lab.url!r}) as lab:
 """
         modules = modules_after(code)
     assert imported(modules, "lmx_lab.engine", "lmx_lab.server", "mlx", "mlx_lm", "xllamacpp") == set()
+
+
+def test_the_documentation_lists_all_awaited_methods_of_a_lab():
+    public = {name for name in dir(lmx_lab.Lab) if not name.startswith("_")}
+    methods = {name for name in public if name[0] == "a" and name[1:] in public} | {"astream"}
+    (listed,) = re.findall(r"has a version for `await`:([^.]*)\.", (DOCS / "notebook.md").read_text(encoding="utf-8"))
+    assert set(re.findall(r"`(\w+)`", listed)) == methods
