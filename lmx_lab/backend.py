@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
@@ -120,9 +120,12 @@ class AnswerStream(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocumentRanking:
-    """Documents in order of relevance."""
+class Ranking:
+    """Documents in order of relevance to a query."""
 
+    query: str
+    documents: Sequence[str]
+    """All given documents."""
     order: Sequence[tuple[int, float]]
     """Index among the given documents, and score; the most relevant first."""
     model: str
@@ -190,7 +193,7 @@ class Backend(Protocol):
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         """Return one row for each text."""
 
-    async def rerank(self, body: RerankBody) -> DocumentRanking: ...
+    async def rerank(self, body: RerankBody) -> Ranking: ...
 
     async def trace(self, body: TraceBody) -> Trace:
         """Return internal values of the loaded model."""
@@ -269,6 +272,11 @@ async def read_answer(backend: Backend, request: ChatRequest, *, batch: bool = F
     finally:
         stream.close()
     return merge_deltas(deltas), stream.cost()
+
+
+async def next_or_none(items: AsyncIterator[T]) -> T | None:
+    """Return the next item, or None at the end, as a coroutine, which a portal or a task can run."""
+    return await anext(items, None)
 
 
 class RunningChange(Generic[T]):

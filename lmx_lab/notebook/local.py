@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from lmx_lab.backend import AnswerCost, AnswerRecorder, DocumentRanking, Progress, ServerState
+from lmx_lab.backend import AnswerCost, AnswerRecorder, Progress, Ranking, ServerState
 from lmx_lab.engine import GenerationRequest, ModelManager, TextPrompt
 from lmx_lab.engine.registry import engine_for
 from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
@@ -510,9 +510,11 @@ class LocalBackend:
         vectors = (await self._services.inference.embed(embedding_request(body), local=True)).vectors
         return vectors[0] if body.is_single else vectors
 
-    async def rerank(self, body: RerankBody) -> DocumentRanking:
+    async def rerank(self, body: RerankBody) -> Ranking:
         ranking = await self._services.inference.rerank(rerank_request(body), local=True)
-        return DocumentRanking(
+        return Ranking(
+            query=body.query,
+            documents=body.texts,
             order=tuple((index, float(ranking.scores[index])) for index in ranking.order(body.top_n)),
             model=ranking.report.model,
             method=ranking.method,
