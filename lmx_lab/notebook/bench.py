@@ -91,40 +91,13 @@ class Measurement:
             with self._recorder or nullcontext():
                 async with aclosing(measured) as ended:
                     async for sample in ended:
-                        self._take(sample)
+                        if self._recorder is not None:
+                            self._recorder.add_or_log(sample)
+                        self._taken.append(sample)
+                        progress = RunProgress(done=len(self._taken), total=self._total, sample=sample)
+                        self._steps.put_nowait(progress)
         finally:
             self._steps.put_nowait(None)
-
-    def _take(self, sample: RequestSample) -> None:
-        if self._recorder is not None:
-            self._recorder.add_or_log(sample)
-        self._taken.append(sample)
-        self._steps.put_nowait(RunProgress(done=len(self._taken), total=self._total, sample=sample))
-
-
-def prepare_measurement(
-    lab: ChatTarget,
-    plan: Sweep,
-    *,
-    compare: Measured | Sequence[Measured],
-    record: bool | Path | str,
-    folder: Path | None,
-) -> Measurement:
-    """Prepare a run, which starts when the returned context manager is entered.
-
-    Args:
-        lab: The first target.
-        compare: Other targets, which are measured alternately with the first one.
-        record: Whether to store the run, or the folder for it.
-        folder: The folder to use if ``record`` is True; None selects ``bench`` in the home of the current settings.
-
-    Raises:
-        InvalidRequestError: a target is invalid.
-    """
-    others: Sequence[Any] = compare if isinstance(compare, list | tuple) else [compare]
-    targets = [lab, *map(as_target, others)]
-    chosen = record if isinstance(record, Path | str) else folder
-    return Measurement(targets, plan, Recorder(chosen, provenance={}) if record else None)
 
 
 async def measure(
@@ -138,9 +111,18 @@ async def measure(
     """Measure the server of a lab, show the progress, and return the table of results. Runs as a verb.
 
     An interrupt stops running requests, and the table has the results so far.
+
+    Args:
+        compare: Other targets, which are measured alternately with the lab.
+        record: Whether to store the run, or the folder for it; by default that of the server.
+
+    Raises:
+        InvalidRequestError: a target is invalid.
     """
-    target = ChatTarget(server.url, api_key=server.api_key, name="lab")
-    run = prepare_measurement(target, plan, compare=compare, record=record, folder=server.bench_folder)
+    others: Sequence[Any] = compare if isinstance(compare, list | tuple) else [compare]
+    targets = [ChatTarget(server.url, api_key=server.api_key, name="lab"), *map(as_target, others)]
+    folder = record if isinstance(record, Path | str) else server.bench_folder
+    run = Measurement(targets, plan, Recorder(folder, provenance={}) if record else None)
     with run, show_progress(workbench) as show:
         try:
             while (step := await on_loop(run.step())) is not None:

@@ -124,24 +124,19 @@ class ProbeVerbs:
                 if (part := run.of(activations.texts)) is None:
                     raise
                 run = part
-        return await _trained(run, activations)
+        accuracies: dict[int, list[float]] = {}
+        with counter("probe") as bar:
+            try:
+                for trained in activations.layers:
+                    accuracies[trained] = await in_thread(partial(run.accuracies, activations.of(trained)))
+                    bar.show(f"layer {trained}", len(accuracies), len(activations.layers))
+            except KeyboardInterrupt:
+                if not accuracies:
+                    raise
+        return Probe(accuracies, run, activations)
 
     probe = blocking(_probe)
     aprobe = awaited(_probe)
-
-
-async def _trained(run: ProbeRun, activations: LayerActivations) -> Probe:
-    """Train the classifiers, and return the probe; if training is interrupted, with the layers that are complete."""
-    accuracies: dict[int, list[float]] = {}
-    with counter("probe") as bar:
-        try:
-            for layer in activations.layers:
-                accuracies[layer] = await in_thread(partial(run.accuracies, activations.of(layer)))
-                bar.show(f"layer {layer}", len(accuracies), len(activations.layers))
-        except KeyboardInterrupt:
-            if not accuracies:
-                raise
-    return Probe(accuracies, run, activations)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,25 +147,24 @@ class Snapshot:
 
 def take_snapshot(server: ServerState, models: ModelRecords, sample: Sample | None) -> Snapshot:
     """Return a snapshot of the given state, with the current time, this machine and the installed versions."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
     return Snapshot(
         at=time.time(),
         server=server,
         models=models,
         sample=sample,
-        versions={**{name: _version(name) for name in PACKAGES}, "python": platform.python_version()},
+        versions={**versions, "python": platform.python_version()},
         machine=Machine(
             platform=f"{platform.system()} {platform.machine()}",
             cores=os.cpu_count() or 1,
             memory_gb=psutil.virtual_memory().total / 1e9,
         ),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def format_time(at: float) -> str:
@@ -410,20 +409,16 @@ def _target(path: str | os.PathLike[str]) -> Path:
     elif not stat.S_ISREG(mode):
         raise _unwritable(target, "is not a regular file; use another path")
     else:
-        _check_is_report(target)
+        try:
+            with target.open("rb") as file:
+                head = file.read(HEAD_BYTES)
+        except OSError as exc:
+            raise _unwritable(target, f"exists and cannot be read: {exc.strerror}; use another path") from exc
+        if head and GENERATOR.encode() not in head:
+            raise _unwritable(target, "exists and is not a report; use another path, or delete that file first")
+        if not os.access(target, os.W_OK):
+            raise _unwritable(target, "exists and is read-only; use another path")
     return target
-
-
-def _check_is_report(target: Path) -> None:
-    try:
-        with target.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-    except OSError as exc:
-        raise _unwritable(target, f"exists and cannot be read: {exc.strerror}; use another path") from exc
-    if head and GENERATOR.encode() not in head:
-        raise _unwritable(target, "exists and is not a report; use another path, or delete that file first")
-    if not os.access(target, os.W_OK):
-        raise _unwritable(target, "exists and is read-only; use another path")
 
 
 def _unwritable(path: object, reason: str) -> InvalidRequestError:

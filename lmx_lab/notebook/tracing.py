@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from lmx_lab.backend import Backend
@@ -27,7 +27,6 @@ from lmx_lab.instrument.traces import (
 )
 from lmx_lab.notebook.verbs import PortalOwner, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
-from lmx_lab.values.tracing import Trace
 
 Token = int | str
 STEP_S = 1.0
@@ -199,36 +198,24 @@ class TraceVerbs:
         all_positions = _checked(wanted, len(first.tokens))
         sweep = PatchSweep(first, all_positions)
         left = [at for at in all_positions if at not in first.details["positions"]]
-        await _add_positions(sweep, left, lambda some: text.run(self._backend, {**fields, "positions": some}))
+        values, total, size = len(sweep.hooks), len(sweep.positions), 1
+        label = f"{values} values at each position"
+        with counter("patch") as bar:
+            try:
+                while left:
+                    bar.show(label, values * (total - len(left)), values * total)
+                    started = time.monotonic()
+                    some, left = left[:size], left[size:]
+                    sweep.add(await on_loop(text.run(self._backend, {**fields, "positions": some})))
+                    # Each request computes both texts, so fewer requests are faster.
+                    size = max(1, min(4 * size, int(size * STEP_S / max(time.monotonic() - started, 1e-3))))
+                bar.show(label, values * total, values * total)
+            except KeyboardInterrupt:
+                sweep.interrupted = True
         return sweep
 
     patch = blocking(_patch)
     apatch = awaited(_patch)
-
-
-async def _add_positions(
-    sweep: PatchSweep, left: Sequence[int], run: Callable[[Sequence[int]], Coroutine[Any, Any, Trace]]
-) -> None:
-    """Compute the remaining positions of a sweep, several in each request. An interrupt ends it. Runs as a verb.
-
-    Args:
-        left: The positions that the sweep does not have yet.
-        run: Returns the result for some positions.
-    """
-    values, total, size = len(sweep.hooks), len(sweep.positions), 1
-    label = f"{values} values at each position"
-    with counter("patch") as bar:
-        try:
-            while left:
-                bar.show(label, values * (total - len(left)), values * total)
-                started = time.monotonic()
-                some, left = left[:size], left[size:]
-                sweep.add(await on_loop(run(some)))
-                # Each request computes both texts, so fewer requests are faster.
-                size = max(1, min(4 * size, int(size * STEP_S / max(time.monotonic() - started, 1e-3))))
-            bar.show(label, values * total, values * total)
-        except KeyboardInterrupt:
-            sweep.interrupted = True
 
 
 def _index(value: object, name: str) -> int:
