@@ -1,7 +1,5 @@
 """Fixtures that run the inference server (with the echo engine or tiny models) and a daemon that uses it."""
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
@@ -10,9 +8,6 @@ from lmx_lab.settings import Settings
 from tests.contract.openapi import CONTEXT, HERE
 from tests.support.labs import serving
 from tests.support.models import write_tiny_bert, write_tiny_llama
-
-if TYPE_CHECKING:
-    pass
 
 
 def read_contract(url, **options):

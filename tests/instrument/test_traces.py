@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
-import threading
 
 import numpy as np
 import pandas as pd
@@ -17,6 +15,7 @@ from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
 from lmx_lab.settings import Settings
 from lmx_lab.values.tracing import Trace
 from tests.support.labs import forbid_waits_on_loops
+from tests.support.waiting import interrupt
 
 pytestmark = pytest.mark.slow
 TEXT = "The sea is wide and blue"
@@ -244,7 +243,7 @@ def test_an_interrupted_sweep_keeps_its_cells(lab, monkeypatch):
     async def interrupted(body: object) -> Trace:
         calls.append(body)
         if len(calls) == 3:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            interrupt()
             await asyncio.sleep(60)
         return await compute(body)
 

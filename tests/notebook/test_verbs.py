@@ -19,6 +19,7 @@ from lmx_lab.errors import HostingError
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.portal import LoopThread
 from lmx_lab.values.models import LoadOptions
+from tests.support.waiting import interrupt_when
 
 WAIT_S = 60.0
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -113,14 +114,6 @@ def counter():
     thread.stop()
 
 
-def interrupt_after(started):
-    def interrupt() -> None:
-        started.wait(WAIT_S)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-
-
 # --- forms
 
 
@@ -181,7 +174,7 @@ def test_each_verb_of_a_lab_has_two_documented_forms_with_the_same_parameters(na
 
 
 def test_an_interrupt_cancels_the_step_and_is_raised_in_the_verb(counter):
-    interrupt_after(counter.started)
+    interrupt_when(counter.started.is_set)
     assert counter.wait() == "KeyboardInterrupt"
     assert counter.cancelled.wait(WAIT_S)
 
