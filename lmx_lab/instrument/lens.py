@@ -253,7 +253,7 @@ def value_of(token: TokenLogprob, color: ColorBy) -> float | None:
         return token.entropy
     if color == "rank":
         return rank_of(token)
-    return None if token.logprob is None else math.exp(token.logprob)
+    return _probability(token)
 
 
 def color_step(value: float, color: ColorBy) -> int:

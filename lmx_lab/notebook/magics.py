@@ -219,12 +219,13 @@ class QuestionTransformer:
         # The text below a cell magic belongs to that magic.
         if lines and lines[0].startswith("%%"):
             return lines
-        return QUESTION.sub(self._call, "".join(lines)).splitlines(keepends=True)
 
-    def _call(self, match: re.Match[str]) -> str:
-        if match["text"] is None:
-            return match[0]
-        return f"{match['before']}get_ipython().run_line_magic('lmx', {match['text']!r})"
+        def transform(match: re.Match[str]) -> str:
+            if match["text"] is None:
+                return match[0]
+            return f"{match['before']}get_ipython().run_line_magic('lmx', {match['text']!r})"
+
+        return QUESTION.sub(transform, "".join(lines)).splitlines(keepends=True)
 
 
 @magics_class

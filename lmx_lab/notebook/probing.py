@@ -170,8 +170,21 @@ class Residuals:
             )
         hooks = HookTable(await backend.trace(trace_body({"kind": "hooks"})))
         shapes = {int(match[1]): hooks[name] for name in hooks if (match := RESIDUAL.fullmatch(name))}
-        is_all = isinstance(layers, str) and layers == "all"
-        indices = list(shapes) if is_all else _layers(layers, hooks.model, len(shapes))
+        indices = list(shapes)
+        if not (isinstance(layers, str) and layers == "all"):
+            is_list = integer(layers) is None and isinstance(layers, Iterable) and not isinstance(layers, str)
+            found: set[int] = set()
+            for item in layers if is_list else [layers]:  # type: ignore[attr-defined]
+                if (layer := integer(item)) is None or not 0 <= layer < len(shapes):
+                    raise InvalidRequestError(
+                        f"layer is {item!r:.40}; pass an index from 0 to {len(shapes) - 1}, because {hooks.model} has "
+                        f"{len(shapes)} layers",
+                        param="layer",
+                    )
+                found.add(layer)
+            if not found:
+                raise InvalidRequestError("layer is empty; pass at least one index", param="layer")
+            indices = sorted(found)
         width = int(shapes[indices[0]][-1])
         return cls(backend=backend, model=hooks.model, layers=indices, width=width, position=cast("Position", at))
 
@@ -238,28 +251,3 @@ def _texts(given: object, name: str) -> list[Traced]:
     if not found:
         raise InvalidRequestError(f"{name} is empty; pass at least one text", param=name)
     return found
-
-
-def _layers(given: object, model: str, count: int) -> list[int]:
-    """Return the indices of layers in ascending order, without duplicates.
-
-    Args:
-        given: One index or several.
-        count: Number of layers of the model.
-
-    Raises:
-        InvalidRequestError: a value is not an index, the model does not have the layer, or the list is empty.
-    """
-    single = integer(given)
-    is_list = single is None and isinstance(given, Iterable) and not isinstance(given, str)
-    found: set[int] = set()
-    for item in given if is_list else [given]:  # type: ignore[attr-defined]
-        if (layer := integer(item)) is None or not 0 <= layer < count:
-            raise InvalidRequestError(
-                f"layer is {item!r:.40}; pass an index from 0 to {count - 1}, because {model} has {count} layers",
-                param="layer",
-            )
-        found.add(layer)
-    if not found:
-        raise InvalidRequestError("layer is empty; pass at least one index", param="layer")
-    return sorted(found)

@@ -139,7 +139,18 @@ class SearchVerbs:
         """
         if not isinstance(top_n, int) or isinstance(top_n, bool) or top_n < 1:
             raise InvalidRequestError(f"top_n is {top_n!r:.40}; it must be a whole number, 1 or more", param="top_n")
-        table, source = _searched(frame)
+        table, source = frame, read_source(frame)
+        if source.library is None:
+            pandas = import_optional("pandas", "search")
+            if isinstance(frame, pandas.Series):
+                table = frame.to_frame(frame.name if frame.name is not None else TEXT)
+            elif not isinstance(frame, pandas.DataFrame):
+                table = make_table([row for _, row in source.rows], dict.fromkeys(source.columns or ()))
+            source = read_source(table)
+        if taken := [name for name in SCORES if name in (source.columns or ())]:
+            raise InvalidRequestError(
+                f"the rows have a column {taken[0]!r}, which the result adds; rename it", param="frame"
+            )
         _, texts = texts_of(source, column)
         body = embeddings_body(query, model=model, input_type="query", truncate=True)
         reranker = None
@@ -234,27 +245,3 @@ def _vectors_of(run: EmbeddingRun, source: RowSource) -> Any:
     if source.library is None:
         table.attrs["labs"] = run.figures()
     return table
-
-
-def _searched(data: Any) -> tuple[Any, RowSource]:
-    """Return the table to search, and its rows.
-
-    The table is a pandas data frame, unless the data is a polars or pyarrow table.
-
-    Raises:
-        InvalidRequestError: the data already has a column that ``search`` adds to the result.
-    """
-    source = read_source(data)
-    table = data
-    if source.library is None:
-        pandas = import_optional("pandas", "search")
-        if isinstance(data, pandas.Series):
-            table = data.to_frame(data.name if data.name is not None else TEXT)
-        elif not isinstance(data, pandas.DataFrame):
-            table = make_table([row for _, row in source.rows], dict.fromkeys(source.columns or ()))
-        source = read_source(table)
-    if taken := [name for name in SCORES if name in (source.columns or ())]:
-        raise InvalidRequestError(
-            f"the rows have a column {taken[0]!r}, which the result adds; rename it", param="frame"
-        )
-    return table, source

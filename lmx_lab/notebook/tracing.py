@@ -195,7 +195,15 @@ class TraceVerbs:
             whole = await on_loop(text.run(self._backend, {**fields, "positions": wanted, "together": together}))
             return PatchSweep(whole, together=True)
         first = await on_loop(text.run(self._backend, {**fields, "positions": [-1] if wanted is None else wanted[:1]}))
-        all_positions = _checked(wanted, len(first.tokens))
+        count = len(first.tokens)
+        wrong = next((at for at in wanted or () if not -count <= at < count), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"positions contains {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}",
+                param="positions",
+            )
+        # In ascending order, without negative ones.
+        all_positions = list(range(count)) if wanted is None else sorted({at % count for at in wanted})
         sweep = PatchSweep(first, all_positions)
         left = [at for at in all_positions if at not in first.details["positions"]]
         values, total, size = len(sweep.hooks), len(sweep.positions), 1
@@ -228,14 +236,3 @@ def _index(value: object, name: str) -> int:
     if found is None or found < 0:
         raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an index, 0 or more", param=name)
     return found
-
-
-def _checked(positions: Sequence[int] | None, count: int) -> list[int]:
-    """Return positions in ascending order, without negative ones."""
-    wrong = next((at for at in positions or () if not -count <= at < count), None)
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"positions contains {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}",
-            param="positions",
-        )
-    return list(range(count)) if positions is None else sorted({at % count for at in positions})

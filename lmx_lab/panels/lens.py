@@ -16,7 +16,6 @@ from lmx_lab.instrument.lens import LIMITS, ColorBy, known_lens, rank_of, scored
 from lmx_lab.panels.panel import Panel, integer_field, text_field
 from lmx_lab.panels.text import clip, escape_unsafe
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.wire.admin import RequestEvent
 
 AUTOMATIC_TOKENS = 1000
@@ -189,7 +188,15 @@ class LensPanel(Panel):
         assert branch is not None
         self._shown = branch
         answer, lens = branch.answer, self._lens_of(branch)
-        tokens = [_token(token, part) for token, part in zip(lens[:SHOWN_TOKENS], lens.parts, strict=False)]
+        # Of each token its text, its part of the answer, its values, its id, and its alternatives.
+        tokens = []
+        for token, part in zip(lens[:SHOWN_TOKENS], lens.parts, strict=False):
+            others = [
+                [clip(visible_text(other), TEXT_CHARACTERS), _rounded(other.logprob), other.token]
+                for other in token.top
+            ]
+            values = [_rounded(token.logprob), _rounded(token.entropy), rank_of(token)]
+            tokens.append([clip(visible_text(token), TEXT_CHARACTERS), part, *values, token.token, others])
         more = f", of which {SHOWN_TOKENS:,} are shown" if len(lens) > SHOWN_TOKENS else ""
         figures = f", log-probability {lens.logprob:.2f}" if len(lens) else ""
         shown = {
@@ -230,20 +237,6 @@ class LensPanel(Panel):
         lens = self._lens_of(branch)
         text = lens._repr_html_() if len(lens) else f"<p>{escape(clip(branch.text, 4000))}</p>"
         return f"<p>{escape(self.shown('answer')['caption'])}</p>{text}<ul>{rows}</ul>"
-
-
-def _token(token: TokenLogprob, part: str) -> list[Any]:
-    """Return a token as a view shows it: its text, its part of the answer, its values, and its alternatives."""
-    others = [[clip(visible_text(other), TEXT_CHARACTERS), _rounded(other.logprob), other.token] for other in token.top]
-    return [
-        clip(visible_text(token), TEXT_CHARACTERS),
-        part,
-        _rounded(token.logprob),
-        _rounded(token.entropy),
-        rank_of(token),
-        token.token,
-        others,
-    ]
 
 
 def _rounded(value: float | None) -> float | None:

@@ -174,7 +174,13 @@ class Workbench:
 
     def watch(self, watcher: Watcher) -> None:
         """Register a panel, which is notified from now on while it exists."""
-        self.submit(self._add(watcher))
+
+        async def add() -> None:
+            self._watchers.add(watcher)
+            # Without a sample, because taking one here would shorten the interval of the next regular sample.
+            self._guard(functools.partial(watcher.tick, self._backend, None))
+
+        self.submit(add())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the panels' loop, without waiting. Can be called from any thread."""
@@ -207,11 +213,6 @@ class Workbench:
             # The loop has ended, so there is no next frame that would set pending values.
             for watcher in list(self._watchers):
                 self._guard(watcher.flush)
-
-    async def _add(self, watcher: Watcher) -> None:
-        self._watchers.add(watcher)
-        # Without a sample, because taking one here would shorten the interval of the next regular sample.
-        self._guard(functools.partial(watcher.tick, self._backend, None))
 
     async def _notify_changed(self) -> None:
         self.static_views.mark_changed(ended=True)
