@@ -6,9 +6,9 @@ The lab's verbs and the panels use nothing else.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.outputs import (
@@ -31,6 +31,7 @@ from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.rerank import RerankBody
 from lmx_lab.wire.tracing import TraceBody
 
+T = TypeVar("T")
 Progress = Callable[[ModelEvent], None]
 """Called with each step of a load or unload, on the event loop that awaits it."""
 
@@ -114,9 +115,12 @@ class AnswerStream(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocumentRanking:
-    """Documents in order of relevance."""
+class Ranking:
+    """Documents in order of relevance to a query."""
 
+    query: str
+    documents: Sequence[str]
+    """All given documents."""
     order: Sequence[tuple[int, float]]
     """Index among the given documents, and score; the most relevant first."""
     model: str
@@ -184,7 +188,7 @@ class Backend(Protocol):
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         """Return one row for each text."""
 
-    async def rerank(self, body: RerankBody) -> DocumentRanking: ...
+    async def rerank(self, body: RerankBody) -> Ranking: ...
 
     async def trace(self, body: TraceBody) -> Trace:
         """Return internal values of the loaded model."""
@@ -263,3 +267,8 @@ async def read_answer(backend: Backend, request: ChatRequest, *, batch: bool = F
     finally:
         stream.close()
     return merge_deltas(deltas), stream.cost()
+
+
+async def next_or_none(items: AsyncIterator[T]) -> T | None:
+    """Return the next item, or None at the end, as a coroutine, which a portal or a task can run."""
+    return await anext(items, None)

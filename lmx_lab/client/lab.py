@@ -29,6 +29,8 @@ from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeli
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import (
     PAGE_REQUESTS,
+    CancelLoadAnswer,
+    CancelLoadRequest,
     Heartbeat,
     LoadAnswer,
     LoadRequest,
@@ -390,6 +392,18 @@ class AsyncLabClient(AsyncClientBase):
             return await load()
         return await run_with_progress(load, events=self.events(["models"]), progress=progress)
 
+    async def cancel_load(self, model: str) -> None:
+        """Cancel the load of a model, and return without waiting for its end. The previous model is loaded again.
+
+        Args:
+            model: The model's id, or the name with which the load was requested.
+
+        Raises:
+            InvalidRequestError: the model is not being loaded. Nothing is unloaded.
+        """
+        content = encode_body(CancelLoadRequest(model=model))
+        await self._connection.fetch("POST", "/admin/models/cancel", CancelLoadAnswer, content=content)
+
     async def unload(
         self,
         model: str | None = None,
@@ -492,6 +506,7 @@ class LabClient(BlockingClient[AsyncLabClient]):
     timeline = twin(AsyncLabClient.timeline)
     load = twin(AsyncLabClient.load)
     unload = twin(AsyncLabClient.unload)
+    cancel_load = twin(AsyncLabClient.cancel_load)
     version = twin(AsyncLabClient.version)
     ready = twin(AsyncLabClient.ready)
     events = twin_stream(AsyncLabClient.events)

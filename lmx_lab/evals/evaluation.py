@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import os
 import textwrap
@@ -293,7 +294,7 @@ class Evaluation:
         Args:
             label: Label of the row.
             position: Position of the row, instead of its label.
-            choice: Text to score instead of the answer, such as another choice.
+            choice: Text to score instead of the answer, such as another choice. It is not read from the record.
             color: Value that determines the colours of the display: ``probability``, ``entropy`` or ``rank``.
 
         Raises:
@@ -301,7 +302,7 @@ class Evaluation:
             NotLoadedError: another model is loaded.
         """
         row = self._row(label, position)
-        if (recorded := self._recorded(row)) is not None:
+        if choice is None and (recorded := self._recorded(row)) is not None:
             return recorded.lens(color=color)
         return self._access.run(lambda backend: self._scored_lens(backend, row, choice, color))
 
@@ -313,8 +314,10 @@ class Evaluation:
         choice: str | None = None,
         color: ColorBy = "probability",
     ) -> TokenLens:
-        """Return the same as ``lens``, for use in a coroutine. Always scores the text of the answer."""
+        """Return the same as ``lens``, for use in a coroutine."""
         row = self._row(label, position)
+        if choice is None and (recorded := await asyncio.to_thread(self._recorded, row)) is not None:
+            return await recorded.alens(color=color)
         return await self._access.call(lambda backend: self._scored_lens(backend, row, choice, color))
 
     def _row(self, label: Any, position: int | None) -> EvaluatedRow:

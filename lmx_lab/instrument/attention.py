@@ -68,21 +68,16 @@ class AttentionPattern:
             limit=1.0,
         )
 
-    def _small(self, head: int) -> str:
-        values = self.pattern[head, :SHOWN_TOKENS, :SHOWN_TOKENS]
-        names = [""] * len(values)
-        side = 110 / max(1, len(values))
-        small = HeatMap(
-            title=f"head {head}", values=values.tolist(), rows=names, columns=names, limit=1.0, cell=(side, side)
-        )
-        return small.svg()
-
     def __repr__(self) -> str:
         heads, queries, _ = self.pattern.shape
         return f"<AttentionPattern of {self.model}: block {self.layer}, {heads} heads, {queries} tokens; .pattern>"
 
     def _repr_html_(self) -> str:
-        small = "".join(self._small(head) for head in range(len(self.pattern)))
+        small = ""
+        for head, pattern in enumerate(self.pattern[:, :SHOWN_TOKENS, :SHOWN_TOKENS]):
+            names, side = [""] * len(pattern), 110 / max(1, len(pattern))
+            cells = {"values": pattern.tolist(), "rows": names, "columns": names, "cell": (side, side)}
+            small += HeatMap(title=f"head {head}", limit=1.0, **cells).svg()
         more = len(self.tokens) - SHOWN_TOKENS
         note = (
             f"<div>The first {SHOWN_TOKENS} tokens are shown; .pattern contains {more} more.</div>" if more > 0 else ""

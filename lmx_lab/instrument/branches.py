@@ -19,7 +19,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, read_answer
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer, chosen_token, continue_answer, generate
@@ -27,7 +27,7 @@ from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of, scored_lens
 from lmx_lab.instrument.traces import ActivationCache, Traced, activation_fields, traced_answer
 from lmx_lab.results.figures import write_text_file
 from lmx_lab.results.frames import make_table
-from lmx_lab.values.outputs import TokenLogprob, merge_deltas
+from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Continuation
 from lmx_lab.wire.chat import ChatRequest
 
@@ -105,7 +105,8 @@ class CanBranch(ABC):
         max_tokens: int | None = None,
     ) -> Branch:
         """Return the same as ``branch``, for use in a coroutine."""
-        start = self._start
+        # In another thread, because a recorded request reads its answer from the recording.
+        start = await asyncio.to_thread(lambda: self._start)
         lab = start._tree._require_lab(name)
         answer = await lab.call(
             lambda backend: continue_answer(backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
@@ -241,7 +242,8 @@ class HasTokens(CanBranch):
 
     async def alens(self, *, color: ColorBy = "probability") -> TokenLens:
         """Do the same as ``lens``, for use in a coroutine."""
-        answer, lab = self._tokens, self._lab
+        # In another thread, because a recorded request reads its answer from the recording.
+        answer, lab = await asyncio.to_thread(lambda: self._tokens), self._lab
         if answer.logprobs or lab is None:
             return lens_of(lab, answer, color=color)
         return await lab.call(lambda backend: scored_lens(backend, answer, color=color))
@@ -260,7 +262,7 @@ class HasTokens(CanBranch):
         self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
     ) -> ActivationCache:
         """Do the same as ``trace``, for use in a coroutine."""
-        lab, text = self._traced()
+        lab, text = await asyncio.to_thread(self._traced)
         return ActivationCache(await lab.call(lambda backend: text.run(backend, activation_fields(hooks, positions))))
 
     def _traced(self) -> tuple[LabAccess, Traced]:
@@ -318,7 +320,10 @@ class AnswerTree:
             InvalidRequestError: the tree has ``MAX_ANSWERS`` answers, or the name cannot be used; see ``Branch.name``.
         """
         self._require_room(name)
-        branch = Branch(self, answer, name=name or self._free_name(), parent=parent, at=at, token=token)
+        if name is None:
+            names = {branch.name for branch in self}
+            name = next(free for number in itertools.count(len(names)) if (free := f"branch {number}") not in names)
+        branch = Branch(self, answer, name=name, parent=parent, at=at, token=token)
         parent.branches.append(branch)
         return branch
 
@@ -413,13 +418,6 @@ class AnswerTree:
             )
         if name is not None:
             self._require_free(name)
-
-    def _free_name(self) -> str:
-        names = {branch.name for branch in self}
-        number = len(names)
-        while f"branch {number}" in names:
-            number += 1
-        return f"branch {number}"
 
     def _require_free(self, name: object, renamed: Branch | None = None) -> None:
         if not isinstance(name, str) or not name.strip():
@@ -549,26 +547,6 @@ async def explore(
         InvalidRequestError: an argument is out of range, or the answer cannot be continued after one of the tokens, for
             example because ``response_format`` does not allow the token.
     """
-    _check(width, depth, max_tokens)
-    first = await _first_position(backend, request, width)
-    if not first.ids or not first.logprobs:
-        raise InvalidRequestError(
-            "the token ids of this answer are not known, because its server runs in another process, or the engine "
-            'does not return them; use a lab that launch() started, and leave out tools or load with engine="mlx"'
-        )
-    beginnings = _Beginning().extended(first.logprobs[0], width)
-    for _ in range(1, depth):
-        positions = await _together([_next_position(backend, first, it, width) for it in beginnings])
-        beginnings = [
-            longer
-            for it, position in zip(beginnings, positions, strict=True)
-            for longer in (it.extended(position, width) if position is not None else [replace(it, ended=True)])
-        ]
-    answers = await _together([_generate(backend, first, it, max_tokens=max_tokens, top=width) for it in beginnings])
-    return _tree(beginnings, answers, lab)
-
-
-def _check(width: int, depth: int, max_tokens: int) -> None:
     for name, value, most in (("width", width, MAX_WIDTH), ("depth", depth, MAX_LEAVES)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise InvalidRequestError(f"{name} is {value!r:.40}; it must be from 1 to {most}", param=name)
@@ -580,27 +558,32 @@ def _check(width: int, depth: int, max_tokens: int) -> None:
         raise InvalidRequestError(
             f"max_tokens is {max_tokens!r:.40}; with depth {depth} it must be at least {depth}", param="max_tokens"
         )
-
-
-async def _first_position(backend: Backend, request: ChatRequest, width: int) -> TokenAnswer:
     fields = {"max_tokens": 1, "max_completion_tokens": None, "logprobs": True, "top_logprobs": width}
-    stream = await backend.generate(request.model_copy(update=fields))
-    try:
-        deltas = [delta async for delta in stream]
-    finally:
-        stream.close()
-    return TokenAnswer.of_generation(merge_deltas(deltas), stream.cost())
-
-
-async def _next_position(
-    backend: Backend, first: TokenAnswer, beginning: _Beginning, width: int
-) -> TokenLogprob | None:
-    """Return the token after a beginning, with its alternatives; None if the answer has ended."""
-    if beginning.ended:
-        return None
-    limit = len(beginning.tokens) + 1
-    answer = await _generate(backend, first, beginning, max_tokens=limit, top=width, recorded=False)
-    return answer.logprobs[0] if answer.logprobs else None
+    first = TokenAnswer.of_generation(*await read_answer(backend, request.model_copy(update=fields)))
+    if not first.ids or not first.logprobs:
+        raise InvalidRequestError(
+            "the token ids of this answer are not known, because its server runs in another process, or the engine "
+            'does not return them; use a lab that launch() started, and leave out tools or load with engine="mlx"'
+        )
+    beginnings = _Beginning().extended(first.logprobs[0], width)
+    for _ in range(1, depth):
+        running = [it for it in beginnings if not it.ended]
+        # One token after each beginning, with its alternatives.
+        following = await _together(
+            [_generate(backend, first, it, max_tokens=len(it.tokens) + 1, top=width, recorded=False) for it in running]
+        )
+        positions = {
+            it.ranks: answer.logprobs[0] for it, answer in zip(running, following, strict=True) if answer.logprobs
+        }
+        beginnings = [
+            longer
+            for it in beginnings
+            for longer in (
+                it.extended(positions[it.ranks], width) if it.ranks in positions else [replace(it, ended=True)]
+            )
+        ]
+    answers = await _together([_generate(backend, first, it, max_tokens=max_tokens, top=width) for it in beginnings])
+    return _tree(beginnings, answers, lab)
 
 
 async def _generate(
@@ -611,29 +594,8 @@ async def _generate(
     Raises:
         InvalidRequestError: the answer cannot be continued after the last token of the beginning.
     """
-    try:
-        return await generate(
-            backend, _continuation(first, beginning, max_tokens=max_tokens, top=top), recorded=recorded
-        )
-    except InvalidRequestError as exc:
-        if exc.param != "token":
-            raise
-        # The caller did not choose the token, so the error explains its origin.
-        at, text = len(beginning.tokens) - 1, beginning.tokens[-1].text
-        remedy = "; leave out response_format, so that all tokens are allowed" if _has_format(first) else ""
-        raise InvalidRequestError(
-            f"explore selects the most probable tokens, and cannot continue after {text!r:.80} at position {at}: "
-            f"{exc.message}{remedy}"
-        ) from exc
-
-
-def _has_format(answer: TokenAnswer) -> bool:
-    return answer.request.get("answer_format") is not None
-
-
-def _continuation(first: TokenAnswer, beginning: _Beginning, *, max_tokens: int, top: int) -> Continuation:
     ids = [token.token for token in beginning.tokens if token.token is not None]
-    return Continuation(
+    continuation = Continuation(
         request=first.request,
         model=first.model,
         prompt=first.prompt,
@@ -642,6 +604,19 @@ def _continuation(first: TokenAnswer, beginning: _Beginning, *, max_tokens: int,
         max_tokens=max_tokens,
         top_logprobs=top,
     )
+    try:
+        return await generate(backend, continuation, recorded=recorded)
+    except InvalidRequestError as exc:
+        if exc.param != "token":
+            raise
+        # The caller did not choose the token, so the error explains its origin.
+        at, text = len(beginning.tokens) - 1, beginning.tokens[-1].text
+        has_format = first.request.get("answer_format") is not None
+        remedy = "; leave out response_format, so that all tokens are allowed" if has_format else ""
+        raise InvalidRequestError(
+            f"explore selects the most probable tokens, and cannot continue after {text!r:.80} at position {at}: "
+            f"{exc.message}{remedy}"
+        ) from exc
 
 
 def _tree(beginnings: Sequence[_Beginning], answers: Sequence[TokenAnswer], lab: LabAccess) -> AnswerTree:

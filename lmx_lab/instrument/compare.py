@@ -8,9 +8,11 @@ computes only the missing answers and scores.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import hashlib
 import html
+import itertools
 import json
 import os
 import re
@@ -119,7 +121,11 @@ class ComparisonRun:
         path: str | os.PathLike[str] | None,
         all_scores: bool,
     ) -> None:
-        self.prompts = _checked_prompts(prompts)
+        if isinstance(prompts, str) or not prompts:
+            raise InvalidRequestError(
+                f"prompts is {prompts!r:.40}; pass a list of texts or conversations", param="prompts"
+            )
+        self.prompts = list(prompts)
         loaded = backend.state().model
         self.settings = _read_settings(settings, loaded or "")
         if (count := len(self.prompts) * len(self.settings)) > MAX_ANSWERS:
@@ -153,6 +159,12 @@ class ComparisonRun:
             self.store.close()
         else:
             len(self.store)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await asyncio.to_thread(self.__exit__, kind)
 
     def cells_of(self, prompt: int) -> list[Cell]:
         """Return the cells of a prompt, in the order of the settings."""
@@ -192,7 +204,14 @@ class ComparisonRun:
         if (spec := setting.spec) is not None:
 
             async def load(backend: Backend) -> None:
-                await backend.load(spec)
+                loading = asyncio.ensure_future(backend.load(spec))
+                try:
+                    await asyncio.shield(loading)
+                except asyncio.CancelledError:
+                    # Cancelling the wait does not end the load. Cancelling the load fails if it has just ended.
+                    await asyncio.gather(backend.cancel_load(spec.model), return_exceptions=True)
+                    await asyncio.wait([loading])
+                    raise
 
             yield f"load {setting.model}", load
 
@@ -224,18 +243,17 @@ class ComparisonRun:
         found: dict[str, tuple[Cell, Cell]] = {}
         for answer in (each for each in self.cells if each.setting.load_key in answered):
             for cell in self.cells_of(answer.prompt):
-                if cell.setting.load_key == group and self._can_score(answer, cell):
+                record, under = self.records.get(answer.key), self.records.get(cell.key)
+                if cell.setting.load_key != group or record is None or not record.text:
+                    continue
+                if answer.setting.load_key == group:
+                    can_score = bool(record.answer)
+                else:
+                    # Under another model, the text is tokenized again, which contains neither reasoning nor tool calls.
+                    can_score = not record.reasoning and not record.tool_calls
+                if can_score and under is not None and under.prompt:
                     found.setdefault(self._score_key(answer, cell.setting), (answer, cell))
         return [pair for key, pair in found.items() if key not in self.records]
-
-    def _can_score(self, answer: Cell, cell: Cell) -> bool:
-        record, under = self.records.get(answer.key), self.records.get(cell.key)
-        if record is None or under is None or not under.prompt or not record.text:
-            return False
-        if answer.setting.load_key == cell.setting.load_key:
-            return bool(record.answer)
-        # Under another model, the text is tokenized again, which contains neither reasoning nor tool calls.
-        return not record.reasoning and not record.tool_calls
 
     def _scoring(self, group: str, answered: Sequence[str]) -> Iterator[tuple[str, Work]]:
         for answer, cell in self._unscored(group, answered):
@@ -247,7 +265,10 @@ class ComparisonRun:
         if answer.setting.load_key == cell.setting.load_key:
             tokens: Sequence[int] = record.answer or ()
         else:
-            tokens = await _encode(backend, record.text)
+            # Without the tokens that the tokenizer puts before each text.
+            one, other = [await backend.encode(probe) for probe in PROBES]
+            before = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+            tokens = (await backend.encode(record.text))[before:]
         prompt = under.prompt
         whole = await backend.score(
             [*prompt, *tokens],
@@ -257,7 +278,10 @@ class ComparisonRun:
             steer=recorded_steering(under.request),
         )
         if not record.reasoning and not record.tool_calls:
-            whole = whole[: _tokens_of(record.text, [token.bytes for token in whole])]
+            # The tokens after the text ended the answer: a special token, or a stop string.
+            ends = itertools.accumulate(len(token.bytes) for token in whole)
+            size = len(record.text.encode())
+            whole = whole[: sum(1 for _ in itertools.takewhile(lambda end: end <= size, ends))]
         scored = replace(
             under,
             request_id=self._score_key(answer, cell.setting),
@@ -269,12 +293,6 @@ class ComparisonRun:
             steps=(),
         )
         self._save(scored)
-
-
-def _checked_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or not prompts:
-        raise InvalidRequestError(f"prompts is {prompts!r:.40}; pass a list of texts or conversations", param="prompts")
-    return list(prompts)
 
 
 def _read_settings(
@@ -295,7 +313,13 @@ def _read_settings(
                 f"a setting is {each!r:.80}; pass a dictionary of parameters, such as {{'temperature': 0}}",
                 param="settings",
             )
-    pairs = list(settings.items()) if isinstance(settings, Mapping) else [(_name(each), each) for each in settings]
+    if isinstance(settings, Mapping):
+        pairs = list(settings.items())
+    else:
+        parts = [
+            [str(value) if key == "model" else f"{key}={value}" for key, value in each.items()] for each in settings
+        ]
+        pairs = [(", ".join(part) or "default", each) for part, each in zip(parts, settings, strict=True)]
     if not pairs:
         raise InvalidRequestError("there are no settings; pass at least one, such as {}", param="settings")
     with_model = ["model" in each for _, each in pairs]
@@ -305,46 +329,21 @@ def _read_settings(
         )
     if len({name for name, _ in pairs}) < len(pairs):
         raise InvalidRequestError("two settings are equal, or have the same name; rename one", param="settings")
-    return [_read_setting(str(name), each, loaded) for name, each in pairs]
-
-
-def _read_setting(name: str, given: Mapping[str, Any], loaded: str) -> Setting:
-    options = {key: given[key] for key in given if key in LoadOptions.__annotations__}
-    parameters = {key: value for key, value in given.items() if key not in {"model", *options}}
-    if "model" not in given:
-        if options:
+    found = []
+    for name, given in pairs:
+        options = {key: given[key] for key in given if key in LoadOptions.__annotations__}
+        parameters = {key: value for key, value in given.items() if key not in {"model", *options}}
+        if "model" not in given and options:
             raise InvalidRequestError(f"{min(options)} is a load option; also name the model", param=min(options))
-        return Setting(name=name, spec=None, model=loaded, parameters=parameters)
-    model = os.fspath(given["model"])
-    spec = LoadSpec.with_options(model, options)  # type: ignore[arg-type]
-    return Setting(name=name, spec=spec, model=model, parameters=parameters)
-
-
-def _name(setting: Mapping[str, Any]) -> str:
-    return ", ".join(str(value) if key == "model" else f"{key}={value}" for key, value in setting.items()) or "default"
+        model = os.fspath(given.get("model", loaded))
+        spec = LoadSpec.with_options(model, options) if "model" in given else None  # type: ignore[arg-type]
+        found.append(Setting(name=str(name), spec=spec, model=model, parameters=parameters))
+    return found
 
 
 def _digest(*parts: Any) -> str:
     text = json.dumps(parts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-async def _encode(backend: Backend, text: str) -> Sequence[int]:
-    """Return the tokens of a text without those that the tokenizer puts before each text."""
-    one, other = [await backend.encode(probe) for probe in PROBES]
-    before = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
-    return (await backend.encode(text))[before:]
-
-
-def _tokens_of(text: str, tokens: Sequence[bytes]) -> int:
-    """Return the number of tokens that form a text. The others ended the answer: a special token, or a stop string."""
-    left, count = len(text.encode()), 0
-    for data in tokens:
-        left -= len(data)
-        if left < 0:
-            break
-        count += 1
-    return count
 
 
 class Comparison:
@@ -475,10 +474,16 @@ class Comparison:
         tokens, decode_s = timings.get("output_tokens"), timings.get("decode_s")
         _, logprob, per_token = _sums(score.logprobs) if score is not None else (None, None, None)
         first = self._run.records.get(self._cell(cell.prompt, 0).key)
+        difference = None
+        if first is not None and first.text != record.text:
+            words, others = WORD.findall(first.text), WORD.findall(record.text)
+            pairs = zip(words, others, strict=False)
+            ends = min(len(words), len(others))
+            difference = next((at for at, (one, other) in enumerate(pairs) if one != other), ends)
         return (
             *(cell.prompt, cell.setting.name, record.provenance.model, record.text, record.outcome, tokens),
             *(tokens / decode_s if tokens and decode_s else None, timings.get("ttft_s")),
-            *(logprob, per_token, None if first is None else _first_difference(first.text, record.text)),
+            *(logprob, per_token, difference),
         )
 
     # Display
@@ -491,13 +496,13 @@ class Comparison:
         return self._grid(SHOWN_PROMPTS)
 
     def _grid(self, prompts: int) -> str:
-        rows = (
-            (
-                _shown_prompt(prompt),
-                *(Html(self._cell_html(self._cell(number, at))) for at in range(len(self.settings))),
-            )
-            for number, prompt in enumerate(self.prompts[:prompts])
-        )
+        rows = []
+        for number, prompt in enumerate(self.prompts[:prompts]):
+            messages = prompt if not isinstance(prompt, str) else ()
+            lines = [f"{message.get('role')}: {message.get('content')}" for message in messages]
+            name = prompt if isinstance(prompt, str) else "\n".join(lines)
+            cells = [Html(self._cell_html(self._cell(number, at))) for at in range(len(self.settings))]
+            rows.append((name, *cells))
         style = "text-align:left;vertical-align:top;white-space:pre-wrap;padding:4px 8px"
         table = html_table(("prompt", *self.settings), rows, row_names=True, style=style)
         more = len(self.prompts) - prompts
@@ -509,19 +514,20 @@ class Comparison:
             return "<small>no answer yet</small>"
         first = self._run.records.get(self._cell(cell.prompt, 0).key)
         parts = _aligned(first.text if first is not None else record.text, record.text)
-        text = "".join(_part_html(*part) for part in parts)
-        return f"{text}<br><small>{html.escape(self._cost(cell))}</small>"
-
-    def _cost(self, cell: Cell) -> str:
+        text = ""
+        for kind, before, after in parts:
+            text += f"<del>{html.escape(before)}</del>" if before and kind != "equal" else ""
+            text += f"<ins>{html.escape(after)}</ins>" if after and kind != "equal" else ""
+            text += html.escape(after) if kind == "equal" else ""
         values = dict(zip(COLUMNS, self._row(cell), strict=True))
-        parts = [f"{values['tokens']} tokens"] if values["tokens"] is not None else [values["outcome"]]
+        cost = [f"{values['tokens']} tokens"] if values["tokens"] is not None else [values["outcome"]]
         if values["tokens_per_second"] is not None:
-            parts.append(f"{values['tokens_per_second']:.1f} tok/s")
+            cost.append(f"{values['tokens_per_second']:.1f} tok/s")
         for under in self._run.settings:
             if (score := self._run.score_of(cell, under)) is not None and score.logprobs:
                 own = "" if under is cell.setting else f" under {under.name}"
-                parts.append(f"{_sums(score.logprobs)[2]:.3f} logprob/token{own}")
-        return " · ".join(parts)
+                cost.append(f"{_sums(score.logprobs)[2]:.3f} logprob/token{own}")
+        return f"{text}<br><small>{html.escape(' · '.join(cost))}</small>"
 
 
 def _sums(logprobs: Sequence[TokenLogprob]) -> tuple[int, float | None, float | None]:
@@ -539,24 +545,3 @@ def _aligned(one: str, other: str) -> Iterator[tuple[str, str, str]]:
     matcher = difflib.SequenceMatcher(None, words, others, autojunk=False)
     for kind, start, end, other_start, other_end in matcher.get_opcodes():
         yield kind, "".join(words[start:end]), "".join(others[other_start:other_end])
-
-
-def _first_difference(one: str, other: str) -> int | None:
-    words, others = WORD.findall(one), WORD.findall(other)
-    if words == others:
-        return None
-    pairs = zip(words, others, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(words), len(others)))
-
-
-def _part_html(kind: str, before: str, after: str) -> str:
-    if kind == "equal":
-        return html.escape(after)
-    removed = f"<del>{html.escape(before)}</del>" if before else ""
-    return removed + (f"<ins>{html.escape(after)}</ins>" if after else "")
-
-
-def _shown_prompt(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)

@@ -205,7 +205,12 @@ class TokenLens(TokenTable):
     def _repr_html_(self) -> str:
         shown = self._tokens[:SHOWN_TOKENS]
         more = f"<div>{len(self) - len(shown)} more tokens: see .df</div>" if len(self) > len(shown) else ""
-        spans = "".join(_span(token, part, self.color) for token, part in zip(shown, self.parts, strict=False))
+        spans = ""
+        for token, part in zip(shown, self.parts, strict=False):
+            lines = _figures(token, part)
+            lines += [f"{math.exp(it.logprob):7.2%}  {it.text!r}" for it in token.top if it.logprob is not None]
+            title = html.escape("\n".join(lines), quote=True)
+            spans += f"<span style='{_style(token, part, self.color)}' title='{title}'>{_visible_html(token)}</span>"
         return f"{_legend(self.color)}<div style='{TEXT_STYLE}'>{spans}</div>{more}"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -215,7 +220,16 @@ class TokenLens(TokenTable):
         Raises:
             InvalidRequestError: the file cannot be written.
         """
-        tokens = "".join(_page_token(token, part, self.color) for token, part in zip(self, self.parts, strict=True))
+        tokens = ""
+        for token, part in zip(self, self.parts, strict=True):
+            bars = ""
+            for other in token.top:
+                if other.logprob is not None:
+                    share = math.exp(other.logprob)
+                    bars += f"<i><b style='width:{share:.1%}'></b>{share:.2%} {_visible_html(other)}</i>"
+            head, style = html.escape("\n".join(_figures(token, part))), _style(token, part, self.color)
+            # The values are shown while the token is selected.
+            tokens += f"<span tabindex='0' style='{style}'>{_visible_html(token)}<span>{head}{bars}</span></span>"
         body = f"{_legend(self.color)}<main style='{TEXT_STYLE}'>{tokens}</main>"
         return write_text_file(path, PAGE.format(body=body))
 
@@ -240,7 +254,7 @@ def value_of(token: TokenLogprob, color: ColorBy) -> float | None:
         return token.entropy
     if color == "rank":
         return rank_of(token)
-    return None if token.logprob is None else math.exp(token.logprob)
+    return _probability(token)
 
 
 def color_step(value: float, color: ColorBy) -> int:
@@ -249,23 +263,10 @@ def color_step(value: float, color: ColorBy) -> int:
     return sum(value < limit if color == "probability" else value > limit for limit in limits)
 
 
-def _span(token: TokenLogprob, part: Part, color: ColorBy) -> str:
-    title = html.escape(_title(token, part), quote=True)
-    return f"<span style='{_style(token, part, color)}' title='{title}'>{_visible_html(token)}</span>"
-
-
 def _style(token: TokenLogprob, part: Part, color: ColorBy) -> str:
     value = value_of(token, color)
     background = f"background:{COLORS[color_step(value, color)]}{ALPHA};" if value is not None else ""
     return f"{background}{PART_STYLES[part]}border-radius:2px"
-
-
-def _page_token(token: TokenLogprob, part: Part, color: ColorBy) -> str:
-    """Return a token and its values, which the page shows while the token is selected."""
-    others = [(math.exp(other.logprob), _visible_html(other)) for other in token.top if other.logprob is not None]
-    bars = "".join(f"<i><b style='width:{share:.1%}'></b>{share:.2%} {text}</i>" for share, text in others)
-    head, style, text = html.escape("\n".join(_figures(token, part))), _style(token, part, color), _visible_html(token)
-    return f"<span tabindex='0' style='{style}'>{text}<span>{head}{bars}</span></span>"
 
 
 def visible_text(token: TokenLogprob) -> str:
@@ -275,13 +276,6 @@ def visible_text(token: TokenLogprob) -> str:
 
 def _visible_html(token: TokenLogprob) -> str:
     return html.escape(visible_text(token))
-
-
-def _title(token: TokenLogprob, part: Part) -> str:
-    """Return the text that is shown while the mouse is over a token."""
-    lines = _figures(token, part)
-    lines += [f"{math.exp(other.logprob):7.2%}  {other.text!r}" for other in token.top if other.logprob is not None]
-    return "\n".join(lines)
 
 
 def _figures(token: TokenLogprob, part: Part) -> list[str]:

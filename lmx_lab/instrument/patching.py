@@ -133,7 +133,15 @@ class PatchSweep:
         if self.heads[found[0]] is None:
             cells = {self._block(at): [(at, place) for place in range(len(places))] for at in found}
             return self._map(hook, cells, places, "token of the corrupt text")
-        place = self._place(position)
+        place = len(self.logits[0]) - 1
+        if position is not None and not self.together:
+            at = position + len(self.texts) if position < 0 else position
+            if at not in self.positions:
+                raise InvalidRequestError(
+                    f"position is {position}, at which no value was replaced; .positions has those with values",
+                    param="position",
+                )
+            place = self.positions.index(at)
         by_head: dict[str, list[tuple[int, int]]] = {}
         for at in found:
             by_head.setdefault(self._block(at), []).append((at, place))
@@ -175,18 +183,6 @@ class PatchSweep:
         if self.together:
             return f"{len(self.positions)} positions"
         return token_label(self.texts[self.positions[place]])
-
-    def _place(self, position: int | None) -> int:
-        """Return the index of a position in ``logits``; by default the last one."""
-        if position is None or self.together:
-            return len(self.logits[0]) - 1
-        at = position + len(self.texts) if position < 0 else position
-        if at not in self.positions:
-            raise InvalidRequestError(
-                f"position is {position}, at which no value was replaced; .positions has those with values",
-                param="position",
-            )
-        return self.positions.index(at)
 
     def __repr__(self) -> str:
         done = int(np.isfinite(self.logits[..., 0]).sum())

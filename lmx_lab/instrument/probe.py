@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -146,8 +146,17 @@ class ProbeRun:
         self._folds = count
         self._texts, self._labels = list(texts), list(labels)
         classes: dict[Any, set[str]] = {}
-        _check_labels(self._labels)
-        for text, label in zip(self._texts, self._labels, strict=True):
+        for at, (text, label) in enumerate(zip(self._texts, self._labels, strict=True)):
+            try:
+                hash(label)
+                is_class = label is not None and bool(operator.eq(label, label))
+            except (TypeError, ValueError):  # Also raised by ``bool(pandas.NA == pandas.NA)``.
+                is_class = False
+            if not is_class:
+                raise InvalidRequestError(
+                    f"labels has {label!r:.80} at index {at}; pass a class for each text, such as a text or an integer",
+                    param="labels",
+                )
             classes.setdefault(label, set()).add(text)
         if len(classes) < 2:
             only = "".join(map(repr, classes))
@@ -202,25 +211,6 @@ class ProbeRun:
         groups = self._texts if is_grouped else None
         scores = self._selection.cross_val_score(probe, vectors, self._classes, cv=folds, groups=groups)
         return [float(score) for score in scores]
-
-
-def _check_labels(labels: Sequence[Any]) -> None:
-    """Check that each label can be a class.
-
-    Raises:
-        InvalidRequestError: a label is missing, such as None or NaN, or is a list or an array.
-    """
-    for at, label in enumerate(labels):
-        try:
-            hash(label)
-            is_class = label is not None and bool(operator.eq(label, label))
-        except (TypeError, ValueError):  # Also raised by ``bool(pandas.NA == pandas.NA)``.
-            is_class = False
-        if not is_class:
-            raise InvalidRequestError(
-                f"labels has {label!r:.80} at index {at}; pass a class for each text, such as a text or an integer",
-                param="labels",
-            )
 
 
 class Probe:
@@ -292,49 +282,44 @@ class Probe:
     def svg(self) -> str:
         """Return the chart: the mean accuracy over the layers, its standard deviation, and the baseline."""
         base, title = _y(self.baseline), html.escape(repr(self), quote=True)
-        return "".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
-                f'aria-label="{title}" style="max-width:100%;height:auto;font:12px system-ui,sans-serif">',
-                f'<text x="{LEFT}" y="16" fill="currentColor">accuracy: mean and deviation over folds</text>',
-                *(_grid_line(tick) for tick in TICKS),
-                f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="{BASELINE_COLOR}" '
-                'stroke-dasharray="6 4"/>',
-                # Above the axes, where it covers no point.
-                f'<text x="{WIDTH - RIGHT}" y="16" text-anchor="end" fill="{BASELINE_COLOR}">'
-                "- - most frequent label</text>",
-                *self._points(),
-                f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle" fill="currentColor">'
-                "layer</text></svg>",
-            ]
-        )
-
-    def _points(self) -> Iterator[str]:
-        """Yield for each layer its point, its standard deviation and its name, and then the line."""
-        layers = list(self.accuracies)
+        grid = [
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>'
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">{tick:g}</text>'
+            for tick, y in zip(TICKS, map(_y, TICKS), strict=True)
+        ]
+        layers, points, places = list(self.accuracies), list[str](), list[str]()
         step, span = -(-len(layers) // MAX_LAYER_NAMES), max(1, layers[-1] - layers[0])
-        places = []
         for at, (layer, folds) in enumerate(self.accuracies.items()):
             x = LEFT + PADDING + (layer - layers[0]) / span * (WIDTH - LEFT - RIGHT - 2 * PADDING)
             mean, deviation = float(np.mean(folds)), float(np.std(folds))
             places.append(f"{x:.1f},{_y(mean):.1f}")
-            yield (
+            points.append(
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_y(mean - deviation):.1f}" y2="{_y(mean + deviation):.1f}" '
                 f'stroke="{COLOR}"/><circle cx="{x:.1f}" cy="{_y(mean):.1f}" r="3" fill="{COLOR}">'
                 f"<title>layer {layer}: {mean:.3f} ± {deviation:.3f}</title></circle>"
             )
             if at % step == 0:
-                yield f'<text x="{x:.1f}" y="{HEIGHT - 22}" text-anchor="middle" fill="currentColor">{layer}</text>'
-        yield f'<polyline points="{" ".join(places)}" fill="none" stroke="{COLOR}" stroke-width="2"/>'
+                points.append(
+                    f'<text x="{x:.1f}" y="{HEIGHT - 22}" text-anchor="middle" fill="currentColor">{layer}</text>'
+                )
+        return "".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
+                f'aria-label="{title}" style="max-width:100%;height:auto;font:12px system-ui,sans-serif">',
+                f'<text x="{LEFT}" y="16" fill="currentColor">accuracy: mean and deviation over folds</text>',
+                *grid,
+                f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="{BASELINE_COLOR}" '
+                'stroke-dasharray="6 4"/>',
+                # Above the axes, where it covers no point.
+                f'<text x="{WIDTH - RIGHT}" y="16" text-anchor="end" fill="{BASELINE_COLOR}">'
+                "- - most frequent label</text>",
+                *points,
+                f'<polyline points="{" ".join(places)}" fill="none" stroke="{COLOR}" stroke-width="2"/>',
+                f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle" fill="currentColor">'
+                "layer</text></svg>",
+            ]
+        )
 
 
 def _y(accuracy: float) -> float:
     return TOP + (1 - min(1.0, max(0.0, accuracy))) * (HEIGHT - TOP - BOTTOM)
-
-
-def _grid_line(tick: float) -> str:
-    y = _y(tick)
-    return (
-        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>'
-        f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">{tick:g}</text>'
-    )

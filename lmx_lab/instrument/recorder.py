@@ -36,7 +36,21 @@ class RequestRecorder:
         Args:
             make: Creates the record; called on the thread of the store.
         """
-        self.store.add(make, marks_digest(entry), lambda provenance: self._start_hashing(provenance, entry))
+
+        def hash_files(provenance: int) -> None:
+            try:
+                templates = chat_templates(entry)
+                digest = hashlib.sha256("\0".join(templates).encode()).hexdigest() if templates else NO_HASH
+                self.store.set_hashes(provenance, weights=self.weights_of(entry), template=digest)
+            except Exception:
+                log.warning("the files of %s could not be hashed for the records", entry.id, exc_info=True)
+
+        def start_hashing(provenance: int) -> None:
+            if entry.marks:
+                # A daemon thread: hashing takes a second per gigabyte, which must not delay the exit of the process.
+                threading.Thread(target=hash_files, args=(provenance,), name="lmx-lab-hashes", daemon=True).start()
+
+        self.store.add(make, marks_digest(entry), start_hashing)
 
     def weights_of(self, entry: ModelEntry) -> str:
         """Return the SHA-256 of all files of a loaded model, as in its provenance. Blocks while they are read for the
@@ -47,17 +61,3 @@ class RequestRecorder:
     def close(self) -> None:
         """Write all pending records. Idempotent."""
         self.store.close()
-
-    def _start_hashing(self, provenance: int, entry: ModelEntry) -> None:
-        if entry.marks:
-            # A daemon thread: hashing takes a second per gigabyte, which must not delay the exit of the process.
-            work = threading.Thread(target=self._hash, args=(provenance, entry), name="lmx-lab-hashes", daemon=True)
-            work.start()
-
-    def _hash(self, provenance: int, entry: ModelEntry) -> None:
-        try:
-            templates = chat_templates(entry)
-            digest = hashlib.sha256("\0".join(templates).encode()).hexdigest() if templates else NO_HASH
-            self.store.set_hashes(provenance, weights=self.weights_of(entry), template=digest)
-        except Exception:
-            log.warning("the files of %s could not be hashed for the records", entry.id, exc_info=True)

@@ -5,6 +5,7 @@ A ``Replay`` compares an answer that was generated again with the recorded one.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import operator
 import os
@@ -18,7 +19,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
-from lmx_lab.instrument.store import COLUMNS, SHOWN_CHARACTERS, RecordStore
+from lmx_lab.instrument.store import COLUMNS, RecordStore
 from lmx_lab.instrument.timeline import Timeline, timeline_of_record
 from lmx_lab.results.frames import Dtype, make_table
 from lmx_lab.results.tables import align_columns, html_table
@@ -72,11 +73,13 @@ class RecordedRequest(HasTokens):
             NotLoadedError: another model is loaded; load the model of the record first.
             InvalidRequestError: the recording was loaded without a lab.
         """
-        return self._compare(self._access.run(lambda backend: backend.regenerate(self.record)))
+        replayed = self._access.run(lambda backend: backend.regenerate(self.record))
+        return Replay(recorded=self._newest, replayed=replayed)
 
     async def areplay(self) -> Replay:
         """Return the same as ``replay``, for use in a coroutine."""
-        return self._compare(await self._access.call(lambda backend: backend.regenerate(self.record)))
+        replayed = await self._access.call(lambda backend: backend.regenerate(self.record))
+        return Replay(recorded=await asyncio.to_thread(lambda: self._newest), replayed=replayed)
 
     def timeline(self) -> Timeline:
         """Return the timeline of the request: the times of its wait, prefill and decode steps.
@@ -95,9 +98,6 @@ class RecordedRequest(HasTokens):
         if self._lab is None:
             raise InvalidRequestError(NO_LAB)
         return self._lab
-
-    def _compare(self, replayed: Record) -> Replay:
-        return Replay(recorded=self._newest, replayed=replayed)
 
     @property
     def _newest(self) -> Record:
@@ -118,7 +118,8 @@ class RecordedRequest(HasTokens):
 class RequestList(Sequence[RecordedRequest]):
     """The recorded requests of a lab or a file, oldest first. Elements are read on access.
 
-    An element is selected by its position or, for a row of ``lab.map``, by its ``request_id``.
+    An element is selected by its position or, for a row of ``lab.map``, by its ``request_id``; one that does not exist,
+    or was deleted because the recording exceeded its limits, raises ``KeyError``.
 
     Args:
         lab: The lab that generates and scores; None if there is none.
@@ -141,7 +142,11 @@ class RequestList(Sequence[RecordedRequest]):
         if isinstance(at, slice):
             return [self[index] for index in range(*at.indices(len(self)))]
         if isinstance(at, str):
-            return self._of_request(at)
+            if (record := self._store.find(at)) is None:
+                raise KeyError(
+                    f"there is no request {at!r:.80}; memory keeps only the newest; record_to=path keeps more"
+                )
+            return self._element(record)
         record = self._store.at(operator.index(at))
         if record is None:
             raise IndexError(f"there is no request {at}; {len(self)} are recorded")
@@ -149,18 +154,6 @@ class RequestList(Sequence[RecordedRequest]):
 
     def __iter__(self) -> Iterator[RecordedRequest]:
         return map(self._element, self._store)
-
-    def _of_request(self, request_id: str) -> RecordedRequest:
-        """Return the newest record with this ``request_id``.
-
-        Raises:
-            KeyError: it does not exist, or was deleted because the recording exceeded its limits.
-        """
-        if (record := self._store.find(request_id)) is None:
-            raise KeyError(
-                f"there is no request {request_id!r:.80}; memory keeps only the newest; record_to=path keeps more"
-            )
-        return self._element(record)
 
     def _element(self, record: Record) -> RecordedRequest:
         return RecordedRequest(record, self._store, self._lab)
@@ -207,7 +200,13 @@ class RequestList(Sequence[RecordedRequest]):
 
     def _shown(self) -> list[tuple[str, ...]]:
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._store.rows(SHOWN_ROWS)]
-        return [tuple(_cell(name, row[name]) for name in SHOWN) for row in rows]
+        shown = []
+        for row in rows:
+            cells = {name: "" if row[name] is None else str(row[name]) for name in SHOWN}
+            cells["at"] = datetime.fromtimestamp(row["at"], UTC).astimezone().strftime("%H:%M:%S")
+            cells["text"] = repr(row["text"][:60]) + "…" * (len(row["text"]) > 60)
+            shown.append(tuple(cells.values()))
+        return shown
 
     def _footer(self) -> str:
         return f"{len(self)} requests are recorded; the newest {SHOWN_ROWS} are shown, .df contains all"
@@ -223,16 +222,6 @@ def load_requests(path: str | os.PathLike[str], lab: LabAccess | None = None) ->
         InvalidRequestError: the file does not exist, or is not a recording.
     """
     return RequestList(RecordStore(Path(path), read_only=True), lab)
-
-
-def _cell(name: str, value: Any) -> str:
-    if name == "at":
-        return datetime.fromtimestamp(value, UTC).astimezone().strftime("%H:%M:%S")
-    text = "" if value is None else str(value)
-    if name == "text":
-        shown = repr(text[:60])
-        return f"{shown}…" if len(text) > 60 or len(text) == SHOWN_CHARACTERS else shown
-    return text
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -51,7 +51,33 @@ class Steer:
     """The data from which the vector was computed, as JSON values."""
 
     def __post_init__(self) -> None:
-        vector = _components(self.vector)
+        # Tensors of other libraries may have types that NumPy lacks, such as bfloat16.
+        to_list = None if isinstance(self.vector, np.ndarray) else getattr(self.vector, "tolist", None)
+        try:
+            values = np.asarray(self.vector if to_list is None else to_list())
+        except (TypeError, ValueError) as exc:
+            raise InvalidRequestError(f"the vector is not a list of numbers: {exc}", param="vector") from None
+        if values.ndim != 1 or not len(values):
+            raise InvalidRequestError(
+                f"the vector has the shape {values.shape}; pass one number for each component of the residual stream",
+                param="vector",
+            )
+        if len(values) > VECTOR_LIMIT:
+            raise InvalidRequestError(
+                f"the vector has {len(values)} components, and the limit is {VECTOR_LIMIT}", param="vector"
+            )
+        if values.dtype.kind not in "biuf":
+            raise InvalidRequestError(
+                f"the components of the vector are {values.dtype}; pass real numbers", param="vector"
+            )
+        is_finite = np.abs(values.astype(np.float64)) <= LARGEST
+        if not is_finite.all():
+            at = int(np.argmin(is_finite))
+            raise InvalidRequestError(
+                f"component {at} of the vector is {values[at]}; it must be a finite float32 number", param="vector"
+            )
+        vector = np.array(values, dtype=np.float32)
+        vector.flags.writeable = False
         layer = integer(self.layer)
         if layer is None or layer < 0:
             raise InvalidRequestError(f"layer is {self.layer!r:.40}; it must be an integer, 0 or more", param="layer")
@@ -153,40 +179,6 @@ class Steer:
         digest = hashlib.sha256(self.vector.tobytes()).hexdigest()[:12]
         made_for = f", of {self.model}" if self.model else ""
         return f"<Steer layer {self.layer}, scale {self.scale!r}, {self.width} components {digest}{made_for}>"
-
-
-def _components(given: object) -> Vectors:
-    """Return the components of a vector as a read-only float32 array.
-
-    Raises:
-        InvalidRequestError: the components are not a list of finite numbers.
-    """
-    # Tensors of other libraries may have types that NumPy lacks, such as bfloat16.
-    to_list = None if isinstance(given, np.ndarray) else getattr(given, "tolist", None)
-    try:
-        values = np.asarray(given if to_list is None else to_list())
-    except (TypeError, ValueError) as exc:
-        raise InvalidRequestError(f"the vector is not a list of numbers: {exc}", param="vector") from None
-    if values.ndim != 1 or not len(values):
-        raise InvalidRequestError(
-            f"the vector has the shape {values.shape}; pass one number for each component of the residual stream",
-            param="vector",
-        )
-    if len(values) > VECTOR_LIMIT:
-        raise InvalidRequestError(
-            f"the vector has {len(values)} components, and the limit is {VECTOR_LIMIT}", param="vector"
-        )
-    if values.dtype.kind not in "biuf":
-        raise InvalidRequestError(f"the components of the vector are {values.dtype}; pass real numbers", param="vector")
-    is_finite = np.abs(values.astype(np.float64)) <= LARGEST
-    if not is_finite.all():
-        at = int(np.argmin(is_finite))
-        raise InvalidRequestError(
-            f"component {at} of the vector is {values[at]}; it must be a finite float32 number", param="vector"
-        )
-    vector = np.array(values, dtype=np.float32)
-    vector.flags.writeable = False
-    return vector
 
 
 def mean_difference(layer: int, positive: Sequence[Vectors], negative: Sequence[Vectors], *, normalize: bool) -> Steer:

@@ -291,6 +291,7 @@ class RecordStore:
         self._count, self._bytes = int(sums[0]), int(sums[1])
 
     def _insert(self, record: Record, key: str, on_new: Callable[[int], None]) -> None:
+        """Write a record, and delete the oldest ones above the limits."""
         data, provenance = encode_record(record), encode_provenance(record.provenance)
         seed, timings = record.request["sampling"]["seed"], record.timings
         values = {
@@ -319,30 +320,21 @@ class RecordStore:
             sql = f"INSERT INTO records ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})"
             cursor = connection.execute(sql, tuple(values.values()))
             batch_id = cursor.lastrowid if record.batch else None
-            count, size = self._remove_excess(self._count + 1, self._bytes + len(data), batch_id)
+            count, size = self._count + 1, self._bytes + len(data)
+            if batch_id is not None and self._max_batch_records is not None:
+                self._batch_ids.append(batch_id)
+                if len(self._batch_ids) > self._max_batch_records:
+                    removed, removed_bytes = self._remove_first("WHERE id = ?", self._batch_ids.popleft())
+                    count, size = count - removed, size - removed_bytes
+            most = self._max_records
+            while (most is not None and count > most) or (size > self._max_bytes and count > 1):
+                removed, removed_bytes = self._remove_first("ORDER BY id")
+                if not removed:
+                    break
+                count, size = count - removed, size - removed_bytes
         self._count, self._bytes = count, size
         if is_new:
             on_new(found[0])
-
-    def _remove_excess(self, count: int, size: int, batch_id: int | None) -> tuple[int, int]:
-        """Delete the oldest records above the limits, and return the number of the others and their total size.
-
-        Args:
-            count: Number of records, including a new one.
-            size: Their total size.
-            batch_id: Id of the new record if it belongs to a batch.
-        """
-        if batch_id is not None and self._max_batch_records is not None:
-            self._batch_ids.append(batch_id)
-            if len(self._batch_ids) > self._max_batch_records:
-                removed, removed_bytes = self._remove_first("WHERE id = ?", self._batch_ids.popleft())
-                count, size = count - removed, size - removed_bytes
-        while (self._max_records is not None and count > self._max_records) or (size > self._max_bytes and count > 1):
-            removed, removed_bytes = self._remove_first("ORDER BY id")
-            if not removed:
-                break
-            count, size = count - removed, size - removed_bytes
-        return count, size
 
     def _remove_first(self, selected: str, *parameters: object) -> tuple[int, int]:
         """Delete the first record that a clause selects. Returns the number of deleted records, and their size."""

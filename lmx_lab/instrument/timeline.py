@@ -15,7 +15,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.results.figures import write_text_file
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.recording import Record
-from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment, Span, others_during, phase_durations
+from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Span, others_during, phase_durations
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,26 +98,26 @@ class Timeline(Sequence[RequestTimeline]):
             raise InvalidRequestError(
                 f"there is no request {at!r:.40}; the timeline contains {len(self)}", param="at"
             ) from None
-        return "\n".join(self._sentences(one))
-
-    def _sentences(self, one: RequestTimeline) -> Iterator[str]:
+        lines = []
         ended = "is running" if one.outcome == "running" else f"ended with {one.code or one.outcome!r}"
         by = " (a stop string)" if one.stop_string else ""
-        yield f"The request took {one.total_s:.3f} s and {ended}{by}."
+        lines.append(f"The request took {one.total_s:.3f} s and {ended}{by}.")
         if one.queue_s > 0:
-            yield f"It waited {one.queue_s:.3f} s for a slot{self._meanwhile(one, 0.0, one.queue_s)}."
+            lines.append(f"It waited {one.queue_s:.3f} s for a slot{self._meanwhile(one, 0.0, one.queue_s)}.")
         decode_at = one.queue_s + one.prefill_s
         chunks = [step.tokens for step in one.steps if step.kind == "prefill" and step.start_s < decode_at]
         if chunks:
-            yield (
+            lines.append(
                 f"{sum(chunks)} of its {one.prompt_tokens} prompt tokens were computed in {len(chunks)} "
                 f"chunk{'s' if len(chunks) > 1 else ''}, which took {one.prefill_s:.3f} s."
             )
         usual = [step.duration_s for step in one.steps if step.kind == "decode"]
         if usual:
-            yield f"{one.output_tokens} tokens took {one.decode_s:.3f} s; the median step took {median(usual):.3f} s."
+            lines.append(
+                f"{one.output_tokens} tokens took {one.decode_s:.3f} s; the median step took {median(usual):.3f} s."
+            )
         if one.kv_bytes:
-            yield f"The KV caches of all running requests took up to {one.kv_bytes / 1e6:.1f} MB."
+            lines.append(f"The KV caches of all running requests took up to {one.kv_bytes / 1e6:.1f} MB.")
         marked = sorted(
             (segment for segment in one.segments() if segment.kind in ("slow", "paused")),
             key=lambda segment: -segment.duration_s,
@@ -125,9 +125,12 @@ class Timeline(Sequence[RequestTimeline]):
         for segment in marked[:EXPLAINED]:
             what = "A step took" if segment.kind == "slow" else "It was paused for"
             others = self._meanwhile(one, segment.start_s, segment.end_s)
-            yield f"{what} {segment.duration_s:.3f} s, {segment.start_s:.3f} s after its arrival{others}."
+            lines.append(f"{what} {segment.duration_s:.3f} s, {segment.start_s:.3f} s after its arrival{others}.")
         if len(marked) > EXPLAINED:
-            yield f"{len(marked) - EXPLAINED} shorter slow steps or pauses are not listed; .df contains all steps."
+            lines.append(
+                f"{len(marked) - EXPLAINED} shorter slow steps or pauses are not listed; .df contains all steps."
+            )
+        return "\n".join(lines)
 
     def _meanwhile(self, one: RequestTimeline, start_s: float, end_s: float) -> str:
         others = others_during(self._requests, one, start_s, end_s)
@@ -156,7 +159,12 @@ class Timeline(Sequence[RequestTimeline]):
         for number, each in enumerate(self._requests, 1):
             events.append(_metadata("thread_name", number, f"{number} {each.request_id or 'notebook'} {each.model}"))
             events += _span_events(each.spans(), number, each.at - first)
-            events += _end_event(each, number, each.at - first)
+            if each.outcome != "running":
+                name = f"end: {each.code or each.outcome}{', stop string' if each.stop_string else ''}"
+                at = round((each.at - first + each.total_s) * 1e6)
+                events.append(
+                    {"cat": "request", "pid": PROCESS, "tid": number, "name": name, "ph": "i", "s": "t", "ts": at}
+                )
         for number, change in enumerate(self.models, len(self) + 1):
             events.append(_metadata("thread_name", number, f"{change.kind} {change.model}"))
             events += _span_events(change.spans(), number, change.at - first)
@@ -193,11 +201,16 @@ class Timeline(Sequence[RequestTimeline]):
         )
         names = [f"{number} {each.request_id[:12]} {each.outcome}" for number, each in enumerate(shown)]
         names += [f"{each.kind} {each.model} {each.outcome}" for each in self.models]
-        rows = "".join(
-            f"<tr><td style='text-align:left'>{html.escape(name)}</td>"
-            f"<td style='width:80%'>{_bar(each.segments(), each.at - first, scale)}</td></tr>"
-            for name, each in zip(names, both, strict=True)
-        )
+        rows = ""
+        for name, each in zip(names, both, strict=True):
+            bar = _part("", (each.at - first) * scale, "")
+            for segment in each.segments():
+                title = f"{segment.kind} {segment.duration_s:.3f} s, from {segment.start_s:.3f} s"
+                bar += _part(f"background:{COLORS[segment.kind]}", segment.duration_s * scale, title)
+            rows += (
+                f"<tr><td style='text-align:left'>{html.escape(name)}</td>"
+                f"<td style='width:80%'><div style='display:flex;height:14px'>{bar}</div></td></tr>"
+            )
         foot = "".join(f"<div>{line}</div>" for line in self._footer())
         caption = f"<div><small>{last - first:.3f} s: {legend}</small></div>"
         return f"{caption}<table style='width:100%'>{rows}</table>{foot}"
@@ -235,19 +248,8 @@ def timeline_of_record(record: Record) -> Timeline:
     return Timeline([one])
 
 
-def _bar(segments: Sequence[Segment], offset_s: float, scale: float) -> str:
-    parts = [_part("", offset_s * scale, "")]
-    for segment in segments:
-        parts.append(_part(f"background:{COLORS[segment.kind]}", segment.duration_s * scale, _title(segment)))
-    return f"<div style='display:flex;height:14px'>{''.join(parts)}</div>"
-
-
 def _part(style: str, width: float, title: str) -> str:
     return f"<div style='width:{width:.3f}%;height:14px;{style}' title='{title}'></div>"
-
-
-def _title(segment: Segment) -> str:
-    return f"{segment.kind} {segment.duration_s:.3f} s, from {segment.start_s:.3f} s"
 
 
 def _metadata(name: str, thread: int, value: str) -> dict[str, Any]:
@@ -263,14 +265,6 @@ def _span_events(spans: Sequence[Span], thread: int, offset_s: float) -> Iterato
         arguments = {"tokens": span.tokens, "step": span.step, "requests": span.requests, "kv_bytes": span.kv_bytes}
         arguments = {name: value for name, value in arguments.items() if value}
         yield {**common, "name": span.name, "ph": "X", "ts": start, "dur": end - start, "args": arguments}
-
-
-def _end_event(one: RequestTimeline, thread: int, offset_s: float) -> Iterator[dict[str, Any]]:
-    """Yield an instant for the end of a request."""
-    if one.outcome != "running":
-        name = f"end: {one.code or one.outcome}{', stop string' if one.stop_string else ''}"
-        at = round((offset_s + one.total_s) * 1e6)
-        yield {"cat": "request", "pid": PROCESS, "tid": thread, "name": name, "ph": "i", "s": "t", "ts": at}
 
 
 def _counters(requests: Sequence[RequestTimeline], first: float) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -87,11 +88,15 @@ class InstrumentVerbs:
     ) -> Comparison:
         """Return the same as ``compare``, for use in a coroutine."""
         access = self._access
-        run = ComparisonRun(access.backend, prompts, settings, path=path, all_scores=all_scores)
-        with run, counter("compare") as shown:
-            for text, work in run.remaining():
-                shown.show(text, run.done, run.total)
-                await access.call(work)
+        # In another thread, because opening and closing the file wait for the disk.
+        run = await asyncio.to_thread(
+            ComparisonRun, access.backend, prompts, settings, path=path, all_scores=all_scores
+        )
+        async with run:
+            with counter("compare") as shown:
+                for text, work in run.remaining():
+                    shown.show(text, run.done, run.total)
+                    await access.call(work)
         return Comparison(run, access)
 
 

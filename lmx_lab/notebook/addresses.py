@@ -54,36 +54,22 @@ class NotebookServer:
 
 def find_notebook_server() -> NotebookServer | None:
     """Return the nearest ancestor that is a Jupyter server; None if there is none, or processes cannot be listed."""
-    folder = _runtime_folder()
-    if folder is None:
-        return None
-    try:
-        ancestors = psutil.Process().parents()
-    except psutil.Error:
-        return None
-    for process in ancestors:
-        url = _read_url(folder / f"jpserver-{process.pid}.json", process.pid)
-        if url is not None:
-            return NotebookServer(process=process, url=url)
-    return None
-
-
-def _runtime_folder() -> Path | None:
     try:
         # Imported here, because it is optional: it is installed with a kernel, not with the lab.
         from jupyter_core.paths import jupyter_runtime_dir
-    except ImportError:
-        return None
-    return Path(jupyter_runtime_dir())
 
-
-def _read_url(file: Path, pid: int) -> str | None:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        ancestors = psutil.Process().parents()
+    except (ImportError, psutil.Error):
         return None
-    is_valid = isinstance(content, dict) and content.get("pid") == pid and isinstance(content.get("url"), str)
-    return content["url"] if is_valid else None
+    folder = Path(jupyter_runtime_dir())
+    for process in ancestors:
+        try:
+            content = json.loads((folder / f"jpserver-{process.pid}.json").read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict) and content.get("pid") == process.pid and isinstance(content.get("url"), str):
+            return NotebookServer(process=process, url=content["url"])
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +114,17 @@ class Addresses:
         """
         own = [f"{urls.bracketed(name)}:{self.port}" for name in self._own_names()]
         jupyter = find_notebook_server()
-        fronts = self._front_origins(jupyter.url if jupyter else None)
+        # The origins of the notebook's pages, and of this server's own pages behind a proxy. The proxies forward the
+        # Host that the browser has sent.
+        try:
+            proxy = urls.origin_of(self.proxy_url or "")
+        except ValueError as error:
+            raise InvalidRequestError(str(error), param=urls.OVERRIDE) from error
+        machine, recorded_url = [socket.gethostname(), *lan_addresses()], jupyter.url if jupyter else None
+        fronts = [
+            *urls.notebook_origins(os.environ, recorded_url=recorded_url, machine_names=machine),
+            *([proxy] if proxy else []),
+        ]
         return local_policy(
             self.port,
             hosts=[*own, *map(urls.host_of, fronts), *self.settings.allowed_hosts],
@@ -150,21 +146,6 @@ class Addresses:
             return LivePolicy(self.policy, self._own_names)
         policy = self.policy()
         return lambda: policy
-
-    def _front_origins(self, jupyter_url: str | None) -> list[str]:
-        """Return the origins of the notebook's pages, and of this server's own pages behind a proxy.
-
-        The proxies forward the Host that the browser has sent.
-        """
-        try:
-            proxy = urls.origin_of(self.proxy_url or "")
-        except ValueError as error:
-            raise InvalidRequestError(str(error), param=urls.OVERRIDE) from error
-        machine = [socket.gethostname(), *lan_addresses()]
-        return [
-            *urls.notebook_origins(os.environ, recorded_url=jupyter_url, machine_names=machine),
-            *([proxy] if proxy else []),
-        ]
 
     def _own_names(self) -> list[str]:
         if not self._uses_all_interfaces:

@@ -90,7 +90,18 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
         fields |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs", count)}
     if fields.get("logprob_tokens"):
         fields = {"logprobs": True} | fields
-    _check_conversation(prompt)
+    # A list or column of texts is not a conversation; the message shows a loop that sends each text.
+    if isinstance(prompt, Mapping):
+        raise InvalidRequestError("the prompt is one message; pass a list of messages", param="messages")
+    is_conversation = isinstance(prompt, Sequence) and not (prompt and all(isinstance(item, str) for item in prompt))
+    if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes) and not is_conversation:
+        size = f" with {len(prompt)} items" if isinstance(prompt, Sized) else ""
+        raise InvalidRequestError(
+            f"the prompt is a {type(prompt).__name__}{size}, but chat() takes one conversation: a text, or a list of "
+            "messages. For one reply for each text: [lab.chat(text) for text in texts], or all at the same time: "
+            "await asyncio.gather(*[lab.achat(text) for text in texts])",
+            param="messages",
+        )
     if "stream" in fields:
         raise InvalidRequestError(
             "stream is a parameter of chat() only; to await a stream, call astream(...)", param="stream"
@@ -105,23 +116,6 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
             "n is not available here, because a reply has one text; use OpenAI(**lab.openai)", param="n"
         )
     return request
-
-
-def _check_conversation(prompt: object) -> None:
-    """Refuse a list or column of texts. The error message shows a loop that sends each text."""
-    if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
-        return
-    if isinstance(prompt, Mapping):
-        raise InvalidRequestError("the prompt is one message; pass a list of messages", param="messages")
-    if isinstance(prompt, Sequence) and not (prompt and all(isinstance(item, str) for item in prompt)):
-        return
-    size = f" with {len(prompt)} items" if isinstance(prompt, Sized) else ""
-    raise InvalidRequestError(
-        f"the prompt is a {type(prompt).__name__}{size}, but chat() takes one conversation: a text, or a list of "
-        "messages. For one reply for each text: [lab.chat(text) for text in texts], or all at the same time: "
-        "await asyncio.gather(*[lab.achat(text) for text in texts])",
-        param="messages",
-    )
 
 
 def embeddings_body(texts: Texts, *, model: str | os.PathLike[str] | None, **fields: Any) -> EmbeddingsBody:

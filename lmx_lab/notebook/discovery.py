@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lmx_lab.client import AsyncLabClient
@@ -143,7 +143,13 @@ def _browse(timeout_s: float, interfaces: Sequence[str] | None, wanted: str = ""
         browser.cancel()
         for name in list(names):
             info = network.get_service_info(SERVICE, name, timeout=RESOLVE_S * 1000)
-            if info is not None and (lab := _described(info, name)) is not None:
+            if info is not None and info.port and (addresses := info.parsed_addresses()):
+                lab = FoundLab(
+                    name=_name(name),
+                    address=f"http://{bracketed(addresses[0])}:{info.port}",
+                    model=None,
+                    key_needed=(info.properties or {}).get(b"key") == b"1",
+                )
                 resolved.append(lab)
     return sorted(resolved, key=lambda lab: lab.name.casefold())
 
@@ -152,28 +158,15 @@ def _name(service: str) -> str:
     return service.removesuffix(f".{SERVICE}")
 
 
-def _described(info: Any, name: str) -> FoundLab | None:
-    addresses = info.parsed_addresses()
-    if not addresses or not info.port:
-        return None
-    return FoundLab(
-        name=_name(name),
-        address=f"http://{bracketed(addresses[0])}:{info.port}",
-        model=None,
-        key_needed=(info.properties or {}).get(b"key") == b"1",
-    )
-
-
 async def _with_models(labs: Sequence[FoundLab]) -> list[FoundLab]:
-    return list(await asyncio.gather(*map(_with_model, labs)))
+    async def with_model(lab: FoundLab) -> FoundLab:
+        model = None
+        with contextlib.suppress(LabError, TimeoutError):
+            async with AsyncLabClient(lab.address) as client:
+                model = (await asyncio.wait_for(client.ready(), READY_S)).model or None
+        return replace(lab, model=model)
 
-
-async def _with_model(lab: FoundLab) -> FoundLab:
-    model = None
-    with contextlib.suppress(LabError, TimeoutError):
-        async with AsyncLabClient(lab.address) as client:
-            model = (await asyncio.wait_for(client.ready(), READY_S)).model or None
-    return FoundLab(**(asdict(lab) | {"model": model}))
+    return list(await asyncio.gather(*map(with_model, labs)))
 
 
 class Announcement:

@@ -9,12 +9,14 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lmx_lab.batch.answers import LOGPROBS, SAMPLE, RowSource, read_source
 from lmx_lab.batch.cache import AnswerCache
-from lmx_lab.batch.prompts import Prompt, PromptSource, Row, RowPrompts, is_missing
+from lmx_lab.batch.prompts import PromptSource, Row, RowPrompts, is_missing
 from lmx_lab.batch.run import UNFINISHED, BatchOptions, BatchRun
 from lmx_lab.batch.servers import LoadedModel, loaded_model
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp", "numpy", "pandas")
 """Packages whose versions are stored with an experiment."""
 VERDICT = "verdict"
-NO_SCHEMA = "evaluate has no parameter schema: score texts, or pass a function that parses the answer"
 SCORING_S = 0.1
 """Maximum time between two checks for an interrupt while scores are computed, apart from the time of one row."""
 NOT_SCORED = "was not scored, because the run was interrupted"
@@ -99,10 +100,19 @@ class EvaluateVerbs:
         """
         started_at = time.time()
         table = _Table(frame, prompt, answer, read_metric(metric))
-        _check(parameters, name)
+        if "schema" in parameters:
+            raise InvalidRequestError(
+                "evaluate has no parameter schema: score texts, or pass a function that parses the answer",
+                param="schema",
+            )
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"name is {name!r:.40}; it must be a string", param="name")
         loaded = await _loaded(self)
-        # Before the first row is answered, because there are no scores without a judge.
-        judging = await _judging(self, table.metric) if isinstance(table.metric, Judge) else None
+        judging = None
+        if isinstance(table.metric, Judge):
+            # Before the first row is answered, because there are no scores without a judge.
+            lab = _judging_lab(self, table.metric)
+            judging = await on_other(lab, _loaded(lab))
         if isinstance(table.metric, Choice):
             answers = await _score_choices(self, table, loaded, **parameters)
         else:
@@ -115,10 +125,19 @@ class EvaluateVerbs:
         _raise_first(result.rows, parameters, interrupted)
         if isinstance(table.metric, Judge):
             interrupted = interrupted or await _judge_all(self, table, result, parameters)
-            result.rows = [_ended(row) for row in result.rows]
+            result.rows = [
+                replace(row, error=NOT_JUDGED) if row.score is None and row.error is None else row
+                for row in result.rows
+            ]
             _raise_first(result.rows, parameters, interrupted)
         if store and not interrupted:
-            await _store(self.experiments, result)
+            # A failure causes only a warning, so that the answers are not lost.
+            try:
+                result.id = await in_thread(partial(self.experiments.add, result))
+            except LabError as exc:
+                warnings.warn(f"the evaluation is not stored: {exc.message}", RuntimeWarning, stacklevel=2)
+            except KeyboardInterrupt:
+                warnings.warn("the evaluation is not stored, because it was interrupted", RuntimeWarning, stacklevel=2)
         return result
 
     evaluate = blocking(_evaluate)
@@ -150,7 +169,21 @@ class _Table:
         self.metric = metric
         self.columns = list(source.columns)
         self.index = source.index
-        _check_answer(answer, metric, self.columns)
+        names = ", ".join(self.columns)
+        if answer is not None and answer not in self.columns:
+            raise InvalidRequestError(
+                f"answer names the column {answer!r:.80}, but the columns are {names}", param="answer"
+            )
+        if answer is None and isinstance(metric, Judge) and "expected" in RowPrompts(metric.prompt).names:
+            raise InvalidRequestError(
+                "the prompt of the judge contains {expected}, but no column has expected values; pass answer=..., "
+                f"one of {names}",
+                param="answer",
+            )
+        if answer is None and not isinstance(metric, FunctionMetric | Judge):
+            raise InvalidRequestError(
+                f"name the column of the expected answers: answer=..., one of {names}", param="answer"
+            )
         metric.check(self.columns)
         self._answer = answer
         self.prompts = RowPrompts(prompt)
@@ -189,12 +222,15 @@ class _Table:
 
     def _evaluated(self, label: Any, row: Row, answered: Mapping[str, Any], not_scored: str | None) -> EvaluatedRow:
         """Return a row with its score, or with ``not_scored`` as its error."""
-        expected = row if self._answer is None else row.get(self._answer)
+        metric, expected = self.metric, row if self._answer is None else row.get(self._answer)
+        prompt = None
+        with suppress(InvalidRequestError):
+            prompt = self.prompts.prompt(row)
         names = ("answer", "error", "finish_reason", "prompt_tokens", "output_tokens", "total_s", "request_id")
         found = EvaluatedRow(
             label=label,
             sample=answered.get(SAMPLE),
-            prompt=self._prompt(row),
+            prompt=prompt,
             expected=None if self._answer is None else expected,
             score=None,
             **{name: answered[name] for name in names},
@@ -208,26 +244,16 @@ class _Table:
                 raise InvalidRequestError(
                     f"the column {self._answer} has no value in this row; remove the row, or add the expected answer"
                 )
-            return self._scored(found, row, expected, answered)
+            if isinstance(metric, Judge):
+                return found
+            if not isinstance(metric, Choice):
+                return replace(found, score=metric.checked_score(found.answer or "", expected))
+            choices, logprobs = metric.of_row(row), tuple(answered[LOGPROBS])
+            best = metric.best(choices, logprobs)
+            found = replace(found, answer=choices[best], choices=choices, logprobs=logprobs)
+            return replace(found, score=float(best == metric.right(choices, expected)))
         except InvalidRequestError as exc:
             return replace(found, error=exc.message)
-
-    def _scored(self, found: EvaluatedRow, row: Row, expected: Any, answered: Mapping[str, Any]) -> EvaluatedRow:
-        metric = self.metric
-        if isinstance(metric, Judge):
-            return found
-        if not isinstance(metric, Choice):
-            return replace(found, score=metric.checked_score(found.answer or "", expected))
-        choices, logprobs = metric.of_row(row), tuple(answered[LOGPROBS])
-        best = metric.best(choices, logprobs)
-        found = replace(found, answer=choices[best], choices=choices, logprobs=logprobs)
-        return replace(found, score=float(best == metric.right(choices, expected)))
-
-    def _prompt(self, row: Row) -> Prompt | None:
-        try:
-            return self.prompts.prompt(row)
-        except InvalidRequestError:
-            return None
 
     def facts(
         self,
@@ -305,12 +331,6 @@ async def _loaded(owner: EvaluateOwner) -> LoadedModel:
     return await on_loop(loaded_model(owner._backend, hashed=True))
 
 
-async def _judging(owner: EvaluateOwner, judge: Judge) -> LoadedModel:
-    """Return the judge's model. Runs as a verb."""
-    lab = _judging_lab(owner, judge)
-    return await on_other(lab, _loaded(lab))
-
-
 def _judging_lab(owner: EvaluateOwner, judge: Judge) -> EvaluateOwner:
     lab: EvaluateOwner = judge.lab
     if lab is None:
@@ -351,7 +371,10 @@ async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, pa
         stopped, verdicts = exc, exc.frame if isinstance(exc, BatchStoppedError) else None
     if verdicts is not None:
         for at, verdict, error in zip(answered, verdicts[VERDICT], verdicts["error"], strict=True):
-            rows[at] = _judged(rows[at], judge, verdict, error)
+            if error is None:
+                rows[at] = replace(rows[at], verdict=verdict, score=float(judge.verdicts[verdict]))
+            elif error != UNFINISHED.error:
+                rows[at] = replace(rows[at], error=f"the judge: {error}")
     if stopped is None:
         return bool(verdicts.attrs["interrupted"])
     kept = "the attribute frame of this error contains the answers"
@@ -361,56 +384,8 @@ async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, pa
     raise error from stopped
 
 
-def _judged(row: EvaluatedRow, judge: Judge, verdict: Any, error: str | None) -> EvaluatedRow:
-    if error == UNFINISHED.error:
-        return row
-    if error is not None:
-        return replace(row, error=f"the judge: {error}")
-    return replace(row, verdict=verdict, score=float(judge.verdicts[verdict]))
-
-
-async def _store(experiments: Experiments, result: Evaluation) -> None:
-    """Store an evaluation. A failure causes only a warning, so that the answers are not lost. Runs as a verb."""
-    try:
-        result.id = await in_thread(lambda: experiments.add(result))
-    except LabError as exc:
-        warnings.warn(f"the evaluation is not stored: {exc.message}", RuntimeWarning, stacklevel=2)
-    except KeyboardInterrupt:
-        warnings.warn("the evaluation is not stored, because it was interrupted", RuntimeWarning, stacklevel=2)
-
-
-def _ended(row: EvaluatedRow) -> EvaluatedRow:
-    """Return a row after judging. A row without a score gets an error."""
-    return replace(row, error=NOT_JUDGED) if row.score is None and row.error is None else row
-
-
 def _raise_first(rows: Sequence[EvaluatedRow], parameters: Mapping[str, Any], interrupted: bool) -> None:
     """Raise the first error of a row if ``errors`` is ``raise``, unless the run was interrupted."""
     failed = next((row for row in rows if row.error is not None), None)
     if failed is not None and parameters.get("errors") == "raise" and not interrupted:
         raise InvalidRequestError(f"row {failed.label!r:.80}: {failed.error}")
-
-
-def _check_answer(answer: str | None, metric: Metric, columns: Sequence[str]) -> None:
-    if answer is None:
-        if isinstance(metric, Judge) and "expected" in RowPrompts(metric.prompt).names:
-            raise InvalidRequestError(
-                "the prompt of the judge contains {expected}, but no column has expected values; pass answer=..., "
-                f"one of {', '.join(columns)}",
-                param="answer",
-            )
-        if not isinstance(metric, FunctionMetric | Judge):
-            raise InvalidRequestError(
-                f"name the column of the expected answers: answer=..., one of {', '.join(columns)}", param="answer"
-            )
-    elif answer not in columns:
-        raise InvalidRequestError(
-            f"answer names the column {answer!r:.80}, but the columns are {', '.join(columns)}", param="answer"
-        )
-
-
-def _check(parameters: Mapping[str, Any], name: object) -> None:
-    if "schema" in parameters:
-        raise InvalidRequestError(NO_SCHEMA, param="schema")
-    if not isinstance(name, str):
-        raise InvalidRequestError(f"name is {name!r:.40}; it must be a string", param="name")

@@ -11,9 +11,10 @@ import functools
 import html
 import os
 import socket
+import types
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
-    from lmx_lab.notebook.display import LabDisplay
     from lmx_lab.notebook.local import LocalServer, LoopChoice, LoopMode
     from lmx_lab.panels.events import EventsPanel
     from lmx_lab.panels.metrics import MetricsPanel
@@ -372,7 +372,7 @@ class Lab(
         """
         body = rerank_body(query, documents, top_n=top_n, model=model, truncate=truncate)
         ranking = await on_loop(self._backend.rerank(body))
-        return RerankResult(body.query, body.texts, ranking, show=self._show_ranking)
+        return RerankResult(ranking, show=self._show_ranking)
 
     rerank = blocking(_rerank)
     arerank = awaited(_rerank)
@@ -482,18 +482,13 @@ class Lab(
             InvalidRequestError: there is no panel of this name.
             MissingPackageError: anywidget or ipywidgets is not installed.
         """
-        widget = self._display().panel(names)
+        widget = self._layout().compose_panels(self.workbench, names)
         self._server.panels_shown()
         return widget
 
     def metrics(self) -> MetricsPanel:
         """Return the live measurements; ``.df`` has those of the last 15 minutes as a data frame."""
-        panel = self._display().metrics()
-        self._server.panels_shown()
-        return panel
-
-    def _events_panel(self) -> EventsPanel:
-        return self._display().events()
+        return cast("MetricsPanel", self.panel("metrics"))
 
     def snapshot(self) -> Snapshot:
         """Return the lab at this moment: server, models, measurements, versions, machine."""
@@ -509,7 +504,7 @@ class Lab(
             InvalidRequestError: the path cannot be written.
         """
         history = self.workbench.history
-        sections = self._display().sections() if self.workbench.panels else []
+        sections = self._layout().report_sections(self.workbench) if self.workbench.panels else []
         text = report_html(self.snapshot(), history.samples, history.requests, sections)
         return write_report(path, text)
 
@@ -523,32 +518,36 @@ class Lab(
         """Return the compact models panel, and the facts for other frontends and for saved notebooks."""
         facts = {"text/plain": repr(self), "text/html": self._repr_html_()}
         try:
-            display = self._display()
+            return self._layout().card(self.workbench, facts, **options)
         except MissingPackageError:
             return facts
-        return display.card(facts, **options)
 
     def _ipython_display_(self) -> None:
         try:
-            display = self._display()
+            self._layout()
         except MissingPackageError:
             raise NotImplementedError from None  # IPython then uses the MIME bundle.
-        display.show(self._repr_mimebundle_(), self._repr_html_)
+        self.workbench.static_views.show(self._repr_mimebundle_(), self._repr_html_)
 
     def _show_ranking(self, result: RerankResult) -> None:
-        """Display a ranking as a widget; raises as ``_display``."""
-        self._display().show_ranking(result)
+        """Display a ranking as a table that can be sorted; the same widget each time. Raises as ``_layout``."""
+        layout = self._layout()
+        if result.widget is None or result.widget.comm is None:
+            result.widget = layout.RerankPanel(self.workbench, result=result.ranking)
+        widget, metadata = result.widget._repr_mimebundle_() or ({}, {})
+        bundle = {**widget, "text/plain": repr(result), "text/html": result._repr_html_()}
+        self.workbench.static_views.show((bundle, metadata))
 
-    def _display(self) -> LabDisplay:
-        """Return the widgets of this lab.
+    def _layout(self) -> types.ModuleType:
+        """Return the module that creates the widgets.
 
         Raises:
             MissingPackageError: anywidget or ipywidgets is not installed.
         """
         with optional_imports("a panel"):
             # Imported here, because widgets are optional, and a server without a notebook does not need them.
-            from lmx_lab.notebook.display import LabDisplay
-        return LabDisplay(self.workbench)
+            from lmx_lab.panels import layout
+        return layout
 
     # A server in this process
 
@@ -628,7 +627,8 @@ class Lab(
             DaemonRunningError: another process runs a daemon in this home; the lab keeps running.
             HostingError: the daemon could not be started; the lab keeps running.
         """
-        return self.server.start_daemon(self.workbench, self._events_panel, explicit_port=explicit_port, tools=tools)
+        show = lambda: cast("EventsPanel", self.panel("events"))  # noqa: E731
+        return self.server.start_daemon(self.workbench, show, explicit_port=explicit_port, tools=tools)
 
 
 def facts_html(facts: Mapping[str, str]) -> str:

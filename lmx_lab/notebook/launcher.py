@@ -40,15 +40,10 @@ SHOWN_S = 0.1
 """A stage that takes at least this time is shown."""
 
 
-def _registry() -> types.ModuleType:
-    # A module without a file, which autoreload does not reload, so that a cell that is run again finds the lab.
-    registry = sys.modules.setdefault("_lmx_lab_registry", types.ModuleType("_lmx_lab_registry"))
-    for name, value in (("lab", None), ("workbench", None), ("lock", threading.RLock()), ("starting", False)):
-        registry.__dict__.setdefault(name, value)
-    return registry
-
-
-_REGISTRY: Any = _registry()
+# A module without a file, which autoreload does not reload, so that a cell that is run again finds the lab.
+_REGISTRY: Any = sys.modules.setdefault("_lmx_lab_registry", types.ModuleType("_lmx_lab_registry"))
+for _name, _value in (("lab", None), ("workbench", None), ("lock", threading.RLock()), ("starting", False)):
+    vars(_REGISTRY).setdefault(_name, _value)
 
 
 def launch(
@@ -97,7 +92,10 @@ def launch(
         lab = before = current()
         if lab is None or not _fits(lab, chosen, loop, explicit=explicit):
             if before is not None and daemon:
-                _check_daemon(before, chosen, explicit=explicit_daemon_port)
+                # Imported here, because MCP takes half a second to import.
+                from lmx_lab.daemon.daemon import check_daemon
+
+                check_daemon(chosen, explicit_port=explicit_daemon_port, replaced=before.daemon)
             lab = _replace(chosen, loop, spec, explicit=explicit, stages=stages)
     stages.end("the server")
     lab.pin_encoders()
@@ -107,7 +105,12 @@ def launch(
         stages.end(spec.model)
     if daemon:
         # Last, because turns that were interrupted by the daemon's last stop start immediately, and need the model.
-        _start_daemon(lab, before, explicit=explicit_daemon_port)
+        tools = before.server.daemon_tools if before is not None else None
+        with _exclusive_launch():
+            try:
+                lab.start_daemon(explicit_port=explicit_daemon_port, tools=tools)
+            except DaemonRunningError as exc:
+                raise DaemonRunningError(f"{exc.message}. The lab itself is running at {lab.url}") from None
         stages.end("the daemon")
     stages.show_if_slow()
     return lab
@@ -138,7 +141,9 @@ class LaunchStages:
 
 
 def _read_settings(lan: bool, port: int | None, settings: Mapping[str, Any]) -> Settings:
-    _check_names(settings)
+    names = [*inspect.signature(launch).parameters][:-1] + [each.name for each in fields(Settings)]
+    if unknown := settings.keys() - set(names):
+        raise ArgumentError.unknown("launch", min(unknown), names)
     on_lan = {"host": "0.0.0.0"} if lan is True else {}
     chosen = Settings.read(port=port, **{**on_lan, **settings})
     if lan not in (True, False) or (lan and not is_lan(chosen.host)):
@@ -146,27 +151,6 @@ def _read_settings(lan: bool, port: int | None, settings: Mapping[str, Any]) -> 
             f"lan is {lan!r} and host is {chosen.host!r}, which contradict each other; omit one of them", param="lan"
         )
     return chosen
-
-
-def _check_names(settings: Mapping[str, object]) -> None:
-    names = [*inspect.signature(launch).parameters][:-1] + [each.name for each in fields(Settings)]
-    if unknown := settings.keys() - set(names):
-        raise ArgumentError.unknown("launch", min(unknown), names)
-
-
-def _check_daemon(old: Lab, settings: Settings, *, explicit: bool) -> None:
-    # Imported here, because MCP takes half a second to import.
-    from lmx_lab.daemon.daemon import check_daemon
-
-    check_daemon(settings, explicit_port=explicit, replaced=old.daemon)
-
-
-def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
-    with _exclusive_launch():
-        try:
-            lab.start_daemon(explicit_port=explicit, tools=before.server.daemon_tools if before is not None else None)
-        except DaemonRunningError as exc:
-            raise DaemonRunningError(f"{exc.message}. The lab itself is running at {lab.url}") from None
 
 
 @contextlib.contextmanager
@@ -246,7 +230,8 @@ def _replace(
 
 def _reserve_port(settings: Settings, old: Lab | None, *, explicit: bool) -> socket.socket | None:
     """Return a listening socket for a new lab; None if it takes over the port of the old lab."""
-    if old is None or not _keeps_port(old, settings, explicit=explicit):
+    any_port = not explicit or settings.port == 0
+    if old is None or not (settings.port == old.port or (any_port and settings.port == old.settings.port)):
         return bind(settings.host, settings.port, explicit=explicit)
     bind(settings.host, 0, explicit=True).close()
     if explicit and settings.port != 0 and not is_lan(old.settings.host):
@@ -323,11 +308,6 @@ def _start(lab: Lab, sock: socket.socket | None, old: Lab | None) -> None:
     _REGISTRY.lab = lab
     # The existing panels of the notebook show the new lab.
     _REGISTRY.workbench = lab.take_over(_REGISTRY.workbench)
-
-
-def _keeps_port(old: Lab, settings: Settings, *, explicit: bool) -> bool:
-    any_port = not explicit or settings.port == 0
-    return settings.port == old.port or (any_port and settings.port == old.settings.port)
 
 
 def _stop(old: Lab) -> None:

@@ -43,8 +43,8 @@ class LiveText:
         elif isinstance(result, str):
             self._send(_bundle("", result))
         else:
-            data, metadata = _format(result)
-            self._send(data, metadata)
+            shell: Any = get_ipython()
+            self._send(*shell.display_formatter.format(result))
         self._shown = self._latest
 
     def __enter__(self) -> Self:
@@ -69,12 +69,6 @@ class LiveText:
         is_update = self._display_id is not None
         self._display_id = self._display_id or uuid4().hex
         publish_display_data(data, metadata, transient={"display_id": self._display_id}, update=is_update)  # type: ignore[no-untyped-call]
-
-
-def _format(result: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    shell: Any = get_ipython()
-    formatted: tuple[dict[str, Any], dict[str, Any]] = shell.display_formatter.format(result)
-    return formatted
 
 
 def _bundle(reasoning: str, text: str) -> dict[str, str]:

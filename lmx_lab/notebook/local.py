@@ -13,12 +13,12 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from lmx_lab.backend import AnswerCost, AnswerRecorder, DocumentRanking, Progress, ServerState
+from lmx_lab.backend import AnswerCost, AnswerRecorder, Progress, Ranking, ServerState
 from lmx_lab.engine import Answer, Caller, GenerationRequest, ModelManager, TextPrompt
 from lmx_lab.engine.registry import engine_for
 from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
@@ -33,7 +33,7 @@ from lmx_lab.portal import HostedLoop, LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.admin import model_records
 from lmx_lab.server.embeddings import embedding_request
-from lmx_lab.server.events import ServerEvent, sample
+from lmx_lab.server.events import sample
 from lmx_lab.server.recording import request_to_json
 from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.tracing import trace_request
@@ -165,7 +165,8 @@ class LocalServer(LabServer):
             # Registered after the engine's own function, and therefore called before it: requests end first.
             atexit.register(self._stop_at_exit)
             announcement = self._new_announcement()
-            self._host = await on_loop(self._serve(sock))
+            max_bytes, pong_s = self.settings.max_body_bytes, self.settings.slow_client_s
+            self._host = await on_loop(serve(self.services.asgi, sock, ws_max_bytes=max_bytes, ws_pong_s=pong_s))
             if announcement is not None:
                 self._announcement = announcement
                 self.announced_name = await in_thread(announcement.start)
@@ -186,12 +187,6 @@ class LocalServer(LabServer):
             port=self.addresses.port,
             addresses=self.addresses.lan_names,
             key_needed=settings.api_key is not None,
-        )
-
-    async def _serve(self, sock: socket.socket) -> RunningServer:
-        settings = self.settings
-        return await serve(
-            self.services.asgi, sock, ws_max_bytes=settings.max_body_bytes, ws_pong_s=settings.slow_client_s
         )
 
     async def stop(self) -> None:
@@ -343,13 +338,14 @@ class LocalServer(LabServer):
     def facts(self) -> dict[str, str]:
         """Return the name and the value of each line that describes the lab."""
         now, daemon = self.engine.snapshot, self.running_daemon
+        model = "none loaded" if now.model is None else f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)"
         facts = {
             "LMX Lab": f"running on {self.place}" if self.running else "stopped",
             "address": self.url,
             "LAN address": next(iter(self.addresses.lan_urls), ""),
             "announced as": self.announced_name,
             "browser address": self.addresses.proxy_url or self.addresses.browser_step or "",
-            "model": _model_fact(now),
+            "model": f"{model}, {now.unloading}" if now.unloading is not None else model,
             "engine": with_reason(engine_for(now.entry.format).name, now.entry.engine_reason) if now.entry else "",
             "capacity": capacity_in_words(now.slots, now.context_length),
             "daemon": daemon.url if daemon is not None else "",
@@ -363,13 +359,6 @@ class LocalServer(LabServer):
 
     def panels_shown(self) -> None:
         """Does nothing: the registry of launched labs keeps the server."""
-
-
-def _model_fact(now: EngineSnapshot) -> str:
-    if now.model is None:
-        return "none loaded"
-    loaded = f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)"
-    return f"{loaded}, {now.unloading}" if now.unloading is not None else loaded
 
 
 def choose_loop(loop: LoopChoice) -> LoopMode:
@@ -487,8 +476,14 @@ class LocalBackend:
     async def _report_progress(self, work: Coroutine[Any, Any, T], progress: Progress | None) -> T:
         if progress is None:
             return await work
+
+        async def report() -> None:
+            async for event in events:
+                if isinstance(event, ModelEvent):
+                    progress(event)
+
         with self._services.feed.subscribe() as events:
-            reporting = asyncio.create_task(_report(events, progress), name="report the progress of a load or unload")
+            reporting = asyncio.create_task(report(), name="report the progress of a load or unload")
             try:
                 return await work
             finally:
@@ -510,9 +505,11 @@ class LocalBackend:
         vectors = (await self._services.inference.embed(embedding_request(body), local=True)).vectors
         return vectors[0] if body.is_single else vectors
 
-    async def rerank(self, body: RerankBody) -> DocumentRanking:
+    async def rerank(self, body: RerankBody) -> Ranking:
         ranking = await self._services.inference.rerank(rerank_request(body), local=True)
-        return DocumentRanking(
+        return Ranking(
+            query=body.query,
+            documents=body.texts,
             order=tuple((index, float(ranking.scores[index])) for index in ranking.order(body.top_n)),
             model=ranking.report.model,
             method=ranking.method,
@@ -587,9 +584,3 @@ class LocalBackend:
         if self._server.stopped:
             raise HostingError("this server was stopped; run the launch cell again")
         return self._server.services
-
-
-async def _report(events: AsyncIterator[ServerEvent], progress: Progress) -> None:
-    async for event in events:
-        if isinstance(event, ModelEvent):
-            progress(event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import contextlib
 import contextvars
 import re
 import shlex
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from IPython.core.error import UsageError
@@ -170,28 +171,23 @@ def start_thread(work: Callable[[], Any]) -> Future[Outcome]:
     # Not asyncio.to_thread: the interpreter waits for the threads of that pool before it exits.
     outcome: Future[Outcome] = Future()
     outcome.set_running_or_notify_cancel()
-    context = contextvars.copy_context()
 
     def main() -> None:
-        context.run(lambda: outcome.set_result(_outcome(work)))
+        # The exception is part of the result, because a future does not accept every exception, such as StopIteration.
+        try:
+            result: Outcome = work(), None
+        except BaseException as exc:
+            trace = exc.__traceback__
+            # The frames of this module precede those of the cell.
+            while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+                trace = trace.tb_next
+            result = None, exc.with_traceback(trace)
+        outcome.set_result(result)
 
-    threading.Thread(target=main, name="lmx-lab-offload", daemon=True).start()
+    # The context of the caller selects the cell of the output, also in the callbacks of the result.
+    run = contextvars.copy_context().run
+    threading.Thread(target=run, args=(main,), name="lmx-lab-offload", daemon=True).start()
     return outcome
-
-
-def _outcome(work: Callable[[], Any]) -> Outcome:
-    # The exception is part of the result, because a future does not accept every exception, such as StopIteration.
-    try:
-        return work(), None
-    except BaseException as exc:
-        return None, exc.with_traceback(_without_own_frames(exc.__traceback__))
-
-
-def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Remove the frames of this module, which precede those of the cell."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
 
 
 def _print_late_error(outcome: Future[Outcome]) -> None:
@@ -223,12 +219,13 @@ class QuestionTransformer:
         # The text below a cell magic belongs to that magic.
         if lines and lines[0].startswith("%%"):
             return lines
-        return QUESTION.sub(self._call, "".join(lines)).splitlines(keepends=True)
 
-    def _call(self, match: re.Match[str]) -> str:
-        if match["text"] is None:
-            return match[0]
-        return f"{match['before']}get_ipython().run_line_magic('lmx', {match['text']!r})"
+        def transform(match: re.Match[str]) -> str:
+            if match["text"] is None:
+                return match[0]
+            return f"{match['before']}get_ipython().run_line_magic('lmx', {match['text']!r})"
+
+        return QUESTION.sub(transform, "".join(lines)).splitlines(keepends=True)
 
 
 @magics_class
@@ -275,7 +272,14 @@ class LabMagics(Magics):
         An answer is displayed while it is generated. The result is a ``Reply``, or the table of answers, also as ``_``.
         """
         try:
-            return self._verb(line.strip()) if cell is None else self._prompt(line, cell)
+            if cell is not None:
+                return self._prompt(line, cell)
+            word, _, text = line.strip().partition(" ")
+            if word == "ask":
+                # Not parsed as arguments, because a text may contain apostrophes.
+                return self._ask(text)
+            options = _parse(LINE, line.strip())
+            return getattr(self, f"_{options.pop('verb') or 'show'}")(**options)
         except LabError as exc:
             # The message names the next step; a traceback into this package does not help the reader of a notebook.
             raise UsageError(exc.message) from exc
@@ -286,8 +290,11 @@ class LabMagics(Magics):
             return self._map(cell, options.pop("map"), **options)
         if misplaced := [name for name in ("column", "into", "cache") if name in options]:
             raise UsageError(f"--{misplaced[0]} needs --map, the name of a data frame (%lmx? shows the options)")
-        prompt = cell if options.pop("raw", False) else self._expand(cell)
-        return self._ask(prompt, **options)
+        if not options.pop("raw", False):
+            # Like IPython's own magics: text that cannot be formatted is left unchanged.
+            with contextlib.suppress(Exception):
+                cell = DollarFormatter().vformat(cell, args=[], kwargs=self._shell.user_ns)
+        return self._ask(cell, **options)
 
     def _map(self, cell: str, name: str, *, column: str | None = None, into: str | None = None, **options: Any) -> Any:
         """Answer a prompt for each row of a variable of the notebook, and return the table of answers."""
@@ -311,15 +318,6 @@ class LabMagics(Magics):
         if into is not None:
             rows[into] = answers["answer"].array
         return answers
-
-    def _verb(self, line: str) -> Any:
-        word, _, text = line.partition(" ")
-        if word == "ask":
-            # Not parsed as arguments, because a text may contain apostrophes.
-            return self._ask(text)
-        options = _parse(LINE, line)
-        verb = options.pop("verb")
-        return getattr(self, f"_{verb or 'show'}")(**options)
 
     def _show(self) -> Lab | None:
         lab = lmx_lab.current()
@@ -358,13 +356,6 @@ class LabMagics(Magics):
         # The reply is displayed next, as the value of the cell.
         cast(Any, self._shell).display_pub.clear_output(wait=True)
         return stream.reply
-
-    def _expand(self, text: str) -> str:
-        try:
-            return DollarFormatter().vformat(text, args=[], kwargs=self._shell.user_ns)
-        except Exception:
-            # Like IPython's own magics: text that cannot be formatted is left unchanged.
-            return text
 
     @property
     def _shell(self) -> InteractiveShell:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -139,15 +138,22 @@ class MapVerbs:
             BatchStoppedError: no further row can be answered. The attribute ``frame`` contains the complete answers.
             MissingPackageError: the answers are returned as a table, and pandas is not installed.
         """
-        source, prompts = _read_rows(frame, prompt)
-        columns = None if schema is None else _read_schema(schema)
+        source, prompts = read_source(frame), RowPrompts(prompt)
+        if source.columns is not None:
+            prompts.check(source.columns)
+        columns, typed = None, dict[str, Any]()
+        if schema is not None:
+            columns = TypedColumns.of(schema)
+            check_names(columns)
+            json_schema = {"name": "row", "schema": dict(columns.json_schema)}
+            typed = {"response_format": {"type": "json_schema", "json_schema": json_schema}}
         check_parameters(parameters, n=n, seed=seed, errors=errors, retry=retry)
         find = partial(loaded_model, hashed=cache is not None)
         loaded, others = await on_loop(same_models(backends_of(self, labs), find))
         options = BatchOptions(
             prompts=prompts,
-            make_request=request_maker({**parameters, "model": loaded.id, **_format(columns)}),
-            parameters=frozenset([*parameters, *_format(columns)]),
+            make_request=request_maker({**parameters, "model": loaded.id, **typed}),
+            parameters=frozenset([*parameters, *typed]),
             columns=columns,
             n=n,
             seed=seed,
@@ -168,23 +174,28 @@ async def answer_all(
     run: BatchRun, source: RowSource, columns: TypedColumns | None, cache: AnswerCache | None, workbench: Workbench
 ) -> Any:
     """Answer all rows, close the cache, and return the table. Runs as a verb."""
-    interrupted = False
+    interrupted, total, started_at = False, len(source.index) * run.options.n, time.monotonic()
     try:
-        with _progress(workbench, run, len(source.index) * run.options.n) as show:
+        with counter("map") as bar:
             while run.read():
                 await on_loop(run.step())
-                show()
+                elapsed_s = max(time.monotonic() - started_at, 1e-3)
+                errors = f", {run.errors} errors" if run.errors else ""
+                text = f"{run.done / elapsed_s:.1f} answers/s, {run.output_tokens / elapsed_s:.0f} tok/s{errors}"
+                bar.show(text, run.done, total)
+                workbench.job = f"Map, {run.done} of {total}: {text}"
     except KeyboardInterrupt:
         interrupted = True
     except BatchStoppedError as exc:
         exc.frame = _answers_of(run, source, columns)
         raise
     finally:
+        workbench.job = ""
         try:
             await on_loop(run.stop())
         finally:
             if cache is not None:
-                cache.close()
+                await in_thread(cache.close)
     table = _answers_of(run, source, columns)
     if source.library is None:
         table.attrs["interrupted"] = interrupted
@@ -215,38 +226,6 @@ def backends_of(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
     return list(backends.values())
 
 
-@contextmanager
-def _progress(workbench: Workbench, run: BatchRun, total: int) -> Iterator[Any]:
-    """Yield a function that shows the progress as a bar and in the metrics panel."""
-    started_at = time.monotonic()
-    with counter("map") as bar:
-
-        def show() -> None:
-            elapsed_s = max(time.monotonic() - started_at, 1e-3)
-            errors = f", {run.errors} errors" if run.errors else ""
-            text = f"{run.done / elapsed_s:.1f} answers/s, {run.output_tokens / elapsed_s:.0f} tok/s{errors}"
-            bar.show(text, run.done, total)
-            workbench.job = f"Map, {run.done} of {total}: {text}"
-
-        try:
-            yield show
-        finally:
-            workbench.job = ""
-
-
-def _read_rows(frame: Any, prompt: PromptSource) -> tuple[RowSource, RowPrompts]:
-    source, prompts = read_source(frame), RowPrompts(prompt)
-    if source.columns is not None:
-        prompts.check(source.columns)
-    return source, prompts
-
-
-def _read_schema(schema: Schema) -> TypedColumns:
-    columns = TypedColumns.of(schema)
-    check_names(columns)
-    return columns
-
-
 def request_maker(fields: Mapping[str, Any]) -> MakeRequest:
     """Return the function that creates the request for a prompt.
 
@@ -259,13 +238,6 @@ def request_maker(fields: Mapping[str, Any]) -> MakeRequest:
 
     make_request("x")
     return make_request
-
-
-def _format(columns: TypedColumns | None) -> Mapping[str, Any]:
-    if columns is None:
-        return {}
-    schema = {"name": "row", "schema": dict(columns.json_schema)}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def check_parameters(

@@ -58,7 +58,10 @@ class ProbeVerbs:
             NotLoadedError: no chat model is loaded.
             InvalidRequestError: an argument is invalid, the model does not have the layer, or both means are equal.
         """
-        groups = {"positive": _texts(positive, "positive"), "negative": _texts(negative, "negative")}
+        # In another thread, because recorded requests read their answers from the recording.
+        groups = await in_thread(
+            lambda: {"positive": _texts(positive, "positive"), "negative": _texts(negative, "negative")}
+        )
         residuals = await on_loop(Residuals.of(self._backend, [layer], position))
         weights = await on_loop(self._backend.weights_of(residuals.model))
         found: dict[str, list[Vectors]] = {name: [] for name in groups}
@@ -102,7 +105,7 @@ class ProbeVerbs:
             StorageFullError: the activations need more space than the disk has.
             MissingPackageError: scikit-learn is not installed.
         """
-        values, classes = _texts(texts, "texts"), _items(labels, "labels")
+        values, classes = await in_thread(lambda: _texts(texts, "texts")), _items(labels, "labels")
         if len(values) != len(classes):
             raise InvalidRequestError(
                 f"there are {len(values)} texts and {len(classes)} labels; pass one label for each text", param="labels"
@@ -121,24 +124,19 @@ class ProbeVerbs:
                 if (part := run.of(activations.texts)) is None:
                     raise
                 run = part
-        return await _trained(run, activations)
+        accuracies: dict[int, list[float]] = {}
+        with counter("probe") as bar:
+            try:
+                for trained in activations.layers:
+                    accuracies[trained] = await in_thread(partial(run.accuracies, activations.of(trained)))
+                    bar.show(f"layer {trained}", len(accuracies), len(activations.layers))
+            except KeyboardInterrupt:
+                if not accuracies:
+                    raise
+        return Probe(accuracies, run, activations)
 
     probe = blocking(_probe)
     aprobe = awaited(_probe)
-
-
-async def _trained(run: ProbeRun, activations: LayerActivations) -> Probe:
-    """Train the classifiers, and return the probe; if training is interrupted, with the layers that are complete."""
-    accuracies: dict[int, list[float]] = {}
-    with counter("probe") as bar:
-        try:
-            for layer in activations.layers:
-                accuracies[layer] = await in_thread(partial(run.accuracies, activations.of(layer)))
-                bar.show(f"layer {layer}", len(accuracies), len(activations.layers))
-        except KeyboardInterrupt:
-            if not accuracies:
-                raise
-    return Probe(accuracies, run, activations)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +170,21 @@ class Residuals:
             )
         hooks = HookTable(await backend.trace(trace_body({"kind": "hooks"})))
         shapes = {int(match[1]): hooks[name] for name in hooks if (match := RESIDUAL.fullmatch(name))}
-        is_all = isinstance(layers, str) and layers == "all"
-        indices = list(shapes) if is_all else _layers(layers, hooks.model, len(shapes))
+        indices = list(shapes)
+        if not (isinstance(layers, str) and layers == "all"):
+            is_list = integer(layers) is None and isinstance(layers, Iterable) and not isinstance(layers, str)
+            found: set[int] = set()
+            for item in layers if is_list else [layers]:  # type: ignore[attr-defined]
+                if (layer := integer(item)) is None or not 0 <= layer < len(shapes):
+                    raise InvalidRequestError(
+                        f"layer is {item!r:.40}; pass an index from 0 to {len(shapes) - 1}, because {hooks.model} has "
+                        f"{len(shapes)} layers",
+                        param="layer",
+                    )
+                found.add(layer)
+            if not found:
+                raise InvalidRequestError("layer is empty; pass at least one index", param="layer")
+            indices = sorted(found)
         width = int(shapes[indices[0]][-1])
         return cls(backend=backend, model=hooks.model, layers=indices, width=width, position=cast("Position", at))
 
@@ -240,28 +251,3 @@ def _texts(given: object, name: str) -> list[Traced]:
     if not found:
         raise InvalidRequestError(f"{name} is empty; pass at least one text", param=name)
     return found
-
-
-def _layers(given: object, model: str, count: int) -> list[int]:
-    """Return the indices of layers in ascending order, without duplicates.
-
-    Args:
-        given: One index or several.
-        count: Number of layers of the model.
-
-    Raises:
-        InvalidRequestError: a value is not an index, the model does not have the layer, or the list is empty.
-    """
-    single = integer(given)
-    is_list = single is None and isinstance(given, Iterable) and not isinstance(given, str)
-    found: set[int] = set()
-    for item in given if is_list else [given]:  # type: ignore[attr-defined]
-        if (layer := integer(item)) is None or not 0 <= layer < count:
-            raise InvalidRequestError(
-                f"layer is {item!r:.40}; pass an index from 0 to {count - 1}, because {model} has {count} layers",
-                param="layer",
-            )
-        found.add(layer)
-    if not found:
-        raise InvalidRequestError("layer is empty; pass at least one index", param="layer")
-    return sorted(found)

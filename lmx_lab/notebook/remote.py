@@ -11,15 +11,15 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from lmx_lab.backend import AnswerCost, AnswerRecorder, AnswerStream, DocumentRanking, Progress, ServerState
-from lmx_lab.client import AsyncLabClient, LabEvent, Remark, as_array
+from lmx_lab.backend import AnswerCost, AnswerRecorder, AnswerStream, Progress, Ranking, ServerState, next_or_none
+from lmx_lab.client import AsyncLabClient, Remark, as_array
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
 from lmx_lab.notebook.arguments import Prompt
 from lmx_lab.notebook.discovery import find_address, is_name
@@ -35,7 +35,7 @@ from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, NotReady, Ready, RequestEvent, Sample
 from lmx_lab.wire.base import ANY_MODEL
-from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
+from lmx_lab.wire.chat import ChatChunk, ChatRequest, TokenLogprobs, TopLogprob
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import StreamOptions, Timings
@@ -92,7 +92,8 @@ class RemoteAnswer:
         Raises:
             LabError: the server has refused the request.
         """
-        self._ahead = await self._portal.call(self._next_part())
+        if self._parts is not None:
+            self._ahead = await self._portal.call(next_or_none(self._parts))
 
     def __aiter__(self) -> Self:
         return self
@@ -102,19 +103,27 @@ class RemoteAnswer:
         while not isinstance(part, ChatChunk):
             if isinstance(part, Remark):
                 self.status = part.text
-            if (part := await self._portal.call(self._next_part())) is None:
+            if self._parts is None or (part := await self._portal.call(next_or_none(self._parts))) is None:
                 raise StopAsyncIteration
-        return self._read(part)
-
-    async def _next_part(self) -> ChatChunk | Remark | None:
-        return await anext(self._parts, None) if self._parts is not None else None
-
-    def _read(self, chunk: ChatChunk) -> Delta:
-        self._last = chunk
-        for choice in chunk.choices:
+        self._last = part
+        for choice in part.choices:
             self._finish_reason = choice.finish_reason or self._finish_reason
-        self._timings = chunk.timings or self._timings
-        delta = _delta(chunk.choices[0]) if chunk.choices else Delta(text="", tokens=0)
+        self._timings = part.timings or self._timings
+        # The number of tokens is 0, because servers do not send it.
+        delta = Delta(text="", tokens=0)
+        if part.choices:
+            piece, logprobs = part.choices[0].delta, part.choices[0].logprobs
+            calls = [
+                ToolCallDelta(index=each.index, id=each.id, name=each.function.name, arguments=each.function.arguments)
+                for each in piece.tool_calls or ()
+            ]
+            delta = Delta(
+                text=piece.content or "",
+                tokens=0,
+                logprobs=tuple(map(_logprob, logprobs.content)) if logprobs else (),
+                reasoning=piece.reasoning_content or "",
+                tool_calls=tuple(calls),
+            )
         if self._first_at is None and delta.has_content:
             self._first_at = perf_counter()
         return delta
@@ -142,18 +151,6 @@ class RemoteAnswer:
         self._parts = None
 
 
-def _delta(choice: ChunkChoice) -> Delta:
-    """Convert a piece of an answer. Its number of tokens is 0, because servers do not send it."""
-    delta = choice.delta
-    return Delta(
-        text=delta.content or "",
-        tokens=0,
-        logprobs=tuple(map(_logprob, choice.logprobs.content)) if choice.logprobs else (),
-        reasoning=delta.reasoning_content or "",
-        tool_calls=tuple(_calls(delta)),
-    )
-
-
 def _logprob(token: TopLogprob) -> TokenLogprob:
     top, named = (token.top_logprobs, token.logprob_tokens) if isinstance(token, TokenLogprobs) else ((), ())
     return TokenLogprob(
@@ -164,12 +161,6 @@ def _logprob(token: TopLogprob) -> TokenLogprob:
         top=tuple(map(_logprob, top)),
         named=tuple(map(_logprob, named or ())),
     )
-
-
-def _calls(delta: ChoiceDelta) -> Iterator[ToolCallDelta]:
-    for call in delta.tool_calls or ():
-        function = call.function
-        yield ToolCallDelta(index=call.index, id=call.id, name=function.name, arguments=function.arguments)
 
 
 class RemoteBackend:
@@ -206,21 +197,19 @@ class RemoteBackend:
             now = {"state": "lagging", "note": note}
         loaded = [record for record in self._records.models if record.loaded] if self._records else []
         model = next((record.id for record in loaded if not record.pinned), None)
+        unloading, received_at = self._unloading
+        if unloading is not None and unloading.seconds_left is not None:
+            left_s = unloading.seconds_left - int(time.monotonic() - received_at)
+            unloading = replace(unloading, seconds_left=max(0, left_s))
         return ServerState(
             place="another process or machine",
             url=self._client.url,
             disk=f"the disk of {urlsplit(self._client.url).netloc}",
             model=model,
             pinned=tuple(record.id for record in loaded if record.pinned),
-            unloading=self._unloading_now() if model is not None else None,
+            unloading=unloading if model is not None else None,
             **now,
         )
-
-    def _unloading_now(self) -> Unloading | None:
-        state, received_at = self._unloading
-        if state is None or state.seconds_left is None:
-            return state
-        return replace(state, seconds_left=max(0, state.seconds_left - int(time.monotonic() - received_at)))
 
     def sample(self) -> Sample | None:
         return self._sample if self.state().state == "running" else None
@@ -231,23 +220,20 @@ class RemoteBackend:
         events = self._client.events(["models", "requests", "samples"])
         try:
             await self.models()
-            while (event := await self._portal.call(_next_event(events))) is not None:
-                await self._receive(event)
+            while (event := await self._portal.call(next_or_none(events))) is not None:
+                self._problem, self._received_at = "", time.monotonic()
+                if isinstance(event, Sample):
+                    self._sample = event
+                elif isinstance(event, ModelEvent) and event.stage == "unloading":
+                    self._unloading = event.unloading, self._received_at
+                elif isinstance(event, ModelEvent) and event.stage in ("loaded", "unloaded", "failed"):
+                    await self.models()
                 if isinstance(event, ModelEvent | RequestEvent):
                     yield event
             self._problem = f"{self._client.url} has closed the connection; the server may be stopping."
         except LabError as exc:
             self._problem = f"{exc.message.rstrip('.')}."
             raise
-
-    async def _receive(self, event: LabEvent) -> None:
-        self._problem, self._received_at = "", time.monotonic()
-        if isinstance(event, Sample):
-            self._sample = event
-        elif isinstance(event, ModelEvent) and event.stage == "unloading":
-            self._unloading = event.unloading, self._received_at
-        elif isinstance(event, ModelEvent) and event.stage in ("loaded", "unloaded", "failed"):
-            await self.models()
 
     # Models
 
@@ -277,7 +263,7 @@ class RemoteBackend:
         )
 
     async def cancel_load(self, model: str) -> None:
-        await self._portal.call(self._client.unload(model))
+        await self._portal.call(self._client.cancel_load(model))
 
     async def unload(
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
@@ -300,10 +286,12 @@ class RemoteBackend:
         vectors = as_array(answer)
         return vectors[0] if body.is_single else vectors
 
-    async def rerank(self, body: RerankBody) -> DocumentRanking:
+    async def rerank(self, body: RerankBody) -> Ranking:
         body = body.model_copy(update={"return_documents": False})
         answer = await self._portal.call(self._client.rerank(body))
-        return DocumentRanking(
+        return Ranking(
+            query=body.query,
+            documents=body.texts,
             order=tuple((item.index, item.relevance_score) for item in answer.results),
             model=answer.model,
             method=answer.method,
@@ -367,26 +355,23 @@ class RemoteBackend:
                 f"{self._client.url} did not return the log-probabilities of a prompt, unlike an LMX Lab server; check "
                 "the address"
             )
-        tops = scores.top_logprobs
+        tops = [
+            tuple(
+                TokenLogprob(token=None, text=text, bytes=token_bytes(text), logprob=logprob)
+                for text, logprob in sorted((top or {}).items(), key=lambda item: -item[1])
+            )
+            for top in scores.top_logprobs
+        ]
         return [
             TokenLogprob(
                 token=tokens[at],
                 text=scores.tokens[at],
                 bytes=token_bytes(scores.tokens[at]),
                 logprob=scores.token_logprobs[at],
-                top=tuple(_alternatives(tops[at] or {})),
+                top=tops[at],
             )
             for at in range(start, len(tokens))
         ]
-
-
-def _alternatives(top: Mapping[str, float]) -> Iterator[TokenLogprob]:
-    for text, logprob in sorted(top.items(), key=lambda item: -item[1]):
-        yield TokenLogprob(token=None, text=text, bytes=token_bytes(text), logprob=logprob)
-
-
-async def _next_event(events: AsyncGenerator[LabEvent, None]) -> LabEvent | None:
-    return await anext(events, None)
 
 
 def attach(url: str | AsyncLabClient | LabClient, *, api_key: str | None = None) -> Lab:
@@ -407,7 +392,18 @@ def attach(url: str | AsyncLabClient | LabClient, *, api_key: str | None = None)
         UnauthorizedError: the server needs a key, or another one.
     """
     if not isinstance(url, str):
-        url, api_key = _address_and_key(url, api_key)
+        # Imported here, because attaching to an address does not need it.
+        from lmx_lab.client import LabClient
+
+        if not isinstance(url, AsyncLabClient | LabClient):
+            raise InvalidRequestError(
+                f"url is {url!r:.80}; pass an address such as 'http://192.168.1.20:8400', or a client", param="url"
+            )
+        if api_key is not None:
+            raise InvalidRequestError(
+                "a client has a key of its own; leave api_key out, or pass an address", param="api_key"
+            )
+        api_key, url = url.api_key, url.url
     server = RemoteServer(find_address(url) if is_name(url) else url, api_key=api_key)
     lab = Lab.over(server, server.backend())
     try:
@@ -416,21 +412,6 @@ def attach(url: str | AsyncLabClient | LabClient, *, api_key: str | None = None)
         lab.stop()
         raise
     return lab
-
-
-def _address_and_key(client: AsyncLabClient | LabClient, api_key: str | None) -> tuple[str, str | None]:
-    # Imported here, because attaching to an address does not need it.
-    from lmx_lab.client import LabClient
-
-    if not isinstance(client, AsyncLabClient | LabClient):
-        raise InvalidRequestError(
-            f"url is {client!r:.80}; pass an address such as 'http://192.168.1.20:8400', or a client", param="url"
-        )
-    if api_key is not None:
-        raise InvalidRequestError(
-            "a client has a key of its own; leave api_key out, or pass an address", param="api_key"
-        )
-    return client.url, client.api_key
 
 
 class RemoteServer(LabServer):
@@ -531,18 +512,18 @@ class RemoteServer(LabServer):
 
     def facts(self) -> dict[str, str]:
         """Return the name and the value of each line that describes the lab."""
-        return {"LMX Lab": self._state(), "address": self.url}
-
-    def _state(self) -> str:
         if not self.running:
-            return "connection stopped"
-        try:
-            now = self._portal.run(self._ready())
-        except (LabError, TimeoutError) as exc:
-            return f"in another process, which does not answer: {exc}"
-        model = "no model ready" if isinstance(now, NotReady) else f"{now.model} ({now.vram_gb:.2f} GB)"
-        state = f", {now.unloading}" if now.unloading is not None else ""
-        return f"running in another process, version {self._version}, {model}{state}"
+            state = "connection stopped"
+        else:
+            try:
+                now = self._portal.run(self._ready())
+            except (LabError, TimeoutError) as exc:
+                state = f"in another process, which does not answer: {exc}"
+            else:
+                model = "no model ready" if isinstance(now, NotReady) else f"{now.model} ({now.vram_gb:.2f} GB)"
+                unloading = f", {now.unloading}" if now.unloading is not None else ""
+                state = f"running in another process, version {self._version}, {model}{unloading}"
+        return {"LMX Lab": state, "address": self.url}
 
     async def _ready(self) -> Ready:
         return await asyncio.wait_for(self._client.ready(), REPR_TIMEOUT_S)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel
 
-from lmx_lab.backend import AnswerCost, AnswerStream, Backend, read_answer
+from lmx_lab.backend import AnswerCost, AnswerStream, Backend, next_or_none, read_answer
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
@@ -45,7 +45,12 @@ def safe_markdown(text: str) -> str:
     """
     pieces, end = [], 0
     for match in _CODE.finditer(text):
-        pieces += [_safe_prose(text[end : match.start()]), _safe_code(match)]
+        if match["block"] is None:
+            code = f"<code>{_references(match['inline'])}</code>"
+        else:
+            # On one line, because an HTML block in a list ends where the indentation of the list ends.
+            code = f"{match['indent']}<pre><code>{_references(match['block'])}</code></pre>\n"
+        pieces += [_safe_prose(text[end : match.start()]), code]
         end = match.end()
     return "".join([*pieces, _safe_prose(text[end:])])
 
@@ -54,19 +59,6 @@ def _safe_prose(text: str) -> str:
     text = text.replace("&", "&amp;").replace("<", "&lt;")
     # "](" and "]:" belong to links, images and link definitions, "][" to references.
     return re.sub(r"\](?=[(:\[])", "&#93;", text)
-
-
-def _safe_code(match: re.Match[str]) -> str:
-    if match["block"] is None:
-        return f"<code>{_references(match['inline'])}</code>"
-    # On one line, because an HTML block in a list ends where the indentation of the list ends.
-    return f"{match['indent']}<pre><code>{_references(match['block'])}</code></pre>\n"
-
-
-def _folded(title: str, text: str) -> str:
-    """Return HTML of text that is folded behind a title, on one line for the same reason as code."""
-    lines = "<br>".join(map(_references, text.strip().splitlines()))
-    return f"<details><summary>{_references(title)}</summary><small>{lines}</small></details>"
 
 
 def _references(text: str) -> str:
@@ -230,12 +222,8 @@ class Reply(HasTokens):
         """Number of the completion's tokens that are thoughts."""
         return self.usage.completion_tokens_details.reasoning_tokens
 
-    @property
-    def _cut(self) -> bool:
-        return self.finish_reason == "length"
-
     def __str__(self) -> str:
-        return whole_characters(self.text) if self._cut else self.text
+        return whole_characters(self.text) if self.finish_reason == "length" else self.text
 
     def __repr__(self) -> str:
         thoughts = [f"[{self._thoughts()}: see .reasoning]"] if self.reasoning else []
@@ -254,7 +242,12 @@ class Reply(HasTokens):
         return ["[The JSON is not complete, and .parsed is None; raise max_tokens.]"]
 
     def _repr_markdown_(self) -> str:
-        thoughts = [_folded(self._thoughts(), self.reasoning)] if self.reasoning else []
+        thoughts = []
+        if self.reasoning:
+            # On one line, for the same reason as code.
+            lines = "<br>".join(map(_references, self.reasoning.strip().splitlines()))
+            title = _references(self._thoughts())
+            thoughts = [f"<details><summary>{title}</summary><small>{lines}</small></details>"]
         indented = self._indented()
         shown = safe_markdown(str(self)) if indented is None else f"<pre><code>{_references(indented)}</code></pre>"
         text = [shown] if self.text or not self.tool_calls else []
@@ -317,7 +310,7 @@ class ReplyStream:
 
     def _read(self) -> Iterator[Delta]:
         try:
-            while self._stream is not None and (delta := self._portal.run(_next(self._stream))) is not None:
+            while self._stream is not None and (delta := self._portal.run(next_or_none(self._stream))) is not None:
                 self._deltas.append(delta)
                 yield delta
             self._end()
@@ -355,7 +348,7 @@ class ReplyStream:
         self.close()
 
     async def _piece(self) -> str | None:
-        while self._stream is not None and (delta := await self._portal.call(_next(self._stream))) is not None:
+        while self._stream is not None and (delta := await self._portal.call(next_or_none(self._stream))) is not None:
             self._deltas.append(delta)
             if delta.text:
                 return delta.text
@@ -392,10 +385,6 @@ class _AsyncPieces:
 
     def __del__(self) -> None:
         self._stream.close()
-
-
-async def _next(stream: AnswerStream) -> Delta | None:
-    return await anext(stream, None)
 
 
 SHOWN_FIELDS = ("id", "loaded", "pinned", "kind", "format", "engine", "quantization", "size_gb", "context_length")

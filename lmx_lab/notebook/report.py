@@ -402,20 +402,16 @@ def _target(path: str | os.PathLike[str]) -> Path:
     elif not stat.S_ISREG(mode):
         raise _unwritable(target, "is not a regular file; use another path")
     else:
-        _check_is_report(target)
+        try:
+            with target.open("rb") as file:
+                head = file.read(HEAD_BYTES)
+        except OSError as exc:
+            raise _unwritable(target, f"exists and cannot be read: {exc.strerror}; use another path") from exc
+        if head and GENERATOR.encode() not in head:
+            raise _unwritable(target, "exists and is not a report; use another path, or delete that file first")
+        if not os.access(target, os.W_OK):
+            raise _unwritable(target, "exists and is read-only; use another path")
     return target
-
-
-def _check_is_report(target: Path) -> None:
-    try:
-        with target.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-    except OSError as exc:
-        raise _unwritable(target, f"exists and cannot be read: {exc.strerror}; use another path") from exc
-    if head and GENERATOR.encode() not in head:
-        raise _unwritable(target, "exists and is not a report; use another path, or delete that file first")
-    if not os.access(target, os.W_OK):
-        raise _unwritable(target, "exists and is read-only; use another path")
 
 
 def _unwritable(path: object, reason: str) -> InvalidRequestError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
-from lmx_lab.backend import DocumentRanking
+from lmx_lab.backend import Ranking
 from lmx_lab.errors import MissingPackageError
 from lmx_lab.results.frames import dtypes_of, make_table
 from lmx_lab.results.tables import align_columns, html_table
@@ -39,19 +39,12 @@ class RerankResult(Sequence[RankedDocument]):
     """The ranked documents, the most relevant first. Documents with equal scores keep their given order.
 
     Args:
-        documents: All given documents.
         show: Displays the result as a widget; raises ``MissingPackageError`` where widgets are not installed.
     """
 
-    def __init__(
-        self,
-        query: str,
-        documents: Sequence[str],
-        ranking: DocumentRanking,
-        *,
-        show: Callable[[RerankResult], None] | None = None,
-    ) -> None:
-        self.query = query
+    def __init__(self, ranking: Ranking, *, show: Callable[[RerankResult], None] | None = None) -> None:
+        self.ranking = ranking
+        self.query = ranking.query
         self.model = ranking.model
         self.method: RerankMethod = ranking.method
         """How the scores were computed. With ``cosine``, they are cosine similarities from an embedding model."""
@@ -63,7 +56,7 @@ class RerankResult(Sequence[RankedDocument]):
         """The widget that displays the result; None before it is displayed for the first time."""
         self._show = show
         self._rows = [
-            RankedDocument(rank=rank, score=score, index=index, document=documents[index])
+            RankedDocument(rank=rank, score=score, index=index, document=ranking.documents[index])
             for rank, (index, score) in enumerate(ranking.order, start=1)
         ]
 

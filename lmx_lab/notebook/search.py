@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.backend import Backend
 from lmx_lab.batch.answers import TEXT, RowSource, read_source, select_rows, vector_table
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.run import Errors
@@ -140,10 +139,28 @@ class SearchVerbs:
         """
         if not isinstance(top_n, int) or isinstance(top_n, bool) or top_n < 1:
             raise InvalidRequestError(f"top_n is {top_n!r:.40}; it must be a whole number, 1 or more", param="top_n")
-        table, source = _searched(frame)
+        table, source = frame, read_source(frame)
+        if source.library is None:
+            pandas = import_optional("pandas", "search")
+            if isinstance(frame, pandas.Series):
+                table = frame.to_frame(frame.name if frame.name is not None else TEXT)
+            elif not isinstance(frame, pandas.DataFrame):
+                table = make_table([row for _, row in source.rows], dict.fromkeys(source.columns or ()))
+            source = read_source(table)
+        if taken := [name for name in SCORES if name in (source.columns or ())]:
+            raise InvalidRequestError(
+                f"the rows have a column {taken[0]!r}, which the result adds; rename it", param="frame"
+            )
         _, texts = texts_of(source, column)
         body = embeddings_body(query, model=model, input_type="query", truncate=True)
-        reranker = None if rerank is False else await on_loop(_reranker(self._backend, required=bool(rerank)))
+        reranker = None
+        if rerank is not False:
+            records = (await on_loop(self._backend.models())).models
+            reranker = next((each.id for each in records if each.loaded and each.kind == "rerank"), None)
+            if reranker is None and rerank:
+                raise NotLoadedError(
+                    "no reranker is in memory; start the lab with reranker=..., or leave out rerank=True"
+                )
         settings = {"dimensions": None, "input_type": "document", "truncate": True}
         run, interrupted = await _embed_texts(self, source, texts, model, settings, cache=cache)
         count = top_n if reranker is None else max(top_n, RERANKED)
@@ -200,33 +217,27 @@ async def _embed_texts(
         errors=errors,
         cache=stored,
     )
+    interrupted, began = False, time.monotonic()
     try:
         if labels is not None:
             run.check_values(labels)
-        interrupted = await _embed_all(run)
+        try:
+            with counter("embed") as bar:
+                while await on_loop(run.step()):
+                    run.warn()
+                    bar.show(f"{run.done / (time.monotonic() - began):.0f} texts/s", run.done, run.total)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            run.warn()
+            await on_loop(run.stop())
     except BatchStoppedError as exc:
         exc.frame = _vectors_of(run, source)
         raise
     finally:
         if stored is not None:
-            stored.close()
+            await in_thread(stored.close)
     return run, interrupted
-
-
-async def _embed_all(run: EmbeddingRun) -> bool:
-    """Compute all vectors, and return whether the computation was interrupted. Runs as a verb."""
-    began = time.monotonic()
-    try:
-        with counter("embed") as bar:
-            while await on_loop(run.step()):
-                run.warn()
-                bar.show(f"{run.done / (time.monotonic() - began):.0f} texts/s", run.done, run.total)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        run.warn()
-        await on_loop(run.stop())
-    return False
 
 
 def _vectors_of(run: EmbeddingRun, source: RowSource) -> Any:
@@ -234,35 +245,3 @@ def _vectors_of(run: EmbeddingRun, source: RowSource) -> Any:
     if source.library is None:
         table.attrs["labs"] = run.figures()
     return table
-
-
-async def _reranker(backend: Backend, *, required: bool) -> str | None:
-    records = (await backend.models()).models
-    found = next((record.id for record in records if record.loaded and record.kind == "rerank"), None)
-    if found is None and required:
-        raise NotLoadedError("no reranker is in memory; start the lab with reranker=..., or leave out rerank=True")
-    return found
-
-
-def _searched(data: Any) -> tuple[Any, RowSource]:
-    """Return the table to search, and its rows.
-
-    The table is a pandas data frame, unless the data is a polars or pyarrow table.
-
-    Raises:
-        InvalidRequestError: the data already has a column that ``search`` adds to the result.
-    """
-    source = read_source(data)
-    table = data
-    if source.library is None:
-        pandas = import_optional("pandas", "search")
-        if isinstance(data, pandas.Series):
-            table = data.to_frame(data.name if data.name is not None else TEXT)
-        elif not isinstance(data, pandas.DataFrame):
-            table = make_table([row for _, row in source.rows], dict.fromkeys(source.columns or ()))
-        source = read_source(table)
-    if taken := [name for name in SCORES if name in (source.columns or ())]:
-        raise InvalidRequestError(
-            f"the rows have a column {taken[0]!r}, which the result adds; rename it", param="frame"
-        )
-    return table, source

@@ -53,21 +53,18 @@ def install(shell: InteractiveShell) -> None:
         elif _state["full"] or shell.call_pdb or not (sentences := _sentences(value)):
             shell.showtraceback((etype, value, trace), tb_offset=tb_offset, running_compiled_code=True)
         else:
-            _remember(etype, value, trace)
+            # The variables from which %tb and %debug take the last error.
+            sys.last_type, sys.last_value, sys.last_traceback = etype, value, trace
+            if sys.version_info >= (3, 12):
+                sys.last_exc = value
             shell._showtraceback(etype, value, short_lines(shell, value, trace, sentences))
 
     cast(Any, shell).set_custom_exc((*classes, *CLASSES), show)
 
 
-def _remember(etype: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-    """Set the variables of ``sys`` from which ``%tb`` and ``%debug`` take the last error."""
-    sys.last_type, sys.last_value, sys.last_traceback = etype, value, trace
-    if sys.version_info >= (3, 12):
-        sys.last_exc = value
-
-
 def _sentences(error: BaseException) -> list[str]:
-    """Return the messages of an error of this package, or of a group of such errors; an empty list for other errors."""
+    """Return the messages of an error of this package, of a group of such errors, or of a pydantic error about one of
+    its requests; an empty list for other errors."""
     if isinstance(error, ExceptionGroup):
         leaves = list(_leaves(error))
         if not all(isinstance(leaf, LabError) for leaf in leaves):
@@ -76,19 +73,6 @@ def _sentences(error: BaseException) -> list[str]:
         return [f"{error}:", *(f"{text} ({n} times)" if n > 1 else text for text, n in counts.items())]
     if isinstance(error, LabError):
         return f"{type(error).__name__}: {error}".splitlines()
-    return _validation_sentences(error)
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
-
-
-def _validation_sentences(error: BaseException) -> list[str]:
-    """Return the message of a pydantic error about a request of this package; an empty list for other errors."""
     if type(error).__module__.split(".")[0] != "pydantic_core" or "lmx_lab.wire.base" not in sys.modules:
         return []
     # Imported here, because pydantic is not needed for other errors.
@@ -102,11 +86,30 @@ def _validation_sentences(error: BaseException) -> list[str]:
     return [f"ValidationError: {error.title}: {invalid_request(error.errors(), shape=shape)}"]
 
 
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
 def short_lines(
     shell: InteractiveShell, error: BaseException, trace: TracebackType | None, sentences: list[str]
 ) -> list[str]:
     """Return the lines of a short error: its class, the lines of the caller, and the sentences."""
-    places = [_place(shell, frame) for frame in _callers(shell, trace)]
+    frames = traceback.extract_tb(trace)
+    inside = next((at for at, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)), len(frames))
+    own = [frame for frame in frames[:inside] if _is_cell(shell, frame) or not frame.filename.startswith(LIBRARIES)]
+    first = [frame for frame in own if _is_cell(shell, frame)][:1]
+    places = []
+    # The line of the cell and, if different, the line that called the package.
+    for frame in [*first, *(frame for frame in own[-1:] if frame not in first)]:
+        cell = shell.compile.format_code_name(frame.filename)
+        where = f"{cell[0]} {cell[1]}" if cell is not None else f"File {frame.filename}"
+        function = "" if frame.name == "<module>" else f", in {frame.name}"
+        code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+        places.append(f"{where}, line {frame.lineno}{function}:  {code}")
     head = [RULE, f"{type(error).__name__:<{len(RULE) - len(REMEDY)}}{REMEDY}", *places, ""]
     room = MAX_LINES - len(head)
     if len(sentences) > room:
@@ -114,22 +117,5 @@ def short_lines(
     return [*head, *sentences]
 
 
-def _callers(shell: InteractiveShell, trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """Return the line of the cell and, if different, the line that called the package."""
-    frames = traceback.extract_tb(trace)
-    inside = next((at for at, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)), len(frames))
-    own = [frame for frame in frames[:inside] if _is_cell(shell, frame) or not frame.filename.startswith(LIBRARIES)]
-    first = [frame for frame in own if _is_cell(shell, frame)][:1]
-    return [*first, *(frame for frame in own[-1:] if frame not in first)]
-
-
 def _is_cell(shell: InteractiveShell, frame: traceback.FrameSummary) -> bool:
     return shell.compile.format_code_name(frame.filename) is not None
-
-
-def _place(shell: InteractiveShell, frame: traceback.FrameSummary) -> str:
-    cell = shell.compile.format_code_name(frame.filename)
-    where = f"{cell[0]} {cell[1]}" if cell is not None else f"File {frame.filename}"
-    function = "" if frame.name == "<module>" else f", in {frame.name}"
-    code = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return f"{where}, line {frame.lineno}{function}:  {code}"

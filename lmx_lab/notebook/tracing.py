@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from lmx_lab.backend import Backend
@@ -25,9 +25,8 @@ from lmx_lab.instrument.traces import (
     traced,
     traced_pair,
 )
-from lmx_lab.notebook.verbs import PortalOwner, awaited, blocking, on_loop
+from lmx_lab.notebook.verbs import PortalOwner, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
-from lmx_lab.values.tracing import Trace
 
 Token = int | str
 STEP_S = 1.0
@@ -41,7 +40,10 @@ class TraceOwner(PortalOwner, Protocol):
 
 
 class TraceVerbs:
-    """The methods of ``Lab`` that inspect the model."""
+    """The methods of ``Lab`` that inspect the model.
+
+    The text of a trace is read in another thread, because a recorded request reads its answer from the recording.
+    """
 
     async def _hooks(self: TraceOwner) -> HookTable:
         """Return the names of the values that can be read while the loaded model computes, with their shapes.
@@ -79,8 +81,8 @@ class TraceVerbs:
             ContextLengthError: the text is longer than the model's context.
             AdminForbiddenError: the server runs on another machine.
         """
-        fields = activation_fields(hooks, positions)
-        return ActivationCache(await on_loop(traced(what).run(self._backend, fields)))
+        fields, text = activation_fields(hooks, positions), await in_thread(lambda: traced(what))
+        return ActivationCache(await on_loop(text.run(self._backend, fields)))
 
     trace = blocking(_trace)
     atrace = awaited(_trace)
@@ -101,7 +103,8 @@ class TraceVerbs:
             LabError: see ``trace``.
         """
         fields = {"kind": "logit_lens", "top": top, "positions": position_list(positions)}
-        return LogitLensTable(await on_loop(traced(what).run(self._backend, fields)))
+        text = await in_thread(lambda: traced(what))
+        return LogitLensTable(await on_loop(text.run(self._backend, fields)))
 
     logit_lens = blocking(_logit_lens)
     alogit_lens = awaited(_logit_lens)
@@ -119,7 +122,8 @@ class TraceVerbs:
         """
         block, shown = _index(layer, "layer"), _index(head, "head")
         fields = activation_fields(f"blocks.{block}.attn.hook_pattern", None)
-        found = await on_loop(traced(what).run(self._backend, fields))
+        text = await in_thread(lambda: traced(what))
+        found = await on_loop(text.run(self._backend, fields))
         return AttentionPattern(found, layer=block, head=shown)
 
     attention = blocking(_attention)
@@ -140,7 +144,8 @@ class TraceVerbs:
         """
         names = [token_name(token, "token"), *([] if other is None else [token_name(other, "other")])]
         fields = {"kind": "attribution", **dict(zip(("token", "other"), names, strict=False))}
-        found = await on_loop(traced(what).run(self._backend, fields))
+        text = await in_thread(lambda: traced(what))
+        found = await on_loop(text.run(self._backend, fields))
         label = " minus ".join(map(repr, names))
         return LogitAttribution(found, label=label)
 
@@ -177,7 +182,7 @@ class TraceVerbs:
             InvalidRequestError: the texts have different numbers of tokens, or a hook cannot be patched.
             LabError: see ``trace``.
         """
-        source, text = traced_pair(clean, corrupt)
+        source, text = await in_thread(lambda: traced_pair(clean, corrupt))
         fields: dict[str, Any] = {
             "kind": "patching",
             "clean": source.text,
@@ -190,39 +195,35 @@ class TraceVerbs:
             whole = await on_loop(text.run(self._backend, {**fields, "positions": wanted, "together": together}))
             return PatchSweep(whole, together=True)
         first = await on_loop(text.run(self._backend, {**fields, "positions": [-1] if wanted is None else wanted[:1]}))
-        all_positions = _checked(wanted, len(first.tokens))
+        count = len(first.tokens)
+        wrong = next((at for at in wanted or () if not -count <= at < count), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"positions contains {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}",
+                param="positions",
+            )
+        # In ascending order, without negative ones.
+        all_positions = list(range(count)) if wanted is None else sorted({at % count for at in wanted})
         sweep = PatchSweep(first, all_positions)
         left = [at for at in all_positions if at not in first.details["positions"]]
-        await _add_positions(sweep, left, lambda some: text.run(self._backend, {**fields, "positions": some}))
+        values, total, size = len(sweep.hooks), len(sweep.positions), 1
+        label = f"{values} values at each position"
+        with counter("patch") as bar:
+            try:
+                while left:
+                    bar.show(label, values * (total - len(left)), values * total)
+                    started = time.monotonic()
+                    some, left = left[:size], left[size:]
+                    sweep.add(await on_loop(text.run(self._backend, {**fields, "positions": some})))
+                    # Each request computes both texts, so fewer requests are faster.
+                    size = max(1, min(4 * size, int(size * STEP_S / max(time.monotonic() - started, 1e-3))))
+                bar.show(label, values * total, values * total)
+            except KeyboardInterrupt:
+                sweep.interrupted = True
         return sweep
 
     patch = blocking(_patch)
     apatch = awaited(_patch)
-
-
-async def _add_positions(
-    sweep: PatchSweep, left: Sequence[int], run: Callable[[Sequence[int]], Coroutine[Any, Any, Trace]]
-) -> None:
-    """Compute the remaining positions of a sweep, several in each request. An interrupt ends it. Runs as a verb.
-
-    Args:
-        left: The positions that the sweep does not have yet.
-        run: Returns the result for some positions.
-    """
-    values, total, size = len(sweep.hooks), len(sweep.positions), 1
-    label = f"{values} values at each position"
-    with counter("patch") as bar:
-        try:
-            while left:
-                bar.show(label, values * (total - len(left)), values * total)
-                started = time.monotonic()
-                some, left = left[:size], left[size:]
-                sweep.add(await on_loop(run(some)))
-                # Each request computes both texts, so fewer requests are faster.
-                size = max(1, min(4 * size, int(size * STEP_S / max(time.monotonic() - started, 1e-3))))
-            bar.show(label, values * total, values * total)
-        except KeyboardInterrupt:
-            sweep.interrupted = True
 
 
 def _index(value: object, name: str) -> int:
@@ -235,14 +236,3 @@ def _index(value: object, name: str) -> int:
     if found is None or found < 0:
         raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an index, 0 or more", param=name)
     return found
-
-
-def _checked(positions: Sequence[int] | None, count: int) -> list[int]:
-    """Return positions in ascending order, without negative ones."""
-    wrong = next((at for at in positions or () if not -count <= at < count), None)
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"positions contains {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}",
-            param="positions",
-        )
-    return list(range(count)) if positions is None else sorted({at % count for at in positions})

@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import html
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import traitlets
 
-from lmx_lab.backend import AnswerCost, AnswerStream, Backend
+from lmx_lab.backend import AnswerCost, Backend, next_or_none
 from lmx_lab.client.request_bodies import build_body
-from lmx_lab.errors import HostingError, InvalidRequestError, LabError, QueueFullError
-from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
+from lmx_lab.errors import HostingError, InvalidRequestError, QueueFullError
+from lmx_lab.panels.panel import Panel, integer_field, number_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip, replace_surrogates
 from lmx_lab.values.outputs import Delta, whole_characters
@@ -24,7 +23,6 @@ from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 
-log = logging.getLogger(__name__)
 MAX_MESSAGES = 200
 """Maximum number of messages in the transcript."""
 MAX_CHARACTERS = 200_000
@@ -156,30 +154,21 @@ def from_json(text: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
     if sampling is not None and not isinstance(sampling, dict):
         raise InvalidRequestError(f"sampling is {sampling!r:.40}; it must be an object", param="text")
     settings = dict(sampling or {})
-    converted = [_converted(message, number) for number, message in enumerate(messages)]
+    names = {"role": "role", "content": "text", "reasoning_content": "reasoning", "stats": "stats", "error": "error"}
+    converted = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise _wrong_message(number, f"it is {message!r:.40}; it must be an object")
+        for name in names:
+            if not isinstance(value := message.get(name, ""), str):
+                raise _wrong_message(number, f"{name} is {value!r:.40}; it must be a string")
+        converted.append({field: replace_surrogates(message.get(name, "")) for name, field in names.items()})
     if converted[0]["role"] == "system":
         settings["system"] = converted.pop(0)["text"]
     for number, message in enumerate(converted):
         if message["role"] not in TITLES:
             raise _wrong_message(number, f"role is {message['role']!r:.40}; it must be user or assistant")
     return converted, settings
-
-
-def _converted(message: object, number: int) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise _wrong_message(number, f"it is {message!r:.40}; it must be an object")
-    names = {
-        "role": "role",
-        "content": "text",
-        "reasoning_content": "reasoning",
-        "stats": "stats",
-        "error": "error",
-    }
-    values = {field: message.get(name, "") for name, field in names.items()}
-    for name, field in names.items():
-        if not isinstance(values[field], str):
-            raise _wrong_message(number, f"{name} is {values[field]!r:.40}; it must be a string")
-    return {field: replace_surrogates(value) for field, value in values.items()}
 
 
 def _wrong_message(number: int, problem: str) -> InvalidRequestError:
@@ -228,27 +217,20 @@ class LiveAnswer:
 
     def message(self) -> TranscriptMessage:
         text = "".join(self._text)
-        is_complete = self.cost is not None and self.cost.finish_reason != "length"
+        cost, stats = self.cost, self.ending
+        if cost is not None:
+            speed = f"{cost.usage.completion_tokens} tokens · {cost.timings.predicted_per_second:.1f} tok/s"
+            ending = describe_ending(cost, self._max_tokens)
+            stats = " · ".join(filter(None, (cost.model, f"{speed} · first token in {cost.ttft_s:.2f} s", ending)))
+        is_complete = cost is not None and cost.finish_reason != "length"
         return TranscriptMessage(
             id=self._number,
             role="assistant",
             text=text if is_complete else whole_characters(text),
             reasoning="".join(self._reasoning),
-            stats=self._stats(),
+            stats=stats,
             error=self.error,
         )
-
-    def _stats(self) -> str:
-        cost = self.cost
-        if cost is None:
-            return self.ending
-        speed = f"{cost.usage.completion_tokens} tokens · {cost.timings.predicted_per_second:.1f} tok/s"
-        parts = (
-            cost.model,
-            f"{speed} · first token in {cost.ttft_s:.2f} s",
-            describe_ending(cost, self._max_tokens),
-        )
-        return " · ".join(filter(None, parts))
 
 
 class ChatPanel(Panel):
@@ -256,7 +238,6 @@ class ChatPanel(Panel):
 
     SCRIPTS = ("elements.js", "panel.js", "keyed.js", "markdown.js", "message.js", "chat.js")
     STYLES = ("panel.css", "message.css", "chat.css")
-    REQUESTS: ClassVar[frozenset[str]] = frozenset({"send", "stop", "clear", "export", "load"})
     IN_REPORT = True
 
     messages: traitlets.List[Any] = traitlets.List().tag(sync=True)
@@ -272,7 +253,6 @@ class ChatPanel(Panel):
         self._count = 0
         self._removed = 0
         self._answer_now: LiveAnswer | None = None
-        self._task: asyncio.Task[None] | None = None
         super().__init__(workbench, **traits)
 
     @property
@@ -307,10 +287,7 @@ class ChatPanel(Panel):
         )
         self._answer_now = LiveAnswer(self._next_id(), sampling["max_tokens"])
         self._set_messages((*before, question), sampling=sampling, live=self._answer_now.live())
-        self._task = asyncio.create_task(
-            self._generate(self.workbench.backend, request, self._answer_now), name="generate a panel's answer"
-        )
-        self._task.add_done_callback(self._ended)
+        self.run_job(self._generate(self.workbench.backend, request, self._answer_now), self._ended)
 
     async def do_stop(self, fields: Mapping[str, Any]) -> None:
         """Stop the answer that is being generated, and keep its text so far."""
@@ -353,7 +330,7 @@ class ChatPanel(Panel):
         self._stop("ended: another lab is shown now")
 
     def close(self) -> None:
-        task = self._task
+        task = self.task
         if task is not None and not task.done():
             with contextlib.suppress(RuntimeError):  # Its loop is closed, and the generation has ended.
                 task.get_loop().call_soon_threadsafe(task.cancel)
@@ -362,53 +339,43 @@ class ChatPanel(Panel):
     # The answer
 
     def _stop(self, ending: str) -> None:
-        if self._answer_now is not None and self._task is not None:
+        if self._answer_now is not None and self.task is not None:
             self._answer_now.ending = ending
-            self._task.cancel()
+            self.task.cancel()
 
     async def _generate(self, backend: Backend, request: ChatRequest, answer: LiveAnswer) -> None:
+        stream = await backend.generate(request)
+        step: asyncio.Task[Delta | None] | None = None
         try:
-            stream = await backend.generate(request)
-            try:
-                while (delta := await self._next(stream, answer)) is not None:
-                    answer.add(delta)
-                    if answer.is_too_long:
-                        answer.ending = f"cut off after {MAX_CHARACTERS:,} characters, the limit of this panel"
-                        return
+            while True:
+                step = asyncio.create_task(next_or_none(stream))
+                # Until the answer has begun, the status is that which the server reports.
+                while not (await asyncio.wait({step}, timeout=None if answer.has_begun else REMARK_S))[0]:
+                    answer.status = stream.status
                     self._show_live(answer)
-            finally:
-                # Deleting the stream is not enough, because futures of other loops refer to it.
-                stream.close()
-            answer.cost = stream.cost()
-        except LabError as exc:
-            answer.error = exc.message
-
-    async def _next(self, stream: AnswerStream, answer: LiveAnswer) -> Delta | None:
-        """Wait for the next piece. Until the answer has begun, show the status that the server reports."""
-        step = asyncio.ensure_future(_next_delta(stream))
-        try:
-            while not (await asyncio.wait({step}, timeout=None if answer.has_begun else REMARK_S))[0]:
-                answer.status = stream.status
+                if (delta := step.result()) is None:
+                    break
+                answer.add(delta)
+                if answer.is_too_long:
+                    answer.ending = f"cut off after {MAX_CHARACTERS:,} characters, the limit of this panel"
+                    return
                 self._show_live(answer)
-            return step.result()
         finally:
-            if not step.done():
+            if step is not None and not step.done():
                 step.cancel()
                 await asyncio.wait({step})
+            # Deleting the stream is not enough, because futures of other loops refer to it.
+            stream.close()
+        answer.cost = stream.cost()
 
     def _show_live(self, answer: LiveAnswer) -> None:
         if answer is self._answer_now:
             self.show(live=answer.live())
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        # A callback, because a task that is cancelled before its first step never runs.
-        answer = self._answer_now
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a panel's generation failed", exc_info=error)
-            if answer is not None:
-                answer.error = BUG
-        if answer is not None and task is self._task:
-            self._answer_now = self._task = None
+    def _ended(self, error: str | None) -> None:
+        answer, self._answer_now = self._answer_now, None
+        if answer is not None:
+            answer.error = error or ""
             self._set_messages((*self._messages, answer.message()), live={})
             self.workbench.static_views.mark_changed(ended=True)
 
@@ -434,11 +401,15 @@ class ChatPanel(Panel):
         if not shown:
             return "<div><b>LMX Lab</b>: chat without messages</div>"
         removed = self.shown("removed")
-        return (f"<div>{html.escape(removed)}</div>" if removed else "") + "".join(map(_message_html, shown))
-
-
-async def _next_delta(stream: AnswerStream) -> Delta | None:
-    return await anext(stream, None)
+        parts = [f"<div>{html.escape(removed)}</div>"] if removed else []
+        for message in shown:
+            parts.append(f"<div><b>{TITLES[message.role]}</b></div>")
+            if message.reasoning:
+                parts.append(f"<details><summary>thoughts</summary>{_preformatted(message.reasoning)}</details>")
+            parts += [_preformatted(message.text)] if message.text else []
+            parts += [f"<div><b>{html.escape(message.error)}</b></div>"] if message.error else []
+            parts += [f"<div><small>{html.escape(message.stats)}</small></div>"] if message.stats else []
+        return "".join(parts)
 
 
 def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -464,16 +435,6 @@ def describe_ending(cost: AnswerCost, max_tokens: int) -> str:
     if cost.finish_reason == "length":
         return "cut at max_tokens" if cost.usage.completion_tokens >= max_tokens else "cut: the model's context is full"
     return {"tool_calls": "requests a tool", "cancelled": "stopped"}.get(cost.finish_reason, cost.finish_reason)
-
-
-def _message_html(message: TranscriptMessage) -> str:
-    parts = [f"<div><b>{'You' if message.role == 'user' else 'Model'}</b></div>"]
-    if message.reasoning:
-        parts.append(f"<details><summary>thoughts</summary>{_preformatted(message.reasoning)}</details>")
-    parts += [_preformatted(message.text)] if message.text else []
-    parts += [f"<div><b>{html.escape(message.error)}</b></div>"] if message.error else []
-    parts += [f"<div><small>{html.escape(message.stats)}</small></div>"] if message.stats else []
-    return "".join(parts)
 
 
 def _preformatted(text: str) -> str:

@@ -437,20 +437,16 @@ class SessionTracker:
             if isinstance(event, ResetFrame):
                 self._permissions.clear()
             return
-        session = self._latest(event.session_id)
+        session = self._sessions.pop(event.session_id, None)
+        if session is None:
+            self._count += 1
+            session = SessionView(event.session_id, self._count)
+        self._sessions[event.session_id] = session
+        if len(self._sessions) > MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
         # Events that the snapshot includes are skipped.
         if event.seq is None or event.seq > session.cursor:
             handler(self, session, event)
-
-    def _latest(self, session_id: str) -> SessionView:
-        session = self._sessions.pop(session_id, None)
-        if session is None:
-            self._count += 1
-            session = SessionView(session_id, self._count)
-        self._sessions[session_id] = session
-        if len(self._sessions) > MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
-        return session
 
     def clear(self) -> None:
         self._sessions.clear()
@@ -479,18 +475,20 @@ class SessionTracker:
 
     def permissions(self) -> list[dict[str, Any]]:
         """Return the calls that wait for a decision, at most the oldest ``VIEW_PERMISSIONS``."""
-        return [self._permission_view(record) for record in islice(self._permissions.values(), VIEW_PERMISSIONS)]
-
-    def _permission_view(self, record: PermissionRecord) -> dict[str, Any]:
-        arguments = json.dumps(record.arguments, ensure_ascii=False, indent=1)
-        return {
-            "id": record.permission_id,
-            "tool": clip(record.tool, 200),
-            "session": self.name(record.session_id),
-            "arguments": clip(arguments, ARGUMENT_CHARACTERS),
-            "omitted": max(0, len(arguments) - ARGUMENT_CHARACTERS),
-            "expires_at": record.expires_at,
-        }
+        views = []
+        for record in islice(self._permissions.values(), VIEW_PERMISSIONS):
+            arguments = json.dumps(record.arguments, ensure_ascii=False, indent=1)
+            views.append(
+                {
+                    "id": record.permission_id,
+                    "tool": clip(record.tool, 200),
+                    "session": self.name(record.session_id),
+                    "arguments": clip(arguments, ARGUMENT_CHARACTERS),
+                    "omitted": max(0, len(arguments) - ARGUMENT_CHARACTERS),
+                    "expires_at": record.expires_at,
+                }
+            )
+        return views
 
     # Effects of the events
 

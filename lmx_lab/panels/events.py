@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any
 
 import traitlets
 
@@ -46,9 +46,6 @@ class EventsPanel(Panel):
     STYLES = ("panel.css", "events.css")
     NEEDS_DAEMON = True
     FULL_WIDTH = True
-    REQUESTS: ClassVar[frozenset[str]] = frozenset(
-        {"rows", "event", "filter", "decide", "cancel", "clear", "reconnect"}
-    )
 
     connection = traitlets.Dict().tag(sync=True)
     """``{state, text, place, error}``; the state is that of a ``ConnectionState``, or ``none`` without a daemon."""
@@ -85,23 +82,20 @@ class EventsPanel(Panel):
         super().tick(backend, sample)
         if self._is_closed:
             return
-        if self.workbench.events is not self._source:
-            self._follow(self.workbench.events)
+        if (source := self.workbench.events) is not self._source:
+            if self._reader is not None:
+                self._reader.cancel()
+            self._source, self._reader, self._outage = source, None, None
+            self._sessions.clear()
+            self._connection = ConnectionState(state="connecting")
+            if source is not None:
+                if self._rows.count:
+                    self._rows.mark("connection.other", f"events of another daemon follow: {source.place}", "warn")
+                self._read()
+            self._redraw()
         # The reader was cancelled when the workbench was suspended.
-        elif self._source is not None and (self._reader is None or self._reader.cancelled()):
+        elif source is not None and (self._reader is None or self._reader.cancelled()):
             self._read()
-
-    def _follow(self, source: EventSource | None) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-        self._source, self._reader, self._outage = source, None, None
-        self._sessions.clear()
-        self._connection = ConnectionState(state="connecting")
-        if source is not None:
-            if self._rows.count:
-                self._rows.mark("connection.other", f"events of another daemon follow: {source.place}", "warn")
-            self._read()
-        self._redraw()
 
     def close(self) -> None:
         task, self._is_closed = self._reader, True
@@ -308,11 +302,10 @@ class EventsPanel(Panel):
         now = self._connection_view()
         rows = self._rows.window(None, SNAPSHOT_ROWS)["rows"]
         where = f"{now['text']}, {now['place']}" if now["place"] else now["text"]
+        shown = []
+        for row in rows:
+            count = "" if row["batches"] == 1 else f" \N{MULTIPLICATION SIGN}{row['batches']}"
+            session = self._sessions.name(row["session"])
+            shown.append([row["at"][11:23], row["kind"] + count, session, clip(row["text"], 200)])
         caption = f"Events: {where}; {self._summary()}, the last {len(rows)} below"
-        shown = (_snapshot_row(row, self._sessions.name(row["session"])) for row in rows)
         return html_table(("time (UTC)", "event", "session", "content"), shown, caption=caption)
-
-
-def _snapshot_row(row: Mapping[str, Any], session: str) -> list[str]:
-    kind = row["kind"] if row["batches"] == 1 else f"{row['kind']} \N{MULTIPLICATION SIGN}{row['batches']}"
-    return [row["at"][11:23], kind, session, clip(row["text"], 200)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
@@ -78,7 +78,9 @@ def compose_panels(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOM
             raise InvalidRequestError(
                 f"there is no panel {name!r:.40}; the panels are {', '.join(PANELS)}", param="names"
             )
-    panels = [panel(workbench, name, PANELS[name]) for name in names or _default_panels(workbench)]
+    has_daemon = workbench.events is not None
+    shown = [name for name, kind in PANELS.items() if not kind.BY_NAME_ONLY and (has_daemon or not kind.NEEDS_DAEMON)]
+    panels = [panel(workbench, name, PANELS[name]) for name in names or shown]
     if len(panels) == 1:
         return panels[0]
     box = workbench.boxes.get(tuple(names))
@@ -87,14 +89,17 @@ def compose_panels(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOM
     return box
 
 
-def _default_panels(workbench: Workbench) -> Sequence[str]:
-    has_daemon = workbench.events is not None
-    return [name for name, panel in PANELS.items() if not panel.BY_NAME_ONLY and (has_daemon or not panel.NEEDS_DAEMON)]
+def card(workbench: Workbench, facts: Mapping[str, str], **options: Any) -> Any:
+    """Return the MIME bundle of the compact models panel: the lab's addresses and its loaded model, with the list of
+    models folded.
 
-
-def card(workbench: Workbench) -> Panel:
-    """Return the compact models panel: the lab's addresses and its loaded model, with the list of models folded."""
-    return panel(workbench, CARD, lambda bench: ModelsPanel(bench, compact=True))
+    Args:
+        facts: Text and HTML for frontends without widgets.
+        options: Arguments of ``_repr_mimebundle_``.
+    """
+    models = panel(workbench, CARD, lambda bench: ModelsPanel(bench, compact=True))
+    widget, metadata = models._repr_mimebundle_(**options) or ({}, {})
+    return {**widget, **facts}, metadata
 
 
 def panel(workbench: Workbench, name: str, make: Callable[[Workbench], Panel]) -> Panel:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 from collections.abc import Coroutine, Mapping
 from html import escape
@@ -11,17 +9,15 @@ from typing import Any
 
 import traitlets
 
-from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
+from lmx_lab.errors import InvalidRequestError, ModelBusyError
 from lmx_lab.instrument import AnswerTree, Branch, TokenLens
 from lmx_lab.instrument.answer import TokenAnswer, continue_answer
 from lmx_lab.instrument.lens import LIMITS, ColorBy, known_lens, rank_of, scored_lens, visible_text
-from lmx_lab.panels.panel import BUG, Panel, integer_field, text_field
+from lmx_lab.panels.panel import Panel, integer_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip, escape_text
-from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.wire.admin import RequestEvent
 
-log = logging.getLogger(__name__)
 AUTOMATIC_TOKENS = 1000
 """Maximum number of tokens of a prompt and its answer that are scored automatically, which takes a few seconds."""
 SHOWN_TOKENS = 8000
@@ -36,7 +32,6 @@ class LensPanel(Panel):
 
     SCRIPTS = ("elements.js", "panel.js", "keyed.js", "lens.js")
     STYLES = ("panel.css", "lens.css")
-    REQUESTS = frozenset({"follow", "score", "branch", "cancel", "show", "prune"})
     FULL_WIDTH = True
     BY_NAME_ONLY = True
 
@@ -60,9 +55,8 @@ class LensPanel(Panel):
         """Id of the newest record that was read."""
         self._is_outdated = False
         """Whether a request has ended since the newest record was read."""
-        self._task: asyncio.Task[None] | None = None
         super().__init__(workbench)
-        workbench.submit(self._begin())
+        workbench.submit(self.do_follow({"follows": True}))
 
     # Following
 
@@ -82,12 +76,9 @@ class LensPanel(Panel):
 
     def _follow(self) -> None:
         """Show the newest answer, after the work that is in progress."""
-        self._is_outdated = self._task is not None
-        if self.shown("follows") and self._task is None:
+        self._is_outdated = self.task is not None
+        if self.shown("follows") and self.task is None:
             self._start("", self._read_newest())
-
-    async def _begin(self) -> None:
-        self._follow()
 
     async def _read_newest(self) -> None:
         record = await self.workbench.backend.last_record()
@@ -108,24 +99,19 @@ class LensPanel(Panel):
         if activity:
             # Only work that the user started removes an error: following may begin right after that work has failed.
             self.show(busy=activity, error="")
-        self._task = asyncio.create_task(work, name="work of the lens panel")
-        self._task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        error = "Cancelled." if task.cancelled() else ""
-        if not error and (failure := task.exception()) is not None:
-            error = failure.message if isinstance(failure, LabError) else BUG
-            if not isinstance(failure, LabError):
-                log.error("the work of a lens panel failed", exc_info=failure)
-        self.show(busy="", **({"error": error} if error else {}))
-        if self._is_outdated:
-            self._follow()
+        def ended(error: str | None) -> None:
+            error = "Cancelled." if error is None else error
+            self.show(busy="", **({"error": error} if error else {}))
+            if self._is_outdated:
+                self._follow()
+
+        self.run_job(work, ended)
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Cancel the work in progress, if there is any."""
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     async def do_score(self, fields: Mapping[str, Any]) -> None:
         """Start to score the tokens of the answer that is shown, with ``distributions`` also their entropies and ranks
@@ -157,17 +143,15 @@ class LensPanel(Panel):
         newest = await self.workbench.backend.last_record()
         self._record = newest.id if newest is not None else None
         tree = parent.tree()
-        branch = tree.add(parent, at, self._text_of(parent, at, token), answer=answer)
+        position = self._lens_of(parent)[at]
+        text = next((other.text for other in (position, *position.top) if other.token == token), token)
+        branch = tree.add(parent, at, text, answer=answer)
         self._show(branch)
         if not answer.logprobs and len(answer.prompt) + len(answer.ids) <= AUTOMATIC_TOKENS:
             await self._score(branch)
 
-    def _text_of(self, branch: Branch, at: int, token: int) -> str | int:
-        position = self._lens_of(branch)[at]
-        return next((other.text for other in (position, *position.top) if other.token == token), token)
-
     def _idle(self) -> Branch:
-        if self._task is not None:
+        if self.task is not None:
             raise ModelBusyError("this panel is already working; cancel its work, or wait for the result")
         if self._shown is None:
             raise InvalidRequestError("there is no answer yet; send a request first")
@@ -204,27 +188,43 @@ class LensPanel(Panel):
         assert branch is not None
         self._shown = branch
         answer, lens = branch.answer, self._lens_of(branch)
-        tokens = [_token(token, part) for token, part in zip(lens[:SHOWN_TOKENS], lens.parts, strict=False)]
-        self.show(answer=_caption(branch, lens) | {"tokens": tokens}, branches=self._branch_rows())
+        # Of each token its text, its part of the answer, its values, its id, and its alternatives.
+        tokens = []
+        for token, part in zip(lens[:SHOWN_TOKENS], lens.parts, strict=False):
+            others = [
+                [clip(visible_text(other), TEXT_CHARACTERS), _rounded(other.logprob), other.token]
+                for other in token.top
+            ]
+            values = [_rounded(token.logprob), _rounded(token.entropy), rank_of(token)]
+            tokens.append([clip(visible_text(token), TEXT_CHARACTERS), part, *values, token.token, others])
+        more = f", of which {SHOWN_TOKENS:,} are shown" if len(lens) > SHOWN_TOKENS else ""
+        figures = f", log-probability {lens.logprob:.2f}" if len(lens) else ""
+        shown = {
+            "name": branch.name,
+            "at": branch.at,
+            "model": clip(answer.model, TEXT_CHARACTERS),
+            "caption": f"{len(answer.ids) or len(lens):,} tokens{more}{figures}",
+            "text": "" if len(lens) else clip(answer.text, 4000),
+            "scored": bool(len(lens)),
+            # Positions of branches are those of the ids.
+            "branches": bool(answer.ids) and tuple(token.token for token in lens) == answer.ids,
+            "tokens": tokens,
+        }
+        rows = [
+            {
+                "id": each.name,
+                "depth": depth,
+                "place": "" if each.at is None else f"at {each.at}: {escape_text(str(each.token))!r}",
+                "tokens": len(each.ids),
+                "logprob": _rounded(self._lenses[each].logprob if each in self._lenses else each.known_logprob),
+                "text": clip(each.text, TEXT_CHARACTERS),
+                "shown": each is branch,
+            }
+            for depth, each in (self._tree.walk() if self._tree is not None else ())
+        ]
+        self.show(answer=shown, branches=rows if len(rows) > 1 else [])
         if not tokens and not answer.ids:
             self.show(error="The engine did not report the tokens of this answer; send the request with logprobs.")
-
-    def _branch_rows(self) -> list[dict[str, Any]]:
-        tree = self._tree
-        if tree is None or len(tree) == 1:
-            return []
-        return [
-            {
-                "id": branch.name,
-                "depth": depth,
-                "place": "" if branch.at is None else f"at {branch.at}: {escape_text(str(branch.token))!r}",
-                "tokens": len(branch.ids),
-                "logprob": _rounded(self._lenses[branch].logprob if branch in self._lenses else branch.known_logprob),
-                "text": clip(branch.text, TEXT_CHARACTERS),
-                "shown": branch is self._shown,
-            }
-            for depth, branch in tree.walk()
-        ]
 
     def snapshot_html(self) -> str:
         branch = self._shown
@@ -237,37 +237,6 @@ class LensPanel(Panel):
         lens = self._lens_of(branch)
         text = lens._repr_html_() if len(lens) else f"<p>{escape(clip(branch.text, 4000))}</p>"
         return f"<p>{escape(self.shown('answer')['caption'])}</p>{text}<ul>{rows}</ul>"
-
-
-def _caption(branch: Branch, lens: TokenLens) -> dict[str, Any]:
-    answer = branch.answer
-    count = len(answer.ids) or len(lens)
-    more = f", of which {SHOWN_TOKENS:,} are shown" if len(lens) > SHOWN_TOKENS else ""
-    figures = f", log-probability {lens.logprob:.2f}" if len(lens) else ""
-    return {
-        "name": branch.name,
-        "at": branch.at,
-        "model": clip(answer.model, TEXT_CHARACTERS),
-        "caption": f"{count:,} tokens{more}{figures}",
-        "text": "" if len(lens) else clip(answer.text, 4000),
-        "scored": bool(len(lens)),
-        # Positions of branches are those of the ids.
-        "branches": bool(answer.ids) and tuple(token.token for token in lens) == answer.ids,
-    }
-
-
-def _token(token: TokenLogprob, part: str) -> list[Any]:
-    """Return a token as a view shows it: its text, its part of the answer, its values, and its alternatives."""
-    others = [[clip(visible_text(other), TEXT_CHARACTERS), _rounded(other.logprob), other.token] for other in token.top]
-    return [
-        clip(visible_text(token), TEXT_CHARACTERS),
-        part,
-        _rounded(token.logprob),
-        _rounded(token.entropy),
-        rank_of(token),
-        token.token,
-        others,
-    ]
 
 
 def _rounded(value: float | None) -> float | None:

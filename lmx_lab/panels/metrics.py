@@ -17,7 +17,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.workbench import KEPT_S, Workbench
-from lmx_lab.results.figures import LineChart, Series, format_clock
+from lmx_lab.results.figures import GAP_S, LineChart, Series, format_clock
 from lmx_lab.results.frames import dtypes_of, make_table
 from lmx_lab.results.tables import html_table
 from lmx_lab.sanitize import clip
@@ -27,8 +27,6 @@ WINDOWS_MIN = (1, 5, 15)
 MAX_POINTS = 400
 """Maximum number of points in a window. A chart of the usual width has fewer pixels."""
 MAX_FAILURES = 10
-GAP_S = 3.0
-"""Samples that are further apart than this are not connected by a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +103,6 @@ class MetricsPanel(Panel):
 
     SCRIPTS = ("uplot/uPlot.iife.min.js", "elements.js", "panel.js", "metrics.js")
     STYLES = ("panel.css", "uplot/uPlot.min.css", "metrics.css")
-    REQUESTS = frozenset({"change"})
 
     charts: Any = traitlets.List().tag(sync=True)
     """``MetricChart`` as dicts; the columns of ``frame`` are in their order."""
@@ -184,38 +181,33 @@ class MetricsPanel(Panel):
 
     def snapshot_html(self) -> str:
         samples = self.samples
-        rows = (_snapshot_row(chart, at, samples) for chart in CHARTS for at in range(len(chart.fields)))
+        rows = []
+        for chart in CHARTS:
+            for name, field in zip(chart.names, map(attrgetter, chart.fields), strict=True):
+                cells = [f"{chart.title}: {name}"]
+                for value in (field(samples[-1]), max(map(field, samples))) if samples else (None, None):
+                    text = "none yet" if value is None else f"{value:,.{chart.digits}f} {chart.unit}".rstrip()
+                    cells.append(text)
+                rows.append(cells)
         names = ("measurement", "latest", f"highest of {len(samples)} samples")
         table = html_table(names, rows, caption=f"Metrics: server {self.server['state']}")
         failures = "".join(f"<li>{html.escape(text)}</li>" for text in self._failures())
         table += f"<div>Failed requests, newest first:</div><ul>{failures}</ul>" if failures else ""
-        charts = CHARTS if samples else ()
-        return table + "".join(f"<div>{_line_chart(chart, samples).image_html()}</div>" for chart in charts)
-
-
-def _line_chart(chart: MetricChart, samples: Sequence[Sample]) -> LineChart:
-    recent = _recent(samples, KEPT_S)
-    return LineChart(
-        key=chart.fields[0],
-        title=chart.shown()["title"],
-        unit=chart.unit or chart.title.lower(),
-        at=[sample.at for sample in recent],
-        series=[
-            Series(name=name, values=list(map(attrgetter(field), recent)))
-            for name, field in zip(chart.names[: chart.lines], chart.fields, strict=False)
-        ],
-        whole=not chart.digits,
-    )
-
-
-def _snapshot_row(chart: MetricChart, at: int, samples: Sequence[Sample]) -> list[str]:
-    field = attrgetter(chart.fields[at])
-    latest, highest = (field(samples[-1]), max(map(field, samples))) if samples else (None, None)
-    return [f"{chart.title}: {chart.names[at]}", _formatted(chart, latest), _formatted(chart, highest)]
-
-
-def _formatted(chart: MetricChart, value: float | None) -> str:
-    return "none yet" if value is None else f"{value:,.{chart.digits}f} {chart.unit}".rstrip()
+        recent = _recent(samples, KEPT_S)
+        for chart in CHARTS if samples else ():
+            drawn = LineChart(
+                key=chart.fields[0],
+                title=chart.shown()["title"],
+                unit=chart.unit or chart.title.lower(),
+                at=[sample.at for sample in recent],
+                series=[
+                    Series(name=name, values=list(map(attrgetter(field), recent)))
+                    for name, field in zip(chart.names[: chart.lines], chart.fields, strict=False)
+                ],
+                whole=not chart.digits,
+            )
+            table += f"<div>{drawn.image_html()}</div>"
+        return table
 
 
 def _drawn(samples: Sequence[Sample], *, window_s: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import traitlets
 
@@ -63,20 +63,17 @@ class ModelJob:
         text = STAGES[self.stage]
         if self.stage in IN_ENGINE and unloading is not None:
             text = f"waiting for running answers ({unloading.answers_left})"
+        detail = "" if self.done_bytes is None else format_bytes(self.done_bytes)
+        if self.done_bytes is not None and self.total_bytes:
+            detail += f" of {format_bytes(self.total_bytes)}"
         fraction = self.done_bytes / self.total_bytes if self.done_bytes is not None and self.total_bytes else None
         return {
             "id": self.model,
             "text": text,
-            "detail": self._bytes(),
+            "detail": detail,
             "fraction": None if fraction is None else min(fraction, 1.0),
             "actions": ["Cancel"] if self.stage != "unload" else [],
         }
-
-    def _bytes(self) -> str:
-        if self.done_bytes is None:
-            return ""
-        done = format_bytes(self.done_bytes)
-        return f"{done} of {format_bytes(self.total_bytes)}" if self.total_bytes else done
 
 
 class ModelsPanel(Panel):
@@ -84,7 +81,6 @@ class ModelsPanel(Panel):
 
     SCRIPTS = ("elements.js", "panel.js", "keyed.js", "models.js")
     STYLES = ("panel.css", "models.css")
-    REQUESTS: ClassVar[frozenset[str]] = frozenset({"refresh", "load", "cancel", "unload", "dismiss"})
 
     compact = traitlets.Bool(False).tag(sync=True)
     rows: traitlets.List[Any] = traitlets.List().tag(sync=True)
@@ -109,8 +105,6 @@ class ModelsPanel(Panel):
         """Jobs of other clients."""
         self._own: ModelJob | None = None
         """The load or unload that was requested in this panel."""
-        self._work: asyncio.Task[None] | None = None
-        """The task of that job."""
         self._cancelled = False
         """Whether that job was cancelled in this panel."""
         self._waits: set[asyncio.Task[None]] = set()
@@ -130,9 +124,6 @@ class ModelsPanel(Panel):
             if stopped or (job.stage not in IN_ENGINE and now - job.updated_at > SILENT_S):
                 del self._jobs[job.model]
         self._show_jobs()
-        self._follow_server()
-
-    def _follow_server(self) -> None:
         server = self.shown("server")
         before, self._shown_server = self._shown_server, server
         is_changed = any(before.get(name) != server[name] for name in ("state", "model", "pinned"))
@@ -151,26 +142,22 @@ class ModelsPanel(Panel):
             if event.stage == "unloaded" and event.message:
                 self.show(error=f"{event.model} was unloaded: {event.message}")
             self._refresh_soon()
-        elif self._own is not None and self._is_own(event):
-            self._own = _updated(self._own, event)
+        elif (own := self._own) is not None and (
+            event.model == own.model
+            # In the engine a model has its id, which may differ from the requested name.
+            or (event.stage == "load" and own.stage not in IN_ENGINE and event.model not in self._jobs)
+        ):
+            self._own = _updated(own, event)
         elif event.model in self._jobs or len(self._jobs) < MAX_JOBS:
             self._jobs[event.model] = _updated(ModelJob(model=event.model), event)
         self._show_jobs()
 
-    def _is_own(self, event: ModelEvent) -> bool:
-        # In the engine a model has its id, which may differ from the requested name.
-        own = self._own
-        return own is not None and (
-            event.model == own.model
-            or (event.stage == "load" and own.stage not in IN_ENGINE and event.model not in self._jobs)
-        )
-
     def backend_changed(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
+        if self.task is not None:
+            self.task.cancel()
         for task in self._waits:
             task.cancel()
-        self._work, self._own, self._cancelled, self._records = None, None, False, ()
+        self.task, self._own, self._cancelled, self._records = None, None, False, ()
         self._preference = self._problem = None
         self._jobs.clear()
         self.show(error="")
@@ -187,7 +174,7 @@ class ModelsPanel(Panel):
         """Start a load; ``jobs``, ``rows`` and ``error`` show its progress and result."""
         name = text_field(fields, "model").strip()
         self._check_free()
-        self._start(ModelJob(model=name), self._load(self.workbench.backend, LoadSpec(model=name)))
+        self._start(ModelJob(model=name), self.workbench.backend.load(LoadSpec(model=name)))
         return {"model": name}
 
     async def do_unload(self, fields: Mapping[str, Any]) -> dict[str, str]:
@@ -196,22 +183,27 @@ class ModelsPanel(Panel):
         """
         name, wait = text_field(fields, "model"), fields.get("wait")
         backend = self.workbench.backend
-        if wait is not None:
-            self._set_wait(backend, name, wait)
-        elif self._own is None or (self._own.model, self._own.stage) != (name, "unload"):
-            self._check_free()
-            if backend.state().model == name:
-                self._start(ModelJob(model=name, stage="unload"), self._unload(backend, name))
-        return {"model": name}
-
-    def _set_wait(self, backend: Backend, name: str, wait: object) -> None:
+        if wait is None:
+            if self._own is None or (self._own.model, self._own.stage) != (name, "unload"):
+                self._check_free()
+                if backend.state().model == name:
+                    self._start(ModelJob(model=name, stage="unload"), backend.unload())
+            return {"model": name}
         if not isinstance(wait, bool):
             raise InvalidRequestError(f"wait is {wait!r:.40}; it must be true or false", param="wait")
+
+        async def change_wait() -> None:
+            try:
+                await backend.unload(name, wait=wait)
+            except LabError as exc:
+                self.show(error=f"{name} was not unloaded: {exc.message}")
+
         state = backend.state()
         if state.model == name and state.unloading is not None:
-            task = asyncio.create_task(self._unload(backend, name, wait), name=f"wait for {name:.60}")
+            task = asyncio.create_task(change_wait(), name=f"wait for {name:.60}")
             self._waits.add(task)
             task.add_done_callback(self._waits.discard)
+        return {"model": name}
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Cancel a load. The previous model is loaded again."""
@@ -234,33 +226,18 @@ class ModelsPanel(Panel):
             doing = "unloaded" if self._own.stage == "unload" else "loaded"
             raise ModelBusyError(f"{self._own.model} is being {doing}; try again when that is done", retry_after_s=2)
 
-    def _start(self, job: ModelJob, work: Coroutine[Any, Any, None]) -> None:
-        self._own, self._cancelled = job, False
-        self._work = asyncio.create_task(work, name=f"{job.stage} {job.model:.60}")
-        self._work.add_done_callback(self._ended)
-        self.show(error="")
-        self._show_jobs()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a panel's load or unload failed", exc_info=error)
-        if task is self._work:
-            self._work = self._own = None
+    def _start(self, job: ModelJob, work: Coroutine[Any, Any, Any]) -> None:
+        def ended(error: str | None) -> None:
+            self._own = None
+            if error and not self._cancelled:
+                self.show(error=f"{job.model} was not {'unloaded' if job.stage == 'unload' else 'loaded'}: {error}")
             self._show_jobs()
             self._refresh_soon()
 
-    async def _load(self, backend: Backend, spec: LoadSpec) -> None:
-        try:
-            await backend.load(spec)
-        except LabError as exc:
-            if not self._cancelled:
-                self.show(error=f"{spec.model} was not loaded: {exc.message}")
-
-    async def _unload(self, backend: Backend, name: str, wait: bool | None = None) -> None:
-        try:
-            await backend.unload(None if wait is None else name, wait=wait)
-        except LabError as exc:
-            self.show(error=f"{name} was not unloaded: {exc.message}")
+        self._own, self._cancelled = job, False
+        self.run_job(work, ended)
+        self.show(error="")
+        self._show_jobs()
 
     # The list
 
@@ -325,7 +302,9 @@ class ModelsPanel(Panel):
     # Saved notebooks
 
     def snapshot_html(self) -> str:
-        self._wait_for_list()
+        if not self._records:
+            waiting = self.workbench.submit(self.do_refresh({}))
+            concurrent.futures.wait([waiting], SNAPSHOT_S)
         server = self.shown("server")
         facts = [f"<b>LMX Lab</b>: {_escaped(server['state'])}, {_escaped(server['place'])}"]
         facts += [f"{label}: <code>{_escaped(server[key])}</code>" for key, label in ADDRESSES.items() if server[key]]
@@ -334,16 +313,10 @@ class ModelsPanel(Panel):
         facts += [f"also loaded: {_escaped(', '.join(server['pinned']))}"] if server["pinned"] else []
         facts += [_escaped(server["note"])] if server["note"] else []
         lines = "".join(f"<div>{fact}</div>" for fact in facts)
-        table = self._table_html() + (f"<div>{_escaped(self._engines())}</div>" if self._engines() else "")
+        rows = ([row["id"], *row["cells"]] for row in self._rows())
+        table = html_table(COLUMNS, rows, caption=self._caption())
+        table += f"<div>{_escaped(self._engines())}</div>" if self._engines() else ""
         return lines + (f"<details><summary>models</summary>{table}</details>" if self.compact else table)
-
-    def _table_html(self) -> str:
-        return html_table(COLUMNS, ([row["id"], *row["cells"]] for row in self._rows()), caption=self._caption())
-
-    def _wait_for_list(self) -> None:
-        if not self._records:
-            waiting = self.workbench.submit(self.do_refresh({}))
-            concurrent.futures.wait([waiting], SNAPSHOT_S)
 
 
 def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str, Any]:

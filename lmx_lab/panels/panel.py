@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -42,7 +42,7 @@ class Panel(anywidget.AnyWidget):
     """Files of this folder that make up the panel's module; the last one is the panel's own."""
     STYLES: ClassVar[tuple[str, ...]] = ("panel.css",)
     REQUESTS: ClassVar[frozenset[str]] = frozenset()
-    """Names of the requests that views may send. ``load`` calls the coroutine ``do_load(fields)``."""
+    """Names of the requests that views may send: ``load`` calls the coroutine ``do_load(fields)``."""
     IN_REPORT: ClassVar[bool] = False
     """Whether ``lab.report`` includes the panel's snapshot."""
     NEEDS_DAEMON: ClassVar[bool] = False
@@ -64,6 +64,7 @@ class Panel(anywidget.AnyWidget):
         if "SCRIPTS" in cls.__dict__:
             cls._esm = assets.script(*cls.SCRIPTS)
             cls._css = assets.styles(*cls.STYLES)
+            cls.REQUESTS = frozenset(name[3:] for name in dir(cls) if name.startswith("do_"))
         super().__init_subclass__(**kwargs)
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
@@ -72,13 +73,16 @@ class Panel(anywidget.AnyWidget):
         """The values of traits that the next frame sets."""
         self._frame: asyncio.TimerHandle | None = None
         self._shown_at = -FRAME_S
-        self._requests: set[asyncio.Task[None]] = set()
+        self._requests = 0
+        """Number of running requests."""
+        self.task: asyncio.Task[Any] | None = None
+        """The job of the panel, such as an answer that is generated; None if it has none."""
         super().__init__(**{"server": asdict(workbench.backend.state()), **traits})
         # ipykernel sends a view's messages to the shell that the panel has used last. This is the shell of cells, in
         # which a click would wait for a cell that blocks. The shell that JupyterLab has opened for widgets does not.
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = lambda _data, chosen: chosen
-        self.on_msg(self._receive)
+        self.on_msg(lambda _widget, content, _buffers: workbench.submit(self._answer(content)))
         workbench.watch(self)
 
     # State
@@ -144,29 +148,23 @@ class Panel(anywidget.AnyWidget):
             self.send_state([name for name in self.keys if not name.startswith("_")])
         return self.revision
 
-    def _receive(self, _widget: Any, content: Any, _buffers: Any) -> None:
-        self.workbench.submit(self._accept(content))
-
-    async def _accept(self, content: Any) -> None:
+    async def _answer(self, content: Any) -> None:
         number = content.get("id") if isinstance(content, dict) else None
         if not isinstance(number, str) or len(number) > MAX_ID_CHARACTERS:
             log.warning("a panel has received a message without an id: %.200r", content)
             return
-        if len(self._requests) >= MAX_REQUESTS:
+        if self._requests >= MAX_REQUESTS:
             self._refuse(
                 number, "queue-full", f"{MAX_REQUESTS} requests of this panel are running; wait for one to end"
             )
             return
-        task = asyncio.create_task(self._answer(number, content), name=f"answer a panel's {content.get('do')!r:.40}")
-        self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
-
-    async def _answer(self, number: str, content: Mapping[str, Any]) -> None:
         name = content.get("do")
+        self._requests += 1
         try:
-            known = self.REQUESTS | {"compare"}
-            if not isinstance(name, str) or name not in known:
-                raise InvalidRequestError(f"this panel has no request {name!r:.40}; it has {', '.join(sorted(known))}")
+            if not isinstance(name, str) or name not in self.REQUESTS:
+                raise InvalidRequestError(
+                    f"this panel has no request {name!r:.40}; it has {', '.join(sorted(self.REQUESTS))}"
+                )
             result = await getattr(self, f"do_{name}")(content)
         except LabError as exc:
             self._refuse(number, exc.code, exc.message)
@@ -177,9 +175,34 @@ class Panel(anywidget.AnyWidget):
             self.send({"id": number, "ok": True, "result": result})
             if name != "compare":
                 self.workbench.static_views.mark_changed()
+        finally:
+            self._requests -= 1
 
     def _refuse(self, number: str, code: str, message: str) -> None:
         self.send({"id": number, "ok": False, "error": {"code": code, "message": message}})
+
+    # The panel's job
+
+    def run_job(self, work: Coroutine[Any, Any, Any], ended: Callable[[str | None], None]) -> None:
+        """Start the panel's job as ``task``, in place of the last one. Call it on the workbench's loop.
+
+        Args:
+            ended: Called at the end of the job, if it is still the panel's: with the message of its error, which is
+                empty if there is none, or with None if the job was cancelled.
+        """
+
+        def end(task: asyncio.Task[Any]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, LabError):
+                log.error("the job of a panel failed", exc_info=error)
+            if task is self.task:
+                self.task = None
+                message = "" if error is None else error.message if isinstance(error, LabError) else BUG
+                ended(None if task.cancelled() else message)
+
+        self.task = asyncio.create_task(work, name=f"job of {type(self).__name__}")
+        # A callback, because a task that is cancelled before its first step never runs.
+        self.task.add_done_callback(end)
 
     # Saved notebooks
 

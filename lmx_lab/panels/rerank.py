@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import traitlets
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, Ranking
 from lmx_lab.client.request_bodies import build_body
-from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
-from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
+from lmx_lab.errors import InvalidRequestError, ModelBusyError
+from lmx_lab.panels.panel import Panel, integer_field, number_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import html_table
 from lmx_lab.sanitize import clip, escape_text, replace_surrogates
@@ -26,7 +23,6 @@ from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.rerank import RerankBody
 
-log = logging.getLogger(__name__)
 PAGE_ROWS = 100
 CELL_CHARACTERS = 300
 """Maximum number of characters of a document in the table."""
@@ -45,32 +41,24 @@ RANKING = "Ranking…"
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankingTable:
-    """A ranking to display, the most relevant document first."""
+def change_of(table: Ranking, at: int) -> int:
+    """Return how many places higher the document at a rank is than in the given order. Ranks start at 0."""
+    return table.order[at][0] - at
 
-    query: str
-    order: Sequence[tuple[int, float]]
-    """Index among the given documents, starting at 0, and score."""
-    documents: Sequence[str]
-    """The documents in the order of ``order``."""
-    model: str
-    method: str
-    took_ms: float | None = None
 
-    def change(self, at: int) -> int:
-        """Return how many places higher the document is than in the given order."""
-        return self.order[at][0] - at
+def document_at(table: Ranking, at: int) -> str:
+    """Return the document at a rank, starting at 0."""
+    return table.documents[table.order[at][0]]
 
 
 # By column: the sort key, and whether the first click sorts in descending order.
-_Key = Callable[[RankingTable, int], Any]
+_Key = Callable[[Ranking, int], Any]
 COLUMNS: dict[str, tuple[_Key, bool]] = {
     "rank": (lambda table, at: at, False),
     "score": (lambda table, at: -math.inf if math.isnan(score := table.order[at][1]) else score, True),
-    "document": (lambda table, at: table.documents[at].casefold(), False),
+    "document": (lambda table, at: document_at(table, at).casefold(), False),
     "index": (lambda table, at: table.order[at][0], False),
-    "change": (RankingTable.change, True),
+    "change": (change_of, True),
 }
 
 
@@ -82,7 +70,6 @@ class RerankPanel(Panel):
 
     SCRIPTS = ("elements.js", "panel.js", "rerank.js")
     STYLES = ("panel.css", "rerank.css")
-    REQUESTS = frozenset({"rank", "cancel", "sort", "page", "document", "tsv"})
     IN_REPORT = True
 
     form = traitlets.Bool(True).tag(sync=True)
@@ -96,11 +83,11 @@ class RerankPanel(Panel):
     table = traitlets.Dict().tag(sync=True)
     """The current page; empty before the first result."""
 
-    def __init__(self, workbench: Workbench, *, result: RankingTable | None = None) -> None:
+    def __init__(self, workbench: Workbench, *, result: Ranking | None = None) -> None:
         self._result = result
         self._sorted: Sequence[int] = range(len(result.order) if result else 0)
         self._sort, self._descending, self._page = "rank", False, 0
-        self._task: asyncio.Task[None] | None = None
+        self._took_ms: float | None = None
         self._loading: str | None = None
         traits: dict[str, Any] = {"form": True} if result is None else {"form": False, "server": {}}
         super().__init__(workbench, table=self._page_shown(), **traits)
@@ -113,7 +100,7 @@ class RerankPanel(Panel):
             super().tick(backend, sample)
 
     def model_event(self, event: ModelEvent) -> None:
-        if self._task is None:
+        if self.task is None:
             return
         if event.stage == "load":
             self._loading = event.model
@@ -129,7 +116,7 @@ class RerankPanel(Panel):
         text = fields.get("documents")
         documents = documents_in(text if isinstance(text, str) else "")
         top_n = integer_field(fields, "top_n", low=1, high=INPUT_LIMIT, default=None)
-        if self._task is not None:
+        if self.task is not None:
             raise ModelBusyError("this panel is ranking documents already; cancel that, or wait for its result")
         body = build_body(RerankBody, model=ANY_MODEL, query=query, documents=documents, top_n=top_n, truncate=True)
         kept = text if isinstance(text, str) and len(text) <= KEPT_CHARACTERS else ""
@@ -139,36 +126,21 @@ class RerankPanel(Panel):
             error="",
             request={"query": replace_surrogates(query), "documents": replace_surrogates(kept)},
         )
-        self._task = asyncio.create_task(self._rank(body, documents), name="rank a panel's documents")
-        self._task.add_done_callback(self._ended)
+        cancelled = "Cancelled; the table has not changed."
+        self.run_job(self._rank(body), lambda error: self.show(busy=False, error=cancelled if error is None else error))
 
-    async def _rank(self, body: RerankBody, documents: Sequence[str]) -> None:
+    async def _rank(self, body: RerankBody) -> None:
         started = time.perf_counter()
-        ranking = await self.workbench.backend.rerank(body)
-        self._set_result(
-            RankingTable(
-                query=body.query,
-                order=ranking.order,
-                documents=[documents[index] for index, _ in ranking.order],
-                model=ranking.model,
-                method=ranking.method,
-                took_ms=(time.perf_counter() - started) * 1e3,
-            )
-        )
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        self.show(busy=False, error=_error_text(task))
-
-    async def do_cancel(self, fields: Mapping[str, Any]) -> None:
-        """Cancel the ranking; does nothing if there is none."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def _set_result(self, table: RankingTable) -> None:
+        table = await self.workbench.backend.rerank(body)
+        self._took_ms = (time.perf_counter() - started) * 1e3
         self._result, self._sorted, self._page = table, range(len(table.order)), 0
         self._sort, self._descending = "rank", False
         self.show(table=self._page_shown())
+
+    async def do_cancel(self, fields: Mapping[str, Any]) -> None:
+        """Cancel the ranking; does nothing if there is none."""
+        if self.task is not None:
+            self.task.cancel()
 
     # The table
 
@@ -195,12 +167,12 @@ class RerankPanel(Panel):
         """Return the complete document at a ``rank``."""
         table = self._existing_result()
         rank = number_field(fields, "rank", low=1, high=len(table.order), default=1)
-        return clip(table.documents[int(rank) - 1], MAX_DOCUMENT_CHARACTERS)
+        return clip(document_at(table, int(rank) - 1), MAX_DOCUMENT_CHARACTERS)
 
     async def do_tsv(self, fields: Mapping[str, Any]) -> str:
         """Return all rows in their current order as tab-separated values, with a header."""
         table = self._existing_result()
-        size = sum(map(len, table.documents))
+        size = sum(len(document_at(table, at)) for at in range(len(table.order)))
         if size > MAX_TSV_CHARACTERS:
             raise InvalidRequestError(
                 f"the documents have {size:,} characters; up to {MAX_TSV_CHARACTERS:,} can be copied. "
@@ -208,7 +180,7 @@ class RerankPanel(Panel):
             )
         return tsv(table, self._sorted)
 
-    def _existing_result(self) -> RankingTable:
+    def _existing_result(self) -> Ranking:
         if self._result is None or not self._result.order:
             raise InvalidRequestError("there is no result yet; rank some documents first")
         return self._result
@@ -219,11 +191,23 @@ class RerankPanel(Panel):
             return {}
         start = self._page * PAGE_ROWS
         bar = bar_lengths([score for _, score in table.order])
-        took = "" if table.took_ms is None else f" in {table.took_ms:,.0f} ms"
+        took = "" if self._took_ms is None else f" in {self._took_ms:,.0f} ms"
         count = len(table.order)
+        rows = []
+        for at in self._sorted[start : start + PAGE_ROWS]:
+            (index, score), document, change = table.order[at], document_at(table, at), change_of(table, at)
+            arrow = f"▲{change}" if change > 0 else f"▼{-change}" if change else "\N{EN DASH}"
+            rows.append(
+                {
+                    "cells": [at + 1, f"{score:.4f}", clip(document, CELL_CHARACTERS), index, arrow],
+                    "change": f"up {change}" if change > 0 else f"down {-change}" if change else "unchanged",
+                    "bar": bar(score),
+                    "more": len(document) > CELL_CHARACTERS,
+                }
+            )
         return {
             "model": clip(table.model, CELL_CHARACTERS),
-            "rows": [_row(table, at, bar) for at in self._sorted[start : start + PAGE_ROWS]],
+            "rows": rows,
             "caption": clip(
                 f"{count:,} document{'s' * (count != 1)} by {table.method}, {table.model}{took}: {table.query}",
                 CELL_CHARACTERS,
@@ -241,33 +225,6 @@ class RerankPanel(Panel):
             return "<p>Rerank: no result yet</p>"
         rows = [row["cells"] for row in table["rows"][:SNAPSHOT_ROWS]]
         return html_table(tuple(COLUMNS), rows, caption=table["caption"])
-
-
-def _error_text(task: asyncio.Task[None]) -> str:
-    """Return why a ranking has no result; empty if it has one."""
-    if task.cancelled():
-        return "Cancelled; the table has not changed."
-    error = task.exception()
-    if error is None or isinstance(error, LabError):
-        return error.message if error else ""
-    log.error("a panel's ranking failed", exc_info=error)
-    return BUG
-
-
-def _arrow(change: int) -> str:
-    return f"▲{change}" if change > 0 else f"▼{-change}" if change else "\N{EN DASH}"
-
-
-def _row(table: RankingTable, at: int, bar: Callable[[float], float]) -> dict[str, Any]:
-    """Return a row as a view shows it."""
-    index, score = table.order[at]
-    document, change = table.documents[at], table.change(at)
-    return {
-        "cells": [at + 1, f"{score:.4f}", clip(document, CELL_CHARACTERS), index, _arrow(change)],
-        "change": f"up {change}" if change > 0 else f"down {-change}" if change else "unchanged",
-        "bar": bar(score),
-        "more": len(document) > CELL_CHARACTERS,
-    }
 
 
 def bar_lengths(scores: Sequence[float]) -> Callable[[float], float]:
@@ -291,7 +248,7 @@ def bar_lengths(scores: Sequence[float]) -> Callable[[float], float]:
     return length
 
 
-def tsv(table: RankingTable, order: Sequence[int]) -> str:
+def tsv(table: Ranking, order: Sequence[int]) -> str:
     r"""Return a header and one line for each row, as tab-separated values.
 
     In documents, tab, line feed, carriage return and backslash are escaped. Spreadsheets evaluate cells that begin with
@@ -304,14 +261,11 @@ def tsv(table: RankingTable, order: Sequence[int]) -> str:
     lines = ["\t".join(COLUMNS)]
     for at in order:
         index, score = table.order[at]
-        lines.append(f"{at + 1}\t{score:.6g}\t{_tsv_cell(table.documents[at])}\t{index}\t{table.change(at)}")
+        text = document_at(table, at).replace("\\", "\\\\")
+        text = escape_text(text.replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r"))
+        cell = "'" + text if text.lstrip().startswith(_FORMULA) else text
+        lines.append(f"{at + 1}\t{score:.6g}\t{cell}\t{index}\t{change_of(table, at)}")
     return "\n".join(lines)
-
-
-def _tsv_cell(document: str) -> str:
-    text = document.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
-    text = escape_text(text)
-    return "'" + text if text.lstrip().startswith(_FORMULA) else text
 
 
 def documents_in(text: str) -> list[str]:
@@ -327,8 +281,10 @@ def documents_in(text: str) -> list[str]:
             "rank them with lab.rerank(query, documents)",
             param="documents",
         )
-    is_json = text[:1] + text[-1:] in {"[]", "{}"}
-    documents = _json_documents(text) if is_json else [line for line in re.split(r"\r\n?|\n", text) if line.strip()]
+    if text[:1] + text[-1:] in {"[]", "{}"}:
+        documents = _json_documents(text)
+    else:
+        documents = [line for line in re.split(r"\r\n?|\n", text) if line.strip()]
     if not documents:
         raise InvalidRequestError(
             "there are no documents; write one per line, or a JSON list of texts", param="documents"

@@ -57,6 +57,7 @@ class StaticViews:
         outputs = split_outputs(data, metadata, os.environ)
         name = f"lmx-lab-{os.getpid()}-{next(self._numbers)}" if render and len(outputs) > 1 else None
         # Imported when a widget is displayed, because a lab without a notebook does not need IPython.
+        from IPython.core.getipython import get_ipython
         from IPython.display import display
 
         for output in outputs:
@@ -67,7 +68,9 @@ class StaticViews:
                 self._views[name] = render, outputs[-1]["text/html"], False
                 while len(self._views) > MAX_VIEWS:
                     del self._views[next(iter(self._views))]
-            self._register()
+            if (shell := get_ipython()) is not None and shell is not self._shell:
+                self._shell = shell
+                shell.events.register("post_run_cell", self._after_cell)
 
     def mark_changed(self, *, ended: bool = False) -> None:
         """Schedule an update of the snapshots.
@@ -105,14 +108,6 @@ class StaticViews:
                     log.exception("the snapshot of a panel could not be updated")
                 else:
                     self._views[name] = render, page, (is_new or again) and not after_cell
-
-    def _register(self) -> None:
-        from IPython.core.getipython import get_ipython  # As in show.
-
-        shell = get_ipython()
-        if shell is not None and shell is not self._shell:
-            self._shell = shell
-            shell.events.register("post_run_cell", self._after_cell)
 
     def _after_cell(self, _result: Any) -> None:
         if self._is_changed or any(again for _, _, again in list(self._views.values())):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +19,6 @@ from lmx_lab.sanitize import clip
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment
 from lmx_lab.wire.admin import Sample
 
-log = logging.getLogger(__name__)
 WINDOW_S = 60.0
 """Requests that ended earlier are not shown."""
 MAX_LANES = 20
@@ -30,7 +27,6 @@ PAUSES = 4
 """Pause between two reads of the timeline, as a multiple of the duration of the last one."""
 MAX_PARTS = 60
 """Maximum number of parts of a bar. The shortest slow steps are not marked if there are more."""
-GONE = "This request is no longer shown; see lab.timeline()."
 
 
 class TimelinePanel(Panel):
@@ -38,7 +34,6 @@ class TimelinePanel(Panel):
 
     SCRIPTS = ("elements.js", "panel.js", "keyed.js", "timeline.js")
     STYLES = ("panel.css", "timeline.css")
-    REQUESTS = frozenset({"change", "explain"})
     FULL_WIDTH = True
     BY_NAME_ONLY = True
 
@@ -53,16 +48,14 @@ class TimelinePanel(Panel):
 
     def __init__(self, workbench: Workbench) -> None:
         self._timeline = Timeline(())
-        self._reading: asyncio.Task[None] | None = None
         self._next_at = 0.0
         """When the timeline is read again (``time.monotonic``)."""
         super().__init__(workbench)
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
         super().tick(backend, sample)
-        if self._reading is None and not self.shown("paused") and time.monotonic() >= self._next_at:
-            self._reading = asyncio.create_task(self._read(backend), name="read the timeline of a panel")
-            self._reading.add_done_callback(self._read_ended)
+        if self.task is None and not self.shown("paused") and time.monotonic() >= self._next_at:
+            self.run_job(self._read(backend), lambda _error: None)
 
     async def _read(self, backend: Backend) -> None:
         began_at = time.monotonic()
@@ -75,25 +68,44 @@ class TimelinePanel(Panel):
         finally:
             # A remote server sends all steps each time, which may take long.
             self._next_at = time.monotonic() + PAUSES * (time.monotonic() - began_at)
-        if self.workbench.backend is backend and not self.shown("paused"):
-            self._show(Timeline(found.requests, found.models))
-
-    def _read_ended(self, task: asyncio.Task[None]) -> None:
-        self._reading = None
-        if not task.cancelled() and (failure := task.exception()) is not None:
-            log.error("the timeline of a panel cannot be read", exc_info=failure)
-
-    def _show(self, timeline: Timeline) -> None:
+        if self.workbench.backend is not backend or self.shown("paused"):
+            return
+        timeline = Timeline(found.requests, found.models)
         both: list[RequestTimeline | ModelTimeline] = sorted(
             [*timeline, *timeline.models], key=lambda each: each.at, reverse=True
         )[:MAX_LANES]
         # Requests that have ended stay visible until there is a new one, so that they can be examined.
         is_same = list(timeline) == list(self._timeline) and timeline.models == self._timeline.models
-        if not len(timeline) or (is_same and not self.shown("problem")):
+        if not both or (is_same and not self.shown("problem")):
             return
         self._timeline = timeline
         first, last = min(each.at for each in both), max(each.at + each.total_s for each in both)
-        lanes = [_lane(each, first, max(last - first, 1e-6)) for each in both]
+        percent = 100 / max(last - first, 1e-6)
+        lanes = []
+        for each in both:
+            if isinstance(each, ModelTimeline):
+                title, text = f"{each.kind} {clip(each.model, 40)}", str(each.outcome)
+            else:
+                caches = f"{each.kv_bytes / 1e6:.1f} MB of KV caches, " if each.kv_bytes else ""
+                end = "running" if each.outcome == "running" else each.code or each.outcome
+                title, text = _name(each), f"{each.output_tokens} tokens, {caches}{end}"
+            parts = [
+                [
+                    segment.kind,
+                    round(percent * (each.at - first + segment.start_s), 3),
+                    round(percent * segment.duration_s, 3),
+                    f"{segment.kind} {segment.duration_s:.3f} s, from {segment.start_s:.3f} s",
+                ]
+                for segment in _few(each.segments())
+            ]
+            lanes.append(
+                {
+                    "id": _lane_id(each),
+                    "title": f"{format_clock(each.at)} {title}",
+                    "text": f"{each.total_s:.2f} s, {text}",
+                    "parts": parts,
+                }
+            )
         self.show(lanes=lanes, seconds=last - first, problem="")
 
     def backend_changed(self) -> None:
@@ -114,7 +126,12 @@ class TimelinePanel(Panel):
         if at is not None:
             return self._timeline.explain(at)
         change = next((each for each in self._timeline.models if _lane_id(each) == wanted), None)
-        return GONE if change is None else _explain_change(change)
+        if change is None:
+            return "This request is no longer shown; see lab.timeline()."
+        took = "has been running for" if change.outcome == "running" else f"ended with {change.outcome!r} after"
+        stages = [f"{stage.name} took {stage.duration_s:.3f} s" for stage in change.stages]
+        summary = f"The {change.kind} of {change.model} {took} {change.total_s:.3f} s."
+        return "\n".join([summary, *stages, change.message])
 
     def snapshot_html(self) -> str:
         rows: list[tuple[object, ...]] = [
@@ -141,29 +158,8 @@ def _lane_id(one: RequestTimeline | ModelTimeline) -> str:
     return f"{one.request_id[:32]}-{one.index}-{one.at:.6f}"
 
 
-def _explain_change(change: ModelTimeline) -> str:
-    took = "has been running for" if change.outcome == "running" else f"ended with {change.outcome!r} after"
-    stages = [f"{stage.name} took {stage.duration_s:.3f} s" for stage in change.stages]
-    return "\n".join([f"The {change.kind} of {change.model} {took} {change.total_s:.3f} s.", *stages, change.message])
-
-
 def _name(one: RequestTimeline) -> str:
     return clip(one.request_id, 20) or "notebook"
-
-
-def _lane(one: RequestTimeline | ModelTimeline, first: float, seconds: float) -> dict[str, Any]:
-    if isinstance(one, ModelTimeline):
-        title, text = f"{one.kind} {clip(one.model, 40)}", str(one.outcome)
-    else:
-        caches = f"{one.kv_bytes / 1e6:.1f} MB of KV caches, " if one.kv_bytes else ""
-        end = "running" if one.outcome == "running" else one.code or one.outcome
-        title, text = _name(one), f"{one.output_tokens} tokens, {caches}{end}"
-    return {
-        "id": _lane_id(one),
-        "title": f"{format_clock(one.at)} {title}",
-        "text": f"{one.total_s:.2f} s, {text}",
-        "parts": [_part(segment, one.at - first, seconds) for segment in _few(one.segments())],
-    }
 
 
 def _few(segments: list[Segment]) -> list[Segment]:
@@ -181,8 +177,3 @@ def _few(segments: list[Segment]) -> list[Segment]:
         else:
             merged.append(Segment(kind, segment.start_s, segment.duration_s))
     return merged[:MAX_PARTS]
-
-
-def _part(segment: Segment, offset_s: float, seconds: float) -> list[Any]:
-    left, width = (round(100 * value / seconds, 3) for value in (offset_s + segment.start_s, segment.duration_s))
-    return [segment.kind, left, width, f"{segment.kind} {segment.duration_s:.3f} s, from {segment.start_s:.3f} s"]

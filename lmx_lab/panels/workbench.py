@@ -31,13 +31,12 @@ KEPT_S = 15 * 60
 """Time for which measurements are kept: two per second."""
 MAX_SAMPLES = 2 * KEPT_S
 MAX_REQUESTS = 1000
-OWN_TASKS = 4
-"""Number of tasks of an idle loop: the loop's main task, the workbench's main task, its timer and its event reader."""
+OWN_TASKS = 3
+"""Number of tasks of an idle loop: the loop's main task, the workbench's timer and its event reader."""
 LAST_UPDATE_S = 1.0
 """Maximum time for the last update when the workbench is suspended."""
 IDLE_TICKS = 4
 """Number of updates after which the loop ends if its lab has stopped and no work is left."""
-ENDS_OF_LOADS = frozenset({"loaded", "unloaded", "failed"})
 TICK_S = 0.5
 """Time between two updates of the panels."""
 
@@ -175,7 +174,13 @@ class Workbench:
 
     def watch(self, watcher: Watcher) -> None:
         """Register a panel, which is notified from now on while it exists."""
-        self.submit(self._add(watcher))
+
+        async def add() -> None:
+            self._watchers.add(watcher)
+            # Without a sample, because taking one here would shorten the interval of the next regular sample.
+            self._guard(functools.partial(watcher.tick, self._backend, None))
+
+        self.submit(add())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the panels' loop, without waiting. Can be called from any thread."""
@@ -183,7 +188,8 @@ class Workbench:
             if self._thread is None:
                 self._thread = LoopThread("lmx-lab-panels")
                 self._thread.start()
-                self._thread.submit(self._run())
+                self._thread.submit(self._run_timer())
+                self._thread.submit(self._read_events())
             return self._thread.submit(work)
 
     def suspend_if_shown(self, backend: Backend) -> None:
@@ -208,21 +214,11 @@ class Workbench:
             for watcher in list(self._watchers):
                 self._guard(watcher.flush)
 
-    async def _add(self, watcher: Watcher) -> None:
-        self._watchers.add(watcher)
-        # Without a sample, because taking one here would shorten the interval of the next regular sample.
-        self._guard(functools.partial(watcher.tick, self._backend, None))
-
     async def _notify_changed(self) -> None:
         self.static_views.mark_changed(ended=True)
         for watcher in list(self._watchers):
             self._guard(watcher.backend_changed)
         self._tick()
-
-    async def _run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._run_timer())
-            tasks.create_task(self._read_events())
 
     async def _run_timer(self) -> None:
         idle = 0
@@ -252,20 +248,16 @@ class Workbench:
         while True:
             try:
                 async for event in self._backend.events():
-                    self._receive(event)
+                    ends = isinstance(event, ModelEvent) and event.stage in ("loaded", "unloaded", "failed")
+                    self.static_views.mark_changed(ended=ends)
+                    if isinstance(event, RequestEvent):
+                        self.history.add_request(event)
+                    for watcher in list(self._watchers):
+                        notify = watcher.request_ended if isinstance(event, RequestEvent) else watcher.model_event
+                        self._guard(functools.partial(notify, event))
             except Exception as exc:
                 log.debug("the lab's events cannot be read: %r", exc)
             await asyncio.sleep(TICK_S)
-
-    def _receive(self, event: ModelEvent | RequestEvent) -> None:
-        self.static_views.mark_changed(ended=isinstance(event, ModelEvent) and event.stage in ENDS_OF_LOADS)
-        if isinstance(event, RequestEvent):
-            self.history.add_request(event)
-            for watcher in list(self._watchers):
-                self._guard(functools.partial(watcher.request_ended, event))
-            return
-        for watcher in list(self._watchers):
-            self._guard(functools.partial(watcher.model_event, event))
 
     def _guard(self, call: Callable[[], object]) -> None:
         # An error in one panel must not stop the timer of the others.

@@ -26,7 +26,7 @@ from lmx_lab.engine.speeds import Speeds, read_speeds, versions
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError, NotLoadedError, OutOfMemoryError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
-from lmx_lab.http.openapi import failures, link
+from lmx_lab.http.openapi import BODY, failures, link
 from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry, by_model
@@ -34,6 +34,8 @@ from lmx_lab.weights import Catalog, Listing
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.starters import loadable_formats
 from lmx_lab.wire.admin import (
+    CancelLoadAnswer,
+    CancelLoadRequest,
     Compute,
     EngineRecord,
     LoadAnswer,
@@ -123,6 +125,16 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         check_admin(local=local, lan_admin=lan_admin)
         model, wait = (body.model, body.wait) if body is not None else (None, None)
         return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local, wait=wait) / 1e9)
+
+    @router.post("/models/cancel", responses=failures(*BODY, AdminForbiddenError))
+    async def cancel(body: CancelLoadRequest, request: Request) -> CancelLoadAnswer:
+        """Cancel the load of a model, and load the previous model again. The response does not wait for this; the
+        requests that wait for the load get an error when it is done. If the model is not being loaded, for example
+        because its load has just ended, the request is refused and nothing is unloaded.
+        """
+        check_admin(local=is_local(request.scope), lan_admin=lan_admin)
+        await manager.cancel_load(body.model)
+        return CancelLoadAnswer()
 
     return router
 

@@ -176,6 +176,21 @@ class UnloadAnswer(BaseModel):
     freed_vram_gb: float
 
 
+class CancelLoadRequest(RequestModel):
+    """The body of POST /admin/models/cancel."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m"}]})
+
+    model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    """The model whose load is cancelled: its id, or the name that the request for the load used."""
+
+
+class CancelLoadAnswer(BaseModel):
+    """The result of cancelling a load."""
+
+    success: Literal[True] = True
+
+
 class Alive(BaseModel):
     """The answer of GET /healthz."""
 

@@ -20,6 +20,7 @@ from lmx_lab.notebook.remote import RemoteBackend, attach
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelRecords
 from lmx_lab.wire.embeddings import EmbeddingsBody
+from tests.support.labs import forbid_waits_on_loops
 from tests.support.models import write_tiny_bert
 
 ROWS = [f"row {number}" for number in range(24)]
@@ -137,7 +138,10 @@ def test_several_labs_compute_vectors_and_the_cache_has_those_of_all(lab, other,
     assert own["vectors"] + its["vectors"] == len(ROWS)
     assert min(own["vectors"], its["vectors"]) > 0
     assert max(own["vectors_per_s"], its["vectors_per_s"]) > 0
+    forbid_waits_on_loops(monkeypatch)
     again = asyncio.run(lab.aembed_frame(texts, labs=[other], cache=tmp_path / "v.db"))
+    awaited = asyncio.run(lab.amap(ROWS[:3], labs=[other], cache=tmp_path / "a.db", prompt="{text}"))
+    assert awaited["answer"].tolist() == ROWS[:3]
     assert np.array_equal(np.stack(again["embedding"].dropna()), np.stack(found["embedding"].dropna()))
     assert [each["vectors"] for each in again.attrs["labs"]] == [0, 0]
     assert again.attrs["interrupted"] is False

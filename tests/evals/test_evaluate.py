@@ -24,6 +24,7 @@ from lmx_lab.notebook.evaluate import SCORING_S
 from lmx_lab.notebook.remote import attach
 from lmx_lab.results.statistics import BOOTSTRAP, MCNEMAR, WILSON
 from lmx_lab.settings import Settings
+from tests.support.labs import forbid_waits_on_loops
 
 FRAME = pd.DataFrame(
     {"text": ["one", "two", None, "four"], "answer": ["one", "three", "x", np.nan]}, index=["a", "b", "c", "d"]
@@ -53,6 +54,11 @@ def test_rows_are_scored_except_rows_with_errors(lab):
     # The recorded request, and the same tokens scored if it is not recorded any more.
     recorded = result.lens("b")
     assert recorded.df["token"].tolist() == lab.requests[result.df.loc["b", "request_id"]].lens().df["token"].tolist()
+    with pytest.MonkeyPatch.context() as patched:
+        forbid_waits_on_loops(patched)
+        assert asyncio.run(result.alens("b")).df.equals(recorded.df)
+    for lens in (result.lens("b", choice="one two"), asyncio.run(result.alens("b", choice="one two"))):
+        assert "".join(lens.df["token"]) == "one two"
     lab.requests.clear()
     assert "".join(result.lens("b").df["token"]) == "two"
     with pytest.raises(KeyError, match="no request"):

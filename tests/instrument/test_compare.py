@@ -15,6 +15,7 @@ from lmx_lab.instrument.compare import Comparison
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, LoadSpec
+from tests.support.labs import forbid_waits_on_loops
 
 PROMPTS = ["the sea is wide", "one <b>two</b>"]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -113,8 +114,14 @@ def test_models_are_loaded_once_and_an_interrupted_comparison_continues(lab, tmp
     assert again.df.equals(complete.df)
 
 
-def test_a_comparison_can_be_awaited(lab):
-    comparison = asyncio.run(lab.acompare([[{"role": "user", "content": "hello"}]], [{}]))
+def test_a_comparison_can_be_awaited_without_waits_for_the_disk_on_the_callers_loop(lab, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        forbid_waits_on_loops(patched)
+        conversation = [{"role": "user", "content": "hello"}]
+        comparison = asyncio.run(lab.acompare([conversation], [{}], path=tmp_path / "compare.db"))
+        # An error closes the file.
+        with pytest.raises(InvalidRequestError):
+            asyncio.run(lab.acompare([conversation], [{"logprob_tokens": ["no such token"]}], path=tmp_path / "2.db"))
     assert isinstance(comparison, Comparison)
     assert comparison.settings == ["default"]
     assert "user: hello" in comparison._repr_html_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import pickle
@@ -22,6 +23,7 @@ from lmx_lab.instrument import store as store_module
 from lmx_lab.instrument.store import RecordStore, encode_provenance, encode_record
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import Provenance, Record
+from tests.support.labs import forbid_waits_on_loops
 
 SEA = [{"role": "user", "content": "the sea is wide"}]
 BODY: dict[str, Any] = {"model": "default", "messages": SEA, "max_tokens": 8}
@@ -447,3 +449,15 @@ def test_named_tokens_reach_replies_clients_records_and_frames(lab):
         lab.chat("hello", logprob_tokens=[" seaside"[:6]])
     refused = httpx2.post(url, json={**fields, "logprobs": None, "logprob_tokens": named}, headers=headers).json()
     assert "requires logprobs" in refused["error"]["message"]
+
+
+@pytest.mark.anyio
+async def test_awaited_methods_do_not_make_the_callers_loop_wait_for_the_disk(lab, monkeypatch):
+    await lab.achat("the sea", max_tokens=3)
+    request = await asyncio.to_thread(lambda: lab.requests[-1])
+    forbid_waits_on_loops(monkeypatch)
+    assert (await request.areplay()).same
+    lens = await request.alens()
+    assert tuple(token.token for token in lens) == request.answer
+    branch = await request.abranch(1, lens[0].token, name="other")
+    assert branch.tree()["other"] is branch

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
-import threading
 
 import numpy as np
 import pandas as pd
@@ -16,6 +14,8 @@ import lmx_lab
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
 from lmx_lab.settings import Settings
 from lmx_lab.values.tracing import Trace
+from tests.support.labs import forbid_waits_on_loops
+from tests.support.waiting import interrupt
 
 pytestmark = pytest.mark.slow
 TEXT = "The sea is wide and blue"
@@ -170,13 +170,24 @@ def test_single_heads_are_patched_at_each_position_or_at_all_together(lab, attac
 
 
 @pytest.mark.anyio
-async def test_answers_are_traced_and_scored_on_a_running_loop(lab):
+async def test_answers_are_traced_and_scored_on_a_running_loop(lab, monkeypatch):
     reply = await lab.achat("hello", max_tokens=4, temperature=0)
     traced = await reply.atrace("logits", positions=-1)
     np.testing.assert_allclose(traced["logits"], (await lab.atrace(reply, "logits", positions=-1))["logits"], atol=1e-4)
     assert (await reply.alens()).source == "scoring"
     asked = await lab.achat("hello", max_tokens=4, temperature=0, logprobs=1)
     assert (await asked.alens(color="rank")).source == "answer"
+    request = await asyncio.to_thread(lambda: lab.requests[-1])
+    forbid_waits_on_loops(monkeypatch)
+    recorded = await request.atrace("logits", positions=-1)
+    np.testing.assert_array_equal(recorded["logits"], (await lab.atrace(request, "logits", positions=-1))["logits"])
+    assert (await lab.alogit_lens(request, top=1)).tokens == recorded.tokens
+    assert (await lab.aattention(request, 0)).tokens == recorded.tokens
+    assert (await lab.adirect_logit_attribution(request, request.answer[0])).texts == recorded.texts
+    tokens = {"answer": request.answer[0], "other": request.answer[0] + 1}
+    assert (await lab.apatch(request, request, positions=-1, **tokens)).texts == recorded.texts
+    with pytest.raises(InvalidRequestError, match="same mean activations"):
+        await lab.asteering_vector([request], [request], 0)
 
 
 def test_integers_of_numpy_are_accepted_and_other_values_refused_by_name(lab):
@@ -232,7 +243,7 @@ def test_an_interrupted_sweep_keeps_its_cells(lab, monkeypatch):
     async def interrupted(body: object) -> Trace:
         calls.append(body)
         if len(calls) == 3:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            interrupt()
             await asyncio.sleep(60)
         return await compute(body)
 

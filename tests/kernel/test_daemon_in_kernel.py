@@ -1,15 +1,10 @@
-"""Test the daemon in a kernel that is busy, interrupted and restarted."""
-
-from typing import TYPE_CHECKING
+"""Test the daemon in a kernel that is busy, interrupted and restarted, and functions of the notebook as its tools."""
 
 import httpx2
 import psutil
 import pytest
 
 from lmx_lab.daemon.home import DaemonHome, read_state
-
-if TYPE_CHECKING:
-    pass
 
 LAUNCH = "import lmx_lab, time; lab = lmx_lab.launch('tiny', port=0, daemon=True, daemon_port=0); print(lab.daemon.url)"
 WAIT_S = 20
@@ -60,3 +55,25 @@ def check_turn(url, folder):
         http.post("/v3/sessions/kernel/turns", json=body)
         turn = http.get("/v3/sessions/kernel/turns/t", params={"wait": WAIT_S}).json()
         assert turn["status"] == "done", turn
+
+
+def test_the_output_of_a_tool_appears_below_the_cell_that_registered_it(fresh_notebook):
+    fresh_notebook.run(
+        """
+        from lmx_lab.daemon.tools.python_tools import PythonTools
+        from lmx_lab.portal import LoopThread
+
+        tools, loop = PythonTools(), LoopThread()
+        loop.start()
+
+        def talk(number: int) -> int:
+            print("printed", number)
+            return number
+
+        tools.register(talk)
+        """
+    )
+    fresh_notebook.run("tools.register(talk)")
+    printed = fresh_notebook.run("print(loop.run(tools.call('talk', {'number': '3'})))")
+    assert "ToolResult(status='ok', text='3')" in printed
+    assert "printed 3" in printed

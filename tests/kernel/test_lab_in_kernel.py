@@ -3,14 +3,11 @@
 import http.client
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.commands import status
-
-if TYPE_CHECKING:
-    pass
+from tests.support.kernels import setting
 
 SETUP = """
 import asyncio, os, threading, psutil, lmx_lab
@@ -36,6 +33,7 @@ def settled():
 """
 LAUNCH = "lab = lmx_lab.launch('echo', loop={mode!r}, port=0, echo_tokens_per_s=1000); print(lab.port)"
 LAUNCH_TINY = "lab = lmx_lab.launch('tiny', loop={mode!r}, port=0); print(lab.port)"
+HOSTILE = "<img src=x onerror=alert(1)> and some words"
 # Except "never awaited", which an interrupt between the creation and the start of a coroutine causes.
 UNREST = ("was destroyed", "never retrieved", "Exception ignored", "Traceback")
 
@@ -322,7 +320,7 @@ def test_openai_works_in_the_cell_or_from_a_thread(lab):
 
 @pytest.mark.long
 def test_a_load_shows_its_download_in_the_calling_cell_only(lab):
-    lab.run("import lmx_lab.notebook.load_progress as progress; progress.LOAD_SHOWN_S = 60; lab.unload()")
+    lab.run(f"{setting('lmx_lab.notebook.load_progress', LOAD_SHOWN_S=60)}; lab.unload()")
     lab.start("lab.load('echo')")
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # The report, without a progress bar.
     lab.start("""
@@ -380,3 +378,32 @@ def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_hom
         assert notebook.process.wait(60) == 0
     finally:
         notebook.close()
+
+
+# --- how answers are displayed
+
+
+@pytest.mark.long
+def test_a_stream_displays_its_text_and_then_the_reply(fresh_notebook):
+    fresh_notebook.run("import lmx_lab; lab = lmx_lab.launch('echo', port=0, echo_tokens_per_s=100)")
+    fresh_notebook.start(f"lab.chat({HOSTILE!r}, stream=True, logprobs=2)")
+    shown = fresh_notebook.read().shown
+    assert len(shown) >= 3
+    assert all("<img" not in output.get("text/html", "") for output in shown)
+    assert "white-space: pre-wrap" in shown[0]["text/html"]
+    assert "text/markdown" in shown[-1]
+    assert fresh_notebook.run("print(_.reply.text)") == HOSTILE
+    fresh_notebook.start("_.reply.logprobs")
+    assert "<table>" in fresh_notebook.read().shown[-1]["text/html"]
+    fresh_notebook.start("stream = lab.chat('word ' * 400, stream=True); stream.show(); print(type(stream.reply))")
+    assert "Reply" in fresh_notebook.read().text
+
+
+def test_a_slow_launch_shows_where_the_time_went(fresh_notebook):
+    fresh_notebook.run(f"import lmx_lab; {setting('lmx_lab.notebook.load_progress', LOAD_SHOWN_S=60)}")
+    fresh_notebook.run(setting("lmx_lab.notebook.launcher", SLOW_S=0, SHOWN_S=0))
+    fresh_notebook.start("lab = lmx_lab.launch('echo', port=0)")
+    (shown,) = fresh_notebook.read().shown
+    assert "The launch took" in shown["text/plain"]
+    assert "the server" in shown["text/plain"]
+    assert "echo" in shown["text/plain"]

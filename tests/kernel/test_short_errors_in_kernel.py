@@ -1,11 +1,6 @@
 """Test in a kernel that errors of the package are displayed in short form, and other errors as usual."""
 
-from typing import TYPE_CHECKING
-
 import pytest
-
-if TYPE_CHECKING:
-    pass
 
 SETUP = """
 import asyncio, sys, lmx_lab

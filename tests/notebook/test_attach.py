@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -25,10 +23,10 @@ from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.wire.admin import ModelEvent
-from tests.support.labs import serving
+from tests.support.labs import serving, wait_until_idle
 from tests.support.models import write_tiny_llama
 from tests.support.sockets import answering, streamed, whole
-from tests.support.waiting import until
+from tests.support.waiting import interrupt_when, until
 
 pytestmark = pytest.mark.anyio
 KEY = "open-sesame-42"
@@ -54,10 +52,6 @@ def far(lab):
 def encoders(starter_home, minilm):
     with serving(starter_home, minilm.id) as lab:
         yield lab
-
-
-def wait_until_idle(lab):
-    until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
 
 
 def threads():
@@ -234,15 +228,10 @@ async def test_a_cancelled_chat_frees_its_slot(lab, far):
 def test_an_interrupt_ends_the_generation_on_the_server(lab, far):
     before = lab.engine.snapshot.output_tokens
 
-    def interrupt() -> None:
-        until(lambda: lab.engine.snapshot.output_tokens > before)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    interrupting = interrupt_when(lambda: lab.engine.snapshot.output_tokens > before)
     with pytest.raises(KeyboardInterrupt):
         far.chat("hi", max_tokens=7500, ignore_eos=True)
-    thread.join()
+    interrupting.join()
     wait_until_idle(lab)
     assert lab.engine.snapshot.output_tokens - before < 7500
     assert far.chat("hi", max_tokens=2).usage.completion_tokens == 2

@@ -19,7 +19,7 @@ from tests.support.kernels import Notebook
 from tests.support.labs import serving
 from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
 from tests.support.models import write_tiny_llama
-from tests.support.waiting import until
+from tests.support.waiting import interrupt_when, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 KEY = "open-sesame-42"
@@ -139,16 +139,6 @@ async def test_a_remote_lab_has_the_awaited_form_too(far):
 
 
 # --- interrupts
-
-
-def interrupt_when(true):
-    def wait() -> None:
-        until(true)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
 
 
 @pytest.mark.parametrize("where", ["lab", "far"])

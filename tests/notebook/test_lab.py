@@ -23,6 +23,7 @@ from lmx_lab.errors import (
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
+from tests.support.labs import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 HELLO = "hi " * 4000
@@ -42,12 +43,6 @@ async def lab(request, tmp_path_factory):
 def launched_with_models(tiny_home):
     with lmx_lab.launch(port=0, home=tiny_home) as lab:
         yield lab
-
-
-async def until_idle(lab):
-    """Wait until the engine has seen, within one step, that a reader has left."""
-    while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 def lab_threads():
@@ -76,7 +71,7 @@ async def test_leaving_a_stream_frees_its_slot(lab):
     stream = await lab.astream(HELLO)
     async for _ in stream:
         break
-    await until_idle(lab)
+    await asyncio.to_thread(wait_until_idle, lab)
     assert stream.reply is None
 
 
@@ -84,7 +79,7 @@ async def test_closing_a_stream_frees_its_slot(lab):
     stream = await lab.astream(HELLO)
     await stream.aclose()
     stream.close()
-    await until_idle(lab)
+    await asyncio.to_thread(wait_until_idle, lab)
     assert [piece async for piece in stream] == []
 
 
@@ -95,7 +90,7 @@ async def test_a_cancelled_chat_frees_its_slot(lab):
     chat.cancel()
     await asyncio.wait([chat])
     assert chat.cancelled()
-    await until_idle(lab)
+    await asyncio.to_thread(wait_until_idle, lab)
 
 
 async def test_concurrent_chats_share_the_engine(lab):
@@ -162,7 +157,7 @@ def test_a_stream_left_in_the_middle_frees_its_slot(launched):
     launched.load("echo")
     for _ in launched.chat(HELLO, stream=True):
         break
-    asyncio.run(until_idle(launched))
+    wait_until_idle(launched)
 
 
 def test_threads_can_chat_concurrently(launched):

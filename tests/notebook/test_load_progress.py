@@ -1,10 +1,11 @@
-"""Test that interrupting a load cancels it, in a launched lab and in an attached one."""
+"""Test how a lab loads and unloads, launched in this process and attached to: interrupts, cancelled calls, waits."""
 
 from __future__ import annotations
 
-import signal
+import asyncio
 import threading
 import time
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -12,13 +13,109 @@ import pytest
 import lmx_lab
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.echo.engine import EchoEngine
-from tests.support.labs import serving
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
+from tests.support.asking import ENDLESS
+from tests.support.labs import PACE, serving
+from tests.support.waiting import interrupt_when, until
 
+pytestmark = pytest.mark.anyio
 WAIT_S = 30.0
+STATE = r"unloading, 1 answer left \((\d+ s|stopping now|no time limit)\)"
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where):
+@pytest.fixture
+def server(tmp_path):
+    with serving(tmp_path, "echo", echo_tokens_per_s=PACE, drain_s=600) as lab:
+        yield lab
+
+
+@pytest.fixture(params=["here", "elsewhere"])
+def lab(server, request):
+    if request.param == "here":
+        yield server
+    else:
+        with lmx_lab.attach(server.url) as attached:
+            yield attached
+
+
+@contextmanager
+def running_answer(lab):
+    with closing(lab.chat("hello", stream=True, **ENDLESS)) as stream:
+        # Iterated once, because the end of an iteration ends the answer.
+        pieces = iter(stream)
+        next(pieces)
+        yield pieces
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_wait_but_not_the_unload(lab, server, capfd):
+    with running_answer(lab) as pieces:
+        interrupting = interrupt_when(lambda: "unloading, 1 answer left (" in capfd.readouterr().err)
+        with pytest.raises(KeyboardInterrupt, match=rf"echo is still {STATE}: lab.unload\(wait=False\) stops"):
+            lab.unload()
+        interrupting.join()
+        # It continues, and everything says so.
+        assert "echo" in repr(lab)
+        assert "unloading, 1 answer left (" in repr(lab)
+        assert "unloading, 1 answer left (" in repr(lab.models())
+        assert "unloading, 1 answer left (" in repr(lab.snapshot())
+        with pytest.raises(NotLoadedError, match="echo is being unloaded"):
+            lab.chat("hello")
+        assert lab.unload("echo", wait=False) > 0
+        with pytest.raises(NotLoadedError, match="requested to stop running requests immediately"):
+            list(pieces)
+    assert server.engine.snapshot.model is None
+    nothing = lab.unload()
+    assert nothing == 0, "without a model"
+    assert repr(nothing) == "0.00 GB freed"
+    with pytest.raises(InvalidRequestError, match="echo is not loaded"):
+        lab.unload("echo", wait=True)
+
+
+async def test_a_cancelled_unload_continues_and_can_wait_without_a_limit(lab, server):
+    stream = await lab.astream("hello", **ENDLESS)
+    pieces = aiter(stream)
+    await anext(pieces)
+    unload = asyncio.create_task(lab.aunload())
+    await asyncio.to_thread(until, lambda: server.engine.snapshot.unloading is not None)
+    unload.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await unload
+    waiting = asyncio.create_task(lab.aunload(wait=True))
+    await asyncio.to_thread(until, lambda: "no time limit" in str(server.engine.snapshot.unloading))
+    await stream.aclose()
+    assert await waiting > 0
+
+
+def test_a_load_can_stop_the_answers_of_the_loaded_model(lab, tiny_home):
+    with running_answer(lab) as pieces:
+        # The tiny model is a path for this server.
+        load = threading.Thread(target=lambda: lab.load(tiny_home / "models" / "tiny", wait=False))
+        load.start()
+        with pytest.raises(NotLoadedError, match=r"the model was replaced by .*, because it was requested to stop"):
+            list(pieces)
+        load.join()
+    assert "tiny" in repr(lab)
+
+
+@pytest.mark.parametrize("state", ["stopped", "gone"])
+def test_a_lab_that_does_not_run_says_so(tmp_path, state):
+    with serving(tmp_path, "echo") as server, lmx_lab.attach(server.url) as attached:
+        server.stop()
+        lab, error = (server, HostingError) if state == "stopped" else (attached, LabError)
+        with pytest.raises(error, match="stopped" if state == "stopped" else "127.0.0.1"):
+            lab.unload(wait=False)
+
+
+@pytest.mark.parametrize(
+    ("where", "load"),
+    [
+        ("here", lambda lab: lab.load("echo")),
+        ("elsewhere", lambda lab: lab.load("echo")),
+        ("here", lambda lab: lab.compare(["hello"], [{"model": "echo"}])),
+    ],
+)
+def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where, load):
     started, ended = threading.Event(), threading.Event()
 
     def hang(engine: EchoEngine, entry: Any, spec: Any, cancellation: Cancellation, **_: Any) -> None:
@@ -30,17 +127,13 @@ def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where):
         finally:
             ended.set()
 
-    def interrupt() -> None:
-        started.wait(WAIT_S)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
     with serving(tmp_path, None) as server:
         lab = server if where == "here" else lmx_lab.attach(server.url)
         with monkeypatch.context() as patched:
             patched.setattr(EchoEngine, "check", hang)
-            threading.Thread(target=interrupt).start()
+            interrupt_when(started.is_set)
             with pytest.raises(KeyboardInterrupt):
-                lab.load("echo")
+                load(lab)
         assert ended.wait(WAIT_S)
         # The load has ended, so that another one is not refused.
         assert lab.load("echo").model == "echo"

@@ -25,6 +25,7 @@ from lmx_lab.wire.admin import ModelEvent
 from tests.support.engines import unload_when_idle_for
 from tests.support.models import write_tiny_bert
 from tests.support.panels import Reader
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 T = TypeVar("T")
@@ -73,12 +74,6 @@ def while_blocked(lab, work):
     return lab.workbench.submit(work).result(WAIT_S)
 
 
-async def until(condition):
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 # --- while a cell blocks the loop
 
 
@@ -116,8 +111,8 @@ async def test_leaving_an_answer_frees_its_slot(lab):
             stream.close()
 
     assert while_blocked(lab, first())
-    await until(lambda: lab.engine.snapshot.active_requests == 0)
-    await until(lambda: [each.event.finish_reason for each in lab.workbench.history.requests] == ["cancelled"])
+    await auntil(lambda: lab.engine.snapshot.active_requests == 0)
+    await auntil(lambda: [each.event.finish_reason for each in lab.workbench.history.requests] == ["cancelled"])
 
 
 async def test_a_stopped_lab_says_so(tmp_path):
@@ -205,7 +200,7 @@ async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch)
     with pytest.raises(NotLoadedError, match="cancelled"):
         await asyncio.wrap_future(loading)
     resume.set()
-    await until(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in received))
+    await auntil(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in received))
     assert lab.engine.snapshot.model == "echo"
     watching.cancel()
 
@@ -251,7 +246,7 @@ async def make_idle(lab, model):
     """Load a model, and let it be unloaded because it is idle."""
     await lab.aload(model)
     await unload_when_idle_for(lab.engine, 0.001)
-    await until(lambda: lab.engine.snapshot.model is None and lab.engine.snapshot.unload_cause == "idle")
+    await auntil(lambda: lab.engine.snapshot.model is None and lab.engine.snapshot.unload_cause == "idle")
     await unload_when_idle_for(lab.engine, None)
 
 
@@ -286,10 +281,10 @@ async def test_a_model_of_a_path_is_restored_for_every_caller(swapping, swap_hom
 async def test_a_pinned_model_ranks_while_another_is_being_loaded(swap_home, monkeypatch):
     settings = Settings(home=swap_home, port=0, swap=True, embedder="tiny-bert")
     async with lmx_lab.Lab(settings, loop="kernel") as lab:
-        await until(lambda: bool(lab.engine.snapshot.pinned))
+        await auntil(lambda: bool(lab.engine.snapshot.pinned))
         resume = delay_loads(lab, monkeypatch)
         loading = asyncio.create_task(lab.aload("tiny"))
-        await until(lambda: lab.engine.snapshot.change is not None)
+        await auntil(lambda: lab.engine.snapshot.change is not None)
         ranking = await asyncio.to_thread(
             while_blocked, lab, lab.workbench.backend.rerank(rerank_body(*CATS, model=None))
         )
@@ -332,7 +327,7 @@ async def test_concurrent_requests_wait_for_the_same_load(swapping, slow):
     with services.feed.subscribe() as events:
         panels = [swapping.workbench.submit(short_answer(swapping)) for _ in range(2)]
         cell = asyncio.create_task(swapping.achat("hello", temperature=0, max_tokens=5))
-        await until(lambda: swapping.engine.snapshot.change is not None)
+        await auntil(lambda: swapping.engine.snapshot.change is not None)
         slow.set()
         texts = {(await cell).text, *[(await asyncio.wrap_future(panel)).text for panel in panels]}
         kinds = []

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from tests.support.daemons import serving as serving_daemon
 from tests.support.gguf import unknown_architecture, with_context
 from tests.support.models import write_tiny_bert, write_tiny_llama
+from tests.support.waiting import interrupt
 
 WAIT_S = 60.0
 LONG = {"max_tokens": 8000, "ignore_eos": True, "temperature": 0}
@@ -310,10 +310,6 @@ def hanging(request, monkeypatch):
     else:
         monkeypatch.setattr(EchoEngine, "load", hanging.load)
     return hanging
-
-
-def interrupt():
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 @MLX_ONLY

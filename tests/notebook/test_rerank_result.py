@@ -4,15 +4,15 @@ import sys
 
 import pytest
 
-from lmx_lab.backend import DocumentRanking
+from lmx_lab.backend import Ranking
 from lmx_lab.notebook.rerank_result import COLUMNS, SHOWN_CHARACTERS, RankedDocument, RerankResult
 
 
 def result(documents, scores, model="minilm", top_n=None):
     best = sorted(range(len(documents)), key=lambda index: -scores[index])
     order = tuple((index, float(scores[index])) for index in best[:top_n])
-    ranking = DocumentRanking(order=order, model=model, method="cosine", tokens=9)
-    return RerankResult("q", documents, ranking, show=lambda result: None)
+    ranking = Ranking(query="q", documents=documents, order=order, model=model, method="cosine", tokens=9)
+    return RerankResult(ranking, show=lambda result: None)
 
 
 def test_rows_are_numbered_by_relevance():

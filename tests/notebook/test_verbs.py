@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +19,10 @@ from lmx_lab.errors import HostingError
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.portal import LoopThread
 from lmx_lab.values.models import LoadOptions
+from tests.support.waiting import interrupt_when
 
 WAIT_S = 60.0
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 class Result:
@@ -110,14 +114,6 @@ def counter():
     thread.stop()
 
 
-def interrupt_after(started):
-    def interrupt() -> None:
-        started.wait(WAIT_S)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-
-
 # --- forms
 
 
@@ -178,7 +174,7 @@ def test_each_verb_of_a_lab_has_two_documented_forms_with_the_same_parameters(na
 
 
 def test_an_interrupt_cancels_the_step_and_is_raised_in_the_verb(counter):
-    interrupt_after(counter.started)
+    interrupt_when(counter.started.is_set)
     assert counter.wait() == "KeyboardInterrupt"
     assert counter.cancelled.wait(WAIT_S)
 
@@ -235,3 +231,10 @@ with lmx_lab.attach({lab.url!r}) as lab:
 """
         modules = modules_after(code)
     assert imported(modules, "lmx_lab.engine", "lmx_lab.server", "mlx", "mlx_lm", "xllamacpp") == set()
+
+
+def test_the_documentation_lists_all_awaited_methods_of_a_lab():
+    public = {name for name in dir(lmx_lab.Lab) if not name.startswith("_")}
+    methods = {name for name in public if name[0] == "a" and name[1:] in public} | {"astream"}
+    (listed,) = re.findall(r"has a version for `await`:([^.]*)\.", (DOCS / "notebook.md").read_text(encoding="utf-8"))
+    assert set(re.findall(r"`(\w+)`", listed)) == methods

@@ -1,9 +1,11 @@
-"""Test the code of the panels' widgets: its size, its completeness, and that it loads nothing from other hosts."""
+"""Test the code of the panels and pages: its size, its completeness, that it loads nothing from other hosts, and the
+conversion of conversations."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -20,6 +22,10 @@ MAX_BYTES = 94 * 1024
 """Maximum size of the code of all panels that do not need a daemon. uPlot is 51 KiB of it."""
 MAX_BYTES_WITH_DAEMON = 11 * 1024
 """Maximum size of the code of panels that need a daemon."""
+STUBS = """
+const newId = () => "id", titleOf = () => "title", SAMPLING = [["temperature"]];
+const newChat = () => ({ system: "", sampling: {}, messages: [] });
+"""
 CLASSES = list(PANELS.values())
 UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
 OWN = sorted(path.name for path in assets.FOLDER.glob("*.js"))
@@ -100,3 +106,52 @@ def test_the_pages_are_up_to_date_small_and_complete_in_one_file():
     chat, routes = (len(gzip.decompress(page.compressed)) for page in (chat_page(), routes_page()))
     assert chat + sum(icon.stat().st_size for icon in SOURCES.glob("icon-*.png")) < 120_000
     assert routes < 40_000
+
+
+# --- the chat page's conversations
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+def prompts(folder, *files):
+    """Return the messages that the page sends for the conversation of each file."""
+    script = "const files = %s; console.log(JSON.stringify(files.map((file) => toChatMessages(fromFile(file)[0]))))"
+    source = (
+        STUBS
+        + (SOURCES / "page_file.js").read_text(encoding="utf-8")
+        + script % json.dumps([json.dumps(file) for file in files])
+    )
+    path = folder / "script.js"
+    path.write_text(source, encoding="utf-8")
+    found = json.loads(node(str(path)))
+    return found
+
+
+@needs_node
+def test_system_messages_are_read_and_kept_in_their_place(tmp_path):
+    question, answer = message("user", "Hi."), message("assistant", "Hello.")
+    parts = message("system", [text("One. "), text("Two.")])
+    prompt, later, last = message("system", "One. Two."), message("system", "Three."), message("user", "And?")
+    assert prompts(
+        tmp_path,
+        [parts, later, question, answer],
+        {"version": 1, "messages": [question, parts, answer, last, later]},
+        {"messages": [prompt, question, later, last]},
+    ) == [
+        [prompt, later, question, answer],
+        [question, prompt, answer, last, later],
+        [prompt, later, last],
+    ]
+
+
+@needs_node
+def test_a_long_conversation_is_sent_with_its_system_prompt(tmp_path):
+    pairs = [message(role, f"{role} {at}") for at in range(2050) for role in ("user", "assistant")]
+    prompt = message("system", "Be brief.")
+    assert prompts(tmp_path, [prompt, *pairs], pairs) == [[prompt, *pairs[-3999:]], pairs[-4000:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import lmx_lab
-from lmx_lab.backend import DocumentRanking
+from lmx_lab.backend import Ranking
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.rerank import (
@@ -20,7 +21,6 @@ from lmx_lab.panels.rerank import (
     MAX_DOCUMENT_CHARACTERS,
     MAX_TSV_CHARACTERS,
     PAGE_ROWS,
-    RankingTable,
     RerankPanel,
     bar_lengths,
     documents_in,
@@ -35,7 +35,8 @@ from tests.support.panels import WAIT_S, Reader, Refused
 
 pytestmark = pytest.mark.usefixtures("quick")
 PAIR = "Bread is baked.\nSea water is salty."
-RANKED = DocumentRanking(order=((1, 0.75), (0, -0.25)), model="minilm", method="cosine", tokens=12)
+ORDER = ((1, 0.75), (0, -0.25))
+RANKED = Ranking(query="q", documents=PAIR.split("\n"), order=ORDER, model="minilm", method="cosine", tokens=12)
 
 
 @pytest.fixture
@@ -47,9 +48,9 @@ def rows(*documents, scores=None, order=None):
     """Return a ranking of documents in the given order; by default, scores decrease."""
     indices = order or list(range(len(documents)))
     values = scores or [1 - number / 10 for number in range(len(documents))]
-    return RankingTable(
-        query="q", order=list(zip(indices, values, strict=True)), documents=documents, model="m", method="cosine"
-    )
+    given = [document for _, document in sorted(zip(indices, documents, strict=True))]
+    order = list(zip(indices, values, strict=True))
+    return Ranking(query="q", order=order, documents=given, model="m", method="cosine", tokens=9)
 
 
 def table_of(result, workbench):
@@ -136,13 +137,15 @@ def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(reader, ba
     reader.until(lambda panel: not panel.busy and panel.table)
 
 
-def test_a_new_ranking_is_in_the_snapshot_before_its_frame(reader, workbench, monkeypatch):
+def test_a_new_ranking_is_in_the_snapshot_before_its_frame(reader, backend, workbench, monkeypatch):
     monkeypatch.setattr("lmx_lab.panels.panel.FRAME_S", WAIT_S)
     panel = reader.panel
 
     async def ranked() -> str:
         panel.show(problem="a frame, so that the next one waits")
-        panel._set_result(rows("Sea water is salty."))
+        await panel.do_rank({"query": "q", "documents": PAIR})
+        await backend.rankings.put(RANKED)
+        await asyncio.wait({panel.task})
         return str(panel.snapshot_html())
 
     assert "Sea water" in workbench.submit(ranked()).result(WAIT_S)

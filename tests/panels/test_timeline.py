@@ -46,6 +46,8 @@ def test_a_lane_is_shown_for_each_request_and_explained(backend, workbench):
     backend.timeline = timeline
     reader = Reader(TimelinePanel(workbench), workbench)
     panel = reader.panel
+    # The load is shown before the first request.
+    reader.until(lambda panel: [lane["id"] for lane in panel.lanes] == ["load-99.000000"])
     requests[0] = [ONE, replace(ONE, at=102.0, outcome="running")]
     reader.until(lambda panel: len(panel.lanes) == 3)
     newest, oldest, load = panel.lanes

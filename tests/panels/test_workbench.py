@@ -1,4 +1,4 @@
-"""Test the workbench over labs of this process: its history, its timer, and the end of its loop."""
+"""Test the workbench over labs of this process: its history, its timer, the end of its loop, and its grid of panels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import HostingError
+from lmx_lab.panels.layout import full_width
 from lmx_lab.wire.admin import Sample
 from tests.support.waiting import until
 
 WAIT_S = 60.0
+WIDE, NARROW = True, False
 
 
 def test_the_history_has_samples_and_requests(tiny_home):
@@ -51,3 +53,16 @@ def test_a_backend_that_fails_once_does_not_stop_the_timer(tmp_path, monkeypatch
         assert failed.wait(WAIT_S)
         count = len(lab.workbench.history.samples)
         until(lambda: len(lab.workbench.history.samples) > count)
+
+
+@pytest.mark.parametrize(
+    ("panels", "spans"),
+    [
+        ([NARROW] * 4, [False] * 4),
+        ([NARROW] * 3, [False, False, True]),
+        ([NARROW] * 4 + [WIDE], [False] * 4 + [True]),
+        ([NARROW, WIDE, NARROW, NARROW], [True, True, False, False]),
+    ],
+)
+def test_no_cell_beside_a_panel_is_empty(panels, spans):
+    assert full_width(panels) == spans

@@ -96,6 +96,7 @@ def test_events_contain_no_paths(lab, folder):
         ("/v1/embeddings", {"model": "default", "input": "a"}),
         ("/v1/rerank", {"model": "default", "query": "a", "documents": ["b"]}),
         ("/admin/models/unload", {"model": "tiny"}),
+        ("/admin/models/cancel", {"model": "tiny"}),
     ],
 )
 def test_responses_and_errors_contain_no_paths(lab, folder, path, body):

@@ -59,6 +59,7 @@ def test_other_hosts_load_models_only_with_lan_admin():
     [
         ("POST", "/admin/models/load", 403),
         ("POST", "/admin/models/unload", 403),
+        ("POST", "/admin/models/cancel", 403),
         ("GET", "/admin/models", 200),
         ("GET", "/healthz", 200),
     ],
@@ -89,6 +90,7 @@ async def test_only_callers_on_this_machine_may_steer_requests(tmp_path):
 
 
 BODIES = {
+    "/cancel": b'{"model": "tiny"}',
     "/load": b'{"model": "tiny"}',
     "/chat/completions": b'{"messages": [{"role": "user", "content": "a"}], "steer": [{"layer": 0, "vector": [1.0]}]}',
     "/completions": b'{"prompt": "a", "steer": [{"layer": 0, "vector": [1.0]}]}',

@@ -36,6 +36,12 @@ def a_kernel() -> KernelManager:
 WAIT_S = 60
 
 
+def setting(module: str, **constants: Any) -> str:
+    """Return a program text that sets constants of a module. It fails if the module does not have one of them."""
+    changes = [f"module.{name}; module.{name} = {value!r}" for name, value in constants.items()]
+    return "; ".join([f"import importlib; module = importlib.import_module({module!r})", *changes])
+
+
 @dataclass
 class Output:
     """The output of a cell so far."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.instrument.store import RecordStore
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.support.waiting import until
@@ -30,6 +34,24 @@ def serving(home: Path, model: str | None, **settings: Any) -> Iterator[Lab]:
         if model is not None:
             lab.load(model)
         yield lab
+
+
+def forbid_waits_on_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let recordings and caches fail where a running event loop would wait for the disk."""
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            assert asyncio._get_running_loop() is None, f"{method.__qualname__} makes an event loop wait for the disk"
+            return method(*arguments, **options)
+
+        return call
+
+    for kind, names in (
+        (RecordStore, ("__init__", "__len__", "at", "get", "find", "page", "rows", "delete", "close")),
+        (AnswerCache, ("__init__", "close")),
+    ):
+        for name in names:
+            monkeypatch.setattr(kind, name, guarded(getattr(kind, name)))
 
 
 def wait_until_idle(lab: Lab) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
+from lmx_lab.backend import AnswerCost, Progress, Ranking, ServerState
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
@@ -123,10 +123,10 @@ class ScriptedBackend:
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         raise NotImplementedError
 
-    async def rerank(self, body: RerankBody) -> DocumentRanking:
+    async def rerank(self, body: RerankBody) -> Ranking:
         self.requests.append(("rerank", (body.query, list(body.texts), body.top_n)))
-        ranking: DocumentRanking = await _next(self.rankings)
-        return ranking
+        ranking: Ranking = await _next(self.rankings)
+        return replace(ranking, query=body.query, documents=body.texts)
 
 
 async def _next(values: asyncio.Queue[Any]) -> Any:

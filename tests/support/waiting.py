@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -16,6 +17,23 @@ def until(condition: Callable[[], bool]) -> None:
     pause = threading.Event()
     while not condition():
         pause.wait(0.005)
+
+
+def interrupt() -> None:
+    """Interrupt the main thread, as Ctrl-C does."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def interrupt_when(condition: Callable[[], bool]) -> threading.Thread:
+    """Start a thread that interrupts the main thread as soon as a condition is true."""
+
+    def wait() -> None:
+        until(condition)
+        interrupt()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
 
 
 async def auntil(condition: Callable[[], bool]) -> None:
