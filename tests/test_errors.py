@@ -30,7 +30,7 @@ def test_the_tree_in_the_docstring_has_all_classes():
 
 @pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
 def test_every_error_has_a_status_and_a_body(kind):
-    response = respond(kind("what, the limit, the next step"), request_id="req_1")
+    response = respond({"path": "/", "lmx_lab.request_id": "req_1"}, kind("what, the limit, the next step"))
     assert 400 <= status_of(kind("")) == response.status_code < 600
 
 

@@ -22,7 +22,8 @@ def test_the_table_has_every_code():
 
 @pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
 def test_a_servers_error_is_the_same_error_in_the_client(kind):
-    response = respond(kind("why, and what to do", param="messages.0", retry_after_s=1.5), request_id="req_1")
+    scope = {"path": "/", "lmx_lab.request_id": "req_1"}
+    response = respond(scope, kind("why, and what to do", param="messages.0", retry_after_s=1.5))
     retry_after = response.headers["retry-after"]
     error = lab_server_error(answer(bytes(response.body), response.status_code, retry_after=retry_after))
     assert error.code == kind.code
