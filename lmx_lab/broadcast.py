@@ -44,7 +44,12 @@ class Feed(Generic[T]):
                 return
             self._published += 1
             for subscription in list(self._subscriptions):
-                self._dropped += subscription._offer(item)
+                if len(subscription._items) >= subscription._limit:
+                    subscription._items.popleft()
+                    subscription.dropped += 1
+                    self._dropped += 1
+                subscription._items.append(item)
+                subscription._wake()
 
     def subscribe(self, limit: int = 256) -> FeedSubscription[T]:
         """Return a subscription to the items published from now on. Read it on the running event loop.
@@ -138,17 +143,6 @@ class FeedSubscription(Generic[T]):
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _offer(self, item: T) -> int:
-        """Store the item and return how many items were dropped to make room. The caller holds the lock."""
-        lost = 0
-        if len(self._items) >= self._limit:
-            self._items.popleft()
-            lost = 1
-        self._items.append(item)
-        self.dropped += lost
-        self._wake()
-        return lost
 
     def _end(self) -> None:
         self._ended = True

@@ -186,10 +186,7 @@ class LoopThread:
 
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._wait_for_stop())
-
-    async def _wait_for_stop(self) -> None:
-        await self._ending.wait()
+            runner.run(self._ending.wait())
 
 
 class _StepSelector(selectors.DefaultSelector):

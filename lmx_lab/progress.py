@@ -62,8 +62,14 @@ class ProgressBar:
     def show(self, text: str, done: int, total: int | None) -> None:
         """Show a text and the progress; None is an unknown total."""
         self._progress.update(self._task, description=self._titled(text), completed=done, total=total)
-        if self._console.is_jupyter:
-            self._show_in_notebook()
+        if self._console.is_jupyter and self._display is not None:
+            self._display.update(self._progress)
+        elif self._console.is_jupyter:
+            # Rich's own display in notebooks needs ipywidgets, and leaves an empty widget.
+            # Here, because IPython is only needed, and only installed, with notebooks.
+            from IPython.display import display
+
+            self._display = display(self._progress, display_id=True)  # type: ignore[no-untyped-call]
         elif self._console.is_terminal:
             self._progress.start()
             self._progress.refresh()
@@ -79,16 +85,6 @@ class ProgressBar:
     def stop(self) -> None:
         if self._progress.live.is_started:
             self._progress.stop()
-
-    def _show_in_notebook(self) -> None:
-        # Rich's own display in notebooks needs ipywidgets, and leaves an empty widget.
-        if self._display is None:
-            # Here, because IPython is only needed, and only installed, with notebooks.
-            from IPython.display import display
-
-            self._display = display(self._progress, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._display.update(self._progress)
 
 
 @contextmanager

@@ -13,17 +13,22 @@ from collections.abc import Sequence
 
 MAX_LINE_CHARACTERS = 4000
 """Longer lines are cut when they are kept in memory."""
-LAYOUT_CHARACTERS = "\n\t"
 # The category Cf contains the characters that change the direction of text (U+202A to U+202E, U+2066 to U+2069).
-# The two joiners are in the category too, but words of several languages are spelled with them.
-JOINERS = "\u200c\u200d"
+UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
+# Line ends, tabs, and the two joiners, with which words of several languages are spelled.
+KEPT_CHARACTERS = "\n\t\u200c\u200d"
 
 
 def escape_text(text: str) -> str:
     """Return the text with control and formatting characters escaped, except line ends, tabs and joiners."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(char if _is_safe(char) else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char
+        if char in KEPT_CHARACTERS or unicodedata.category(char) not in UNSAFE_CATEGORIES
+        else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def replace_surrogates(text: str) -> str:
@@ -81,9 +86,3 @@ class RecentLinesHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(self.format(record)[:MAX_LINE_CHARACTERS])
-
-
-def _is_safe(char: str) -> bool:
-    if char in LAYOUT_CHARACTERS or char in JOINERS:
-        return True
-    return unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp")

@@ -51,10 +51,6 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def _default_home() -> Path:
-    return Path.home() / ".lmx-lab"
-
-
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that contain keys, for a process that does not need them."""
     return {name: value for name, value in environ.items() if name not in SECRETS}
@@ -69,7 +65,7 @@ class Settings:
     environment.
     """
 
-    home: Path = field(default_factory=_default_home)
+    home: Path = field(default_factory=lambda: Path.home() / ".lmx-lab")
     """Folder for models, benchmark runs and the state of the daemon."""
     model_folders: tuple[Path, ...] = ()
     """Additional folders. Their sub-folders and ``.gguf`` files are listed as models."""

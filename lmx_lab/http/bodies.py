@@ -229,13 +229,8 @@ def _parse(text: Text) -> Any:
     except ValueError as exc:
         if "recursion limit" in str(exc):
             raise InvalidRequestError(TOO_DEEP) from exc
-        raise InvalidRequestError(f"the body is not valid JSON: {_parser_message(str(exc))}") from exc
-
-
-def _parser_message(message: str) -> str:
-    """Replace a message of the parser by a clearer one if there is one, and keep the place."""
-    what, at, place = message.rpartition(" at line ")
-    return f"{PARSER_MESSAGES.get(what, what)}{at}{place}"
+        what, at, place = str(exc).rpartition(" at line ")
+        raise InvalidRequestError(f"the body is not valid JSON: {PARSER_MESSAGES.get(what, what)}{at}{place}") from exc
 
 
 def _walk(value: Any) -> Iterator[None]:
@@ -360,7 +355,11 @@ class StrictRoute(APIRoute):
             async with read_body(request, state.max_body_bytes, state.body_memory) as body:
                 value = None
                 if body or (self.body_field is not None and self.body_field.field_info.is_required()):
-                    _check_content_type(request)
+                    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+                        raise InvalidRequestError(f"Content-Encoding is {encoding[:50]}; send the body uncompressed")
+                    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                    if kind != "application/json":
+                        raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")
                     value = await read_json(body, state.large_body_queue, self._validate)
                 return await handle(ParsedRequest(request, body, value))
 
@@ -372,24 +371,9 @@ class StrictRoute(APIRoute):
             return value
         valid, errors = self.body_field.validate(value, loc=("body",))
         if errors:
-            raise _first_error(errors)
+            error = validation_error(RequestValidationError(errors))
+            # The entries contain the body, and tracebacks whose frames refer to the list, so the body would stay in
+            # memory until the next garbage collection.
+            errors.clear()
+            raise error
         return valid
-
-
-def _first_error(errors: list[Any]) -> InvalidRequestError:
-    """Return the error for the first invalid field.
-
-    The list is emptied: its entries contain the body, and tracebacks whose frames refer to the list, so the body would
-    stay in memory until the next garbage collection.
-    """
-    error = validation_error(RequestValidationError(errors))
-    errors.clear()
-    return error
-
-
-def _check_content_type(request: Request) -> None:
-    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise InvalidRequestError(f"Content-Encoding is {encoding[:50]}; send the body uncompressed")
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")

@@ -137,17 +137,14 @@ class HttpProtocol(H11Protocol):
     def feed(self, data: bytes) -> None:
         """Parse a piece of the received data."""
         if not self._ending and self._check_head_lines(data) and self._check_chunk_sizes(data):
-            self._parse(data)
+            cycle, before = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
+            super().data_received(data)
+            if cycle is not None:
+                # Data after a complete response is discarded, but counted.
+                self._data_bytes += len(data) if cycle.response_complete else len(cycle.body) - before
             if self.flow.read_paused:
                 self.loop.call_later(LATE_S, self._record_pause)
             self._update_deadline()
-
-    def _parse(self, data: bytes) -> None:
-        cycle, before = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
-        super().data_received(data)
-        if cycle is not None:
-            # Data after a complete response is discarded, but counted.
-            self._data_bytes += len(data) if cycle.response_complete else len(cycle.body) - before
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -282,7 +279,12 @@ class HttpProtocol(H11Protocol):
             body = json.dumps({"error": {**error, "retryable": retry_after_s is not None}}).encode()
             retry = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
             self._send_response(status, body, {"content-type": "application/json", **retry})
-            self._close_after_lingering()
+            if is_reserved(self.transport.get_extra_info("socket").fileno()):
+                self.transport.close()
+                return
+            with contextlib.suppress(OSError):  # the connection has already ended
+                self.transport.write_eof()
+            self.loop.call_later(LINGER_S, close_now, self.transport)
 
     def _send_response(self, status: HTTPStatus, body: bytes, headers: dict[str, str]) -> None:
         """Send a whole response without the application."""
@@ -291,14 +293,6 @@ class HttpProtocol(H11Protocol):
         with contextlib.suppress(h11.LocalProtocolError):  # a response to HEAD has no body
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-
-    def _close_after_lingering(self) -> None:
-        if is_reserved(self.transport.get_extra_info("socket").fileno()):
-            self.transport.close()
-        else:
-            with contextlib.suppress(OSError):  # the connection has already ended
-                self.transport.write_eof()
-            self.loop.call_later(LINGER_S, close_now, self.transport)
 
     def _abandon_cycle(self) -> None:
         """Tell the application that the client has disconnected, and drop the rest of its response."""
@@ -389,7 +383,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def feed(self, data: bytes) -> None:
         """Parse a piece of the received data."""
         super().data_received(data)
-        self._limit_messages()
+        if self.held_bytes > SMALL_BYTES and not self.close_sent:
+            held = (each.held_bytes for each in self.connections if isinstance(each, WebSocketProtocol))
+            if sum(max(0, size - SMALL_BYTES) for size in held) > UNFINISHED_BYTES:
+                self._refuse(1013, "not enough memory for a message of this length; try again later")
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # The request was valid as HTTP but not as a handshake; uvicorn would send nothing and keep reading.
             status, message = HTTPStatus.BAD_REQUEST, f"not a WebSocket handshake: {self.conn.handshake_exc}.\n"
@@ -455,13 +452,6 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.abort()
         else:
             super().handle_parser_exception()
-
-    def _limit_messages(self) -> None:
-        if self.held_bytes <= SMALL_BYTES or self.close_sent:
-            return
-        held = (each.held_bytes for each in self.connections if isinstance(each, WebSocketProtocol))
-        if sum(max(0, size - SMALL_BYTES) for size in held) > UNFINISHED_BYTES:
-            self._refuse(1013, "not enough memory for a message of this length; try again later")
 
     async def run_asgi(self) -> None:
         own: Any = {
@@ -579,23 +569,20 @@ def enable_keepalive(sock: socket.socket) -> None:
     busy.
     """
     with contextlib.suppress(OSError):  # the connection has already ended
-        if is_remote(sock.getpeername()[0]):
-            _set_keepalive(sock)
-
-
-def _set_keepalive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # macOS has another name for the first option. If an option is missing, the system's default applies.
-    for names, value in (
-        (("TCP_KEEPIDLE", "TCP_KEEPALIVE"), KEEPALIVE_IDLE_S),
-        (("TCP_KEEPINTVL",), KEEPALIVE_INTERVAL_S),
-        (("TCP_KEEPCNT",), KEEPALIVE_PROBES),
-        # Probes are sent only if no data is in transit. This option is the limit for data that is not acknowledged.
-        (("TCP_USER_TIMEOUT",), 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL_S)),
-    ):
-        option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        if not is_remote(sock.getpeername()[0]):
+            return
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # macOS has another name for the first option. If an option is missing, the system's default applies.
+        for names, value in (
+            (("TCP_KEEPIDLE", "TCP_KEEPALIVE"), KEEPALIVE_IDLE_S),
+            (("TCP_KEEPINTVL",), KEEPALIVE_INTERVAL_S),
+            (("TCP_KEEPCNT",), KEEPALIVE_PROBES),
+            # Probes are sent only if no data is in transit. This option is the limit for data that is not acknowledged.
+            (("TCP_USER_TIMEOUT",), 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL_S)),
+        ):
+            option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
+            if option is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def limit_unsent(transport: asyncio.Transport) -> None:

@@ -60,7 +60,6 @@ NO_RETRY = (
 )
 # nginx's status for a request that the client has closed.
 CLIENT_CLOSED = 499
-REQUEST_PARTS = ("body", "query")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -133,12 +132,6 @@ def ollama_error(detail: ErrorDetail) -> OllamaError:
     return OllamaError(error=detail.message, code=detail.code, request_id=detail.request_id)
 
 
-def _body(detail: ErrorDetail, status: int, path: str) -> BaseModel:
-    if path.startswith(OLLAMA_PATH):
-        return ollama_error(detail)
-    return messages_error(detail, status) if path.startswith(MESSAGES_PATH) else ErrorBody(error=detail)
-
-
 def _response(error: LabError, detail: ErrorDetail, status: int, path: str) -> JSONResponse:
     headers = {}
     if _is_final(error):
@@ -147,7 +140,12 @@ def _response(error: LabError, detail: ErrorDetail, status: int, path: str) -> J
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, errors.UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(_body(detail, status, path).model_dump(), status_code=status, headers=headers)
+    body: BaseModel = ErrorBody(error=detail)
+    if path.startswith(OLLAMA_PATH):
+        body = ollama_error(detail)
+    elif path.startswith(MESSAGES_PATH):
+        body = messages_error(detail, status)
+    return JSONResponse(body.model_dump(), status_code=status, headers=headers)
 
 
 def detail_for(connection: HTTPConnection, error: LabError) -> ErrorDetail:
@@ -177,12 +175,13 @@ def validation_error(exc: ValidationError | RequestValidationError) -> InvalidRe
     """Return the error for the first invalid field of a request."""
     if isinstance(exc, ValidationError):
         return invalid_request(exc.errors(), shape=request_class(exc.title))
-    return invalid_request([{**problem, "loc": _field_path(problem["loc"])} for problem in exc.errors()])
-
-
-def _field_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Remove the part of the request that FastAPI puts first, which could also be the name of a field."""
-    return path[1:] if path[:1] and path[0] in REQUEST_PARTS else path
+    problems = []
+    for problem in exc.errors():
+        path = problem["loc"]
+        # FastAPI puts the part of the request first, which could also be the name of a field.
+        has_part = path[:1] in (("body",), ("query",))
+        problems.append({**problem, "loc": path[1:] if has_part else path})
+    return invalid_request(problems)
 
 
 async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:
@@ -207,18 +206,15 @@ async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     response = respond(error, status=exc.status_code, request_id=request_id_of(request), path=request.url.path)
     response.headers.update(exc.headers or {})
     if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        response.headers["allow"] = ", ".join(_methods_at(request))
+        # Starlette names the methods of one route only, and each method has its own route.
+        scopes = {method: {**request.scope, "method": method} for method in METHODS}
+        matching = [
+            method
+            for method, scope in scopes.items()
+            if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+        ]
+        response.headers["allow"] = ", ".join(matching)
     return response
-
-
-def _methods_at(request: Request) -> list[str]:
-    """Return the methods of a path. Starlette names those of one route only, and each method has its own route."""
-
-    def is_supported(method: str) -> bool:
-        scope = {**request.scope, "method": method}
-        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
-
-    return [method for method in METHODS if is_supported(method)]
 
 
 async def on_disconnect(request: Request, exc: Exception) -> Response:

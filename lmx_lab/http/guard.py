@@ -186,9 +186,26 @@ def check(scope: Scope, policy: GuardPolicy) -> None:
         OriginForbiddenError: the policy does not allow the page that makes the request.
         UnauthorizedError: the key is missing or wrong.
     """
-    host = _check_host(scope, policy)
-    _check_origin(_values(scope, b"origin"), host, policy)
-    is_open = scope["path"] in policy.open_paths or _is_preflight(scope)
+    host, parsed = _host_of(scope)
+    is_any_port = parsed is not None and parsed[0] in policy.any_port_hosts
+    if (
+        not host
+        or not parsed
+        or not (_is_listed(host, parsed, policy.hosts) or is_any_port or _is_from_trusted_proxy(scope, policy))
+    ):
+        shown = " and ".join(repr(_text(value)[:100]) for value in _values(scope, b"host")[:3]) or "missing"
+        allowed = ", ".join(sorted(policy.hosts | policy.any_port_hosts))
+        raise HostForbiddenError(
+            f"Host header is {shown}; this server accepts {allowed}; --allow-host (allowed_hosts) adds a name"
+        )
+    origins = _values(scope, b"origin")
+    origin = _text(origins[0]) if origins else ""
+    if origins and not (len(origins) == 1 and (allows_origin(origin, policy) or _is_own_origin(origin, host, policy))):
+        shown = " and ".join(repr(_text(value)[:100]) for value in origins[:3])
+        hint = "a page without an origin cannot be allowed" if origin == "null" else "--cors-origin adds an origin"
+        raise OriginForbiddenError(f"pages of origin {shown} may not use this server; {hint}")
+    is_preflight = scope.get("method") == "OPTIONS" and _values(scope, b"access-control-request-method")
+    is_open = scope["path"] in policy.open_paths or bool(is_preflight)
     if policy.key is not None and not is_open and not _has_key(scope, policy, policy.key):
         raise UnauthorizedError(f"this server needs its key: {policy.key_hint}")
 
@@ -215,7 +232,9 @@ def is_local(scope: Scope) -> bool:
     if policy.key is not None and _has_key(scope, policy, policy.key):
         return True
     is_direct = not any(name.lower() in FORWARDED for name, _ in scope["headers"])
-    return (is_direct and _has_loopback_host(scope, policy)) or _is_from_trusted_proxy(scope, policy)
+    host, parsed = _host_of(scope)
+    has_loopback_host = host is not None and _is_listed(host, parsed, policy.local_hosts)
+    return (is_direct and has_loopback_host) or _is_from_trusted_proxy(scope, policy)
 
 
 def is_loopback(address: str) -> bool:
@@ -228,11 +247,6 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
-def _has_loopback_host(scope: Scope, policy: GuardPolicy) -> bool:
-    host, parsed = _host_of(scope)
-    return host is not None and _is_listed(host, parsed, policy.local_hosts)
-
-
 def _host_of(scope: Scope) -> tuple[str | None, tuple[str, int] | None]:
     """Return the single ``Host`` of a request in lower case, and its name and port; None if missing or malformed."""
     values = _values(scope, b"host")
@@ -242,30 +256,6 @@ def _host_of(scope: Scope) -> tuple[str | None, tuple[str, int] | None]:
 
 def _is_listed(host: str, parsed: tuple[str, int] | None, hosts: frozenset[str]) -> bool:
     return parsed is not None and (host in hosts or f"{parsed[0]}:{parsed[1]}" in hosts)
-
-
-def _check_host(scope: Scope, policy: GuardPolicy) -> str:
-    host, parsed = _host_of(scope)
-    if host and _is_listed(host, parsed, policy.hosts):
-        return host
-    if host and parsed and (parsed[0] in policy.any_port_hosts or _is_from_trusted_proxy(scope, policy)):
-        return host
-    shown = " and ".join(repr(_text(value)[:100]) for value in _values(scope, b"host")[:3]) or "missing"
-    allowed = ", ".join(sorted(policy.hosts | policy.any_port_hosts))
-    raise HostForbiddenError(
-        f"Host header is {shown}; this server accepts {allowed}; --allow-host (allowed_hosts) adds a name"
-    )
-
-
-def _check_origin(values: list[bytes], host: str, policy: GuardPolicy) -> None:
-    if not values:
-        return
-    origin = _text(values[0])
-    if len(values) == 1 and (allows_origin(origin, policy) or _is_own_origin(origin, host, policy)):
-        return
-    shown = " and ".join(repr(_text(value)[:100]) for value in values[:3])
-    hint = "a page without an origin cannot be allowed" if origin == "null" else "--cors-origin adds an origin"
-    raise OriginForbiddenError(f"pages of origin {shown} may not use this server; {hint}")
 
 
 def allows_origin(origin: str, policy: GuardPolicy) -> bool:
@@ -301,32 +291,23 @@ def _is_own_origin(origin: str, host: str, policy: GuardPolicy) -> bool:
 
 
 def _has_key(scope: Scope, policy: GuardPolicy, key: str) -> bool:
-    headers, queries = _values(scope, b"authorization"), _query_keys(scope, policy)
+    headers = []
+    for header in _values(scope, b"authorization"):
+        kind, _, value = header.partition(b" ")
+        headers.append(value.strip() if kind.lower() == b"bearer" else b"")
     # Clients of the Messages format send the key in this header.
     others = [value.strip() for value in _values(scope, b"x-api-key")]
-    given = [*map(_bearer, headers), *others, *queries]
+    queries = []
+    if scope["type"] == "websocket" and scope["path"] in policy.query_key_paths:
+        query = scope.get("query_string", b"").decode("latin-1")
+        pairs = parse_qsl(query, keep_blank_values=True, encoding="latin-1")
+        queries = [text.encode("latin-1") for name, text in pairs if name == "token"]
+    given = [*headers, *others, *queries]
     # At most one of each kind. If several are given, all have to be correct.
     is_complete = bool(given) and all(len(values) <= 1 for values in (headers, others, queries))
     # All keys are compared, so that the time does not depend on the first result.
     same = [hmac.compare_digest(one, key.encode()) for one in given]
     return is_complete and all(same)
-
-
-def _bearer(header: bytes) -> bytes:
-    scheme, _, given = header.partition(b" ")
-    return given.strip() if scheme.lower() == b"bearer" else b""
-
-
-def _query_keys(scope: Scope, policy: GuardPolicy) -> list[bytes]:
-    if scope["type"] != "websocket" or scope["path"] not in policy.query_key_paths:
-        return []
-    query = scope.get("query_string", b"").decode("latin-1")
-    pairs = parse_qsl(query, keep_blank_values=True, encoding="latin-1")
-    return [value.encode("latin-1") for name, value in pairs if name == "token"]
-
-
-def _is_preflight(scope: Scope) -> bool:
-    return scope.get("method") == "OPTIONS" and bool(_values(scope, b"access-control-request-method"))
 
 
 def _refuse_handshake(response: ASGIApp) -> ASGIApp:

@@ -7,7 +7,7 @@ allow them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Protocol
 
@@ -82,7 +82,7 @@ class Cors(CORSMiddleware):
     """CORS for the origins in the guard's policy. Other origins are left to the guard, which refuses them."""
 
     def __init__(self, app: ASGIApp, *, policy: Callable[[], GuardPolicy], methods: Sequence[str]) -> None:
-        exposed = ["x-request-id", "x-lmx-lab", "retry-after", "x-should-retry", "x-lmx-ignored"]
+        exposed = ["x-request-id", "x-lmx-lab", "retry-after", "x-should-retry", "x-lmx-ignored", "x-lmx-recorded"]
         super().__init__(app, allow_methods=methods, allow_headers=["*"], expose_headers=exposed)
         self._policy = policy
 
@@ -132,8 +132,11 @@ class ResponseHeaders:
             nonlocal status
             if message["type"].endswith((".response.start", "websocket.accept")):
                 status = message.get("status", SWITCHING_PROTOCOLS)
-                headers = _with_content_policy(message.get("headers", ()))
-                message = {**message, "headers": [*headers, id_header, *FIXED_HEADERS]}
+                headers = [*message.get("headers", ()), id_header, *FIXED_HEADERS]
+                # Some responses have their own.
+                if not any(name.lower() == CONTENT_POLICY_HEADER for name, _ in headers):
+                    headers.append((CONTENT_POLICY_HEADER, CONTENT_POLICY.encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         for observer in self._observers:
@@ -144,10 +147,3 @@ class ResponseHeaders:
             for observer in self._observers:
                 observer.end(scope, status)
             self._at_end()
-
-
-def _with_content_policy(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Add the ``Content-Security-Policy`` unless the response has its own."""
-    own = list(headers)
-    has_policy = any(name.lower() == CONTENT_POLICY_HEADER for name, _ in own)
-    return own if has_policy else [*own, (CONTENT_POLICY_HEADER, CONTENT_POLICY.encode())]

@@ -74,19 +74,19 @@ def failures(*errors: type[LabError], in_path: bool = False, body: type[BaseMode
         codes.setdefault(status_for(error), []).append(error.code)
     if in_path:
         codes.setdefault(HTTPStatus.NOT_FOUND, []).append(InvalidRequestError.code)
-    return {status: _failure(status, list(dict.fromkeys(codes[status])), body) for status in sorted(codes)}
-
-
-def _failure(status: int, codes: Sequence[str], body: type[BaseModel]) -> dict[str, Any]:
-    shown = ", ".join(f"`{code}`" for code in codes)
-    code: dict[str, Any] = {"properties": {"code": {"enum": list(codes)}}}
-    is_flat = "code" in body.model_fields
-    field, narrowed = ("code", code) if is_flat else ("error.code", {"properties": {"error": code}})
-    return {
-        "description": f"{HTTPStatus(status).phrase}: `{field}` is {'one of ' if len(codes) > 1 else ''}{shown}",
-        "content": {"application/json": {"schema": {"allOf": [reference(body), narrowed]}}},
-        "headers": _HEADER_REFS,
-    }
+    responses: Responses = {}
+    for status, named in sorted(codes.items()):
+        possible = list(dict.fromkeys(named))
+        shown = f"{'one of ' if len(possible) > 1 else ''}{', '.join(f'`{code}`' for code in possible)}"
+        code: dict[str, Any] = {"properties": {"code": {"enum": possible}}}
+        is_flat = "code" in body.model_fields
+        field, narrowed = ("code", code) if is_flat else ("error.code", {"properties": {"error": code}})
+        responses[status] = {
+            "description": f"{HTTPStatus(status).phrase}: `{field}` is {shown}",
+            "content": {"application/json": {"schema": {"allOf": [reference(body), narrowed]}}},
+            "headers": _HEADER_REFS,
+        }
+    return responses
 
 
 # Streams
@@ -172,11 +172,8 @@ class DescribedAPI(FastAPI):
     def openapi(self) -> dict[str, Any]:
         known = self.openapi_schema
         described = super().openapi()
-        if described is not known:
-            self._complete(described)
-        return described
-
-    def _complete(self, described: dict[str, Any]) -> None:
+        if described is known:
+            return described
         sent: list[tuple[type[BaseModel], Literal["serialization"]]] = [
             (it, "serialization") for it in self._extra_models
         ]
@@ -200,6 +197,7 @@ class DescribedAPI(FastAPI):
                 parameter["schema"] = _without_null(parameter["schema"]) | limit
             if self._key is not None and path in self._open_paths:
                 operation["security"] = []
+        return described
 
 
 def operations(described: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -74,7 +74,13 @@ def bind(host: str, port: int, *, explicit: bool) -> socket.socket:
                 raise HostingError(f"cannot listen on {host!r} port {candidate}: {exc.strerror}", param="host") from exc
         except ValueError as exc:
             raise HostingError(f"cannot listen on {host!r}: it is not a valid name", param="host") from exc
-    raise PortTakenError(_port_taken_message(host, port, last), param="port")
+    remedy = "use port 0 for any free port"
+    if last > port:
+        raise PortTakenError(f"ports {port} to {last} on {host} are all in use; free one, or {remedy}", param="port")
+    owner = "another program"
+    if _is_own(host, port):
+        owner, remedy = "another LMX Lab server", f"stop it, {remedy}"
+    raise PortTakenError(f"port {port} on {host} is in use by {owner}; {remedy}, or choose another port", param="port")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -104,26 +110,9 @@ def _is_accepting(host: str, port: int) -> bool:
     return False
 
 
-def _port_taken_message(host: str, first: int, last: int) -> str:
-    if last > first:
-        return f"ports {first} to {last} on {host} are all in use; free one, or use port 0 for any free port"
-    owner = _port_owner(host, first)
-    remedy = "stop it, use port 0 for any free port" if owner else "use port 0 for any free port"
-    return f"port {first} on {host} is in use by {owner or 'another program'}; {remedy}, or choose another port"
-
-
-def _port_owner(host: str, port: int) -> str | None:
-    """Describe the program on a port if it is LMX Lab, else None; takes at most ``PROBE_S + RESPONSE_S``."""
-    response = _probe(_loopback_for(host), port).lower()
-    head, _, body = response.partition(b"\r\n\r\n")
-    with contextlib.suppress(ValueError):
-        described = json.loads(body)
-        if isinstance(described, dict) and described.get("name") == "lmx-lab":
-            return "another LMX Lab server"
-    return "another LMX Lab server" if b"\r\nx-lmx-lab:" in head else None
-
-
-def _probe(host: str, port: int) -> bytes:
+def _is_own(host: str, port: int) -> bool:
+    """Whether the program on a port is LMX Lab; takes at most ``PROBE_S + RESPONSE_S``."""
+    host = _loopback_for(host)
     name = f"[{host}]" if ":" in host else host
     response = b""
     with contextlib.suppress(OSError), socket.create_connection((host, port), PROBE_S) as sock:
@@ -135,7 +124,12 @@ def _probe(host: str, port: int) -> bytes:
             if not (piece := sock.recv(8192)):
                 break
             response += piece
-    return response
+    head, _, body = response.lower().partition(b"\r\n\r\n")
+    with contextlib.suppress(ValueError):
+        described = json.loads(body)
+        if isinstance(described, dict) and described.get("name") == "lmx-lab":
+            return True
+    return b"\r\nx-lmx-lab:" in head
 
 
 def _remove_keys(record: logging.LogRecord) -> bool:
@@ -151,16 +145,6 @@ _LOGS = RecentLinesHandler(LOG_RECORDS)
 def recent_logs() -> list[str]:
     """Return the last 500 log records of all servers of this process and of their requests, oldest first."""
     return list(_LOGS.lines)
-
-
-def _redirect_logs() -> None:
-    logger = logging.getLogger("uvicorn")
-    logger.propagate = False
-    logger.addHandler(_LOGS)
-    for name in REQUEST_LOGGERS:
-        logging.getLogger(name).addHandler(_LOGS)
-    for name in ("uvicorn.error", "uvicorn.access"):
-        logging.getLogger(name).addFilter(_remove_keys)
 
 
 class _Lifespan:
@@ -333,21 +317,14 @@ async def serve(
     Raises:
         HostingError: the start of the application (its lifespan) failed; the cause is chained.
     """
-    _redirect_logs()
+    logging.getLogger("uvicorn").propagate = False
+    for name in ("uvicorn", *REQUEST_LOGGERS):
+        logging.getLogger(name).addHandler(_LOGS)
+    for name in ("uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).addFilter(_remove_keys)
     lifespan = _Lifespan(app)
-    server = _Server(_config(lifespan, ws_max_bytes, ws_pong_s))
-    name, port = sock.getsockname()[:2]
-    name = _loopback_for(name)
-    url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-    task = asyncio.create_task(_run(server, lifespan, sock, port), name=f"lmx-lab server on port {port}")
-    running = RunningServer(server, lifespan, task, url, port)
-    await running._wait_until_accepting()
-    return running
-
-
-def _config(app: ASGIApp, ws_max_bytes: int, ws_pong_s: float) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
+    config = uvicorn.Config(
+        lifespan,
         interface="asgi3",
         lifespan="on",
         loop="none",
@@ -371,6 +348,14 @@ def _config(app: ASGIApp, ws_max_bytes: int, ws_pong_s: float) -> uvicorn.Config
         timeout_keep_alive=30,
         timeout_graceful_shutdown=GRACE_S,
     )
+    server = _Server(config)
+    name, port = sock.getsockname()[:2]
+    name = _loopback_for(name)
+    url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+    task = asyncio.create_task(_run(server, lifespan, sock, port), name=f"lmx-lab server on port {port}")
+    running = RunningServer(server, lifespan, task, url, port)
+    await running._wait_until_accepting()
+    return running
 
 
 async def _run(server: _Server, lifespan: _Lifespan, sock: socket.socket, port: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures, link
 from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry, by_model
+from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry, by_model
 from lmx_lab.weights import Catalog, Listing
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.starters import loadable_formats
@@ -74,9 +74,14 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
             return records
         hide: Callable[[str], str] = request.app.state.without_paths
         compute, problem = records.compute, records.problem
+        models = []
+        for record in records.models:
+            model = public_id(record.id, local=False)
+            unloading = record.unloading and public_unloading(record.unloading)
+            models.append(record.model_copy(update={"id": model, "path": model, "unloading": unloading}))
         return records.model_copy(
             update={
-                "models": [_without_path(record) for record in records.models],
+                "models": models,
                 "compute": compute and compute.model_copy(update={"detail": hide(compute.detail)}),
                 "problem": problem and hide(problem),
             }
@@ -91,7 +96,19 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
-        return _load_answer(await manager.load(LoadSpec(**body.model_dump()), local=local))
+        report = await manager.load(LoadSpec(**body.model_dump()), local=local)
+        return LoadAnswer(
+            model=report.model,
+            load_time_ms=report.load_s * 1e3,
+            vram_gb=report.memory_bytes / 1e9,
+            engine=report.engine,
+            engine_reason=report.engine_reason,
+            slots=report.slots,
+            context_length=report.context_length,
+            kv_cache_dtype=report.kv_cache_dtype,
+            draft=report.draft,
+            warning=report.warning,
+        )
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
@@ -108,21 +125,6 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local, wait=wait) / 1e9)
 
     return router
-
-
-def _load_answer(report: LoadReport) -> LoadAnswer:
-    return LoadAnswer(
-        model=report.model,
-        load_time_ms=report.load_s * 1e3,
-        vram_gb=report.memory_bytes / 1e9,
-        engine=report.engine,
-        engine_reason=report.engine_reason,
-        slots=report.slots,
-        context_length=report.context_length,
-        kv_cache_dtype=report.kv_cache_dtype,
-        draft=report.draft,
-        warning=report.warning,
-    )
 
 
 def check_admin(*, local: bool, lan_admin: bool) -> None:
@@ -145,8 +147,13 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
 
     async def named(name: str, *, local: bool) -> ModelCard:
         """Return the card of a model, also for ``ANY_MODEL`` and for a name in ``Settings.model_aliases``."""
-        is_alias = name == ANY_MODEL or name in names
-        id_ = _loaded_id(manager.snapshot) if name == ANY_MODEL else names.get(name, name)
+        is_alias, id_ = name == ANY_MODEL or name in names, names.get(name, name)
+        if name == ANY_MODEL:
+            # The model that answers requests for this name: a chat model, otherwise an encoder.
+            entry = find_in_memory(entries_in_memory(manager.snapshot), None, ANY_KIND)
+            if entry is None:
+                raise refusal(manager.snapshot, None, CHAT)
+            id_ = entry.id
         # An alias may stand for a path, because the path does not come from the caller.
         listed = await find_model(id_, catalog, manager, local=local or is_alias)
         card = _card(listed, manager.snapshot, local=local)
@@ -172,18 +179,6 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
         return await named(model, local=is_local(request.scope))
 
     return router
-
-
-def _loaded_id(now: EngineSnapshot) -> str:
-    """Return the id of the model that answers requests for ``ANY_MODEL``: a chat model, otherwise an encoder.
-
-    Raises:
-        LabError: no model is loaded; the error is that of a chat.
-    """
-    entry = find_in_memory(entries_in_memory(now), None, ANY_KIND)
-    if entry is None:
-        raise refusal(now, None, CHAT)
-    return entry.id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,54 +228,20 @@ async def model_records(catalog: Catalog, manager: ModelManager) -> ModelRecords
 
 
 def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
-    now = manager.snapshot
-    speeds = _speeds(listing, manager)
-    rates = speeds.tokens_per_second if speeds is not None else {}
-    return ModelRecords(
-        models=_records(_models(listing, manager, speeds), now),
-        compute=_compute(now),
-        engines=[
-            EngineRecord(name=name, version=version, tokens_per_second=rates.get(name))
-            for name, version in versions().items()
-        ],
-        preference=_preference(speeds),
-        problem=listing.problem,
-    )
-
-
-def _speeds(listing: Listing, manager: ModelManager) -> Speeds | None:
-    # The stored speeds are usually on the same disk as the models, which may not respond.
-    return read_speeds(manager.settings) if listing.problem is None else None
-
-
-def _models(listing: Listing, manager: ModelManager, speeds: Speeds | None) -> list[ListedModel]:
-    """Return the listed models, and models in memory that are not in the list."""
-    now, preferred = manager.snapshot, preferred_engine(speeds)
-    in_memory = {entry.path: entry for entry in entries_in_memory(now)}
-    models = []
-    for found in by_model(_with_loaded(listing.entries, now)).values():
-        entries = by_preference(found, preferred)
-        entry = next((in_memory[entry.path] for entry in entries if entry.path in in_memory), entries[0])
-        models.append(ListedModel(entry=entry, entries=entries))
-    return models
-
-
-def _preference(speeds: Speeds | None) -> Preference | None:
-    if speeds is None:
-        return None
-    day = time.strftime("%Y-%m-%d", time.localtime(speeds.measured_at))
-    return Preference(
-        engine=speeds.preferred, model=speeds.model, measured_at=speeds.measured_at, detail=f"{speeds} (of {day})"
-    )
-
-
-def _records(models: Sequence[ListedModel], now: EngineSnapshot) -> list[ModelRecord]:
+    now, speeds = manager.snapshot, _speeds(listing, manager)
+    blas, preference = now.blas, None
+    rates: Mapping[EngineName, float] = speeds.tokens_per_second if speeds is not None else {}
+    if speeds is not None:
+        day = time.strftime("%Y-%m-%d", time.localtime(speeds.measured_at))
+        preference = Preference(
+            engine=speeds.preferred, model=speeds.model, measured_at=speeds.measured_at, detail=f"{speeds} (of {day})"
+        )
     in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
     pinned_paths = set(in_memory)
     if now.entry is not None:
         in_memory[now.entry.path] = now.model_memory_bytes
     problems = {format_: row.problem() for row in ENGINES.values() for format_ in row.formats}
-    return [
+    models = [
         ModelRecord(
             id=entry.id,
             path=str(entry.path),
@@ -300,33 +261,42 @@ def _records(models: Sequence[ListedModel], now: EngineSnapshot) -> list[ModelRe
             loaded_context_length=now.context_length if _is_main(entry, now) else None,
             slots=now.slots if _is_main(entry, now) else None,
             pinned=entry.path in pinned_paths,
-            unloading=now.unloading if now.entry is not None and entry.path == now.entry.path else None,
+            unloading=now.unloading if _is_main(entry, now) else None,
         )
-        for model in models
+        for model in _models(listing, manager, speeds)
         for entry in [model.entry]
     ]
+    return ModelRecords(
+        models=models,
+        # Not known before MLX's engine has started.
+        compute=blas and Compute(blas=blas.name, detail=blas.detail, threads=blas.threads, gflops=blas.gflops),
+        engines=[
+            EngineRecord(name=name, version=version, tokens_per_second=rates.get(name))
+            for name, version in versions().items()
+        ],
+        preference=preference,
+        problem=listing.problem,
+    )
 
 
-def _with_loaded(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelEntry]:
-    """Return the listed models, and those in memory that are not in the list, because they were loaded by path."""
-    known = {entry.path for entry in entries}
-    elsewhere = {entry.path: entry for entry in entries_in_memory(now) if entry.path not in known}
-    return [*entries, *elsewhere.values()]
+def _speeds(listing: Listing, manager: ModelManager) -> Speeds | None:
+    # The stored speeds are usually on the same disk as the models, which may not respond.
+    return read_speeds(manager.settings) if listing.problem is None else None
 
 
-def _compute(now: EngineSnapshot) -> Compute | None:
-    """Return the description of the BLAS; None before MLX's engine has started."""
-    if now.blas is None:
-        return None
-    blas = now.blas
-    return Compute(blas=blas.name, detail=blas.detail, threads=blas.threads, gflops=blas.gflops)
-
-
-def _without_path(record: ModelRecord) -> ModelRecord:
-    """Return the record as callers on other machines may see it."""
-    model = public_id(record.id, local=False)
-    unloading = record.unloading and public_unloading(record.unloading)
-    return record.model_copy(update={"id": model, "path": model, "unloading": unloading})
+def _models(listing: Listing, manager: ModelManager, speeds: Speeds | None) -> list[ListedModel]:
+    """Return the listed models, and models in memory that are not in the list."""
+    preferred = preferred_engine(speeds)
+    in_memory = {entry.path: entry for entry in entries_in_memory(manager.snapshot)}
+    known = {entry.path for entry in listing.entries}
+    # Models that were loaded by path are not in the list.
+    elsewhere = [entry for entry in in_memory.values() if entry.path not in known]
+    models = []
+    for found in by_model([*listing.entries, *elsewhere]).values():
+        entries = by_preference(found, preferred)
+        entry = next((in_memory[entry.path] for entry in entries if entry.path in in_memory), entries[0])
+        models.append(ListedModel(entry=entry, entries=entries))
+    return models
 
 
 def _card(model: ListedModel, now: EngineSnapshot, *, local: bool) -> ModelCard:

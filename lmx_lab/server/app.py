@@ -96,7 +96,12 @@ def create_server(
     manager.add_observer(lambda progress: feed.publish(model_event(progress)))
     metrics = Metrics(manager)
     request_log = RequestLog()
-    spans = _request_spans(settings)
+    spans: list[RequestSpans] = []
+    if settings.otel != "off":
+        with optional_imports(f"otel={settings.otel}"):
+            # Imported here, because the SDK is optional.
+            from lmx_lab.server.telemetry import RequestSpans
+        spans.append(RequestSpans(content=settings.otel == "content"))
     inference = InferenceService(
         manager=manager,
         feed=feed,
@@ -131,15 +136,6 @@ def create_server(
     api.include_router(metrics_routes(metrics))
     asgi = wrap_app(api, policy, observers=[request_log, *spans])
     return InferenceServer(asgi=asgi, api=api, inference=inference, manager=manager, feed=feed, spans=spans)
-
-
-def _request_spans(settings: Settings) -> list[RequestSpans]:
-    if settings.otel == "off":
-        return []
-    with optional_imports(f"otel={settings.otel}"):
-        # Imported here, because the SDK is optional.
-        from lmx_lab.server.telemetry import RequestSpans
-    return [RequestSpans(content=settings.otel == "content")]
 
 
 def _create_api(settings: Settings) -> DescribedAPI:

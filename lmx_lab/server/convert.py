@@ -5,6 +5,7 @@ Errors of a converted request name the fields of the chat format, so they are re
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 
 from lmx_lab.errors import CallerError, InvalidRequestError
 from lmx_lab.http.errors import validation_error
+from lmx_lab.values.outputs import ToolCallDelta
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, Role
 from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, FunctionTool, MessageToolCall
 
@@ -62,6 +64,14 @@ def validated_request(fields: dict[str, Any]) -> ChatRequest:
         return ChatRequest.model_validate(fields)
     except ValidationError as exc:
         raise validation_error(exc) from exc
+
+
+def call_arguments(call: ToolCallDelta) -> Any:
+    """Return the arguments of a call in an answer as JSON values; an empty object if the answer was cut off."""
+    try:
+        return json.loads(call.arguments or "{}")
+    except ValueError:
+        return {}
 
 
 class ChatHistory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -46,20 +47,16 @@ def embedding_routes(service: InferenceService) -> APIRouter:
     @router.post("/v1/embeddings", response_model=EmbeddingList, responses=INFERENCE_ERRORS)
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         """Return a vector for each text: numbers or, with `encoding_format: base64`, little-endian float32."""
-        work = _answer(service, body, request_id_of(request), local=is_local(request.scope))
-        return Response(await while_connected(request, work), media_type="application/json")
+        local = is_local(request.scope)
+        work = service.embed(embedding_request(body), request_id_of(request), local=local)
+        embeddings = await while_connected(request, work)
+        model = public_id(embeddings.report.model, local=local)
+        embeddings = replace(embeddings, report=replace(embeddings.report, model=model))
+        write = functools.partial(embedding_list, embeddings, as_base64=body.encoding_format == "base64")
+        content = await asyncio.to_thread(write) if embeddings.vectors.size > NUMBERS_PER_STEP else write()
+        return Response(content, media_type="application/json")
 
     return router
-
-
-async def _answer(service: InferenceService, body: EmbeddingsBody, request_id: str | None, *, local: bool) -> bytes:
-    embeddings = await service.embed(embedding_request(body), request_id, local=local)
-    model = public_id(embeddings.report.model, local=local)
-    embeddings = replace(embeddings, report=replace(embeddings.report, model=model))
-    as_base64 = body.encoding_format == "base64"
-    if embeddings.vectors.size > NUMBERS_PER_STEP:
-        return await asyncio.to_thread(embedding_list, embeddings, as_base64=as_base64)
-    return embedding_list(embeddings, as_base64=as_base64)
 
 
 def embedding_request(body: EmbeddingsBody) -> EmbeddingRequest:
@@ -85,7 +82,10 @@ def embedding_list(embeddings: Embeddings, *, as_base64: bool = False) -> bytes:
     usage = EncodingUsage(prompt_tokens=report.tokens, total_tokens=report.tokens)
     model = pydantic_core.to_json(report.model)
     pieces = [b'{"object":"list","data":[']
-    for index, value in enumerate(_base64(embeddings.vectors) if as_base64 else number_rows(embeddings.vectors)):
+    rows = number_rows(embeddings.vectors)
+    if as_base64:
+        rows = (b'"%b"' % base64.b64encode(row) for row in np.ascontiguousarray(embeddings.vectors, dtype="<f4"))
+    for index, value in enumerate(rows):
         comma = b"," if index else b""
         pieces.append(b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, index, value))
     pieces.append(b'],"model":%b,"usage":%b}' % (model, usage.model_dump_json().encode()))
@@ -93,23 +93,16 @@ def embedding_list(embeddings: Embeddings, *, as_base64: bool = False) -> bytes:
     return b"".join(pieces)
 
 
-def _base64(vectors: Vectors) -> Iterator[bytes]:
-    return (b'"%b"' % base64.b64encode(row) for row in np.ascontiguousarray(vectors, dtype="<f4"))
-
-
 def number_rows(vectors: Vectors) -> Iterator[bytes]:
-    """Yield a JSON array for each row. Other threads can run between two steps."""
+    """Yield a JSON array for each row. Other threads can run between two steps.
+
+    The numbers are rounded to float64 values whose shortest decimal form has at most ``DIGITS`` significant digits.
+    """
     rows = max(1, NUMBERS_PER_STEP // max(1, vectors.shape[1]))
     for start in range(0, len(vectors), rows):
-        for row in _rounded(vectors[start : start + rows]):
+        wide = vectors[start : start + rows].astype(np.float64)
+        with np.errstate(divide="ignore"):
+            exponents = np.floor(np.log10(np.abs(wide)))
+        scale = 10.0 ** (DIGITS - 1 - np.where(np.isfinite(exponents), exponents, 0))
+        for row in (np.round(wide * scale) / scale).tolist():
             yield pydantic_core.to_json(row)
-
-
-def _rounded(vectors: Vectors) -> Iterable[list[float]]:
-    """Round the numbers to float64 values whose shortest decimal form has at most ``DIGITS`` significant digits."""
-    wide = vectors.astype(np.float64)
-    with np.errstate(divide="ignore"):
-        exponents = np.floor(np.log10(np.abs(wide)))
-    scale = 10.0 ** (DIGITS - 1 - np.where(np.isfinite(exponents), exponents, 0))
-    rounded: list[list[float]] = (np.round(wide * scale) / scale).tolist()
-    return rounded

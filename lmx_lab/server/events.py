@@ -55,7 +55,12 @@ def event_routes(*, manager: ModelManager, feed: Feed[ServerEvent]) -> APIRouter
         request: Request, include: Annotated[str, Query(description=INCLUDE, examples=list(EXTRAS))] = ""
     ) -> EventStream:
         """Stream throughput and memory every second and a heartbeat every 15 s as server-sent events."""
-        included = {_event_type(name) for name in include.split(",") if name}
+        names = [name for name in include.split(",") if name]
+        if unknown := [name for name in names if name not in EXTRAS]:
+            raise InvalidRequestError(
+                f"include contains {unknown[0]!r}; the names are {', '.join(EXTRAS)}", param="include"
+            )
+        included = {EXTRAS[name] for name in names}
         hide = None if is_local(request.scope) else request.app.state.without_paths
         return EventStream(_lines(manager, feed, included, hide))
 
@@ -72,12 +77,6 @@ def model_event(progress: LoadProgress) -> ModelEvent:
         message=progress.message,
         unloading=progress.unloading,
     )
-
-
-def _event_type(name: str) -> str:
-    if name not in EXTRAS:
-        raise InvalidRequestError(f"include contains {name!r}; the names are {', '.join(EXTRAS)}", param="include")
-    return EXTRAS[name]
 
 
 async def _lines(
@@ -110,19 +109,16 @@ async def _lines(
                 continue
             except StopAsyncIteration:
                 return
-            if extra.type in included:
-                yield _without_paths(extra, hide).model_dump_json()
-
-
-def _without_paths(event: ServerEvent, hide: Callable[[str], str] | None) -> ServerEvent:
-    if hide is None:
-        return event
-    changes: dict[str, Any] = {"model": public_id(event.model, local=False)}
-    if isinstance(event, ModelEvent) and event.message is not None:
-        changes["message"] = hide(event.message)
-    if isinstance(event, ModelEvent) and event.unloading is not None:
-        changes["unloading"] = public_unloading(event.unloading)
-    return event.model_copy(update=changes)
+            if extra.type not in included:
+                continue
+            changes: dict[str, Any] = {}
+            if hide is not None:
+                changes["model"] = public_id(extra.model, local=False)
+                if isinstance(extra, ModelEvent) and extra.message is not None:
+                    changes["message"] = hide(extra.message)
+                if isinstance(extra, ModelEvent) and extra.unloading is not None:
+                    changes["unloading"] = public_unloading(extra.unloading)
+            yield extra.model_copy(update=changes).model_dump_json()
 
 
 def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:

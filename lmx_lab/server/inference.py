@@ -156,18 +156,20 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
-        if request.steer and not local:
-            raise AdminForbiddenError(
-                "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
-                "http://localhost directly or send the API key; leave steer out"
-            )
         request = replace(request, request_id=request_id, client=client)
         if is_recorded := own is not None and self.recording.includes(own=own):
             request = replace(with_seed(request), needs_ids=True)
         try:
+            if request.steer and not local:
+                raise AdminForbiddenError(
+                    "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
+                    "http://localhost directly or send the API key; leave steer out"
+                )
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:
-            self._refused(request, exc, index=first)
+            # Not the model in the request: a caller can choose it freely, and it is a label of a metric.
+            model = self._manager.snapshot.model or ""
+            self._end_without_report("chat", request_id, model, exc, request=request, index=first)
             raise
         for at, stream in enumerate(streams):
             self.timelines.add(
@@ -358,10 +360,20 @@ class InferenceService:
         submitting: Coroutine[Any, Any, Pending[Result]],
         values: Callable[[Result], Vectors],
     ) -> Result:
+        """Wait for the result, and report the end.
+
+        Raises:
+            EngineError: a value is NaN or infinite.
+        """
         kind: Kind = "embedding" if isinstance(request, EmbeddingRequest) else "rerank"
         try:
             result = await (await submitting).result()
-            _check_finite(values(result), result.report)
+            # JSON cannot represent other values.
+            if not np.isfinite(values(result)).all():
+                raise EngineError(
+                    f"{result.report.model} computed values that are not finite (NaN or infinity): its weights are "
+                    "damaged, or too large for their data type; fetch it again, or start the server with dtype float32"
+                )
         except (Exception, asyncio.CancelledError) as exc:
             self._end_without_report(kind, request_id, model, exc, request=request)
             raise
@@ -378,12 +390,6 @@ class InferenceService:
         return result
 
     # Ends
-
-    def _refused(self, request: GenerationRequest, exc: BaseException, *, index: int) -> None:
-        """Report the end of a generation that was refused."""
-        # Not the name in the request: a caller can choose it freely, and it is a label of a metric.
-        model = self._manager.snapshot.model or ""
-        self._end_without_report("chat", request.request_id, model, exc, request=request, index=index)
 
     def _end_without_report(
         self,
@@ -421,16 +427,3 @@ class InferenceService:
         self._feed.publish(end.event())
         for observe in self._observers:
             observe(end)
-
-
-def _check_finite(values: Vectors, report: EncodeReport) -> None:
-    """Check that all values are finite, because JSON cannot represent others.
-
-    Raises:
-        EngineError: a value is NaN or infinite.
-    """
-    if not np.isfinite(values).all():
-        raise EngineError(
-            f"{report.model} computed values that are not finite (NaN or infinity): its weights are damaged, or too "
-            "large for their data type; fetch it again, or start the server with dtype float32"
-        )

@@ -7,7 +7,6 @@ events of a stream are in the order in which anthropic-python and Claude Code re
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -24,13 +23,13 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import EventStream, named_event, while_connected
 from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, function_tool, validated_request
+from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, call_arguments, function_tool, validated_request
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
 from lmx_lab.server.translate import generation_request
-from lmx_lab.values.outputs import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
-from lmx_lab.wire.chat import ChatMessage, ChatRequest
+from lmx_lab.values.outputs import Delta, GenerationReport, merge_tool_calls
+from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.messages import (
     CountRequest,
     InputMessage,
@@ -44,7 +43,6 @@ from lmx_lab.wire.messages import (
     TextBlock,
     ThinkingBlock,
     TokenCount,
-    ToolChoiceObject,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -128,9 +126,26 @@ def chat_request(body: CountRequest) -> ChatRequest:
         for tool in body.tools or ()
         if tool.input_schema is not None
     ]
-    fields: dict[str, Any] = {"model": body.model, "messages": _chat_messages(body)}
+    if body.messages[-1].role == "assistant":
+        raise InvalidRequestError(
+            "messages: the last message has the role assistant, and this server cannot continue an answer; end with a "
+            "message of the user",
+            param="messages",
+        )
+    history = ChatHistory()
+    system = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
+    if kept := [text for text in system if not text.lstrip().startswith(BILLING)]:
+        history.add("system", kept)
+    for number, message in enumerate(body.messages):
+        _add_message(history, message, f"messages.{number}")
+    fields: dict[str, Any] = {"model": body.model, "messages": history.messages()}
     if tools:
-        fields |= {"tools": tools, **_tool_choice(body.tool_choice)}
+        fields["tools"] = tools
+        if (choice := body.tool_choice) is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            fields["tool_choice"] = named if choice.type == "tool" else TOOL_CHOICES[choice.type]
+            # A tool that is required by its name is called once.
+            fields["parallel_tool_calls"] = choice.type != "tool" and choice.disable_parallel_tool_use is not True
     if body.thinking is not None and body.thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
     if isinstance(body, MessagesRequest):
@@ -145,33 +160,6 @@ def chat_request(body: CountRequest) -> ChatRequest:
         # The format's own default of the temperature is 1.
         fields |= {"temperature": 1.0} | {name: value for name, value in others.items() if value is not None}
     return validated_request(fields)
-
-
-def _tool_choice(choice: ToolChoiceObject | None) -> dict[str, Any]:
-    if choice is None:
-        return {}
-    named = {"type": "function", "function": {"name": choice.name}}
-    return {
-        "tool_choice": named if choice.type == "tool" else TOOL_CHOICES[choice.type],
-        # A tool that is required by its name is called once.
-        "parallel_tool_calls": choice.type != "tool" and choice.disable_parallel_tool_use is not True,
-    }
-
-
-def _chat_messages(body: CountRequest) -> list[ChatMessage]:
-    if body.messages[-1].role == "assistant":
-        raise InvalidRequestError(
-            "messages: the last message has the role assistant, and this server cannot continue an answer; end with a "
-            "message of the user",
-            param="messages",
-        )
-    history = ChatHistory()
-    system = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
-    if kept := [text for text in system if not text.lstrip().startswith(BILLING)]:
-        history.add("system", kept)
-    for number, message in enumerate(body.messages):
-        _add_message(history, message, f"messages.{number}")
-    return history.messages()
 
 
 def _add_message(history: ChatHistory, message: InputMessage, place: str) -> None:
@@ -252,7 +240,10 @@ class MessageWriter:
             content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
         if delta.text or not (content or delta.tool_calls):
             content.append({"type": "text", "text": delta.text})
-        content += [_tool_use(call) for call in merge_tool_calls(delta.tool_calls)]
+        content += [
+            {"type": "tool_use", "id": call.id or "", "name": call.name or "", "input": call_arguments(call)}
+            for call in merge_tool_calls(delta.tool_calls)
+        ]
         return Message(
             id=self._id,
             model=self._model,
@@ -319,14 +310,6 @@ class MessageWriter:
         if self._open:
             self._open = ""
             yield named_event("content_block_stop", f'{{"type":"content_block_stop","index":{self._index}}}')
-
-
-def _tool_use(call: ToolCallDelta) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except ValueError:  # The answer was cut off at its maximum length.
-        arguments = {}
-    return {"type": "tool_use", "id": call.id or "", "name": call.name or "", "input": arguments}
 
 
 def _stop_reason(report: GenerationReport) -> StopReason:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.server.generation import RequestEnd
-from lmx_lab.values.engine import COUNTERS, EngineSnapshot
+from lmx_lab.values.engine import COUNTERS
 from lmx_lab.values.outputs import GenerationReport
 
 FORMATS = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
@@ -60,17 +60,15 @@ class Metrics:
     def observe(self, end: RequestEnd) -> None:
         """Count the end of a request. May be called from any thread."""
         self._requests.labels(kind=end.kind, outcome=end.outcome, code=end.code or "").inc()
-        if isinstance(end.report, GenerationReport):
-            self._measure(end.report)
-        elif end.report is not None:
-            self._encode_s.labels(kind=end.kind).observe(end.report.total_s)
-
-    def _measure(self, report: GenerationReport) -> None:
-        self._queue_s.observe(report.queue_s)
-        self._request_s.observe(report.total_s)
-        if report.output_tokens:
-            self._ttft_s.observe(report.ttft_s)
-            self._token_s.observe(report.decode_s / report.output_tokens)
+        report = end.report
+        if isinstance(report, GenerationReport):
+            self._queue_s.observe(report.queue_s)
+            self._request_s.observe(report.total_s)
+            if report.output_tokens:
+                self._ttft_s.observe(report.ttft_s)
+                self._token_s.observe(report.decode_s / report.output_tokens)
+        elif report is not None:
+            self._encode_s.labels(kind=end.kind).observe(report.total_s)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the current metrics in the format that an Accept header requests, and its content type."""
@@ -97,27 +95,19 @@ class _EngineCollector(Collector):
             "engine_stalled", "Whether requests are waiting and the engine has made no step for too long.", stalled
         )
         yield _gauge("uptime_seconds", "Seconds since the server was created.", self._manager.uptime_s)
-        yield from _work(now)
-        yield from _memory(now)
+        yield _gauge("requests_active", "Requests that are being computed.", now.active_requests)
+        yield _gauge("requests_queued", "Requests that wait for a slot.", now.queued_requests)
+        for name, what in COUNTERS.items():
+            yield CounterMetricFamily(f"lmx_lab_{name}", what, value=getattr(now, name))
+        yield _gauge("memory_used_bytes", "Memory that the engines use.", now.memory_used_bytes)
+        yield _gauge("memory_peak_bytes", "Sum of the peak memory of each engine.", now.memory_peak_bytes)
+        yield _gauge("memory_total_bytes", "Memory of the device.", now.memory_total_bytes)
+        yield _gauge("model_memory_bytes", "Memory of the loaded model.", now.model_memory_bytes)
+        yield _gauge("prefix_cache_bytes", "Memory of the KV caches of ended requests.", now.prefix_cache_bytes)
         loaded = GaugeMetricFamily("lmx_lab_model_loaded", "1 for the loaded model.", labels=("model",))
         if now.model is not None:
             loaded.add_metric((public_id(now.model, local=False),), 1)
         yield loaded
-
-
-def _work(now: EngineSnapshot) -> Iterator[Metric]:
-    yield _gauge("requests_active", "Requests that are being computed.", now.active_requests)
-    yield _gauge("requests_queued", "Requests that wait for a slot.", now.queued_requests)
-    for name, what in COUNTERS.items():
-        yield CounterMetricFamily(f"lmx_lab_{name}", what, value=getattr(now, name))
-
-
-def _memory(now: EngineSnapshot) -> Iterator[Metric]:
-    yield _gauge("memory_used_bytes", "Memory that the engines use.", now.memory_used_bytes)
-    yield _gauge("memory_peak_bytes", "Sum of the peak memory of each engine.", now.memory_peak_bytes)
-    yield _gauge("memory_total_bytes", "Memory of the device.", now.memory_total_bytes)
-    yield _gauge("model_memory_bytes", "Memory of the loaded model.", now.model_memory_bytes)
-    yield _gauge("prefix_cache_bytes", "Memory of the KV caches of ended requests.", now.prefix_cache_bytes)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

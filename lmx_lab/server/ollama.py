@@ -28,7 +28,7 @@ from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import EventStream, while_connected
 from lmx_lab.server.admin import check_admin
 from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.convert import FieldNames, validated_request
+from lmx_lab.server.convert import FieldNames, call_arguments, validated_request
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
@@ -241,7 +241,15 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
             valid in the chat format.
     """
     if isinstance(body, OllamaChatRequest):
-        return _chat_request(body, messages=_chat_messages(body.messages), tools=_tools(body))
+        functions = [tool.function for tool in body.tools or ()]
+        tools = [
+            {
+                "type": "function",
+                "function": {"name": each.name, "description": each.description, "parameters": each.parameters},
+            }
+            for each in functions
+        ]
+        return _chat_request(body, messages=_chat_messages(body.messages), tools=tools or None)
     system = [{"role": "system", "content": body.system}] if body.system else []
     request = _chat_request(body, messages=[*system, {"role": "user", "content": body.prompt or ""}])
     if not body.raw and not body.suffix:
@@ -259,48 +267,27 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
 
 
 def _chat_request(body: OllamaGenerationBody, **fields: Any) -> GenerationRequest:
-    fields |= {
-        "model": requested_model(body.model) or ANY_MODEL,
-        **_sampling(body.options or OllamaOptions()),
-        **_thinking(body.think),
+    options = body.options or OllamaOptions()
+    limit = options.num_predict
+    given = {
+        **{name: getattr(options, name) for name in OPTIONS},
+        "max_tokens": UNLIMITED_TOKENS if limit is not None and limit <= 0 else limit,
+        "repetition_penalty": options.repeat_penalty,
+        "seed": None if options.seed == -1 else options.seed,
+        "stop": options.stop or None,
     }
+    fields |= {"model": requested_model(body.model) or ANY_MODEL, **DEFAULTS}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    if body.think is True:
+        fields["chat_template_kwargs"] = {"enable_thinking": True}
+    elif body.think is not None:
+        fields["reasoning_effort"] = body.think or "none"
     if body.format is not None:
         schema = {"type": "json_schema", "json_schema": {"name": "format", "schema": body.format}}
         fields["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     return generation_request(validated_request(fields))
-
-
-def _tools(body: OllamaChatRequest) -> list[dict[str, Any]] | None:
-    functions = [tool.function for tool in body.tools or ()]
-    return [
-        {
-            "type": "function",
-            "function": {"name": each.name, "description": each.description, "parameters": each.parameters},
-        }
-        for each in functions
-    ] or None
-
-
-def _sampling(options: OllamaOptions) -> dict[str, Any]:
-    given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
-    limit, seed = options.num_predict, options.seed
-    others = {
-        "max_tokens": UNLIMITED_TOKENS if limit is not None and limit <= 0 else limit,
-        "repetition_penalty": options.repeat_penalty,
-        "seed": None if seed == -1 else seed,
-        "stop": options.stop or None,
-    }
-    return {**DEFAULTS, **given, **{name: value for name, value in others.items() if value is not None}}
-
-
-def _thinking(think: bool | str | None) -> dict[str, Any]:
-    if think is None:
-        return {}
-    if isinstance(think, bool):
-        return {"chat_template_kwargs": {"enable_thinking": True}} if think else {"reasoning_effort": "none"}
-    return {"reasoning_effort": think}
 
 
 def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
@@ -418,7 +405,14 @@ class ChatWriter:
 
     def _content(self, delta: Delta, calls: Sequence[ToolCallDelta]) -> str:
         thinking = f',"thinking":{json_text(delta.reasoning)}' if delta.reasoning else ""
-        written = f',"tool_calls":{json_text([_call(call) for call in calls])}' if calls else ""
+        called = [
+            {
+                "id": call.id or "",
+                "function": {"index": call.index, "name": call.name or "", "arguments": call_arguments(call)},
+            }
+            for call in calls
+        ]
+        written = f',"tool_calls":{json_text(called)}' if calls else ""
         return f'"message":{{"role":"assistant","content":{json_text(delta.text)}{thinking}{written}}}'
 
 
@@ -431,14 +425,6 @@ class GenerateWriter(ChatWriter):
 
 
 NOTHING = Delta(text="", tokens=0)
-
-
-def _call(call: ToolCallDelta) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except ValueError:  # The answer was cut off at its maximum length.
-        arguments = {}
-    return {"id": call.id or "", "function": {"index": call.index, "name": call.name or "", "arguments": arguments}}
 
 
 def _counters(report: GenerationReport) -> str:

@@ -95,8 +95,19 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
     async def tags(request: Request) -> OllamaModels:
         """List the models on this disk in Ollama's format."""
         local = is_local(request.scope)
-        found, _ = await listed_models(catalog, manager)
-        return OllamaModels(models=[_model(listed.entry, local=local) for listed in found])
+        models = []
+        for listed in (await listed_models(catalog, manager))[0]:
+            entry, name = listed.entry, listed_name(public_id(listed.entry.id, local=local))
+            model = OllamaModel(
+                name=name,
+                model=name,
+                modified_at=_time(entry.modified_at),
+                size=entry.size_bytes,
+                digest=_digest(entry),
+                details=_details(entry),
+            )
+            models.append(model)
+        return OllamaModels(models=models)
 
     @router.get("/ps", responses=OLLAMA_COMMON_ERRORS)
     async def running(request: Request) -> OllamaRunningModels:
@@ -107,7 +118,18 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
     async def show(body: OllamaShowRequest, request: Request) -> Response:
         """Describe a model on this disk: its template, its capabilities, and its context length."""
         name, local = _named(body, settings), is_local(request.scope)
-        entry = await _find(name, catalog, manager, local=local)
+        now = manager.snapshot
+        entry = now.entry
+        if name is not None:
+            # Of a model in several formats, the one that is listed.
+            try:
+                entry = (await find_model(name, catalog, manager, local=local)).entry
+            except ModelNotFoundError:
+                # With this setting, an unknown name means the loaded model.
+                if not settings.any_model or entry is None:
+                    raise
+        if entry is None:
+            raise ModelNotFoundError("no model is loaded; name one that /api/tags lists", param="model")
         now = manager.snapshot
         context_length = now.context_length if entry is now.entry else entry.context_length
         info = await in_thread(functools.partial(_describe, entry, context_length, local=local))
@@ -146,39 +168,7 @@ def _named(body: OllamaModelRequest, settings: Settings) -> str | None:
     return known_model(name, settings)
 
 
-async def _find(name: str | None, catalog: Catalog, manager: ModelManager, *, local: bool) -> ModelEntry:
-    """Return the model of this name on disk or in memory; of a model in several formats, the one that is listed.
-    With ``Settings.any_model``, an unknown name means the loaded model.
-
-    Raises:
-        ModelNotFoundError: there is none.
-    """
-    now = manager.snapshot
-    if name is None:
-        if now.entry is None:
-            raise ModelNotFoundError("no model is loaded; name one that /api/tags lists", param="model")
-        return now.entry
-    try:
-        return (await find_model(name, catalog, manager, local=local)).entry
-    except ModelNotFoundError:
-        if manager.settings.any_model and now.entry is not None:
-            return now.entry
-        raise
-
-
 # Listings
-
-
-def _model(entry: ModelEntry, *, local: bool) -> OllamaModel:
-    name = listed_name(public_id(entry.id, local=local))
-    return OllamaModel(
-        name=name,
-        model=name,
-        modified_at=_time(entry.modified_at),
-        size=entry.size_bytes,
-        digest=_digest(entry),
-        details=_details(entry),
-    )
 
 
 def _running(manager: ModelManager, *, local: bool) -> Iterator[OllamaRunningModel]:
@@ -223,42 +213,35 @@ def _time(seconds: float) -> str:
 
 def _describe(entry: ModelEntry, context_length: int | None, *, local: bool) -> OllamaModelInfo:
     """Describe a model. Reads its files, so it is called on a thread."""
-    name = listed_name(public_id(entry.id, local=local))
+    name, architecture = listed_name(public_id(entry.id, local=local)), entry.architecture
     template, infill = "", False
     if entry.kind == "chat":
         template, infill = main_template(entry), can_infill(entry)
+    capabilities: list[Any] = []
+    if "chat" in entry.kinds:
+        # Models whose template does not support tools get their descriptions as text.
+        capabilities += ("completion", "tools")
+        if any(mark in template for mark in THINKING_MARKS) or entry.format == "echo":
+            capabilities.append("thinking")
+        if infill:
+            capabilities.append("insert")
+    if "embedding" in entry.kinds:
+        capabilities.append("embedding")
+    # Under the names that GGUF files have for them.
+    shared = {
+        "general.architecture": architecture,
+        "general.basename": name.removesuffix(":latest"),
+        f"{architecture}.context_length": context_length,
+    }
     return OllamaModelInfo(
         modified_at=_time(entry.modified_at),
         modelfile=f"FROM {name}\n",
         parameters=f"num_ctx {context_length}" if context_length is not None else "",
         template=template + INFILL_NOTE if infill else template,
         details=_details(entry),
-        model_info=_model_info(entry, context_length, name),
-        capabilities=list(_capabilities(entry, template, infill=infill)),
+        model_info={**_metadata(entry), **{key: value for key, value in shared.items() if value is not None}},
+        capabilities=capabilities,
     )
-
-
-def _capabilities(entry: ModelEntry, template: str, *, infill: bool) -> Iterator[Any]:
-    if "chat" in entry.kinds:
-        # Models whose template does not support tools get their descriptions as text.
-        yield from ("completion", "tools")
-        if any(mark in template for mark in THINKING_MARKS) or entry.format == "echo":
-            yield "thinking"
-        if infill:
-            yield "insert"
-    if "embedding" in entry.kinds:
-        yield "embedding"
-
-
-def _model_info(entry: ModelEntry, context_length: int | None, name: str) -> dict[str, Any]:
-    """Return properties under the names that GGUF files have for them."""
-    architecture = entry.architecture
-    shared = {
-        "general.architecture": architecture,
-        "general.basename": name.removesuffix(":latest"),
-        f"{architecture}.context_length": context_length,
-    }
-    return {**_metadata(entry), **{key: value for key, value in shared.items() if value is not None}}
 
 
 def _metadata(entry: ModelEntry) -> dict[str, Any]:
@@ -272,14 +255,14 @@ def _metadata(entry: ModelEntry) -> dict[str, Any]:
             given = {f"{entry.architecture}.{name}": config.get(key) for name, key in CONFIG_NAMES.items()}
     except (UnusableModelError, OSError):
         return {}
-    shown = ((key, value) for key, value in given.items() if _is_shown(value))
-    return dict(item for item, _ in zip(shown, range(INFO_LIMIT), strict=False))
-
-
-def _is_shown(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) or (isinstance(value, str) and len(value) <= INFO_CHARACTERS)
+    shown = {
+        key: value
+        for key, value in given.items()
+        if (isinstance(value, float) and math.isfinite(value))
+        or isinstance(value, int)
+        or (isinstance(value, str) and len(value) <= INFO_CHARACTERS)
+    }
+    return dict(list(shown.items())[:INFO_LIMIT])
 
 
 # Downloads

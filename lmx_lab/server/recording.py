@@ -70,6 +70,8 @@ class RecordedGeneration:
         """
         answer = merge_deltas(self.deltas)
         calls = merge_tool_calls(answer.tool_calls)
+        timings = {} if report is None else asdict(report)
+        entry, spec = self.model.entry, self.model.spec
         return Record(
             at=self.at,
             request_id=self.request.request_id or "",
@@ -85,9 +87,18 @@ class RecordedGeneration:
             logprobs=answer.logprobs,
             outcome=outcome,
             code=code,
-            timings=_timings(report),
+            timings={name: value for name, value in timings.items() if name not in ("model", "finish_reason")},
             steps=self.steps.steps(),
-            provenance=_provenance(self.model, dtype),
+            provenance=Provenance(
+                model=entry.id,
+                format=entry.format,
+                quantization=entry.quantization,
+                dtype=spec.dtype or dtype,
+                options=dict(spec.options),
+                engine=self.model.engine.fingerprint,
+                versions={"lmx-lab": version("lmx-lab"), "python": platform.python_version()},
+                machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            ),
         )
 
 
@@ -204,24 +215,4 @@ def _prompt(stored: Mapping[str, Any]) -> Prompt:
     use = ToolUse(**{**tools, "tools": tuple(Tool(**tool) for tool in tools["tools"])}) if tools else None
     return ChatPrompt(
         messages=tuple(stored["messages"]), tools=use, template_options=stored.get("template_options") or {}
-    )
-
-
-def _timings(report: GenerationReport | None) -> dict[str, float]:
-    if report is None:
-        return {}
-    return {name: value for name, value in asdict(report).items() if name not in ("model", "finish_reason")}
-
-
-def _provenance(model: Resident, dtype: str) -> Provenance:
-    entry = model.entry
-    return Provenance(
-        model=entry.id,
-        format=entry.format,
-        quantization=entry.quantization,
-        dtype=model.spec.dtype or dtype,
-        options=dict(model.spec.options),
-        engine=model.engine.fingerprint,
-        versions={"lmx-lab": version("lmx-lab"), "python": platform.python_version()},
-        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     )

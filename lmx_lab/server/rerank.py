@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,8 +35,13 @@ def rerank_routes(service: InferenceService) -> APIRouter:
 
     async def rerank(body: AnyRerankBody, request: Request) -> Response:
         """Sort documents by relevance to a query. For a body with `texts`, the response is a bare array of scores."""
-        work = _answer(service, body, request_id_of(request), local=is_local(request.scope))
-        return Response(await while_connected(request, work), media_type="application/json")
+        local = is_local(request.scope)
+        work = service.rerank(rerank_request(body), request_id_of(request), local=local)
+        ranking = await while_connected(request, work)
+        ranking = replace(ranking, report=replace(ranking.report, model=public_id(ranking.report.model, local=local)))
+        write = functools.partial(_encode, body, ranking)
+        content = await asyncio.to_thread(write) if len(ranking.scores) > RESULTS_ON_LOOP else write()
+        return Response(content, media_type="application/json")
 
     for path in PATHS:
         router.add_api_route(
@@ -47,16 +53,6 @@ def rerank_routes(service: InferenceService) -> APIRouter:
             responses=INFERENCE_ERRORS,
         )
     return router
-
-
-async def _answer(
-    service: InferenceService, body: RerankBody | TextsRerankBody, request_id: str | None, *, local: bool
-) -> bytes:
-    ranking = await service.rerank(rerank_request(body), request_id, local=local)
-    ranking = replace(ranking, report=replace(ranking.report, model=public_id(ranking.report.model, local=local)))
-    if len(ranking.scores) > RESULTS_ON_LOOP:
-        return await asyncio.to_thread(_encode, body, ranking)
-    return _encode(body, ranking)
 
 
 def rerank_request(body: RerankBody | TextsRerankBody) -> RerankRequest:

@@ -46,25 +46,37 @@ class ChatAnswer:
         Args:
             parts: The content and the report of each choice.
         """
+        choices = []
+        for index, (delta, report) in enumerate(parts):
+            calls = [
+                AnswerToolCall(
+                    id=call.id or "", function=AnswerFunction(name=call.name or "", arguments=call.arguments)
+                )
+                for call in merge_tool_calls(delta.tool_calls)
+            ]
+            message = AnswerMessage(
+                content=None if calls and not delta.text else delta.text,
+                reasoning_content=delta.reasoning or None,
+                tool_calls=calls or None,
+            )
+            logprobs = {"content": chat_logprobs(delta.logprobs)} if self.logprobs else None
+            choice = Choice(
+                index=index,
+                message=message,
+                logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
+                finish_reason=report.finish_reason,
+            )
+            choices.append(choice)
         body = ChatCompletion(
             id=self.id,
             created=self.created,
             model=self.model,
             system_fingerprint=self.fingerprint,
-            choices=[self._choice(index, delta, report) for index, (delta, report) in enumerate(parts)],
+            choices=choices,
             usage=usage,
             timings=total_timings([[report for _, report in parts]]),
         )
         return body.model_dump_json()
-
-    def _choice(self, index: int, delta: Delta, report: GenerationReport) -> Choice:
-        logprobs = {"content": chat_logprobs(delta.logprobs)} if self.logprobs else None
-        return Choice(
-            index=index,
-            message=_message(delta),
-            logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
-            finish_reason=report.finish_reason,
-        )
 
     def first_chunk(self, index: int = 0) -> str:
         """Return the first chunk of a choice."""
@@ -76,7 +88,13 @@ class ChatAnswer:
         The first chunk contains the log-probabilities of the whole delta.
         """
         logprobs = json_text({"content": chat_logprobs(delta.logprobs), "refusal": None}) if self.logprobs else "null"
-        for part in _delta_parts(delta):
+        # The JSON of the field ``delta`` in each chunk.
+        parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
+        if delta.text:
+            parts.append(f'{{"content":{json_text(delta.text)}}}')
+        parts += [f'{{"tool_calls":[{json_text(call)}]}}' for call in _call_chunks(delta.tool_calls)]
+        # Tokens without text also have log-probabilities.
+        for part in parts or (['{"content":""}'] if delta.logprobs else []):
             yield self._chunk(index, part, logprobs)
             logprobs = "null"
 
@@ -96,28 +114,6 @@ class ChatAnswer:
     @cached_property
     def _head(self) -> str:
         return _head(self, "chat.completion.chunk")
-
-
-def _message(delta: Delta) -> AnswerMessage:
-    calls = [
-        AnswerToolCall(id=call.id or "", function=AnswerFunction(name=call.name or "", arguments=call.arguments))
-        for call in merge_tool_calls(delta.tool_calls)
-    ]
-    return AnswerMessage(
-        content=None if calls and not delta.text else delta.text,
-        reasoning_content=delta.reasoning or None,
-        tool_calls=calls or None,
-    )
-
-
-def _delta_parts(delta: Delta) -> list[str]:
-    """Return the JSON of the field ``delta`` in each chunk."""
-    parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
-    if delta.text:
-        parts.append(f'{{"content":{json_text(delta.text)}}}')
-    parts += [f'{{"tool_calls":[{json_text(call)}]}}' for call in _call_chunks(delta.tool_calls)]
-    # Tokens without text also have log-probabilities.
-    return parts or (['{"content":""}'] if delta.logprobs else [])
 
 
 def _call_chunks(pieces: Iterable[ToolCallDelta]) -> Iterator[dict[str, Any]]:
@@ -200,38 +196,24 @@ class LogprobsWriter:
 
     def write(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
         """Return the log-probabilities of the next tokens."""
+        offsets: list[int] = []
+        alternatives: list[dict[str, float] | None] = []
+        named = [{other.text: wire_logprob(other.logprob) for other in token.named} for token in tokens]
+        for token in tokens:
+            offsets.append(self._at)
+            self._at += len(self._decoder.decode(token.bytes))
+            found: dict[str, float] = {}
+            for other in (*token.top, token):
+                # If several tokens have the same text, that of the most likely one is kept.
+                found.setdefault(other.text, wire_logprob(other.logprob))
+            alternatives.append(None if token.logprob is None else found)
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[None if token.logprob is None else wire_logprob(token.logprob) for token in tokens],
-            top_logprobs=[_alternatives(token) for token in tokens],
-            text_offset=[self._offset(token) for token in tokens],
-            logprob_tokens=_named(tokens),
+            top_logprobs=alternatives,
+            text_offset=offsets,
+            logprob_tokens=named if any(named) else None,
         )
-
-    def _offset(self, token: TokenLogprob) -> int:
-        offset = self._at
-        self._at += len(self._decoder.decode(token.bytes))
-        return offset
-
-
-def _named(tokens: Sequence[TokenLogprob]) -> list[dict[str, float]] | None:
-    """Return the log-probabilities of the tokens that the request names, by text; None if it names none."""
-    if not any(token.named for token in tokens):
-        return None
-    return [{other.text: wire_logprob(other.logprob) for other in token.named} for token in tokens]
-
-
-def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
-    """Return the log-probabilities of the alternatives and of the token itself, by text.
-
-    If several tokens have the same text, that of the most likely one is returned.
-    """
-    if token.logprob is None:
-        return None
-    found: dict[str, float] = {}
-    for other in (*token.top, token):
-        found.setdefault(other.text, wire_logprob(other.logprob))
-    return found
 
 
 def socket_token(delta: Delta, *, logprobs: bool) -> str | None:

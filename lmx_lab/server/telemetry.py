@@ -118,7 +118,15 @@ class RequestSpans:
         if self._is_open:
             return
         try:
-            self._start(self._endpoint)
+            self._exporter = _Exporter(self._endpoint)
+            resource = Resource.create({SERVICE_VERSION: VERSION})
+            if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
+                resource = resource.merge(Resource({SERVICE_NAME: PROVIDER}))
+            # Not the global provider, which belongs to the program that runs the server.
+            provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+            self._tracer = provider.get_tracer("lmx_lab", VERSION)
+            # Starts the thread that sends the spans.
+            self._processor = BatchSpanProcessor(self._exporter)
         except (ValueError, RuntimeError) as exc:
             names = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
             raise InvalidRequestError(
@@ -126,24 +134,9 @@ class RequestSpans:
                 f"of {names:.500}",
                 param="otel",
             ) from exc
-        self._is_open = True
-
-    def _start(self, endpoint: str) -> None:
-        """Create the exporter, the span processor and the tracer. The processor starts the thread that sends the spans.
-
-        Raises:
-            ValueError, RuntimeError: an environment variable has a value that the SDK does not accept.
-        """
-        self._exporter = _Exporter(endpoint)
-        resource = Resource.create({SERVICE_VERSION: VERSION})
-        if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
-            resource = resource.merge(Resource({SERVICE_NAME: PROVIDER}))
-        # Not the global provider, which belongs to the program that runs the server.
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._tracer = provider.get_tracer("lmx_lab", VERSION)
-        self._processor = BatchSpanProcessor(self._exporter)
         provider.add_span_processor(self._processor)
         EXPORTER_LOG.addFilter(self._exporter.is_logged)
+        self._is_open = True
 
     def begin(self, scope: Scope) -> None:
         """Called at the start of a request over HTTP or a WebSocket."""
@@ -151,7 +144,13 @@ class RequestSpans:
 
     def observe(self, end: RequestEnd) -> None:
         """Called at the end of each generation, embedding and rerank, on any thread."""
-        ended = _with_times(end)
+        # The end is reported now, and the engine has measured the time since the arrival.
+        now_ns, now = time.time_ns(), time.perf_counter()
+        if end.steps is not None:
+            elapsed_s = now - end.steps.arrived_at
+        else:
+            elapsed_s = end.report.total_s if end.report is not None else 0.0
+        ended = _Ended(end, now_ns - round(elapsed_s * 1e9), now_ns)
         running = self._running.get(end.request_id)
         if running is not None:
             running.ends.append(ended)
@@ -199,19 +198,17 @@ class RequestSpans:
             if (code := next((each.end.code for each in ends if each.end.code is not None), None)) is not None:
                 span.set_attribute("error.type", code)
                 span.set_status(StatusCode.ERROR)
+            inside = set_span_in_context(span, Context())
             for each in ends[:CHOICES_WITH_PHASES]:
-                self._export_phases(each, set_span_in_context(span, Context()), len(ends) > 1)
+                at_ns = each.arrived_ns
+                for name, duration_s, attributes in _phases(each):
+                    if duration_s > 0:
+                        if len(ends) > 1:
+                            attributes["lmx.choice.index"] = each.end.index
+                        phase: Span = self._tracer.start_span(name, inside, attributes=attributes, start_time=at_ns)
+                        at_ns = min(at_ns + round(duration_s * 1e9), each.ended_ns)
+                        phase.end(at_ns)
         span.end(ended_ns)
-
-    def _export_phases(self, ended: _Ended, parent: Context, numbered: bool) -> None:
-        at_ns = ended.arrived_ns
-        for name, duration_s, attributes in _phases(ended):
-            if numbered:
-                attributes["lmx.choice.index"] = ended.end.index
-            if duration_s > 0:
-                span: Span = self._tracer.start_span(name, parent, attributes=attributes, start_time=at_ns)
-                at_ns = min(at_ns + round(duration_s * 1e9), ended.ended_ns)
-                span.end(at_ns)
 
 
 class _Exporter(SpanExporter):
@@ -254,19 +251,13 @@ class _Exporter(SpanExporter):
             self._failed_at = None
             return result
         if self._failed_at is None:
-            log.warning("%s does not accept spans%s", self._shown, self._remedy)
+            status = "" if self._status is None else f" (HTTP status {self._status})"
+            remedy = f"check that a collector for OTLP/HTTP runs there, or change {ENDPOINT}"
+            if self._status in (401, 403):
+                remedy = f"set {HEADERS} to the headers that the collector requires"
+            log.warning("%s does not accept spans%s, so they are dropped; %s", self._shown, status, remedy)
         self._failed_at = time.monotonic()
         return result
-
-    @property
-    def _remedy(self) -> str:
-        """The end of the warning that spans are dropped."""
-        status = "" if self._status is None else f" (HTTP status {self._status})"
-        if self._status in (401, 403):
-            remedy = f"set {HEADERS} to the headers that the collector requires"
-        else:
-            remedy = f"check that a collector for OTLP/HTTP runs there, or change {ENDPOINT}"
-        return f"{status}, so they are dropped; {remedy}"
 
     def is_logged(self, record: logging.LogRecord) -> bool:
         """Return False for the messages of the SDK about each attempt, which ``export`` replaces."""
@@ -292,7 +283,13 @@ def _endpoint(environ: Mapping[str, str]) -> str:
     """
     name = TRACES_ENDPOINT if environ.get(TRACES_ENDPOINT) else ENDPOINT
     given = (environ.get(name) or DEFAULT_ENDPOINT).strip()
-    if not _is_http(given):
+    try:
+        parts = urlsplit(given)
+        # Reading the port checks it.
+        is_complete = bool(parts.hostname) and parts.port != 0 and parts.scheme in ("http", "https")
+    except ValueError:
+        is_complete = False
+    if not is_complete or any(map(str.isspace, given)):
         raise InvalidRequestError(
             f"{name} is not a valid address that begins with http:// or https://; set it to that of a collector for "
             f"OTLP/HTTP, such as {DEFAULT_ENDPOINT}",
@@ -311,16 +308,6 @@ def _endpoint(environ: Mapping[str, str]) -> str:
             param="otel",
         )
     return given if name == TRACES_ENDPOINT else f"{given.rstrip('/')}/v1/traces"
-
-
-def _is_http(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        # Reading the port checks it.
-        is_complete = bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and is_complete and not any(map(str.isspace, address))
 
 
 def _check_headers(environ: Mapping[str, str]) -> None:
@@ -350,16 +337,6 @@ def _drop(_: logging.LogRecord) -> bool:
 
 
 # Times
-
-
-def _with_times(end: RequestEnd) -> _Ended:
-    """Add the times to an end that is reported now, from the arrival time that the engine measured."""
-    now_ns, now = time.time_ns(), time.perf_counter()
-    if end.steps is not None:
-        elapsed_s = now - end.steps.arrived_at
-    else:
-        elapsed_s = end.report.total_s if end.report is not None else 0.0
-    return _Ended(end, now_ns - round(elapsed_s * 1e9), now_ns)
 
 
 def _phases(ended: _Ended) -> Iterator[tuple[str, float, Attributes]]:
@@ -452,18 +429,17 @@ def answer_attributes(ends: Sequence[RequestEnd]) -> Attributes:
     reports = [end.report for end in ends if isinstance(end.report, GenerationReport)]
     if reports:
         # All choices except the first one read the whole prompt from the cache.
-        cached = sum(min(map(_cached_tokens, group)) for group in prompts.values())
-        attributes["gen_ai.usage.cache_read.input_tokens"] = cached
+        cached = [
+            min(end.report.cached_tokens if isinstance(end.report, GenerationReport) else 0 for end in group)
+            for group in prompts.values()
+        ]
+        attributes["gen_ai.usage.cache_read.input_tokens"] = sum(cached)
         if reasoning := sum(report.reasoning_tokens for report in reports):
             attributes["gen_ai.usage.reasoning.output_tokens"] = reasoning
     if any(report.output_tokens for report in reports):
         first_token_s = min(report.ttft_s for report in reports if report.output_tokens)
         attributes["gen_ai.response.time_to_first_chunk"] = first_token_s
     return attributes
-
-
-def _cached_tokens(end: RequestEnd) -> int:
-    return end.report.cached_tokens if isinstance(end.report, GenerationReport) else 0
 
 
 # Texts
@@ -473,23 +449,28 @@ def content_attributes(ends: Sequence[RequestEnd]) -> Attributes:
     """Return the prompt and the answers as JSON in the form of the GenAI conventions."""
     first = ends[0]
     attributes: Attributes = {}
-    if isinstance(first.request, GenerationRequest) and (messages := _input_messages(first.request)):
+    # Token ids have no text.
+    messages: list[dict[str, Any]] = []
+    match first.request.prompt if isinstance(first.request, GenerationRequest) else None:
+        case ChatPrompt() as prompt:
+            messages = [_input_message(message) for message in prompt.messages]
+        case TextPrompt() as prompt:
+            messages = [_message("user", [_text_part(prompt.text)])]
+        case InfillPrompt() as prompt:
+            messages = [_message("user", [_text_part(prompt.prefix), _text_part(prompt.suffix)])]
+    if messages:
         attributes["gen_ai.input.messages"] = _to_json(messages)
     if first.kind == "chat":
-        attributes["gen_ai.output.messages"] = _to_json([_output_message(end) for end in ends])
+        outputs = []
+        for end in ends:
+            answer = merge_deltas(end.deltas)
+            parts = [{"type": "reasoning", "content": answer.reasoning}] if answer.reasoning else []
+            if answer.text:
+                parts.append(_text_part(answer.text))
+            parts += [_call_part(call.id, call.name, call.arguments) for call in answer.tool_calls]
+            outputs.append(_message("assistant", parts) | {"finish_reason": end.outcome})
+        attributes["gen_ai.output.messages"] = _to_json(outputs)
     return attributes
-
-
-def _input_messages(request: GenerationRequest) -> list[dict[str, Any]]:
-    """Return the messages of a prompt; an empty list for token ids, which have no text."""
-    prompt = request.prompt
-    if isinstance(prompt, ChatPrompt):
-        return [_input_message(message) for message in prompt.messages]
-    if isinstance(prompt, TextPrompt):
-        return [_message("user", [_text_part(prompt.text)])]
-    if isinstance(prompt, InfillPrompt):
-        return [_message("user", [_text_part(prompt.prefix), _text_part(prompt.suffix)])]
-    return []
 
 
 def _input_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -502,15 +483,6 @@ def _input_message(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = [(call.get("id"), call.get("function") or {}) for call in message.get("tool_calls") or []]
     called = [_call_part(id_, it.get("name"), it.get("arguments")) for id_, it in calls]
     return _message(role, [*(_text_part(text) for text in texts if text), *called])
-
-
-def _output_message(end: RequestEnd) -> dict[str, Any]:
-    answer = merge_deltas(end.deltas)
-    parts = [{"type": "reasoning", "content": answer.reasoning}] if answer.reasoning else []
-    if answer.text:
-        parts.append(_text_part(answer.text))
-    parts += [_call_part(call.id, call.name, call.arguments) for call in answer.tool_calls]
-    return _message("assistant", parts) | {"finish_reason": end.outcome}
 
 
 def _message(role: str, parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -167,7 +167,26 @@ class TimelineLog:
                 for change in self._changes
                 if change.ended_at is None or change.ended_at >= since
             ]
-        return tuple([_model_timeline(change, now) for change in kept])
+        timelines = []
+        for change in kept:
+            end = now if change.ended_at is None else change.ended_at
+            # The first stage may be recorded a little after the beginning.
+            limits = [change.began_at, *(start for _, start in change.stages[1:]), end]
+            stages = [
+                ModelStage(name, start - change.began_at, following - start)
+                for (name, _), (start, following) in zip(change.stages, pairwise(limits), strict=False)
+            ]
+            timeline = ModelTimeline(
+                kind=change.kind,
+                model=change.model,
+                at=change.at,
+                outcome=change.outcome,
+                message=change.message,
+                total_s=end - change.began_at,
+                stages=tuple(stages),
+            )
+            timelines.append(timeline)
+        return tuple(timelines)
 
 
 def _timeline(log: StepLog, entry: _Entry, now: float) -> RequestTimeline:
@@ -190,24 +209,6 @@ def _timeline(log: StepLog, entry: _Entry, now: float) -> RequestTimeline:
         prefill_s=prefill_s,
         decode_s=decode_s,
         steps=steps,
-    )
-
-
-def _model_timeline(change: _Change, now: float) -> ModelTimeline:
-    end = now if change.ended_at is None else change.ended_at
-    # The first stage may be recorded a little after the beginning.
-    limits = [change.began_at, *(start for _, start in change.stages[1:]), end]
-    return ModelTimeline(
-        kind=change.kind,
-        model=change.model,
-        at=change.at,
-        outcome=change.outcome,
-        message=change.message,
-        total_s=end - change.began_at,
-        stages=tuple(
-            ModelStage(name, start - change.began_at, following - start)
-            for (name, _), (start, following) in zip(change.stages, pairwise(limits), strict=False)
-        ),
     )
 
 

@@ -49,7 +49,12 @@ def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the token ids of a text, or of a chat as the model reads it."""
         local, model = is_local(request.scope), requested_model(body.model)
-        tokens = await while_connected(request, service.encode(_prompt_request(body), local=local))
+        if body.text is not None:
+            wanted = GenerationRequest(prompt=TextPrompt(text=body.text, special=body.special), model=model)
+        else:
+            fields = {name: getattr(body, name) for name in ("model", "messages", "tools", "chat_template_kwargs")}
+            wanted = generation_request(validated_request(fields))
+        tokens = await while_connected(request, service.encode(wanted, local=local))
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
         answer["max_model_len"] = manager.snapshot.context_length
         if body.with_pieces or body.return_token_strs:
@@ -105,14 +110,6 @@ def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
 def requested_model(name: str) -> str | None:
     """Return the id of the model that a request names; None for any model."""
     return None if name == ANY_MODEL else name
-
-
-def _prompt_request(body: TokenizeRequest) -> GenerationRequest:
-    if body.text is not None:
-        prompt = TextPrompt(text=body.text, special=body.special)
-        return GenerationRequest(prompt=prompt, model=requested_model(body.model))
-    fields = {name: getattr(body, name) for name in ("model", "messages", "tools", "chat_template_kwargs")}
-    return generation_request(validated_request(fields))
 
 
 def _piece(data: bytes) -> str | list[int]:

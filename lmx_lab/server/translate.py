@@ -24,7 +24,7 @@ from lmx_lab.values.steering import SteeringVector
 from lmx_lab.wire.base import ANY_MODEL, LOWEST_LOGPROB
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.completions import CompletionRequest
-from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat, TextFormat, json_text
+from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, TextFormat, json_text
 from lmx_lab.wire.generation import (
     CompatibleFields,
     CompletionTokensDetails,
@@ -40,8 +40,6 @@ GREEDY_BELOW = 1e-6
 """Below this temperature, sampling is greedy, because only the most likely token has a chance."""
 GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Parameters of a greedy request: no token needs to be removed."""
-
-
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -53,12 +51,30 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         InvalidRequestError: a ``tool`` message does not answer a tool call.
     """
     _check_history(request.messages)
-    tools = _tool_use(request)
+    tools, choice = None, request.tool_choice
+    if request.tools and choice != "none":
+        only = choice.function.name if isinstance(choice, NamedToolChoice) else None
+        functions = [tool.function for tool in request.tools]
+        tools = ToolUse(
+            tools=tuple(
+                Tool(
+                    name=each.name,
+                    description=each.description,
+                    parameters=NO_ARGUMENTS if each.parameters is None else each.parameters,
+                )
+                for each in functions
+            ),
+            forced=only is not None or choice == "required",
+            only=only,
+            parallel=request.parallel_tool_calls is not False,
+        )
+    effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+    off = {"enable_thinking": False} if request.reasoning_effort == "none" else {}
     return GenerationRequest(
         prompt=ChatPrompt(
             messages=tuple(_message(message) for message in request.messages),
             tools=tools,
-            template_options=_template_options(request),
+            template_options={**effort, **off, **(request.chat_template_kwargs or {})},
         ),
         # If a tool call is forced, the answer contains no text that could have a format.
         answer_format=None if tools is not None and tools.forced else _answer_format(request),
@@ -77,8 +93,16 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
 
 def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
     """Convert a completion request to one request of the engine for each prompt, in order."""
-    max_tokens = request.setting("max_tokens")
+    max_tokens, suffix = request.setting("max_tokens"), request.suffix
     answer_format = _answer_format(request)
+    single = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
+    given: Iterable[Any] = [request.prompt] if single else request.prompt
+    prompts: list[Prompt] = []
+    for each in given:
+        if not isinstance(each, str):
+            prompts.append(TokenPrompt(tokens=tuple(each)))
+        else:
+            prompts.append(TextPrompt(text=each) if suffix is None else InfillPrompt(prefix=each, suffix=suffix))
     return [
         GenerationRequest(
             prompt=prompt,
@@ -95,21 +119,8 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
             # The answer contains the scores only as a part of the echo, and only if log-probabilities are requested.
             score_prompt=bool(request.echo) and request.logprobs is not None,
         )
-        for prompt in _prompts(request)
+        for prompt in prompts
     ]
-
-
-def _prompts(request: CompletionRequest) -> list[Prompt]:
-    given = request.prompt
-    single = isinstance(given, str) or isinstance(given[0], int)
-    prompts: Iterable[Any] = [given] if single else given
-    return [_prompt(item, request.suffix) for item in prompts]
-
-
-def _prompt(given: str | Sequence[int], suffix: str | None) -> Prompt:
-    if not isinstance(given, str):
-        return TokenPrompt(tokens=tuple(given))
-    return TextPrompt(text=given) if suffix is None else InfillPrompt(prefix=given, suffix=suffix)
 
 
 def _model(request: GenerationFields) -> str | None:
@@ -172,57 +183,29 @@ def _check_history(messages: Sequence[ChatMessage]) -> None:
         InvalidRequestError: a tool message does not; the error names it.
     """
     calls: dict[str, bool] = {}
+    """The ids of the calls in the preceding assistant message, and whether each is answered."""
     for number, message in enumerate(messages):
+        given = message.tool_call_id
         if message.role != "tool":
             calls = {call.id: False for call in message.tool_calls or ()}
-        elif message.tool_call_id is None or calls.get(message.tool_call_id, True):
-            place = f"messages.{number}.tool_call_id"
-            raise InvalidRequestError(f"{place}: {_history_problem(message.tool_call_id, calls)}", param=place)
-        else:
-            calls[message.tool_call_id] = True
-
-
-def _history_problem(given: str | None, calls: Mapping[str, bool]) -> str:
-    """Return the reason why a tool message does not answer a call.
-
-    Args:
-        given: The call id in the message.
-        calls: The ids of the calls in the preceding assistant message, and whether each is answered.
-    """
-    if not calls:
-        what = "is missing" if given is None else f"{given[:80]!r:.80} does not answer a call"
-        return f"{what}; a tool message must follow an assistant message with tool_calls, and none precedes this one"
-    if given is None:
-        return f"is missing; the calls before this message are {format_names(list(calls))}"
-    if given in calls:
-        return f"{given[:80]!r:.80} was answered by an earlier message; send one tool message for each call"
-    return f"{given[:80]!r:.80} is not one of the calls before this message, which are {format_names(list(calls))}"
-
-
-def _tool_use(request: ChatRequest) -> ToolUse | None:
-    if not request.tools or request.tool_choice == "none":
-        return None
-    choice = request.tool_choice
-    only = choice.function.name if isinstance(choice, NamedToolChoice) else None
-    return ToolUse(
-        tools=tuple(
-            Tool(
-                name=function.name,
-                description=function.description,
-                parameters=NO_ARGUMENTS if function.parameters is None else function.parameters,
+            continue
+        if given is not None and not calls.get(given, True):
+            calls[given] = True
+            continue
+        if not calls:
+            what = "is missing" if given is None else f"{given[:80]!r:.80} does not answer a call"
+            problem = (
+                f"{what}; a tool message must follow an assistant message with tool_calls, and none precedes this one"
             )
-            for function in (tool.function for tool in request.tools)
-        ),
-        forced=only is not None or choice == "required",
-        only=only,
-        parallel=request.parallel_tool_calls is not False,
-    )
-
-
-def _template_options(request: ChatRequest) -> Mapping[str, Any]:
-    effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    off = {"enable_thinking": False} if request.reasoning_effort == "none" else {}
-    return {**effort, **off, **(request.chat_template_kwargs or {})}
+        elif given is None:
+            problem = f"is missing; the calls before this message are {format_names(list(calls))}"
+        elif given in calls:
+            problem = f"{given[:80]!r:.80} was answered by an earlier message; send one tool message for each call"
+        else:
+            known = format_names(list(calls))
+            problem = f"{given[:80]!r:.80} is not one of the calls before this message, which are {known}"
+        place = f"messages.{number}.tool_call_id"
+        raise InvalidRequestError(f"{place}: {problem}", param=place)
 
 
 def _answer_format(request: CompatibleFields) -> AnswerFormat | None:
@@ -230,21 +213,18 @@ def _answer_format(request: CompatibleFields) -> AnswerFormat | None:
         return AnswerFormat(kind="json_schema", text=json_text(request.json_schema))
     if request.grammar is not None:
         return AnswerFormat(kind="gbnf", text=request.grammar)
-    return _required_format(request.response_format)
-
-
-def _required_format(format_: ResponseFormat | None) -> AnswerFormat | None:
-    match format_:
+    match format_ := request.response_format:
         case None | TextFormat():
             return None
         case JsonObjectFormat():
-            return AnswerFormat(kind="json_schema", text=json_text(format_.schema_ or ANY_OBJECT))
+            schema = format_.schema_ or ANY_OBJECT
         case JsonSchemaFormat():
-            return AnswerFormat(kind="json_schema", text=json_text(format_.json_schema.schema_))
+            schema = format_.json_schema.schema_
         case RegexFormat():
             return AnswerFormat(kind="regex", text=format_.regex)
         case _:
             return AnswerFormat(kind="lark", text=format_.grammar)
+    return AnswerFormat(kind="json_schema", text=json_text(schema))
 
 
 def usage(choices: Iterable[GenerationReport]) -> Usage:

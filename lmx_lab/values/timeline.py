@@ -220,7 +220,12 @@ class RequestTimeline:
                 inside = [step for step in self.steps if _phase(step, decode_at) == name]
                 kv_bytes = max((step.kv_bytes for step in inside), default=0)
                 spans.append(Span(name, 1, start, end - start, tokens, kv_bytes=kv_bytes))
-                spans += _clipped(inside, start, end)
+                # They do not overlap, and lie within the phase, whose limits may be estimates.
+                before = start
+                for step in inside:
+                    first, last = (min(max(before, at), end) for at in (step.start_s, step.end_s))
+                    before = max(first, last)
+                    spans.append(Span(step.kind, 2, first, before - first, *step[3:]))
         return spans
 
     def segments(self) -> list[Segment]:
@@ -254,15 +259,6 @@ def _phase(step: EngineStep, decode_at: float) -> str:
     if step.kind == "prefill":
         return "prefill" if step.start_s < decode_at else "decode"
     return {"queued": "", "decode": "decode", "paused": "decode"}[step.kind]
-
-
-def _clipped(steps: Sequence[EngineStep], start: float, end: float) -> Iterator[Span]:
-    """Yield the steps as spans that do not overlap and lie within a phase, whose limits may be estimates."""
-    before = start
-    for step in steps:
-        first, last = (min(max(before, at), end) for at in (step.start_s, step.end_s))
-        before = max(first, last)
-        yield Span(step.kind, 2, first, before - first, *step[3:])
 
 
 class ModelStage(NamedTuple):

@@ -29,7 +29,7 @@ from lmx_lab.values.timeline import (
     decode_steps,
     encode_steps,
 )
-from lmx_lab.wire.base import RequestModel
+from lmx_lab.wire.base import WHOLE, RequestModel
 from lmx_lab.wire.errors import ErrorDetail
 
 PAGE_REQUESTS = 64
@@ -127,7 +127,7 @@ class LoadRequest(RequestModel):
     """Id, hub id, or for callers on the server's machine a path."""
     engine: EngineChoice = "auto"
     """Engine that must run the model; ``auto`` selects the fastest one for the formats in which it is on the disk."""
-    context_length: Annotated[int, Field(ge=1)] | None = None
+    context_length: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Maximum number of tokens of a request, prompt and answer; null lets the engine choose."""
     deterministic: StrictBool = False
     """Compute each answer so that no bit of it depends on other requests: slower, and only on llama.cpp."""

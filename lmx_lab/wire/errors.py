@@ -62,7 +62,12 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
     last = len(parts) - 1 if problem["type"] == "extra_forbidden" else None
     path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_union_type(part)]
     field = ".".join(path)
-    message = f"{_message(problem, shape)}{_describe_input(problem.get('input'))}"
+    message, value = _message(problem, shape), problem.get("input")
+    # An integer from a notebook may have more digits than Python converts to text.
+    if isinstance(value, str | float) or (isinstance(value, int) and value.bit_length() <= 1000):
+        # Truncated first: the repr of a text of 8 MB takes tens of milliseconds.
+        shown = value[:80] if isinstance(value, str) else value
+        message = f"{message} (given: {shown!r:.80})"
     if problem["type"] == "greater_than_equal" and path[-1:] and path[-1] in UNLIMITED_HINTS:
         message = f"{message}; {UNLIMITED_HINTS[path[-1]]}"
     return InvalidRequestError(f"{field or 'body'}: {message}", param=field or None)
@@ -82,15 +87,6 @@ def _message(problem: dict[str, Any], shape: type[BaseModel] | None) -> str:
             return f"has {len(problem['input'])} items; send at least {problem['ctx']['min_length']}"
         case _:
             return str(problem["msg"]).removeprefix("Value error, ")
-
-
-def _describe_input(value: Any) -> str:
-    # An integer from a notebook may have more digits than Python converts to text.
-    if not isinstance(value, str | int | float) or (isinstance(value, int) and value.bit_length() > 1000):
-        return ""
-    # Truncated first: the repr of a text of 8 MB takes tens of milliseconds.
-    shown = value[:80] if isinstance(value, str) else value
-    return f" (given: {shown!r:.80})"
 
 
 def _first_problem(problems: Sequence[Any]) -> dict[str, Any]:

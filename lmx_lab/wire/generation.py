@@ -167,7 +167,7 @@ class CompatibleFields(GenerationFields, Hints):
     """llama.cpp's name for ``max_tokens``."""
     repeat_penalty: RepetitionPenalty | None = None
     """llama.cpp's name for ``repetition_penalty``."""
-    repeat_last_n: int | None = None
+    repeat_last_n: Annotated[int, WHOLE] | None = None
     """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
 
     # Not supported; only values without effect are valid.

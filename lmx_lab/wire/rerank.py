@@ -57,12 +57,9 @@ class Document(BaseModel):
     image: Annotated[Any, NO_IMAGES] = None
 
 
-def _document_shape(document: Any) -> str:
-    return "str" if isinstance(document, str) else "dict[text]"
-
-
 AnyDocument = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Document, Tag("dict[text]")], Discriminator(_document_shape)
+    Annotated[str, Tag("str")] | Annotated[Document, Tag("dict[text]")],
+    Discriminator(lambda document: "str" if isinstance(document, str) else "dict[text]"),
 ]
 # A named type, for the reason given above TokenIds.
 Documents = TypeAliasType(

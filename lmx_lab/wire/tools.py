@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,7 +19,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.base import NonEmpty, RequestModel
+from lmx_lab.wire.base import WHOLE, NonEmpty, RequestModel
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT, VALUE_LIMIT, Structure
 
@@ -175,23 +175,19 @@ def read_arguments(given: Any) -> Any:
     Raises:
         ValueError: they are not an object.
     """
-    value = _parsed(given) if isinstance(given, str) else given
+    value = given
+    if isinstance(given, str):
+        try:
+            value = _JSON.validate_json(given) if given.strip() else {}
+        except ValidationError as exc:
+            reason = exc.errors()[0]["msg"].removeprefix("Invalid JSON: ")
+            raise ValueError(f"is not JSON, {reason}; it must be the text of a JSON object") from exc
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, as an object or as its text; it is {kind_of(value)}")
     if value is given:
         # Called for its error: an object from a notebook may contain anything.
         json_text(value)
     return value
-
-
-def _parsed(text: str) -> Any:
-    if not text.strip():
-        return {}
-    try:
-        return _JSON.validate_json(text)
-    except ValidationError as exc:
-        reason = exc.errors()[0]["msg"].removeprefix("Invalid JSON: ")
-        raise ValueError(f"is not JSON, {reason}; it must be the text of a JSON object") from exc
 
 
 class CalledFunction(RequestModel):
@@ -219,7 +215,7 @@ class MessageToolCall(RequestModel):
     function: CalledFunction
 
     # Present if the call was copied from a stream. Not used: the order is that of the list.
-    index: int | None = None
+    index: Annotated[int, WHOLE] | None = None
 
 
 def _check_ids(calls: list[MessageToolCall]) -> list[MessageToolCall]:
@@ -248,18 +244,14 @@ def check_counts(messages: Any) -> Any:
         count = sum(len(_as_list(message.get(field))) for message in given)
         if count > limit:
             raise ValueError(f"have {count:,} {what} together, the limit is {limit:,}; leave the oldest out")
-    _check_arguments(given)
-    return messages
-
-
-def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
     functions = [
         call.get("function")
-        for message in messages
+        for message in given
         for call in _as_list(message.get("tool_calls"))
         if isinstance(call, dict)
     ]
     check_argument_texts(function.get("arguments") for function in functions if isinstance(function, dict))
+    return messages
 
 
 def check_argument_texts(texts: Iterable[Any]) -> None:

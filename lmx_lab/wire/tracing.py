@@ -15,7 +15,7 @@ HOOK_LIMIT = 10_000
 Hooks = Annotated[list[NonEmpty], FailFast(), Field(min_length=1, max_length=HOOK_LIMIT)]
 # A named type, because members of a union must be hashable, and FailFast is not.
 Positions = TypeAliasType("Positions", Annotated[list[int], FailFast(), Field(min_length=1, max_length=TOKEN_LIMIT)])
-TokenName = Annotated[int, Field(ge=0)] | NonEmpty
+TokenName = Annotated[Annotated[int, Field(ge=0)] | NonEmpty, WHOLE]
 """A token: its id, or its text, which must be exactly one token."""
 
 

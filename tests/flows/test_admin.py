@@ -416,7 +416,7 @@ def test_any_key_is_accepted_if_none_is_configured(http):
 
 def test_an_allowed_page_can_call_and_read_errors(echo_home):
     page = "http://localhost:3000"
-    with serving(echo_home, "echo", cors_origins=(page,)) as lab, httpx2.Client(base_url=lab.url) as http:
+    with serving(echo_home, "echo", cors_origins=(page,), record="all") as lab, httpx2.Client(base_url=lab.url) as http:
         preflight = http.options(
             CHAT,
             headers={
@@ -425,10 +425,13 @@ def test_an_allowed_page_can_call_and_read_errors(echo_home):
                 "access-control-request-headers": "content-type",
             },
         )
-        answer = http.post(CHAT, json=echo_body(), headers={"origin": page})
+        answer = http.post(CHAT, json=echo_body(user="ada"), headers={"origin": page})
         foreign = http.post(CHAT, json=echo_body(), headers={"origin": "http://evil.example"})
     assert preflight.status_code == 200
     assert answer.headers["access-control-allow-origin"] == preflight.headers["access-control-allow-origin"] == page
+    exposed = set(answer.headers["access-control-expose-headers"].lower().split(", "))
+    own = {name for name in answer.headers if name.startswith("x-")} - {"x-content-type-options"}
+    assert {"x-request-id", "x-lmx-lab", "x-lmx-ignored", "x-lmx-recorded"} <= own <= exposed
     assert foreign.status_code == 403
     assert "access-control-allow-origin" not in foreign.headers
 

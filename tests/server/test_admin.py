@@ -72,10 +72,13 @@ async def test_only_callers_on_this_machine_may_steer_requests(tmp_path):
     server = create_server(
         manager=ModelManager(settings), catalog=Catalog(settings), settings=settings, policy=lambda: policy
     )
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        assert await answer(server.asgi, scope("192.168.1.6", "192.168.1.5", path)) == 403
-        # No model is loaded.
-        assert await answer(server.asgi, scope("127.0.0.1", "127.0.0.1", path)) == 503
+    with server.feed.subscribe() as events:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            assert await answer(server.asgi, scope("192.168.1.6", "192.168.1.5", path)) == 403
+            # No model is loaded.
+            assert await answer(server.asgi, scope("127.0.0.1", "127.0.0.1", path)) == 503
+            # Metrics and records are made from the same ends of requests.
+            assert [(await anext(events)).code for _ in range(2)] == ["admin-forbidden", "no-model-loaded"]
 
 
 BODIES = {

@@ -29,7 +29,6 @@ from lmx_lab.wire.responses import (
     InputGrammar,
     InputItem,
     MessageItem,
-    OtherContent,
     OtherItem,
     ReasoningItem,
     ResponsesRequest,
@@ -128,18 +127,31 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> Conve
             format.
     """
     offered = CallableTools(body.tools or ())
-    choice, offered = _tool_choice(body, offered)
-    answer_format = _answer_format(body)
+    choice: CallableTool | str | None
+    if not isinstance(body.tool_choice, ToolSelection):
+        choice = body.tool_choice
+    elif body.tool_choice.type == "allowed_tools":
+        choice, offered = body.tool_choice.mode or "auto", offered.only(body.tool_choice.tools or ())
+    else:
+        choice = offered.find(body.tool_choice)
+    answer_format = None
+    if body.text is not None and body.text.format is not None:
+        answer_format = body.text.format.model_dump(by_alias=True, exclude_unset=True)
+        if body.text.format.type == "json_schema":
+            answer_format = {"type": answer_format.pop("type"), "json_schema": answer_format}
     history = ChatHistory()
     if body.instructions:
         history.add("system", [body.instructions])
     forced = choice if isinstance(choice, CallableTool) else None
     if choice == "required" and len(offered.tools) == 1:
         forced = offered.tools[0]
-    text_is_input_of = forced if forced is not None and forced.grammar is not None else None
-    if text_is_input_of is not None:
-        answer_format = _grammar_format(text_is_input_of)
-        history.add("system", [_input_instruction(text_is_input_of)])
+    text_is_input_of = None
+    if forced is not None and (grammar := forced.grammar) is not None:
+        text_is_input_of = forced
+        kind = "regex" if grammar.syntax == "regex" else "grammar"
+        answer_format = {"type": kind, kind: grammar.definition}
+        described = f": {forced.definition.description}" if forced.definition.description else ""
+        history.add("system", [f"Call the tool {forced.name}{described}\nAnswer only with the input of the tool."])
     _add_items(history, items)
     messages = history.messages()
     if not messages:
@@ -150,11 +162,10 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> Conve
         "stream": bool(body.stream),
         # The format's own default of the temperature is 1.
         "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
         "max_tokens": body.max_output_tokens or OUTPUT_TOKENS,
         "response_format": answer_format,
     }
-    if body.top_p is not None:
-        fields["top_p"] = body.top_p
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.reasoning is not None and body.reasoning.effort in EFFORTS:
@@ -178,38 +189,6 @@ def _chat_tools(offered: CallableTools, choice: CallableTool | str | None, *, pa
     }
 
 
-def _tool_choice(body: ResponsesRequest, offered: CallableTools) -> tuple[CallableTool | str | None, CallableTools]:
-    """Return the tool to call or the mode, and the tools that may be called."""
-    choice = body.tool_choice
-    if not isinstance(choice, ToolSelection):
-        return choice, offered
-    if choice.type == "allowed_tools":
-        return choice.mode or "auto", offered.only(choice.tools or ())
-    return offered.find(choice), offered
-
-
-def _answer_format(body: ResponsesRequest) -> dict[str, Any] | None:
-    given = body.text.format if body.text is not None else None
-    if given is None:
-        return None
-    fields = given.model_dump(by_alias=True, exclude_unset=True)
-    if given.type != "json_schema":
-        return fields
-    return {"type": fields.pop("type"), "json_schema": fields}
-
-
-def _grammar_format(tool: CallableTool) -> dict[str, Any]:
-    assert tool.grammar is not None
-    if tool.grammar.syntax == "regex":
-        return {"type": "regex", "regex": tool.grammar.definition}
-    return {"type": "grammar", "grammar": tool.grammar.definition}
-
-
-def _input_instruction(tool: CallableTool) -> str:
-    described = f": {tool.definition.description}" if tool.definition.description else ""
-    return f"Call the tool {tool.name}{described}\nAnswer only with the input of the tool."
-
-
 # Items
 
 
@@ -226,7 +205,10 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem]) -> None:
                 history.add("assistant", thoughts=_texts(item.content or item.summary or [], place))
             case FunctionCallItem():
                 calls.add(item.call_id)
-                arguments = _arguments(item, f"{place}.arguments")
+                try:
+                    arguments = read_arguments(item.arguments)
+                except ValueError as exc:
+                    raise InvalidRequestError(f"{place}.arguments: {exc}", param=f"{place}.arguments") from exc
                 history.add_call(item.call_id, chat_name(item.name, item.namespace), arguments, place=place)
             case CustomCallItem():
                 calls.add(item.call_id)
@@ -234,26 +216,23 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem]) -> None:
                 history.add_call(item.call_id, name, {INPUT: item.input}, place=place)
             case CallOutputItem():
                 if item.call_id not in calls:
-                    raise _unknown_call(item.call_id, f"{place}.call_id")
+                    raise InvalidRequestError(
+                        f"{place}.call_id: {item.call_id[:80]!r:.80} does not answer a call; send the call before its "
+                        "output, or the previous_response_id of the response with the call",
+                        param=f"{place}.call_id",
+                    )
                 history.add_result(item.call_id, JOINED.join(_texts(item.output, f"{place}.output")))
-            case OtherItem():
-                _check_other(item, place)
-
-
-def _unknown_call(call_id: str, place: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{place}: {call_id[:80]!r:.80} does not answer a call; send the call before its output, or the "
-        "previous_response_id of the response with the call",
-        param=place,
-    )
-
-
-def _arguments(item: FunctionCallItem, place: str) -> dict[str, Any]:
-    try:
-        arguments: dict[str, Any] = read_arguments(item.arguments)
-    except ValueError as exc:
-        raise InvalidRequestError(f"{place}: {exc}", param=place) from exc
-    return arguments
+            case OtherItem() if item.type == "item_reference":
+                raise InvalidRequestError(
+                    f"{place}: references to items are not supported; send the item itself, or previous_response_id",
+                    param=place,
+                )
+            case OtherItem() if item.type not in IGNORED_ITEMS:
+                raise InvalidRequestError(
+                    f"{place}: items of the type {item.type!r:.80} cannot be read by this server; send message, "
+                    "reasoning, function_call, custom_tool_call or their outputs",
+                    param=place,
+                )
 
 
 def _texts(content: str | Contents, place: str) -> list[str]:
@@ -266,37 +245,17 @@ def _texts(content: str | Contents, place: str) -> list[str]:
         return [content]
     texts: list[str] = []
     for number, part in enumerate(content):
-        texts.append(part.text if isinstance(part, TextContent) else _other_text(part, f"{place}.{number}"))
+        if isinstance(part, TextContent):
+            texts.append(part.text)
+            continue
+        refusal = (part.model_extra or {}).get("refusal")
+        if part.type != "refusal" or not isinstance(refusal, str):
+            is_file = part.type in ("input_image", "input_file", "input_audio", "image", "file")
+            what = "images and other files" if is_file else f"content of the type {part.type!r:.80}"
+            place = f"{place}.{number}"
+            raise InvalidRequestError(f"{place}: {what} cannot be read by this server; send text", param=place)
+        texts.append(refusal)
     return texts
-
-
-def _other_text(part: OtherContent, place: str) -> str:
-    refusal = (part.model_extra or {}).get("refusal")
-    if part.type == "refusal" and isinstance(refusal, str):
-        return refusal
-    is_file = part.type in ("input_image", "input_file", "input_audio", "image", "file")
-    what = "images and other files" if is_file else f"content of the type {part.type!r:.80}"
-    raise InvalidRequestError(f"{place}: {what} cannot be read by this server; send text", param=place)
-
-
-def _check_other(item: OtherItem, place: str) -> None:
-    """Accept an item of a type that is ignored.
-
-    Raises:
-        InvalidRequestError: it is of another type.
-    """
-    if item.type in IGNORED_ITEMS:
-        return
-    if item.type == "item_reference":
-        raise InvalidRequestError(
-            f"{place}: references to items are not supported; send the item itself, or previous_response_id",
-            param=place,
-        )
-    raise InvalidRequestError(
-        f"{place}: items of the type {item.type!r:.80} cannot be read by this server; send message, reasoning, "
-        "function_call, custom_tool_call or their outputs",
-        param=place,
-    )
 
 
 # Tools
@@ -324,23 +283,18 @@ class CallableTool:
 
     def function(self) -> FunctionTool:
         """Return the function of the chat format."""
+        description = self.definition.description
         if isinstance(self.definition, FlatFunction):
-            return function_tool(self.chat_name, self.definition.description, self.definition.parameters)
-        return function_tool(self.chat_name, self._custom_description(), self._custom_parameters())
-
-    def _custom_description(self) -> str | None:
-        grammar = self.grammar
-        if grammar is None:
-            return self.definition.description
-        form = "regular expression" if grammar.syntax == "regex" else "grammar (Lark)"
-        text = f"The argument {INPUT!r} must match this {form}:\n{grammar.definition}"
-        return f"{self.definition.description}\n\n{text}" if self.definition.description else text
-
-    def _custom_parameters(self) -> dict[str, Any]:
-        grammar, text = self.grammar, {"type": "string"}
-        if grammar is not None and grammar.syntax == "regex":
-            text["pattern"] = f"^(?:{grammar.definition})$"
-        return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+            return function_tool(self.chat_name, description, self.definition.parameters)
+        text = {"type": "string"}
+        if (grammar := self.grammar) is not None:
+            form = "grammar (Lark)"
+            if grammar.syntax == "regex":
+                form, text["pattern"] = "regular expression", f"^(?:{grammar.definition})$"
+            rule = f"The argument {INPUT!r} must match this {form}:\n{grammar.definition}"
+            description = f"{description}\n\n{rule}" if description else rule
+        parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+        return function_tool(self.chat_name, description, parameters)
 
 
 def chat_name(name: str, namespace: str | None) -> str:

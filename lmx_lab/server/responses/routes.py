@@ -92,11 +92,6 @@ def responses_routes(service: InferenceService) -> APIRouter:
         `background: true` immediately, before the answer is generated."""
         return await _respond(service, store, body, request)
 
-    _add_stored_routes(router, store)
-    return router
-
-
-def _add_stored_routes(router: APIRouter, store: ResponseStore) -> None:
     @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
     async def get_response(response_id: str, stream: NotStreamed = False) -> Response:
         """Return a stored response in its current state."""
@@ -130,6 +125,8 @@ def _add_stored_routes(router: APIRouter, store: ResponseStore) -> None:
     ) -> ResponseItems:
         """Return the items of the conversation before a stored response."""
         return await asyncio.to_thread(_page, store.get(response_id), limit, order, after)
+
+    return router
 
 
 def _failures(*errors: type[LabError]) -> dict[int | str, dict[str, Any]]:
@@ -287,7 +284,19 @@ def _page(response: StoredResponse, limit: int, order: Literal["asc", "desc"], a
     Raises:
         InvalidRequestError: there is no item with the id ``after``.
     """
-    items = [_with_id(item, response.id, number) for number, item in enumerate(json.loads(response.conversation))]
+    items = []
+    for number, item in enumerate(json.loads(response.conversation)):
+        # Each has an id and, if it is a message, its content as a list.
+        kind = item.get("type", "message")
+        shown = {"type": kind, **item}
+        if not isinstance(item.get("id"), str):
+            shown["id"] = f"{PREFIXES.get(kind, 'item')}_{response.id.removeprefix('resp_')}_{number}"
+        if kind == "message":
+            part = "output_text" if item["role"] == "assistant" else "input_text"
+            if isinstance(item["content"], str):
+                shown["content"] = [{"type": part, "text": item["content"]}]
+            shown.setdefault("status", "completed")
+        items.append(shown)
     if order == "desc":
         items.reverse()
     start = 0
@@ -305,21 +314,6 @@ def _page(response: StoredResponse, limit: int, order: Literal["asc", "desc"], a
         last_id=page[-1]["id"] if page else None,
         has_more=start + limit < len(items),
     )
-
-
-def _with_id(item: dict[str, Any], response_id: str, number: int) -> dict[str, Any]:
-    """Return an item with an id and, if it is a message, with its content as a list."""
-    kind = item.get("type", "message")
-    prefix = PREFIXES.get(kind, "item")
-    shown = {"type": kind, **item}
-    if not isinstance(item.get("id"), str):
-        shown["id"] = f"{prefix}_{response_id.removeprefix('resp_')}_{number}"
-    if kind == "message":
-        part = "output_text" if item["role"] == "assistant" else "input_text"
-        if isinstance(item["content"], str):
-            shown["content"] = [{"type": part, "text": item["content"]}]
-        shown.setdefault("status", "completed")
-    return shown
 
 
 # The store

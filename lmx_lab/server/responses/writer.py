@@ -16,7 +16,7 @@ from lmx_lab.errors import CallerError, ContextLengthError, QueueFullError
 from lmx_lab.http.streaming import comment, named_event
 from lmx_lab.server.responses.convert import CallableTool, ConvertedRequest, custom_input
 from lmx_lab.server.translate import chat_logprobs
-from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob, ToolCallDelta
+from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.responses import (
@@ -178,9 +178,26 @@ class ResponseWriter:
             yield from self._begin("reasoning")
             yield self._piece(delta.reasoning)
         if delta.text:
-            yield from self._text(delta)
+            if (tool := self._request.text_is_input_of) is None:
+                yield from self._begin("message")
+            elif self._open is None or self._open.kind != "custom_tool_call":
+                yield from self._begin("custom_tool_call", _call_fields(tool, new_id("call")))
+            if self._logprobs and self._open is not None:
+                self._open.logprobs += delta.logprobs
+            yield self._piece(delta.text, delta.logprobs)
         for call in delta.tool_calls:
-            yield from self._call(call)
+            if call.name is not None:
+                called = self._request.tools.called(call.name)
+                is_custom = called is not None and called.kind == "custom"
+                named = {"call_id": call.id or "", "name": call.name}
+                fields = named if called is None else _call_fields(called, call.id or "")
+                yield from self._begin("custom_tool_call" if is_custom else "function_call", fields)
+            if not call.arguments or self._open is None:
+                continue
+            if self._open.kind == "custom_tool_call":
+                self._open.arguments.append(call.arguments)
+            else:
+                yield self._piece(call.arguments)
 
     def end(self, report: GenerationReport) -> Iterator[str]:
         """Yield the events at the end of the last item."""
@@ -200,28 +217,6 @@ class ResponseWriter:
         """Record that the response was cancelled."""
         self.status = "cancelled"
         self._abandon_item()
-
-    def _text(self, delta: Delta) -> Iterator[str]:
-        if (tool := self._request.text_is_input_of) is None:
-            yield from self._begin("message")
-        elif self._open is None or self._open.kind != "custom_tool_call":
-            yield from self._begin("custom_tool_call", _call_fields(tool, new_id("call")))
-        if self._logprobs and self._open is not None:
-            self._open.logprobs += delta.logprobs
-        yield self._piece(delta.text, delta.logprobs)
-
-    def _call(self, call: ToolCallDelta) -> Iterator[str]:
-        if call.name is not None:
-            tool = self._request.tools.called(call.name)
-            kind: ItemKind = "custom_tool_call" if tool is not None and tool.kind == "custom" else "function_call"
-            named = {"call_id": call.id or "", "name": call.name}
-            yield from self._begin(kind, named if tool is None else _call_fields(tool, call.id or ""))
-        if not call.arguments or self._open is None:
-            return
-        if self._open.kind == "custom_tool_call":
-            self._open.arguments.append(call.arguments)
-        else:
-            yield self._piece(call.arguments)
 
     def _begin(self, kind: ItemKind, fields: Mapping[str, Any] | None = None) -> Iterator[str]:
         """Begin an item, unless text or reasoning of this type is open."""
