@@ -33,7 +33,8 @@ TABLE = {
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
-    "values": Row("errors", "numpy"),
+    # pydantic: the form of steps in JSON.
+    "values": Row("errors", "numpy pydantic"),
     "settings": Row("errors"),
     "urls": Row("errors extras"),
     "broadcast": Row(),

@@ -362,8 +362,8 @@ class AsyncLabClient(AsyncClientBase):
         while most is None or len(requests) < most:
             left = PAGE_REQUESTS if most is None else min(PAGE_REQUESTS, most - len(requests))
             page = await self._timeline_page(last_s, left, before)
-            requests += page.request_timelines()
-            models += page.model_timelines()
+            requests += page.requests
+            models += page.models
             # If ``before`` does not decrease, the server would repeat pages without end.
             if page.before is None or (before is not None and page.before >= before):
                 break

@@ -151,7 +151,8 @@ class TimelineLog:
             requests.append(_timeline(log, last, now))
             steps += len(requests[-1].steps)
         models = self._models_since(now - last_s, now) if before is None else ()
-        return TimelinePage.of(requests, models, before=last.number if entries and last is not None else None)
+        following = last.number if entries and last is not None else None
+        return TimelinePage(requests=requests, models=list(models), before=following)
 
     def _entries_since(self, since: float) -> list[tuple[StepLog, _Entry]]:
         return [
@@ -240,8 +241,8 @@ def _content(
 ) -> str:
     page = timelines.page(last_s, limit=limit, before=before)
     if hide is not None:
-        for request in page.requests:
-            request.model = public_id(request.model, local=False)
-        for change in page.models:
-            change.model, change.message = public_id(change.model, local=False), hide(change.message)
+        page.requests = [replace(each, model=public_id(each.model, local=False)) for each in page.requests]
+        page.models = [
+            replace(each, model=public_id(each.model, local=False), message=hide(each.message)) for each in page.models
+        ]
     return page.model_dump_json()

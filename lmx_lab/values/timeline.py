@@ -9,7 +9,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema
 
 from lmx_lab.values.models import LoadStage
 
@@ -139,6 +141,37 @@ def decode_steps(columns: Sequence[Sequence[int]]) -> tuple[EngineStep, ...]:
     )
 
 
+_COLUMNS = TypeAdapter(list[list[int]])
+
+
+def _read_steps(columns: Any) -> tuple[EngineStep, ...]:
+    """Return the steps of a server of this or another version, whose columns may be wrong or more.
+
+    Raises:
+        ValueError: they are wrong.
+    """
+    columns = _COLUMNS.validate_python(columns)
+    if columns and len(columns) < FIELDS:
+        raise ValueError(f"has {len(columns)} columns; there must be at least {FIELDS}")
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError("has columns of different lengths")
+    if columns and not all(0 <= kind < len(KINDS) for kind in columns[0]):
+        raise ValueError(f"has an unknown kind of step; the kinds are 0 to {len(KINDS) - 1}")
+    return decode_steps(columns[:FIELDS])
+
+
+Steps = Annotated[
+    tuple[EngineStep, ...],
+    PlainValidator(_read_steps),
+    PlainSerializer(encode_steps),
+    WithJsonSchema({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "title": "Steps"}),
+]
+"""The steps of a request. In JSON, these are columns with one number for each step: its kind (0 is ``queued``, 1
+``prefill``, 2 ``decode``, 3 ``paused``), its beginning in microseconds since the arrival, its duration in microseconds,
+its number of tokens, the number of the engine's step, the number of requests that had a slot, and the bytes of their KV
+caches."""
+
+
 class Span(NamedTuple):
     """A part of the time of a request or load. Spans of a higher depth are within one of the next lower depth."""
 
@@ -176,24 +209,24 @@ class RequestTimeline:
 
     request_id: str
     """Id of the request in the log; empty for requests of the notebook."""
-    index: int = 0
+    index: int
     """Index of the answer among those to the request."""
     model: str
     at: float
     """Unix time of the arrival."""
     outcome: str
     """``running``, or how the request ended: ``stop``, ``length``, ``tool_calls``, ``cancelled`` or ``error``."""
-    code: str | None = None
+    code: str | None
     """Code of the error; None if there was none."""
-    stop_string: bool = False
+    stop_string: bool
     """Whether a stop string ended the answer."""
     prompt_tokens: int
-    cached_tokens: int = 0
+    cached_tokens: int
     output_tokens: int
     queue_s: float
     prefill_s: float
     decode_s: float
-    steps: tuple[EngineStep, ...]
+    steps: Steps
 
     @property
     def total_s(self) -> float:
@@ -261,8 +294,9 @@ def _phase(step: EngineStep, decode_at: float) -> str:
     return {"queued": "", "decode": "decode", "paused": "decode"}[step.kind]
 
 
-class ModelStage(NamedTuple):
-    """A part of a load or unload."""
+@dataclass(frozen=True)
+class ModelStage:
+    """A stage of a load or unload."""
 
     name: LoadStage
     start_s: float
@@ -279,15 +313,16 @@ class ModelTimeline:
     at: float
     """Unix time of the beginning."""
     outcome: Literal["running", "loaded", "unloaded", "failed"]
-    message: str = ""
+    message: str
     """Why a load failed, or why a model was unloaded without a request to do so."""
     total_s: float
-    stages: tuple[ModelStage, ...] = ()
+    stages: tuple[ModelStage, ...]
     """Consecutive stages without gaps."""
 
     def spans(self) -> list[Span]:
         """Return the load or unload and its stages as nested spans, in order of their start."""
-        return [Span(self.kind, 0, 0.0, self.total_s), *(Span(stage.name, 1, *stage[1:]) for stage in self.stages)]
+        stages = [Span(stage.name, 1, stage.start_s, stage.duration_s) for stage in self.stages]
+        return [Span(self.kind, 0, 0.0, self.total_s), *stages]
 
     def segments(self) -> list[Segment]:
         """Return the load or unload as one part."""

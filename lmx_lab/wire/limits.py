@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 ITEM_LIMIT = 400_000
 """Items of lists and members of objects in one body. Most of them are token ids."""
 MEMBERS_LIMIT = 100_000
-"""Members of objects in one body: enough for 16,384 documents with six fields. The parser takes 45 to 60 ms for a single
+"""Members of objects in one body: enough for 16,384 documents with six fields. The parser takes 45 to 60 ms for an
 object with this number of different names, in one step; 150,000 take 70 to 80 ms."""
 CONTAINER_LIMIT = 50_000
 """Lists and objects in one body. Each costs the parser and Python's garbage collector as much as ten numbers."""

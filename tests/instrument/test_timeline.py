@@ -72,10 +72,14 @@ SCHEMA = {
 }
 QUIET = RequestTimeline(
     request_id="r",
+    index=0,
     model="m",
     at=100.0,
     outcome="length",
+    code=None,
+    stop_string=False,
     prompt_tokens=4,
+    cached_tokens=0,
     output_tokens=4,
     queue_s=1.0,
     prefill_s=0.5,
@@ -97,6 +101,7 @@ LOADING = ModelTimeline(
     model="m",
     at=90.0,
     outcome="loaded",
+    message="",
     total_s=5.0,
     stages=(ModelStage("download", 0.0, 2.0), ModelStage("load", 2.0, 3.0)),
 )
@@ -314,7 +319,7 @@ def test_a_page_has_a_limited_number_of_steps(monkeypatch):
         page = log.page(60, limit=4, before=before)
         before = page.before
         pages.append([each.request_id for each in page.requests])
-        assert page.request_timelines()[0].steps == (
+        assert page.requests[0].steps == (
             EngineStep("decode", 0, 1, 1, 0, 0, 7),
             EngineStep("decode", 1, 1, 1, 0, 0, 7),
         )
@@ -323,7 +328,7 @@ def test_a_page_has_a_limited_number_of_steps(monkeypatch):
 
 @pytest.mark.parametrize("steps", [[[0]], [[0], [1, 2], *[[0]] * 5], [[9], *[[0]] * 6]])
 def test_steps_of_another_form_are_refused(steps):
-    page = TimelinePage.of([QUIET], [], before=None).model_dump()
+    page = TimelinePage(requests=[QUIET], models=[], before=None).model_dump()
     page["requests"][0]["steps"] = steps
     with pytest.raises(ValidationError):
         TimelinePage.model_validate(page)

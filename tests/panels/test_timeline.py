@@ -14,10 +14,14 @@ from tests.support.panels import Reader, Refused
 pytestmark = pytest.mark.usefixtures("quick")
 ONE = RequestTimeline(
     request_id="<b>",
+    index=0,
     model="m",
     at=100.0,
     outcome="stop",
+    code=None,
+    stop_string=False,
     prompt_tokens=4,
+    cached_tokens=0,
     output_tokens=1,
     queue_s=1.0,
     prefill_s=0.5,
@@ -28,7 +32,7 @@ ONE = RequestTimeline(
         EngineStep("decode", 1.5, 0.5, 1, kv_bytes=2 * 10**6),
     ),
 )
-LOADING = ModelTimeline(kind="load", model="m", at=99.0, outcome="loaded", total_s=0.5)
+LOADING = ModelTimeline(kind="load", model="m", at=99.0, outcome="loaded", message="", total_s=0.5, stages=())
 
 
 def test_a_lane_is_shown_for_each_request_and_explained(backend, workbench):
