@@ -521,7 +521,7 @@ class LocalBackend:
         )
 
     async def trace(self, body: TraceBody) -> Trace:
-        return await self._services.inference.trace(trace_request(body), local=True)
+        return await self._services.manager.trace(trace_request(body))
 
     # Recorded tokens
 
@@ -534,7 +534,7 @@ class LocalBackend:
             request = generation_request(prompt)
         else:
             request = GenerationRequest(prompt=TextPrompt(text=prompt, special=special))
-        return await self._services.inference.encode(request, local=True)
+        return await self._services.manager.encode(request)
 
     async def regenerate(self, record: Record) -> Record:
         return await self._services.inference.regenerate(record)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -52,8 +51,11 @@ def embedding_routes(service: InferenceService) -> APIRouter:
         embeddings = await while_connected(request, work)
         model = public_id(embeddings.report.model, local=local)
         embeddings = replace(embeddings, report=replace(embeddings.report, model=model))
-        write = functools.partial(embedding_list, embeddings, as_base64=body.encoding_format == "base64")
-        content = await asyncio.to_thread(write) if embeddings.vectors.size > NUMBERS_PER_STEP else write()
+        as_base64 = body.encoding_format == "base64"
+        if embeddings.vectors.size > NUMBERS_PER_STEP:
+            content = await asyncio.to_thread(embedding_list, embeddings, as_base64=as_base64)
+        else:
+            content = embedding_list(embeddings, as_base64=as_base64)
         return Response(content, media_type="application/json")
 
     return router

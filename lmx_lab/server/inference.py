@@ -22,7 +22,6 @@ from lmx_lab.engine import (
     Sampling,
     TokenPrompt,
     TokenStream,
-    TraceRequest,
 )
 from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds, public_id
 from lmx_lab.errors import AdminForbiddenError, EngineError, LabError, NotLoadedError
@@ -36,7 +35,6 @@ from lmx_lab.values.models import Kind
 from lmx_lab.values.outputs import EncodeReport, GenerationReport, TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
-from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.chat import ChatRequest
 
 CONTENDED_CLIENT_S = 1.0
@@ -295,28 +293,6 @@ class InferenceService:
         await generation.read_all()
         assert generation.prompt_scores is not None
         return generation.prompt_scores.tokens[start:]
-
-    async def trace(self, request: TraceRequest, *, local: bool = False) -> Trace:
-        """Return internal values of the model. Raises the same as ``ModelManager.trace``."""
-        return await self._manager.trace(request, local=local)
-
-    async def encode(self, request: GenerationRequest, *, local: bool = False) -> list[int]:
-        """Return the token ids of a request's prompt. Raises the same as ``ModelManager.encode``."""
-        return await self._manager.encode(request, local=local)
-
-    async def render(self, request: GenerationRequest, *, local: bool = False) -> str:
-        """Return the text that the model's chat template makes of a chat. Raises the same as ``encode``."""
-        return await self._manager.with_model(request, lambda it: it.engine.render(it.entry, request), local=local)
-
-    async def detokenize(self, tokens: Sequence[int], *, model: str | None, local: bool = False) -> str:
-        """Return the text of token ids. Raises the same as ``encode``."""
-        request = GenerationRequest(prompt=TokenPrompt(tokens=()), model=model)
-        return await self._manager.with_model(request, lambda it: it.engine.decode(tokens), local=local)
-
-    async def token_bytes(self, tokens: Sequence[int], *, model: str | None, local: bool = False) -> list[bytes]:
-        """Return the bytes of each token. Raises the same as ``encode``."""
-        request = GenerationRequest(prompt=TokenPrompt(tokens=()), model=model)
-        return await self._manager.with_model(request, lambda it: it.engine.token_bytes(tokens), local=local)
 
     async def decode(self, tokens: tuple[int, ...]) -> str:
         """Convert token ids to text with the tokenizer of the main model."""

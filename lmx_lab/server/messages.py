@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
+from lmx_lab.engine import ModelManager
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import client_of, detail_for, messages_error, request_id_of, status_of
@@ -68,7 +69,7 @@ STOP_REASONS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tok
 RESPONSE_DESCRIPTION = "A message or, with `stream: true`, its named events. An error is sent as the event `error`"
 
 
-def messages_routes(service: InferenceService) -> APIRouter:
+def messages_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
     """Return the router of ``/v1/messages``."""
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
@@ -103,7 +104,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
         """Count the tokens of a conversation, with its tools, as the model reads them."""
         with NAMES.in_errors():
             chat = await asyncio.to_thread(chat_request, body)
-            counting = service.encode(generation_request(chat), local=is_local(request.scope))
+            counting = manager.encode(generation_request(chat), local=is_local(request.scope))
             count = TokenCount(input_tokens=len(await while_connected(request, counting)))
         headers = ignored_header(body.ignored())
         return Response(count.model_dump_json(), media_type="application/json", headers=headers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,8 +38,10 @@ def rerank_routes(service: InferenceService) -> APIRouter:
         work = service.rerank(rerank_request(body), request_id_of(request), local=local)
         ranking = await while_connected(request, work)
         ranking = replace(ranking, report=replace(ranking.report, model=public_id(ranking.report.model, local=local)))
-        write = functools.partial(_encode, body, ranking)
-        content = await asyncio.to_thread(write) if len(ranking.scores) > RESULTS_ON_LOOP else write()
+        if len(ranking.scores) > RESULTS_ON_LOOP:
+            content = await asyncio.to_thread(_encode, body, ranking)
+        else:
+            content = _encode(body, ranking)
         return Response(content, media_type="application/json")
 
     for path in PATHS:

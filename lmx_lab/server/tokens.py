@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from lmx_lab.engine import GenerationRequest, ModelManager, Sampling, TextPrompt
+from lmx_lab.engine import GenerationRequest, ModelManager, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.http.bodies import StrictRoute
@@ -18,7 +18,6 @@ from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.convert import validated_request
 from lmx_lab.server.health import problem
-from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.outputs import token_text
@@ -41,7 +40,7 @@ NAMES = {"repetition_penalty": "repeat_penalty"}
 """llama.cpp's names for parameters that have other names here."""
 
 
-def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
+def token_routes(manager: ModelManager) -> APIRouter:
     """Return the router of ``/tokenize``, ``/detokenize``, ``/apply-template`` and ``/props``."""
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
@@ -54,11 +53,13 @@ def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
         else:
             fields = {name: getattr(body, name) for name in ("model", "messages", "tools", "chat_template_kwargs")}
             wanted = generation_request(validated_request(fields))
-        tokens = await while_connected(request, service.encode(wanted, local=local))
+        tokens = await while_connected(request, manager.encode(wanted, local=local))
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
         answer["max_model_len"] = manager.snapshot.context_length
         if body.with_pieces or body.return_token_strs:
-            pieces = await while_connected(request, service.token_bytes(tokens, model=model, local=local))
+            named = GenerationRequest(prompt=TokenPrompt(tokens=()), model=model)
+            reading = manager.with_model(named, lambda it: it.engine.token_bytes(tokens), local=local)
+            pieces = await while_connected(request, reading)
             if body.with_pieces:
                 answer["tokens"] = [
                     {"id": token, "piece": _piece(data)} for token, data in zip(tokens, pieces, strict=True)
@@ -71,7 +72,9 @@ def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
     @router.post("/detokenize", response_model=DetokenizeAnswer, responses=INFERENCE_ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids, including special tokens."""
-        working = service.detokenize(body.tokens, model=requested_model(body.model), local=is_local(request.scope))
+        named = GenerationRequest(prompt=TokenPrompt(tokens=()), model=requested_model(body.model))
+        local = is_local(request.scope)
+        working = manager.with_model(named, lambda it: it.engine.decode(body.tokens), local=local)
         text = await while_connected(request, working)
         headers = ignored_header(body.unknown)
         content = to_json({"content": text, "prompt": text})
@@ -80,7 +83,8 @@ def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
     @router.post("/apply-template", response_model=TemplateAnswer, responses=INFERENCE_ERRORS)
     async def apply_template(body: TemplateRequest, request: Request) -> Response:
         """Return the prompt that the model's chat template makes of a chat."""
-        rendering = service.render(generation_request(body), local=is_local(request.scope))
+        wanted, local = generation_request(body), is_local(request.scope)
+        rendering = manager.with_model(wanted, lambda it: it.engine.render(it.entry, wanted), local=local)
         text = await while_connected(request, rendering)
         return Response(to_json({"prompt": text}), media_type="application/json")
 

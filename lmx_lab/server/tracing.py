@@ -6,14 +6,13 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import TextPrompt, TokenPrompt, TraceRequest
+from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import AdminForbiddenError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.convert import validated_request
-from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import GENERATION_ERRORS
 from lmx_lab.server.tokens import requested_model
 from lmx_lab.server.translate import generation_request
@@ -22,7 +21,7 @@ from lmx_lab.wire.tracing import HookNamesBody, PatchingBody, TraceBody, TracedT
 MEDIA_TYPE = "application/x-safetensors"
 
 
-def trace_routes(service: InferenceService) -> APIRouter:
+def trace_routes(manager: ModelManager) -> APIRouter:
     """Return the router of ``/admin/trace``."""
     router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
 
@@ -42,7 +41,7 @@ def trace_routes(service: InferenceService) -> APIRouter:
             raise AdminForbiddenError(
                 "only programs on the server's machine may trace its model; run the trace in a notebook on that machine"
             )
-        result = await while_connected(request, service.trace(trace_request(body), local=True))
+        result = await while_connected(request, manager.trace(trace_request(body)))
         return Response(await asyncio.to_thread(result.encode), media_type=MEDIA_TYPE)
 
     return router

@@ -75,8 +75,9 @@ class SessionMessage(RequestModel):
 # Sessions
 
 
-class CreateSession(RequestModel):
-    session_id: Identifier | None = None
+class SessionFields(RequestModel):
+    """The fields of a session that clients set."""
+
     title: Title | None = None
     model: NonEmpty | None = None
     """Name of the model; null for the one that the upstream server has loaded."""
@@ -84,21 +85,20 @@ class CreateSession(RequestModel):
     tools: ToolNames | None = None
     """Names of the tools that turns may use; ``time__*`` stands for all tools of the server ``time``. Null allows all
     tools, an empty list none."""
+    metadata: Values | None = None
+
+
+class CreateSession(SessionFields):
+    session_id: Identifier | None = None
     messages: Annotated[
         tuple[SessionMessage, ...], FailFast(), Field(max_length=4096), LISTED, BeforeValidator(check_counts)
     ] = ()
     """The initial history."""
-    metadata: Values | None = None
 
 
-class ChangeSession(RequestModel):
+class ChangeSession(SessionFields):
     """Changes of a session; omitted fields stay unchanged, and null sets a field to null."""
 
-    title: Title | None = None
-    model: NonEmpty | None = None
-    system_prompt: Prompt | None = None
-    tools: ToolNames | None = None
-    metadata: Values | None = None
     archived: bool = False
     revision: Annotated[int, Field(ge=1), WHOLE] | None = None
     """The revision that was read; if the session has another one now, the answer is ``revision-conflict``."""
