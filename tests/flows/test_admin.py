@@ -350,66 +350,6 @@ def test_a_chat_with_an_embedding_model_is_refused(starter_home, minilm):
     assert "does not chat" in default.json()["error"]["message"]
 
 
-def events(lab, query=""):
-    with httpx2.stream("GET", f"{lab.url}/admin/events{query}", timeout=30) as response:
-        for line in response.iter_lines():
-            if line:
-                yield json.loads(line.removeprefix("data: "))
-
-
-def test_metrics_have_the_specified_three_types_and_no_others(lab):
-    stream = events(lab)
-    seen = {}
-    while len(seen) < 3:
-        event = next(stream)
-        seen[event["type"]] = event
-    assert set(seen) == {"throughput", "memory", "heartbeat"}
-    assert set(seen["throughput"]) == {"type", "tokens_per_second", "active_requests", "queued_requests"}
-    memory = seen["memory"]
-    assert memory["pct"] == pytest.approx(100 * memory["vram_used_gb"] / memory["vram_total_gb"])
-    assert seen["heartbeat"]["uptime"] > 0
-
-
-@pytest.mark.slow
-def test_throughput_shows_running_work(lab, http):
-    stream = events(lab)
-    next(stream)
-    with http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as response:
-        assert response.status_code == 200
-        pieces = response.iter_text()  # kept, because deleting it closes the connection
-        next(pieces)
-        while (event := next(stream))["type"] != "throughput" or event["tokens_per_second"] == 0:
-            pass
-
-
-def test_loads_and_requests_are_reported_to_clients_that_include_them(fresh_lab, fresh_http):
-    stream = events(fresh_lab, "?include=models,requests")
-    next(stream)
-    fresh_http.post(CHAT, json=echo_body())
-    fresh_http.post("/admin/models/unload")
-    load(fresh_http, "echo")
-    seen = []
-    while not any(event["type"] == "model" and event["stage"] == "loaded" for event in seen):
-        seen.append(next(stream))
-    (request,) = [event for event in seen if event["type"] == "request"]
-    assert (request["model"], request["completion_tokens"]) == ("echo", 8)
-
-
-def test_an_unknown_include_is_400(http):
-    assert http.get("/admin/events?include=secrets").status_code == 400
-
-
-def test_a_configured_key_is_required_except_for_health(echo_home):
-    with serving(echo_home, "echo", api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
-        assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
-        refused = http.post(CHAT, json=echo_body())
-        assert (refused.status_code, code(refused)) == (401, "unauthorized")
-        assert "s3cret" not in refused.text
-        allowed = http.post(CHAT, json=echo_body(), headers={"authorization": "Bearer s3cret"})
-        assert allowed.status_code == 200
-        assert "s3cret" not in repr(lab)
-
-
 def test_any_key_is_accepted_if_none_is_configured(http):
     assert http.post(CHAT, json=echo_body(), headers={"authorization": "Bearer anything"}).status_code == 200
 
@@ -434,12 +374,3 @@ def test_an_allowed_page_can_call_and_read_errors(echo_home):
     assert {"x-request-id", "x-lmx-lab", "x-lmx-ignored", "x-lmx-recorded"} <= own <= exposed
     assert foreign.status_code == 403
     assert "access-control-allow-origin" not in foreign.headers
-
-
-@pytest.mark.slow
-def test_openapi_describes_every_route(http):
-    paths = http.get("/openapi.json").json()["paths"]
-    assert {"/v1/chat/completions", "/v1/models", "/healthz", "/readyz", "/admin/models", "/admin/events"} <= set(paths)
-    assert http.get("/docs").status_code == 200
-    responses = [operation["responses"] for path in paths.values() for operation in path.values()]
-    assert all(not {"422", "4XX"} & set(declared) and {"403", "500"} <= set(declared) for declared in responses)

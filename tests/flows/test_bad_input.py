@@ -252,10 +252,6 @@ def test_a_prompt_longer_than_the_context_is_400_with_both_numbers(http):
     assert "32768" in message
 
 
-def test_an_unknown_model_is_404(http):
-    error_of(http.post(PATH, json=echo_body(model="unheard-of")), 404, "model-not-found")
-
-
 def test_a_model_that_is_on_disk_but_not_loaded_is_503_naming_both(http):
     response = http.post(PATH, json=echo_body(model="other"))
     message = error_of(response, 503, "no-model-loaded")["message"]
@@ -280,16 +276,6 @@ def test_a_wrong_address_has_the_same_error_body(http, method, path, status):
     response = http.request(method, path)
     assert response.status_code == status
     assert response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"host": "localhost:1"}])
-def test_another_host_name_is_421(http, headers):
-    error_of(http.get("/healthz", headers=headers), 421, "host-forbidden")
-
-
-@pytest.mark.parametrize("origin", ["http://evil.example", "null"])
-def test_a_page_of_another_origin_is_403(http, origin):
-    error_of(http.post(PATH, json={"messages": HELLO}, headers={"origin": origin}), 403, "origin-forbidden")
 
 
 @pytest.mark.parametrize("path", ["/nothing", PATH])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx2
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from lmx_lab.server import chat
-from tests.support.asking import ENDLESS, HELLO, chat_body, echo_body, events
-from tests.support.labs import wait_until_idle
+from tests.support.asking import ENDLESS, HELLO, chat_body, echo_body, events, open_request
+from tests.support.labs import serving, wait_until_idle
 from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
@@ -43,8 +44,7 @@ def test_the_last_chunk_has_the_timings_and_usage_only_on_request(http):
 def choices(http, **changes):
     response = http.post(PATH, json=echo_body(**changes))
     assert response.status_code == 200, response.text
-    found = response.json()["choices"]
-    return found
+    return response.json()["choices"]
 
 
 def by_index(http, **changes):
@@ -214,3 +214,27 @@ def test_every_answer_has_a_request_id(http):
     assert len(ids) == 4
     error = http.post(PATH, json={})
     assert error.json()["error"]["request_id"] == error.headers["x-request-id"]
+
+
+@pytest.fixture(scope="module")
+def one_slot(long_home):
+    # Without a prefix cache, so that the second long prompt takes as long as the first.
+    with serving(long_home, "tiny-long", slots=1, prefix_cache_bytes=0) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("way", ["sse", "whole", "socket"])
+def test_the_model_stops_computing_for_a_client_that_disconnects(one_slot, way, phase):
+    before, busy = one_slot.engine.snapshot, {"model": "default", "max_tokens": 7500, "ignore_eos": True}
+    messages = {"messages": [{"role": "user", "content": "word " * 7000}]} if phase == "prefill" else {}
+    with open_request(one_slot, way, chat_body(**busy, **messages)):
+        if phase == "prefill":
+            until(lambda: one_slot.engine.snapshot.active_requests == 1)
+        else:
+            until(lambda: one_slot.engine.snapshot.output_tokens > before.output_tokens)
+    wait_until_idle(one_slot)
+    generated = one_slot.engine.snapshot.output_tokens - before.output_tokens
+    assert generated == 0 if phase == "prefill" else 0 < generated < busy["max_tokens"]
+    fresh = httpx2.post(f"{one_slot.url}{PATH}", json=chat_body(model="tiny-long"), timeout=30)
+    assert fresh.status_code == 200

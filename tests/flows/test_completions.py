@@ -25,14 +25,12 @@ def body(**changes):
 def complete(http, **changes):
     response = http.post(PATH, json=body(**changes))
     assert response.status_code == 200, response.text
-    answer = response.json()
-    return answer
+    return response.json()
 
 
 def choice(http, **changes):
     (only,) = complete(http, **changes)["choices"]
-    found = only
-    return found
+    return only
 
 
 def streamed(http, **changes):
@@ -51,8 +49,7 @@ def tokenizer(tiny):
 @pytest.fixture(scope="module")
 def ids(tokenizer):
     """Return the token ids of the prompt."""
-    found = tokenizer.encode(SEA).ids
-    return found
+    return tokenizer.encode(SEA).ids
 
 
 def test_a_completion_has_the_shape_of_the_format(http):

@@ -58,8 +58,7 @@ def body(**changes):
 def embed(http, **changes):
     response = http.post(PATH, json=body(**changes))
     assert response.status_code == 200, response.text
-    answer = response.json()
-    return answer
+    return response.json()
 
 
 def vectors(http, **changes):

@@ -5,14 +5,9 @@ socket to the HTTP server, to the engine's thread, to the engine step, back to t
 socket. Functions that only compute something for these modules are not.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import httpx2
 import pytest
@@ -21,96 +16,53 @@ import lmx_lab
 from tests.support.asking import chat_body
 from tests.support.labs import serving, wait_until_idle
 
-PACKAGE = Path(lmx_lab.__file__).parent
-LIMIT = 20
 HANDOVERS = {
-    "http.connections": {"HttpProtocol.data_received"},
-    "http.streaming": {"while_connected", "EventStream.stream_response", "_TimedConnection.send_body"},
-    "http.middleware": {"AnswerHeaders.__call__.<locals>.send_with_headers"},
-    "http.paced_transport": {"PacedTransport.__getattr__"},
-    "portal": {"LoopThread.submit"},
-    "engine.stream": {"Mailbox.deliver", "TokenStream.__anext__"},
-    "engine.echo.queue": {"EchoQueue.add", "EchoQueue._step"},
-    "engine.mlx.thread": {"EngineThread.post"},
-    "engine.mlx.batch": {"Batch.insert", "Batch.step"},
+    "http.connections.HttpProtocol.data_received",
+    "http.streaming.while_connected",
+    "http.streaming.EventStream.stream_response",
+    "http.streaming._TimedConnection.send_body",
+    "http.middleware.ResponseHeaders.__call__.<locals>.send_with_headers",
+    "http.paced_transport.PacedTransport.__getattr__",
+    "engine.stream.Mailbox.deliver",
+    "engine.stream.TokenStream.__anext__",
 }
-"""Functions by module that pass on a request or a token."""
+"""Functions that pass on a request or a token."""
+ECHO = {"portal.LoopThread.submit", "engine.echo.queue.EchoQueue.add", "engine.echo.queue.EchoQueue._step"}
+MLX = {"engine.mlx.thread.EngineThread.post", "engine.mlx.batch.Batch.insert", "engine.mlx.batch.Batch.step"}
 
 
-class Journey:
-    """Records the modules that a request passes, on all threads that start while it is active."""
+@pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or a coverage tool is active")
+@pytest.mark.parametrize(("model", "settings"), [("echo", {}), ("echo", {"swap": True}), ("tiny", {})])
+def test_a_streamed_chat_passes_few_modules(request, model, settings):
+    home = request.getfixturevalue("echo_home" if model == "echo" else "tiny_home")
+    handovers, package = HANDOVERS | (ECHO if model == "echo" else MLX), Path(lmx_lab.__file__).parent
+    recording, passed, modules = threading.Event(), set(), {}
 
-    def __init__(self) -> None:
-        self.recording = False
-        self.handovers: set[str] = set()
-        self.path: dict[str, None] = {}
-        """The modules on the way, in the order in which they were reached."""
-        self.touched: set[str] = set()
-        """All modules of the package in which a function was called."""
-        self._modules: dict[str, str | None] = {}
-
-    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if not self.recording or event != "call" or (module := self._module(frame)) is None:
+    def profile(frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if not recording.is_set() or event != "call" or not path.is_relative_to(package):
             return
-        self.touched.add(module)
-        if frame.f_code.co_qualname in HANDOVERS.get(module, ()):
-            self.handovers.add(f"{module}.{frame.f_code.co_qualname}")
-            self.path.update(dict.fromkeys(reversed(list(self._stack(frame)))))
+        name = f"{'.'.join(path.relative_to(package).with_suffix('').parts)}.{frame.f_code.co_qualname}"
+        if name in handovers:
+            passed.add(name)
+            while frame is not None:
+                if (path := Path(frame.f_code.co_filename)).is_relative_to(package):
+                    modules[".".join(path.relative_to(package).with_suffix("").parts)] = None
+                frame = frame.f_back
 
-    def _stack(self, frame: FrameType | None) -> Iterator[str]:
-        while frame is not None:
-            if (module := self._module(frame)) is not None:
-                yield module
-            frame = frame.f_back
-
-    def _module(self, frame: FrameType) -> str | None:
-        """Return the name of the module below the package; None for other code."""
-        file = frame.f_code.co_filename
-        if file not in self._modules:
-            path = Path(file)
-            inside = path.is_relative_to(PACKAGE)
-            self._modules[file] = ".".join(path.relative_to(PACKAGE).with_suffix("").parts) if inside else None
-        return self._modules[file]
-
-
-@pytest.fixture
-def journey():
-    journey = Journey()
-    threading.setprofile(journey.profile)
-    yield journey
-    threading.setprofile(None)
-
-
-def record(journey, lab):
-    """Record one streamed chat, after another one that has filled the caches."""
-    body = chat_body(model="default", stream=True, max_tokens=5)
-    with httpx2.Client(base_url=lab.url, timeout=60) as client:
-        for recording in (False, True):
-            wait_until_idle(lab)
-            journey.recording = recording
-            assert client.post("/v1/chat/completions", json=body).text.endswith("data: [DONE]\n\n")
-        journey.recording = False
-    print(f"{len(journey.path)} modules on the way:", *journey.path, sep="\n  ")
-    print(f"{len(journey.touched)} modules touched:", *sorted(journey.touched), sep="\n  ")
-
-
-@pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or a coverage tool is active")
-@pytest.mark.parametrize("swap", [False, True])
-def test_a_streamed_chat_on_echo_passes_few_modules(journey, echo_home, swap):
-    with serving(echo_home, "echo", swap=swap) as lab:
-        record(journey, lab)
-    assert {"portal.LoopThread.submit", "engine.echo.queue.EchoQueue._step"} <= journey.handovers
-    assert {
-        "http.connections.HttpProtocol.data_received",
-        "http.streaming._TimedConnection.send_body",
-    } <= journey.handovers
-    assert len(journey.path) <= LIMIT
-    assert "engine.model_control" not in journey.path
-
-
-@pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or a coverage tool is active")
-def test_a_streamed_chat_on_mlx_passes_few_modules(journey, tiny_home):
-    with serving(tiny_home, "tiny") as lab:
-        record(journey, lab)
-    assert {"engine.mlx.thread.EngineThread.post", "engine.mlx.batch.Batch.step"} <= journey.handovers
-    assert len(journey.path) <= LIMIT
+    threading.setprofile(profile)
+    try:
+        with serving(home, model, **settings) as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
+            # The first chat fills the caches.
+            for _ in range(2):
+                body = chat_body(model="default", stream=True, max_tokens=5)
+                assert client.post("/v1/chat/completions", json=body).text.endswith("data: [DONE]\n\n")
+                wait_until_idle(lab)
+                recording.set()
+            recording.clear()
+    finally:
+        threading.setprofile(None)
+    print(f"{len(modules)} modules on the way:", *modules, sep="\n  ")
+    assert passed == handovers
+    assert len(modules) <= 20
+    assert "engine.model_control" not in modules

@@ -135,8 +135,7 @@ import json, lmx_lab
 lab = lmx_lab.launch(port=0, loop="thread", home={home!r})
 print("found", json.dumps({{"port": lab.port, "path": lab.proxy_path}}))
 """
-    found = json.loads(jupyter.run(code).rpartition("found ")[2])
-    return found
+    return json.loads(jupyter.run(code).rpartition("found ")[2])
 
 
 @pytest.fixture

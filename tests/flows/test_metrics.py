@@ -52,13 +52,6 @@ def test_an_invalid_accept_header_is_ignored(http, accept):
     assert http.get("/metrics", headers=[(b"accept", accept.encode())]).status_code == 200
 
 
-def test_a_configured_key_is_required(echo_home):
-    with serving(echo_home, None, api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
-        assert http.get("/metrics").status_code == 401
-        assert http.get("/metrics", headers={"authorization": "Bearer s3cret"}).status_code == 200
-        assert http.post("/metrics", headers={"authorization": "Bearer s3cret"}).status_code == 405
-
-
 def events(lab, query):
     with httpx2.stream("GET", f"{lab.url}/admin/events{query}", timeout=30) as response:
         for line in response.iter_lines():
@@ -97,3 +90,45 @@ def test_head_is_answered_like_get_without_a_body(fresh_http, path):
         assert (head.status_code, head.headers["content-type"]) == (full.status_code, full.headers["content-type"])
         assert head.content == b""
         fresh_http.post("/admin/models/unload", headers={"content-type": "application/json"})
+
+
+def test_metrics_have_the_specified_three_types_and_no_others(lab):
+    stream = events(lab, "")
+    seen = {}
+    while len(seen) < 3:
+        event = next(stream)
+        seen[event["type"]] = event
+    assert set(seen) == {"throughput", "memory", "heartbeat"}
+    assert set(seen["throughput"]) == {"type", "tokens_per_second", "active_requests", "queued_requests"}
+    memory = seen["memory"]
+    assert memory["pct"] == pytest.approx(100 * memory["vram_used_gb"] / memory["vram_total_gb"])
+    assert seen["heartbeat"]["uptime"] > 0
+
+
+@pytest.mark.slow
+def test_throughput_shows_running_work(lab, http):
+    stream = events(lab, "")
+    next(stream)
+    with http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as response:
+        assert response.status_code == 200
+        pieces = response.iter_text()  # kept, because deleting it closes the connection
+        next(pieces)
+        while (event := next(stream))["type"] != "throughput" or event["tokens_per_second"] == 0:
+            pass
+
+
+def test_loads_and_requests_are_reported_to_clients_that_include_them(fresh_lab, fresh_http):
+    stream = events(fresh_lab, "?include=models,requests")
+    next(stream)
+    fresh_http.post(CHAT, json=echo_body())
+    fresh_http.post("/admin/models/unload")
+    fresh_http.post("/admin/models/load", json={"model": "echo"})
+    seen = []
+    while not any(event["type"] == "model" and event["stage"] == "loaded" for event in seen):
+        seen.append(next(stream))
+    (request,) = [event for event in seen if event["type"] == "request"]
+    assert (request["model"], request["completion_tokens"]) == ("echo", 8)
+
+
+def test_an_unknown_include_is_400(http):
+    assert http.get("/admin/events?include=secrets").status_code == 400

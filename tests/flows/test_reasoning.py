@@ -53,8 +53,7 @@ def ask(http, **changes):
 
 
 def reasoning_tokens(usage):
-    found = usage["completion_tokens_details"]["reasoning_tokens"]
-    return found
+    return usage["completion_tokens_details"]["reasoning_tokens"]
 
 
 def test_reasoning_ends_at_its_budget(http):

@@ -35,8 +35,7 @@ def body(**changes):
 def rerank(http, **changes):
     response = http.post(PATH, json=body(**changes))
     assert response.status_code == 200, response.text
-    answer = response.json()
-    return answer
+    return response.json()
 
 
 def order(http, **changes):

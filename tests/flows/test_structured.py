@@ -118,8 +118,7 @@ def client(eight):
 
 
 def ask(client, **changes):
-    answer = client.chat.completions.create(**chat_body(max_tokens=200, **changes))
-    return answer
+    return client.chat.completions.create(**chat_body(max_tokens=200, **changes))
 
 
 def text_of(answer, reason="stop"):

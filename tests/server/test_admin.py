@@ -1,12 +1,14 @@
-"""Tests of the rights of callers on other machines.
+"""Tests of the rights of callers on other machines, of messages for them, and of readiness.
 
-These tests create ASGI scopes, because they send no traffic outside of loopback. ``tests/security/test_lan.py`` tests
-with two machines.
+Callers on other machines are ASGI scopes, because the tests send no traffic outside of loopback.
+``tests/security/test_lan.py`` tests with two machines.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
@@ -14,12 +16,17 @@ from starlette.types import Message
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
+from lmx_lab.http.errors import status_of
 from lmx_lab.http.guard import local_policy
 from lmx_lab.server import create_server
 from lmx_lab.server.admin import check_admin
+from lmx_lab.server.app import without_paths
+from lmx_lab.server.health import problem
 from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights import Catalog
+from tests.support.models import TINY_ENTRY
 
 pytestmark = pytest.mark.anyio
 
@@ -111,3 +118,52 @@ async def test_other_hosts_neither_download_models_nor_name_paths(tiny, tmp_path
         for name in ("smollm2-135m", "org/name", str(tiny.path)):
             with pytest.raises(ModelNotFoundError):
                 await manager.load(LoadSpec(model=name), local=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("tiny at /home/me/models/tiny cannot be loaded", "tiny at tiny cannot be loaded"),
+        ("'/srv/x/tiny/model.safetensors': damaged", "'model.safetensors': damaged"),
+        ("(/srv/x/tiny/), see", "((a folder)), see"),
+        ("/data/my models/tiny/config.json is missing", "tiny/config.json is missing"),
+        ("load it: POST /admin/models/load, GET /v1/models", "load it: POST /admin/models/load, GET /v1/models"),
+        ("see /docs, https://host.example/a/b or org/name/x", "see /docs, https://host.example/a/b or org/name/x"),
+    ],
+)
+def test_messages_lose_paths_and_keep_routes_and_addresses(text, public):
+    assert without_paths(text, [Path("/data"), Path("/data/my models")]) == public
+
+
+# Readiness, in states that are hard to produce with a real engine
+
+
+@pytest.mark.parametrize(
+    ("now", "code", "part"),
+    [
+        (EngineSnapshot(), "no-model-loaded", "POST /admin/models/load"),
+        (EngineSnapshot(state="loading"), "no-model-loaded", "the engine is loading"),
+        (EngineSnapshot(unloaded_model="tiny", unload_cause="requested"), "no-model-loaded", "the engine is empty"),
+        (EngineSnapshot(unloaded_model="tiny", unload_cause="idle"), "no-model-loaded", "no request came for 300 s"),
+        (EngineSnapshot(unloaded_model="tiny", unload_cause="memory"), "oom-unloaded", "load it again, or a smaller"),
+        # While a model is loading, the earlier state is not mentioned.
+        (
+            EngineSnapshot(state="loading", unloaded_model="tiny", unload_cause="memory"),
+            "no-model-loaded",
+            "the engine is loading",
+        ),
+        (EngineSnapshot(state="dead"), "internal-error", "the engine has died"),
+        (EngineSnapshot(state="ready", active_requests=1, progress_at=-math.inf), "internal-error", "has made no step"),
+    ],
+)
+def test_each_reason_has_its_code_and_names_the_next_step(now, code, part):
+    error = problem(now, settings=Settings(idle_unload_s=300, stall_limit_s=60))
+    assert error is not None
+    assert (status_of(error), error.code) == (503, code)
+    assert part in error.message
+
+
+def test_a_loaded_model_is_ready_only_while_its_engine_runs():
+    now = EngineSnapshot(state="ready", entry=TINY_ENTRY)
+    assert problem(now, settings=Settings(idle_unload_s=300, stall_limit_s=60)) is None
+    assert problem(now, settings=Settings(idle_unload_s=300, stall_limit_s=60), alive=False) is not None

@@ -100,8 +100,7 @@ def message(delta, reason="stop"):
     body = ChatAnswer(model="tiny", fingerprint="mlx").body([(delta, report(finish=reason))], usage([report()]))
     (choice,) = json.loads(body)["choices"]
     assert choice["finish_reason"] == reason
-    found = choice["message"]
-    return found
+    return choice["message"]
 
 
 def test_a_plain_answer_has_only_content():
