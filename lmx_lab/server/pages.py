@@ -11,10 +11,8 @@ import base64
 import gzip
 import hashlib
 import html
-import json
 import secrets
-import struct
-import zlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,34 +25,11 @@ from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.guard import CONTENT_POLICY, is_local
 from lmx_lab.http.middleware import VERSION
 
-BUILT = Path(__file__).parent / "built"
-CACHED = "max-age=86400"
+BUILT, SOURCES = Path(__file__).parent / "built", Path(__file__).parent / "pages"
 HEAD = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>LMX Lab</title>'
     '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="favicon.ico">'
 )
-FRONT_STYLE = """
-:root { color-scheme: light dark; background: Canvas; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 46em; margin: 2em auto; padding: 0 1em; }
-pre { padding: 0.8em; overflow-x: auto; border: 1px solid; border-radius: 4px; }
-"""
-FRONT = f"""{HEAD}
-<style nonce="%(nonce)s">{FRONT_STYLE}</style>
-<h1>LMX Lab {VERSION}</h1>
-<p>%(state)s
-<p>Programs use this server through the chat-completions format; their base URL is the address of this page followed by
-<code>v1</code>. In a terminal:
-<pre tabindex="0" role="group" aria-label="example request">%(curl)s</pre>
-<ul>
-<li><a href="docs">docs</a>: try all routes in the browser; <a href="openapi.json">openapi.json</a>: their description
-for programs
-<li><a href="readyz">readyz</a>: whether a model can answer requests
-<li><a href="v1/models">v1/models</a>, <a href="admin/models">admin/models</a>: the models on disk, and which are loaded
-<li><a href="metrics">metrics</a>: metrics for Prometheus
-</ul>
-"""
-ICON = b"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#36c"/>
-<path d="M5 3v10h7" fill="none" stroke="#fff" stroke-width="2"/></svg>"""
 FRONT_POLICY = (
     f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'nonce-%(nonce)s'; {CONTENT_POLICY}; "
     "img-src 'self'"
@@ -72,25 +47,12 @@ CHAT_HEAD = (
     '<link rel="apple-touch-icon" href="icon-192.png">'
     '<link rel="manifest" href="manifest.webmanifest" crossorigin="use-credentials">'
 )
-ICON_SIZES = (192, 512)
-MANIFEST = {
-    "name": "LMX Lab",
-    "short_name": "LMX Lab",
-    "start_url": ".",
-    "display": "standalone",
-    "background_color": "#3366cc",
-    "theme_color": "#3366cc",
-    "icons": [
-        {"src": f"icon-{size}.png", "sizes": f"{size}x{size}", "type": "image/png", "purpose": purpose}
-        for size in ICON_SIZES
-        for purpose in ("any", "maskable")
-    ],
-}
 
 
 def page_routes(manager: ModelManager) -> APIRouter:
     """Return the router of the pages."""
     router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+    front = (SOURCES / "about.html").read_text(encoding="utf-8")
 
     @router.api_route("/about", methods=["GET", "HEAD"])
     async def about(request: Request) -> Response:
@@ -105,7 +67,7 @@ def page_routes(manager: ModelManager) -> APIRouter:
         body = '{"model": "default", "messages": [{"role": "user", "content": "Say hello."}]}'
         curl = f"curl {url} -H 'content-type: application/json' -d '{body}'"
         nonce = secrets.token_urlsafe(16)
-        page = FRONT % {"nonce": nonce, "state": html.escape(state), "curl": html.escape(curl)}
+        page = front % {"nonce": nonce, "version": VERSION, "state": html.escape(state), "curl": html.escape(curl)}
         return HTMLResponse(page, headers={"content-security-policy": FRONT_POLICY % {"nonce": nonce}})
 
     # HEAD is for clients that only check whether the page exists. The HTTP server omits the body.
@@ -115,18 +77,10 @@ def page_routes(manager: ModelManager) -> APIRouter:
         async def chat(request: Request) -> Response:
             return _script_page(request, chat_page())
 
-        @router.api_route("/manifest.webmanifest", methods=["GET", "HEAD"])
-        async def manifest() -> Response:
-            return Response(json.dumps(MANIFEST), media_type="application/manifest+json")
-
-        @router.api_route("/icon-192.png", methods=["GET", "HEAD"])
-        async def small_icon() -> Response:
-            return Response(icon_png(192), media_type="image/png", headers={"cache-control": CACHED})
-
-        @router.api_route("/icon-512.png", methods=["GET", "HEAD"])
-        async def large_icon() -> Response:
-            return Response(icon_png(512), media_type="image/png", headers={"cache-control": CACHED})
-
+        manifest = _file("manifest.webmanifest", "application/manifest+json")
+        router.add_api_route("/manifest.webmanifest", manifest, methods=["GET", "HEAD"])
+        for name in ("icon-192.png", "icon-512.png"):
+            router.add_api_route(f"/{name}", _file(name, "image/png", cached=True), methods=["GET", "HEAD"])
     else:
         router.add_api_route("/", about, methods=["GET", "HEAD"])
 
@@ -134,10 +88,7 @@ def page_routes(manager: ModelManager) -> APIRouter:
     async def docs(request: Request) -> Response:
         return _script_page(request, routes_page())
 
-    @router.api_route("/favicon.ico", methods=["GET", "HEAD"])
-    async def icon() -> Response:
-        return Response(ICON, media_type="image/svg+xml", headers={"cache-control": CACHED})
-
+    router.add_api_route("/favicon.ico", _file("favicon.svg", "image/svg+xml", cached=True), methods=["GET", "HEAD"])
     return router
 
 
@@ -180,27 +131,13 @@ def _content_hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-@cache
-def icon_png(size: int) -> bytes:
-    """Return the icon as a PNG image: a white letter L on blue."""
-    left, right, top, bottom, stroke = (size * part // 16 for part in (5, 11, 4, 12, 2))
-    rows = bytearray()
-    for y in range(size):
-        row = ["0"] * size
-        if top <= y < bottom:
-            end = right if y >= bottom - stroke else left + stroke
-            row[left:end] = "1" * (end - left)
-        rows += b"\0" + int("".join(row), 2).to_bytes(size // 8, "big")
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", size, size, 1, 3, 0, 0, 0),
-        b"PLTE": bytes.fromhex("3366ccffffff"),
-        b"IDAT": zlib.compress(bytes(rows), 9),
-        b"IEND": b"",
-    }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks.items()
-    )
+def _file(name: str, media_type: str, *, cached: bool = False) -> Callable[[], Awaitable[Response]]:
+    content, headers = (SOURCES / name).read_bytes(), {"cache-control": "max-age=86400"} if cached else {}
+
+    async def send() -> Response:
+        return Response(content, media_type=media_type, headers=headers)
+
+    return send
 
 
 def _script_page(request: Request, page: ScriptPage) -> Response:

@@ -5,6 +5,7 @@ A record is a description of tokens: the rendered prompt, the answer, and everyt
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
 import platform
@@ -15,25 +16,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from typing import Any
 
+from pydantic import TypeAdapter
 from starlette.requests import HTTPConnection
 
-from lmx_lab.engine import (
-    AnswerFormat,
-    ChatPrompt,
-    GenerationRequest,
-    InfillPrompt,
-    Sampling,
-    TextPrompt,
-    TokenPrompt,
-    Tool,
-    ToolUse,
-)
-from lmx_lab.engine.requests import AnswerStart, Prompt
+from lmx_lab.engine import GenerationRequest
+from lmx_lab.engine.requests import AnswerStart
 from lmx_lab.engine.residents import Resident
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import Delta, GenerationReport, merge_deltas, merge_tool_calls
 from lmx_lab.values.recording import Continuation, Provenance, Record, RecordMode
-from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.timeline import StepLog
 
 OWN_HEADER = "x-lmx-own"
@@ -166,25 +157,13 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
+_REQUEST = functools.cache(lambda: TypeAdapter(GenerationRequest))
+
+
 def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationRequest:
     """Return the request that ``request_to_json`` has converted. Fields of newer versions are ignored."""
-    known = {each.name for each in fields(GenerationRequest)}
-    given = {name: value for name, value in stored.items() if name in known}
-    sampling, answer_format, start = given["sampling"], given.get("answer_format"), given.get("start")
-    bias = tuple((int(token), float(bias)) for token, bias in sampling.get("logit_bias", ()))
-    given |= {
-        "prompt": _prompt(given["prompt"]),
-        "sampling": Sampling(**{**sampling, "logit_bias": bias}),
-        "stop": tuple(given.get("stop", ())),
-        "logprob_tokens": tuple(given.get("logprob_tokens", ())),
-        "steer": recorded_steering(given),
-        "answer_format": AnswerFormat(**answer_format) if answer_format else None,
-        "start": None,
-    }
-    if start is not None:
-        prompt, answer = tuple(start["prompt"]), tuple(start["answer"])
-        given["start"] = AnswerStart(prompt=prompt, answer=answer, token=start["token"])
-    return GenerationRequest(**given, model=model)
+    given = {name: value for name, value in stored.items() if name not in NOT_STORED}
+    return _REQUEST().validate_python({**given, "model": model})
 
 
 def continued_request(continuation: Continuation) -> GenerationRequest:
@@ -202,17 +181,3 @@ def continued_request(continuation: Continuation) -> GenerationRequest:
     if continuation.top_logprobs is not None:
         request = replace(request, top_logprobs=continuation.top_logprobs)
     return with_seed(request)
-
-
-def _prompt(stored: Mapping[str, Any]) -> Prompt:
-    if "tokens" in stored:
-        return TokenPrompt(tokens=tuple(stored["tokens"]))
-    if "text" in stored:
-        return TextPrompt(text=stored["text"], special=stored.get("special", True))
-    if "prefix" in stored:
-        return InfillPrompt(prefix=stored["prefix"], suffix=stored["suffix"])
-    tools = stored.get("tools")
-    use = ToolUse(**{**tools, "tools": tuple(Tool(**tool) for tool in tools["tools"])}) if tools else None
-    return ChatPrompt(
-        messages=tuple(stored["messages"]), tools=use, template_options=stored.get("template_options") or {}
-    )

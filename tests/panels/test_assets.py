@@ -13,7 +13,7 @@ from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
 from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.panel import Panel
-from lmx_lab.server.pages import BUILT, ICON_SIZES, chat_page, icon_png, routes_page
+from lmx_lab.server.pages import BUILT, SOURCES, chat_page, routes_page
 from tests.support.programs import needs_node, node
 
 MAX_BYTES = 94 * 1024
@@ -98,5 +98,5 @@ def test_the_pages_are_up_to_date_small_and_complete_in_one_file():
         # The document contains these files as they are, and must not load others.
         assert not re.search(r"</|url\(|@import|https?://[\w]", text.replace("https?:", ""))
     chat, routes = (len(gzip.decompress(page.compressed)) for page in (chat_page(), routes_page()))
-    assert chat + sum(len(icon_png(size)) for size in ICON_SIZES) < 120_000
+    assert chat + sum(icon.stat().st_size for icon in SOURCES.glob("icon-*.png")) < 120_000
     assert routes < 40_000
