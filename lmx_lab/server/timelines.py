@@ -22,14 +22,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
 from lmx_lab.values.models import LoadProgress, LoadStage
 from lmx_lab.values.outputs import GenerationReport
-from lmx_lab.values.timeline import (
-    ModelStage,
-    ModelTimeline,
-    RequestTimeline,
-    ServerTimeline,
-    StepLog,
-    phase_durations,
-)
+from lmx_lab.values.timeline import ModelStage, ModelTimeline, RequestTimeline, ServerTimeline, StepLog, phase_durations
 from lmx_lab.wire.admin import PAGE_REQUESTS, TimelinePage
 
 KEPT_REQUESTS = 256

@@ -20,24 +20,7 @@ from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.outputs import FinishReason
-from lmx_lab.wire.base import (
-    NO_ANNOTATIONS,
-    NO_AUDIO,
-    NO_FUNCTION_CALL,
-    NO_FUNCTION_CHOICE,
-    NO_FUNCTIONS,
-    NO_MODALITIES,
-    NO_MODERATION,
-    NO_PREDICTION,
-    NO_REFUSAL,
-    NO_SEARCH,
-    NO_VERBOSITY,
-    WHOLE,
-    Alternatives,
-    RequestModel,
-    Temperature,
-    TokenLimit,
-)
+from lmx_lab.wire.base import NO_AUDIO, WHOLE, Alternatives, Neutral, RequestModel, Temperature, TokenLimit
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
 from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
@@ -111,10 +94,10 @@ class ChatMessage(RequestModel):
     """The same as ``reasoning_content``, which takes precedence, under the name in newer versions of vLLM."""
 
     # Fields in answers of other servers, so that a history can be sent unchanged. Only values without effect are valid.
-    refusal: Annotated[Any, NO_REFUSAL] = None
+    refusal: Annotated[Any, Neutral("refusals outside the content")] = None
     audio: Annotated[Any, NO_AUDIO] = None
-    annotations: Annotated[Any, NO_ANNOTATIONS] = None
-    function_call: Annotated[Any, NO_FUNCTION_CALL] = None
+    annotations: Annotated[Any, Neutral("annotations", ([],))] = None
+    function_call: Annotated[Any, Neutral("function calls in messages (send tool_calls, which replaced them)")] = None
     # openai-python's ``parse`` adds this field to an answer; it repeats the content.
     parsed: Any = None
 
@@ -193,14 +176,16 @@ class ChatRequest(CompatibleFields):
     them."""
 
     # Fields of the format that are not supported; only values without effect are valid.
-    functions: Annotated[Any, NO_FUNCTIONS] = None
-    function_call: Annotated[Any, NO_FUNCTION_CHOICE] = None
-    verbosity: Annotated[Any, NO_VERBOSITY] = None
+    functions: Annotated[Any, Neutral("functions (send tools, which replaced them)", ([],))] = None
+    function_call: Annotated[
+        Any, Neutral("choices of functions (send tools and tool_choice, which replaced them)", ("none", "auto"))
+    ] = None
+    verbosity: Annotated[Any, Neutral("levels of verbosity", ("medium",))] = None
     audio: Annotated[Any, NO_AUDIO] = None
-    modalities: Annotated[Any, NO_MODALITIES] = None
-    prediction: Annotated[Any, NO_PREDICTION] = None
-    web_search_options: Annotated[Any, NO_SEARCH] = None
-    moderation: Annotated[Any, NO_MODERATION] = None
+    modalities: Annotated[Any, Neutral("modalities other than text", (["text"],))] = None
+    prediction: Annotated[Any, Neutral("predicted outputs")] = None
+    web_search_options: Annotated[Any, Neutral("web searches")] = None
+    moderation: Annotated[Any, Neutral("moderations")] = None
 
     @field_validator("top_logprobs")
     @classmethod

@@ -9,26 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import (
-    BaseModel,
-    Field,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BaseModel, Field, WithJsonSchema, model_validator
 
 from lmx_lab.wire.base import (
     ANY_MODEL,
-    NO_DRY,
-    NO_DYNAMIC_TEMPERATURE,
-    NO_MIROSTAT,
-    NO_REASONING_FORMAT,
-    NO_TYPICAL_P,
-    NO_XTC,
     WHOLE,
     AnyModel,
     Biases,
     Choices,
     NamedTokens,
+    Neutral,
     Penalty,
     Probability,
     RepetitionPenalty,
@@ -171,12 +161,12 @@ class CompatibleFields(GenerationFields, Hints):
     """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
 
     # Not supported; only values without effect are valid.
-    typical_p: Annotated[Any, NO_TYPICAL_P] = None
-    dynatemp_range: Annotated[Any, NO_DYNAMIC_TEMPERATURE] = None
-    xtc_probability: Annotated[Any, NO_XTC] = None
-    dry_multiplier: Annotated[Any, NO_DRY] = None
-    mirostat: Annotated[Any, NO_MIROSTAT] = None
-    reasoning_format: Annotated[Any, NO_REASONING_FORMAT] = None
+    typical_p: Annotated[Any, Neutral("locally typical samplers", (1,))] = None
+    dynatemp_range: Annotated[Any, Neutral("dynamic temperatures", (0,))] = None
+    xtc_probability: Annotated[Any, Neutral("XTC samplers", (0,))] = None
+    dry_multiplier: Annotated[Any, Neutral("DRY penalties", (0,))] = None
+    mirostat: Annotated[Any, Neutral("Mirostat samplers", (0,))] = None
+    reasoning_format: Annotated[Any, Neutral("other reasoning formats", ("auto", "deepseek"))] = None
 
     def setting(self, name: str) -> Any:
         """Return the value of a parameter, which the request may give under any of its names, or its default."""

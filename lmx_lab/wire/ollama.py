@@ -27,13 +27,12 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.base import (
     ANY_MODEL,
-    NO_OWN_TEMPLATES,
-    NO_TOKEN_CONTEXTS,
     NO_VISION,
     WHOLE,
     Alternatives,
     AnyModel,
     LenientModel,
+    Neutral,
     NonEmpty,
     Penalty,
     Probability,
@@ -238,8 +237,10 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     raw: bool | None = None
     """Whether to continue the prompt without the model's chat template."""
     images: Annotated[Any, NO_VISION] = None
-    template: Annotated[Any, NO_OWN_TEMPLATES] = None
-    context: Annotated[Any, NO_TOKEN_CONTEXTS] = None
+    template: Annotated[
+        Any, Neutral("templates in requests (the model's own is used; with raw: true none is used)", ("",))
+    ] = None
+    context: Annotated[Any, Neutral("token contexts (send the conversation as messages to /api/chat)", ([],))] = None
 
     @property
     def has_prompt(self) -> bool:

@@ -21,18 +21,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.outputs import RerankMethod
-from lmx_lab.wire.base import (
-    NO_CHUNKS,
-    NO_DOCUMENT_LIMITS,
-    NO_IMAGES,
-    NO_LEFT_CUTS,
-    NO_PRIORITY,
-    NO_RANK_FIELDS,
-    NO_VECTORS,
-    WHOLE,
-    NonEmpty,
-    RequestModel,
-)
+from lmx_lab.wire.base import WHOLE, Neutral, NonEmpty, RequestModel
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EncodingUsage, InputTexts
 
 SEA = "How salty is the sea?"
@@ -54,7 +43,7 @@ class Document(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     text: str
-    image: Annotated[Any, NO_IMAGES] = None
+    image: Annotated[Any, Neutral("images")] = None
 
 
 AnyDocument = Annotated[
@@ -91,11 +80,13 @@ class RerankBody(RequestModel):
     user: str | None = None
 
     # Fields of the formats that are not supported; only the value without effect is valid.
-    max_tokens_per_doc: Annotated[Any, NO_DOCUMENT_LIMITS] = None
-    return_embeddings: Annotated[Any, NO_VECTORS] = None
-    priority: Annotated[Any, NO_PRIORITY] = None
-    max_chunks_per_doc: Annotated[Any, NO_CHUNKS] = None
-    rank_fields: Annotated[Any, NO_RANK_FIELDS] = None
+    max_tokens_per_doc: Annotated[
+        Any, Neutral("token limits for documents (truncate: true cuts at the model's own limit)")
+    ] = None
+    return_embeddings: Annotated[Any, Neutral("vectors in addition to scores", (False,))] = None
+    priority: Annotated[Any, Neutral("priorities", (0,))] = None
+    max_chunks_per_doc: Annotated[Any, Neutral("chunks of documents")] = None
+    rank_fields: Annotated[Any, Neutral("fields to rank by other than text", (["text"],))] = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -117,7 +108,7 @@ class TextsRerankBody(RequestModel):
     raw_scores: bool | None = False
 
     # A field of the format that is not supported; only the value without effect is valid.
-    truncation_direction: Annotated[Any, NO_LEFT_CUTS] = None
+    truncation_direction: Annotated[Any, Neutral("truncations at the beginning of a text", ("right", "Right"))] = None
 
 
 def _body_shape(body: Any) -> str:

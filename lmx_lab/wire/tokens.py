@@ -7,14 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.base import (
-    ANY_MODEL,
-    NO_CONTINUED_MESSAGES,
-    NO_OPEN_CHATS,
-    NO_PLAIN_SPECIALS,
-    AnyModel,
-    LenientModel,
-)
+from lmx_lab.wire.base import ANY_MODEL, NO_CONTINUED_MESSAGES, NO_OPEN_CHATS, AnyModel, LenientModel, Neutral
 from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage, ChatRequest, TemplateVariables
 from lmx_lab.wire.tools import Tools, check_counts
 
@@ -52,7 +45,7 @@ class TokenizeRequest(LenientModel):
     """Whether to add the special tokens that begin and end a text; for ``content``."""
     add_special_tokens: bool | None = True
     """The same for ``prompt``. The special tokens of a chat are those of its template."""
-    parse_special: Annotated[Any, NO_PLAIN_SPECIALS] = None
+    parse_special: Annotated[Any, Neutral("texts whose special tokens are read as plain text", (True,))] = None
     add_generation_prompt: Annotated[Any, NO_OPEN_CHATS] = None
     continue_final_message: Annotated[Any, NO_CONTINUED_MESSAGES] = None
     with_pieces: bool | None = None

@@ -97,22 +97,6 @@ def test_a_document_of_a_megabyte_is_refused_or_truncated(real_http):
     assert order(real_http, model=MINILM, documents=documents, truncate=True) == [1, 0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"query": ""}, "query"),
-        ({"query": "  "}, "query"),
-        ({"documents": []}, "documents"),
-        ({"documents": [1]}, "documents.0"),
-        ({"top_n": 0}, "top_n"),
-        ({"top_n": -1}, "top_n"),
-        ({"documents": ["a"] * 16_385}, "documents"),
-    ],
-)
-def test_an_invalid_field_is_400_and_named(http, changes, param):
-    assert error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")["param"] == param
-
-
 def test_each_reason_to_refuse_a_model_has_its_error(real_http):
     error_of(real_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
     error_of(real_http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from lmx_lab.engine import ChatPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.errors import validation_error
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.outputs import ToolCallDelta, merge_tool_calls
-from lmx_lab.wire import tools
 from tests.support.asking import chat
 
 USER = {"role": "user", "content": "hello"}
@@ -347,13 +346,13 @@ def test_merging_pieces_of_calls_is_associative(pieces, cut):
 
 def test_the_arguments_of_a_long_history_are_read_once(monkeypatch):
     parsed = []
-    read = tools._parsed
+    read = TypeAdapter.validate_json
 
-    def noted(text: str) -> Any:
-        parsed.append(text)
-        return read(text)
+    def noted(self: TypeAdapter[Any], data: str, **options: Any) -> Any:
+        parsed.append(data)
+        return read(self, data, **options)
 
-    monkeypatch.setattr(tools, "_parsed", noted)
+    monkeypatch.setattr(TypeAdapter, "validate_json", noted)
     messages = [with_calls(call(json.dumps({"n": n}), id=str(n))) for n in range(1000)]
     prompt(messages=messages)
     assert len(parsed) == 1000

@@ -19,13 +19,7 @@ from lmx_lab.server.translate import chat_logprobs
 from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.responses import (
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseError,
-    ResponseStatus,
-    ResponseUsage,
-)
+from lmx_lab.wire.responses import InputTokensDetails, OutputTokensDetails, ResponseError, ResponseStatus, ResponseUsage
 
 ItemKind = Literal["reasoning", "message", "function_call", "custom_tool_call"]
 PREFIXES: Mapping[ItemKind, str] = {
