@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Discriminator, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
-from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, TraceWork
 from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, NonEmpty, RequestModel
 from lmx_lab.wire.tokens import TOKEN_LIMIT, ChatMessages, TokenList
 
@@ -39,10 +38,6 @@ class HookNamesBody(RequestModel):
 
     kind: Literal["hooks"]
 
-    def work(self) -> TraceWork:
-        """Return the request for the engine."""
-        return HookNames()
-
 
 class ActivationsBody(RequestModel):
     """Returns the values of hooks."""
@@ -52,10 +47,6 @@ class ActivationsBody(RequestModel):
     hooks: Hooks
     positions: Positions | None = None
 
-    def work(self) -> TraceWork:
-        """Return the request for the engine."""
-        return Activations(hooks=tuple(self.hooks), positions=None if self.positions is None else tuple(self.positions))
-
 
 class LogitLensBody(RequestModel):
     """Returns the tokens that the model would predict after each block."""
@@ -64,10 +55,6 @@ class LogitLensBody(RequestModel):
     input: TracedText
     top: Annotated[int, Field(ge=1, le=100), WHOLE] = 5
     positions: Positions | None = None
-
-    def work(self) -> TraceWork:
-        """Return the request for the engine."""
-        return LogitLens(top=self.top, positions=None if self.positions is None else tuple(self.positions))
 
 
 class PatchingBody(RequestModel):
@@ -82,16 +69,6 @@ class PatchingBody(RequestModel):
     positions: Positions | None = None
     together: bool = False
 
-    def work(self) -> TraceWork:
-        """Return the request for the engine."""
-        return Patching(
-            answer=self.answer,
-            other=self.other,
-            hooks=tuple(self.hooks),
-            positions=None if self.positions is None else tuple(self.positions),
-            together=self.together,
-        )
-
 
 class AttributionBody(RequestModel):
     """Attributes the logit of the token after a text to the parts of the model."""
@@ -100,10 +77,6 @@ class AttributionBody(RequestModel):
     input: TracedText
     token: TokenName
     other: TokenName | None = None
-
-    def work(self) -> TraceWork:
-        """Return the request for the engine."""
-        return Attribution(token=self.token, other=self.other)
 
 
 AnyTrace = Annotated[
