@@ -187,23 +187,27 @@ def check(scope: Scope, policy: GuardPolicy) -> None:
         UnauthorizedError: the key is missing or wrong.
     """
     host, parsed = _host_of(scope)
-    is_any_port = parsed is not None and parsed[0] in policy.any_port_hosts
-    if (
-        not host
-        or not parsed
-        or not (_is_listed(host, parsed, policy.hosts) or is_any_port or _is_from_trusted_proxy(scope, policy))
-    ):
+    is_allowed_host = (
+        host is not None
+        and parsed is not None
+        and (
+            _is_listed(host, parsed, policy.hosts)
+            or parsed[0] in policy.any_port_hosts
+            or _is_from_trusted_proxy(scope, policy)
+        )
+    )
+    if host is None or not is_allowed_host:
         shown = " and ".join(repr(_text(value)[:100]) for value in _values(scope, b"host")[:3]) or "missing"
         allowed = ", ".join(sorted(policy.hosts | policy.any_port_hosts))
         raise HostForbiddenError(
             f"Host header is {shown}; this server accepts {allowed}; --allow-host (allowed_hosts) adds a name"
         )
-    origins = _values(scope, b"origin")
-    origin = _text(origins[0]) if origins else ""
-    if origins and not (len(origins) == 1 and (allows_origin(origin, policy) or _is_own_origin(origin, host, policy))):
-        shown = " and ".join(repr(_text(value)[:100]) for value in origins[:3])
-        hint = "a page without an origin cannot be allowed" if origin == "null" else "--cors-origin adds an origin"
-        raise OriginForbiddenError(f"pages of origin {shown} may not use this server; {hint}")
+    if origins := _values(scope, b"origin"):
+        origin = _text(origins[0])
+        if len(origins) > 1 or not (allows_origin(origin, policy) or _is_own_origin(origin, host, policy)):
+            shown = " and ".join(repr(_text(value)[:100]) for value in origins[:3])
+            hint = "a page without an origin cannot be allowed" if origin == "null" else "--cors-origin adds an origin"
+            raise OriginForbiddenError(f"pages of origin {shown} may not use this server; {hint}")
     is_preflight = scope.get("method") == "OPTIONS" and _values(scope, b"access-control-request-method")
     is_open = scope["path"] in policy.open_paths or bool(is_preflight)
     if policy.key is not None and not is_open and not _has_key(scope, policy, policy.key):

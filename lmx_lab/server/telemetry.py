@@ -201,13 +201,13 @@ class RequestSpans:
             inside = set_span_in_context(span, Context())
             for each in ends[:CHOICES_WITH_PHASES]:
                 at_ns = each.arrived_ns
-                for name, duration_s, attributes in _phases(each):
+                for phase, duration_s, details in _phases(each):
+                    if len(ends) > 1:
+                        details["lmx.choice.index"] = each.end.index
                     if duration_s > 0:
-                        if len(ends) > 1:
-                            attributes["lmx.choice.index"] = each.end.index
-                        phase: Span = self._tracer.start_span(name, inside, attributes=attributes, start_time=at_ns)
+                        child: Span = self._tracer.start_span(phase, inside, attributes=details, start_time=at_ns)
                         at_ns = min(at_ns + round(duration_s * 1e9), each.ended_ns)
-                        phase.end(at_ns)
+                        child.end(at_ns)
         span.end(ended_ns)
 
 

@@ -182,8 +182,8 @@ def _check_history(messages: Sequence[ChatMessage]) -> None:
     Raises:
         InvalidRequestError: a tool message does not; the error names it.
     """
+    # The ids of the calls in the preceding assistant message, and whether each is answered.
     calls: dict[str, bool] = {}
-    """The ids of the calls in the preceding assistant message, and whether each is answered."""
     for number, message in enumerate(messages):
         given = message.tool_call_id
         if message.role != "tool":
