@@ -63,6 +63,7 @@ REPORTED = (
     _chat("content of 2.5 million {}", lambda: _content(b"{}", 7_500_000)),
     _chat("content of 400,000 {}", lambda: _content(b"{}", 1_200_000)),
     _chat("600,000 unknown members", lambda: repeated(ASK + HELLO + b",", b'"%d":1', b"}", 6_600_000)),
+    _chat("unknown members, as many as may be", lambda: repeated(ASK + HELLO + b",", b'"%d":1', b"}", 1_190_000)),
     _chat("500,000 impossible template variables", lambda: _field(b"chat_template_kwargs", b'"%d":1', size=5_500_000)),
     _chat("600,000 impossible keys of logit_bias", lambda: _field(b"logit_bias", b'"a%d":1', size=7_200_000)),
     _chat("600,000 template variables", lambda: _field(b"chat_template_kwargs", b'"a%d":1', size=7_200_000)),
