@@ -113,6 +113,15 @@ def test_a_second_message_is_refused_and_the_first_answer_continues(socket):
     assert messages[-1]["stats"]["completion_tokens"] == 60
 
 
+def test_closing_early_frees_the_slot(lab):
+    tokens = lab.engine.snapshot.output_tokens
+    with connect(address(lab)) as socket:
+        ask(socket, **ENDLESS)
+        receive(socket)
+    wait_until_idle(lab)
+    assert lab.engine.snapshot.output_tokens - tokens < ENDLESS["max_tokens"]
+
+
 @pytest.mark.long
 def test_a_client_that_closes_with_a_servers_code_leaves_the_queue(lab):
     with connect(address(lab)) as first, connect(address(lab)) as second, connect(address(lab)) as third:
