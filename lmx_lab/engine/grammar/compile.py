@@ -117,17 +117,23 @@ class GrammarCompiler:
         while True:
             text = json.dumps(whole, ensure_ascii=False)
             left_s = max(0.0, until - time.monotonic())
-            reason, part = self._sandbox.find_problem(self._table, [text, *map(as_grammar, parts)], left_s)
+            reason, at = self._sandbox.find_problem(self._table, [text, *map(as_grammar, parts)], left_s)
             if not reason:
                 return text
-            is_call = part is not None and _tool_number(parts[part]["name"]) is not None
-            if part is None or not is_call or tools is None or tools.forced or parts[part]["json_schema"] == ANY_OBJECT:
-                refusal = _refusal(reason, None if part is None else parts[part]["name"], tools)
-                # Not cached if the process ended: the grammar may not have been the cause.
-                if reason != TOO_LARGE:
-                    _put(self._refused, grammar, refusal)
-                raise InvalidRequestError(refusal.message, param=refusal.param)
-            parts[part]["json_schema"] = ANY_OBJECT
+            # The part that is invalid by itself, if one is.
+            what, param = ("the format of the answer", None) if at is None else ("this format", "response_format")
+            call = re.fullmatch(r"call_(\d+)_arguments", parts[at]["name"]) if at is not None else None
+            if at is not None and call is not None and tools is not None:
+                if not tools.forced and parts[at]["json_schema"] != ANY_OBJECT:
+                    parts[at]["json_schema"] = ANY_OBJECT
+                    continue
+                what = f"the parameters of the tool {tools.tools[int(call[1])].name!r}"
+                param = f"tools.{call[1]}.function.parameters"
+            message = f"{what} cannot be enforced: {shorten_reason(reason)}"
+            # Not cached if the process ended: the grammar may not have been the cause.
+            if reason != TOO_LARGE:
+                _put(self._refused, grammar, InvalidRequestError(message, param=param))
+            raise InvalidRequestError(message, param=param)
 
 
 def _put(cache: OrderedDict[str, T], grammar: str, value: T) -> None:
@@ -135,22 +141,6 @@ def _put(cache: OrderedDict[str, T], grammar: str, value: T) -> None:
     cache.move_to_end(grammar)
     if len(cache) > CACHE_SIZE:
         cache.popitem(last=False)
-
-
-def _refusal(reason: str, part: str | None, tools: ToolUse | None) -> InvalidRequestError:
-    """Build the error; it names the part that is invalid by itself, if one is."""
-    what, param = "the format of the answer", None
-    if part is not None:
-        what, param = "this format", "response_format"
-        if (number := _tool_number(part)) is not None and tools is not None:
-            what = f"the parameters of the tool {tools.tools[number].name!r}"
-            param = f"tools.{number}.function.parameters"
-    return InvalidRequestError(f"{what} cannot be enforced: {shorten_reason(reason)}", param=param)
-
-
-def _tool_number(part: str) -> int | None:
-    found = re.fullmatch(r"call_(\d+)_arguments", part)
-    return int(found[1]) if found is not None else None
 
 
 def shorten_reason(reason: str) -> str:
