@@ -167,12 +167,24 @@ class TextEncoder:
         answer, data = unpack(self._request(message, length, work, param))
         if "error" in answer:
             raise self._failure(answer["error"], param)
-        return _read(answer, data, keep=keep, starts=starts)
+        numbers = array("I")
+        numbers.frombytes(data)
+        found, at = [], 0
+        for size, second_start in zip(answer["lengths"], answer["seconds"], strict=True):
+            kept = size if keep is None else min(size, keep)
+            ids, at = numbers[at : at + kept].tolist(), at + kept
+            places: Sequence[int] = ()
+            if starts:
+                places, at = numbers[at : at + kept].tolist(), at + kept
+            found.append(EncodedText(ids, size, second_start, places))
+        return found
 
     def _request(self, message: bytes, length: int, work: TextWork, param: str | None) -> bytes:
         what = param or "the text"
         try:
-            return self._sandbox.request(message, length, work, self._build_message)
+            return self._sandbox.request(
+                message, length, work, lambda: pack({"build": True}, self._backend.to_str().encode())
+            )
         except SandboxStartError as exc:
             raise EngineError(f"no process could be started for the tokenizer of {self._model}: {exc}") from exc
         except SandboxTimeoutError as exc:
@@ -217,14 +229,17 @@ class TextEncoder:
         finally:
             if truncation is not None:
                 backend.no_truncation()
-        return [_read_encoding(encoding, keep, starts=starts) for encoding in encodings]
+        found = []
+        for encoding in encodings:
+            ids, kinds = encoding.ids, encoding.type_ids
+            second_start = kinds.index(1) if 1 in kinds else None
+            places = [start for start, _ in encoding.offsets[:keep]] if starts else ()
+            found.append(EncodedText(ids if keep is None else ids[:keep], len(ids), second_start, places))
+        return found
 
     def _failure(self, reason: object, param: str | None) -> InvalidRequestError:
         what = param or "the text"
         return InvalidRequestError(f"the tokenizer of {self._model} fails with {what}: {reason}", param=param)
-
-    def _build_message(self) -> bytes:
-        return pack({"build": True}, self._backend.to_str().encode())
 
 
 def is_panic(exc: BaseException) -> bool:
@@ -348,24 +363,3 @@ def sandbox_environ() -> dict[str, str]:
     """Return the environment of the sandbox process."""
     # A single thread, so that the other cores compute requests.
     return without_secrets(os.environ) | {"TOKENIZERS_PARALLELISM": "false"}
-
-
-def _read(answer: dict[str, Any], data: memoryview, *, keep: int | None, starts: bool) -> list[EncodedText]:
-    numbers = array("I")
-    numbers.frombytes(data)
-    found, at = [], 0
-    for length, second_start in zip(answer["lengths"], answer["seconds"], strict=True):
-        kept = length if keep is None else min(length, keep)
-        ids, at = numbers[at : at + kept].tolist(), at + kept
-        places: Sequence[int] = ()
-        if starts:
-            places, at = numbers[at : at + kept].tolist(), at + kept
-        found.append(EncodedText(ids, length, second_start, places))
-    return found
-
-
-def _read_encoding(encoding: Any, keep: int | None, *, starts: bool) -> EncodedText:
-    ids, kinds = encoding.ids, encoding.type_ids
-    second_start = kinds.index(1) if 1 in kinds else None
-    places = [start for start, _ in encoding.offsets[:keep]] if starts else ()
-    return EncodedText(ids if keep is None else ids[:keep], len(ids), second_start, places)

@@ -52,25 +52,20 @@ def check_tokenizer_files(folder: Path, cancellation: Cancellation) -> None:
         decoder = find_unbounded_step(flatten(content.get("decoder")))
         steps = (step for name in ("normalizer", "pre_tokenizer") for step in flatten(content.get(name)))
         unbounded = find_unbounded_step(steps)
-        added = len(content.get("added_tokens") or ()) + _added_in_config(folder)
+        added = len(content.get("added_tokens") or ())
+        # The other files of a tokenizer also add tokens, one by one.
+        for name in ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
+            with contextlib.suppress(UnusableModelError):
+                other = read_json(folder / name)
+                parts = [other.get(key) for key in ("added_tokens_decoder", "additional_special_tokens")]
+                added += sum(len(part) for part in parts if isinstance(part, dict | list))
+                added += len(other) if name == "added_tokens.json" else 0
     except (TypeError, AttributeError, ValueError, RecursionError):
         decoder, unbounded, added = None, "it has a part that is not in the usual form", 0
     if decoder is not None:
         raise UnusableModelError(f"its tokenizer cannot be used: the decoder may take any time, because {decoder}")
     if unbounded is not None or is_large or added > USUAL_ADDED_TOKENS:
         _load_in_sandbox(folder, cancellation)
-
-
-def _added_in_config(folder: Path) -> int:
-    """Return the number of tokens that the other files of a tokenizer add. They are added one by one."""
-    added = 0
-    for name in ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
-        with contextlib.suppress(UnusableModelError):
-            content = read_json(folder / name)
-            parts = [content.get(key) for key in ("added_tokens_decoder", "additional_special_tokens")]
-            added += sum(len(part) for part in parts if isinstance(part, dict | list))
-            added += len(content) if name == "added_tokens.json" else 0
-    return added
 
 
 def _load_in_sandbox(folder: Path, cancellation: Cancellation) -> None:
