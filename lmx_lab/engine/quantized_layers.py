@@ -21,20 +21,16 @@ def checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     class Checked(model_class):  # type: ignore[misc, valid-type]
         def sanitize(self, weights: Weights) -> Weights:
             sanitized: Weights = super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
-            _check_scales(self, sanitized)
+            for name, module in self.named_modules():
+                scales = sanitized.get(f"{name}.scales")
+                if scales is None or not hasattr(module, "to_quantized"):
+                    continue
+                columns = module.weight.shape[-1]
+                if scales.ndim == 0 or not 0 < scales.shape[-1] <= columns:
+                    raise ValueError(
+                        f"{name}.scales has the shape {scales.shape}, but its layer has {columns} columns according "
+                        "to config.json; fetch the model again"
+                    )
             return sanitized
 
     return Checked, arguments
-
-
-def _check_scales(model: Any, weights: Weights) -> None:
-    for name, module in model.named_modules():
-        scales = weights.get(f"{name}.scales")
-        if scales is None or not hasattr(module, "to_quantized"):
-            continue
-        columns = module.weight.shape[-1]
-        if scales.ndim == 0 or not 0 < scales.shape[-1] <= columns:
-            raise ValueError(
-                f"{name}.scales has the shape {scales.shape}, but its layer has {columns} columns according to "
-                "config.json; fetch the model again"
-            )

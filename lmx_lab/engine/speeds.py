@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,25 +66,20 @@ class Speeds:
         return faster if is_clear and not self.disturbed else None
 
     def __str__(self) -> str:
-        return f"for {self.model}: {self.figures}; {self._advice}"
+        if self.disturbed:
+            busy = f"other programs kept {self.busy_percent:.0f} % of the processors busy"
+            advice = f"{busy}; run lmx-lab doctor --measure when they use less"
+        else:
+            advice = f"prefer {ENGINES[self.preferred].files}" if self.preferred else "neither is clearly faster"
+        return f"for {self.model}: {self.figures}; {advice}"
 
     @property
     def figures(self) -> str:
         """The speeds, for display."""
         return ", ".join(
-            f"{ENGINES[name].title} {_rounded(rate)} tok/s" for name, rate in self.tokens_per_second.items()
+            f"{ENGINES[name].title} {rate:.{0 if rate >= 10 else 1}f} tok/s"
+            for name, rate in self.tokens_per_second.items()
         )
-
-    @property
-    def _advice(self) -> str:
-        if self.disturbed:
-            busy = f"other programs kept {self.busy_percent:.0f} % of the processors busy"
-            return f"{busy}; run lmx-lab doctor --measure when they use less"
-        return f"prefer {ENGINES[self.preferred].files}" if self.preferred else "neither is clearly faster"
-
-
-def _rounded(rate: float) -> str:
-    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
 def versions() -> dict[EngineName, str | None]:
@@ -93,11 +89,14 @@ def versions() -> dict[EngineName, str | None]:
 
 def conditions(settings: Settings) -> dict[str, Any]:
     """Return the versions, settings and properties of the machine that affect the speed of the engines."""
+    mlx_lm = None
+    with suppress(PackageNotFoundError):
+        mlx_lm = version("mlx-lm")
     # On systems other than Linux, each engine chooses its own number of threads.
     threads = default_threads(os.environ) if sys.platform == "linux" else None
     return {
         "engines": versions(),
-        "mlx-lm": _version("mlx-lm"),
+        "mlx-lm": mlx_lm,
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "threads": settings.threads or threads,
@@ -152,10 +151,3 @@ def age_in_words(at: float) -> str:
             count = int(seconds // length)
             return f"{count} {unit}{'s' * (count > 1)} ago"
     return "just now"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

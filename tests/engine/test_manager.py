@@ -24,7 +24,7 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.values.models import LoadSpec, ModelEntry
-from tests.engine.slow_engine import ONE, SETTINGS, TWO, answer, request, running
+from tests.engine.slow_engine import EMBEDDER, ONE, SETTINGS, TWO, answer, request, running
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -491,6 +491,20 @@ async def test_the_queue_limit_holds_for_all_event_loops_together(lab):
         await stream.aclose()
     await auntil(lambda: lab.manager.residents.main.admission.active == 0)
     assert await answer(lab) == "one"
+
+
+async def test_the_error_of_a_full_queue_estimates_when_a_slot_of_its_own_model_is_free():
+    """The main model computes an answer of 80 s, which do not matter for a pinned model."""
+    async with running(replace(SETTINGS, slots=1, queue_limit=0, echo_tokens_per_s=100)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        async with await lab.manager.submit(request(tokens=8000)) as stream:
+            await anext(stream)
+            with pytest.raises(QueueFullError) as refused:
+                await lab.manager.submit(request())
+            main = lab.manager.residents.main
+            pinned = replace(main, entry=EMBEDDER, spec=LoadSpec(model="embedder", pin="embedding"))
+        assert refused.value.retry_after_s == pytest.approx(80, abs=20)
+        assert pinned.slot_free_s == 1
 
 
 async def test_a_patient_request_waits_for_room_in_the_queue(lab):

@@ -210,8 +210,11 @@ def test_two_servers_that_share_a_folder_do_not_disturb_each_other(folder, entry
     assert left
     assert sum((folder / name).stat().st_size for name in left) <= limit
     assert {path.name for path in folder.iterdir()} == {*left, prefix_files.DIGESTS_NAME}
-    for name in left:
-        files.read(files._read_header(name))
+    found = [files.best(prompt(first, 11)) for first in (*range(0, 20_000, 500), 100_000)]
+    whole = [stored for stored, saved in found if stored is not None and saved == 10]
+    assert {files.name_of(stored) for stored in whole} == left
+    for stored in whole:
+        files.read(stored)
 
 
 def test_a_parent_outlives_the_files_that_continue_it(folder, entry):
@@ -252,7 +255,7 @@ def test_a_folder_that_cannot_be_used_is_reported_once(folder, entry, caplog, mo
             def refuse(*_: object, number: int = number) -> None:
                 raise OSError(number, os.strerror(number))
 
-            patch.setattr(prefix_files, "_write_all", refuse)
+            patch.setattr(os, "replace", refuse)
             assert not write(files, prefix(1000))
             assert not write(files, prefix(2000))
         assert [os.strerror(number) in record.message for record in caplog.records] == [True]
