@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.interface import EngineHost, InferenceEngine
-from lmx_lab.engine.load_operation import IfBusy
+from lmx_lab.engine.loads import IfBusy
 from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.model_lookup import CHAT, EMBEDDING, RERANK, Kinds

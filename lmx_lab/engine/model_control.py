@@ -18,15 +18,23 @@ from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.current_change import CurrentChange
 from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.interface import InferenceEngine
-from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, load_progress, same_options, within_limit
+from lmx_lab.engine.loads import (
+    ActiveLoads,
+    CurrentChange,
+    Drain,
+    IfBusy,
+    LoadOperation,
+    UnloadOperation,
+    load_progress,
+    same_options,
+    within_limit,
+)
 from lmx_lab.engine.model_lookup import NONE_LOADED, check_pinned_kind, check_unload, loaded_id
 from lmx_lab.engine.registry import choose_engine, engine_for
 from lmx_lab.engine.residents import MAIN, Resident, Residents, share_memory, staying_bytes
 from lmx_lab.engine.swap import SwapQueue
-from lmx_lab.engine.unload_operation import Drain, UnloadOperation
 from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, UnloadCause

@@ -112,30 +112,10 @@ def test_the_files_of_other_weights_or_arithmetic_are_not_used(folder, entry):
     assert opened(folder, entry_at(copy)).best(prompt(0, 20))[1] == 10
 
 
-def cut(path):
-    os.truncate(path, path.stat().st_size - 1)
-
-
 def flip(path):
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def foreign(path):
-    path.write_bytes((20).to_bytes(8, "little") + b'{"__metadata__": {}}')
-
-
-def other_tokens(path):
-    path.write_bytes(path.read_bytes().replace(np.arange(10, dtype=np.int32).tobytes(), b"\1" * 40))
-
-
-def deleted(path):
-    path.unlink()
 
 
 def fifo(path):
@@ -143,13 +123,24 @@ def fifo(path):
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("damage", [cut, flip, empty, foreign, other_tokens, deleted, fifo])
+DAMAGES = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "flip": flip,
+    "empty": lambda path: path.write_bytes(b""),
+    "foreign": lambda path: path.write_bytes((20).to_bytes(8, "little") + b'{"__metadata__": {}}'),
+    "other tokens": lambda path: path.write_bytes(path.read_bytes().replace(prompt(0, 10).tobytes(), b"\1" * 40)),
+    "deleted": lambda path: path.unlink(),
+    "fifo": fifo,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_skipped_and_reported_once(folder, entry, damage, caplog):
     files = opened(folder, entry)
     write(files, prefix(0))
     stored, _ = files.best(prompt(0, 20))
     assert stored is not None
-    damage(folder / files.name_of(stored))
+    DAMAGES[damage](folder / files.name_of(stored))
     # A server that listed the file before the damage.
     with pytest.raises(DamagedFileError) as error:
         files.read(stored)

@@ -6,16 +6,26 @@ import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tokenizers.models import BPE
 
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.sandbox_process import SandboxDiedError, SandboxProcess, SandboxStartError, SandboxTimeoutError
-from lmx_lab.engine.tokenizing.bounds import find_unbounded_step, flatten
-from lmx_lab.engine.tokenizing.encoder import START_S, WORKER, TextEncoder, TextWork, sandbox_environ
+from lmx_lab.engine.tokenizing.encoder import (
+    START_S,
+    WORKER,
+    TextEncoder,
+    TextWork,
+    find_unbounded_step,
+    flatten,
+    sandbox_environ,
+)
 from lmx_lab.engine.tokenizing.worker import pack, unpack
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.files import read_json
 
+Tokenizer = TypeVar("Tokenizer")
 LOAD_S = 30.0
 """Time limit for loading the tokenizer of a model folder in the sandbox process, including imports."""
 READ_S = 10.0
@@ -139,3 +149,16 @@ class SandboxedTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
         return self._encoder.encode([text], TextWork(), special=add_special_tokens)[0].ids
+
+
+def without_word_cache(tokenizer: Tokenizer) -> Tokenizer:
+    """Disable the word cache of a tokenizer of transformers, and return the same tokenizer.
+
+    tokenizers 0.23 caches up to 10,000 words of each BPE model in every thread that has encoded with it, including
+    threads of its own. The cache is released when the thread ends, and not with the model: up to 3 MB for each load
+    and thread.
+    """
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if isinstance(model, BPE):
+        model._resize_cache(0)
+    return tokenizer

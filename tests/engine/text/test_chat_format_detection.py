@@ -11,8 +11,7 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextPrompt, Tool, ToolUse
-from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarSandbox, read_token_table
 from lmx_lab.engine.text.channels import CONTENT, REASONING
 from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, detect_chat_format
 from lmx_lab.engine.text.tool_prompt import template_tools, write_tools_as_text

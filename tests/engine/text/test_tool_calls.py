@@ -183,7 +183,6 @@ CASES = {
         specials=["<|tool_call_start|>", "<|tool_call_end|>"],
     ),
 } | {f"hermes, broken {raw[:90]}": Case(json_tools, f"So: {raw} .", f"So: {raw} .") for raw in HERMES_BROKEN}
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def check(case, found):
@@ -193,20 +192,18 @@ def check(case, found):
     assert case.ids is None or found.ids == case.ids
 
 
-@each_case
-def test_an_answer_in_one_token(case: Case) -> None:
-    check(case, answer(Tokens(case.raw, [], case.specials), case.channel_format))
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @each_case
-def test_an_answer_in_two_tokens(case: Case) -> None:
+def test_an_answer_in_one_or_two_tokens(case):
     size = len(case.raw.encode())
-    for cut in range(1, size, 1 + size // 500):
-        check(case, answer(Tokens(case.raw, [cut], case.specials), case.channel_format))
+    for cuts in ([], *([cut] for cut in range(1, size, 1 + size // 500))):
+        check(case, answer(Tokens(case.raw, cuts, case.specials), case.channel_format))
 
 
 @each_case
-def test_an_answer_in_tokens_of_one_byte(case: Case) -> None:
+def test_an_answer_in_tokens_of_one_byte(case):
     tokens = Tokens(case.raw, range(len(case.raw.encode())), case.specials)
     found = answer(tokens, case.channel_format)
     check(case, found)
@@ -354,15 +351,15 @@ def test_enforced_calls_in_an_answer(one, two, cuts):
     assert found.entries == list(range(len(tokens.chunks)))
 
 
-REPEATED = [
-    # The calls of an answer, and the number of those before the first repetition.
-    ([("look", '{"at": "sea"}'), ("look", '{"at":\n  "sea"}'), ("wait", "{}")], 1),
-    ([("look", '{"at": "sea"}'), ("look", '{"at": "sea "}'), ("wait", '{"at": "sea"}')], 3),
-    ([("wait", "{}"), ("look", '{"at": "a\\" b"}'), ("look", '{"at": "a\\"  b"}'), ("wait", "{ }")], 3),
-]
-
-
-@pytest.mark.parametrize(("calls", "kept"), REPEATED)
+@pytest.mark.parametrize(
+    ("calls", "kept"),
+    [
+        # The calls of an answer, and the number of those before the first repetition.
+        ([("look", '{"at": "sea"}'), ("look", '{"at":\n  "sea"}'), ("wait", "{}")], 1),
+        ([("look", '{"at": "sea"}'), ("look", '{"at": "sea "}'), ("wait", '{"at": "sea"}')], 3),
+        ([("wait", "{}"), ("look", '{"at": "a\\" b"}'), ("look", '{"at": "a\\"  b"}'), ("wait", "{ }")], 3),
+    ],
+)
 def test_an_answer_may_end_before_a_repeated_call(calls, kept):
     written = [f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in calls]
     raw = "\n".join(written)

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from lmx_lab.engine.text.vocabulary import BYTES
-from lmx_lab.engine.tokenizing.bounds import bound_of, find_unbounded_part, find_unbounded_step
+from lmx_lab.engine.tokenizing.encoder import bound_of, find_unbounded_part, find_unbounded_step
 
 
 def byte_level(*, more=(), without=""):
