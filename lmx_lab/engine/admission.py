@@ -38,7 +38,7 @@ class Permit:
         """Record that the request has ended. Idempotent; may be called from any thread."""
         if not self._released:
             self._released = True
-            self.admission._release()
+            self.admission.release_one()
 
 
 class AdmissionControl:
@@ -118,7 +118,8 @@ class AdmissionControl:
         """Wait until ``count`` more requests would not exceed the limit."""
         await self.until_at_most(self.limit - count)
 
-    def _release(self) -> None:
+    def release_one(self) -> None:
+        """Record that one request has ended. Called once by its permit."""
         with self._lock:
             self.active -= 1
             self.used_at = time.perf_counter()

@@ -156,7 +156,13 @@ class Drain:
             left_s = None if self.until is None else self.until - time.perf_counter()
             if left_s is not None and left_s <= 0:
                 break
-            await _first_of(admission.until_at_most(admission.active - 1), self._changed.wait(), timeout_s=left_s)
+            ended, changed = admission.until_at_most(admission.active - 1), self._changed.wait()
+            tasks: list[asyncio.Task[object]] = [asyncio.create_task(ended), asyncio.create_task(changed)]
+            try:
+                await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
         if admission.active:
             admission.close(queued_error)
             message = f"{self._reason} before this request ended, because {self._why_ended}; try again when a model is"
@@ -193,16 +199,6 @@ class UnloadOperation:
             self.done.exception()  # retrieved, because all callers may have left
         else:
             self.done.set_result(outcome)
-
-
-async def _first_of(*works: Coroutine[Any, Any, object], timeout_s: float | None) -> None:
-    """Wait until one of the coroutines has ended, or for ``timeout_s``; then cancel the others."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def load_limit_s(size_bytes: int, load_timeout_s: float | None) -> float:

@@ -211,7 +211,15 @@ def with_models_on_disk(
     if not isinstance(error, OtherModelLoadedError) and now.state == "loading":
         return error
     if name is None:
-        return _extended(error, _remedy(on_disk, kinds)) if kinds != CHAT else error
+        if kinds == CHAT:
+            return error
+        fitting = list(dict.fromkeys(entry.id for kind in kinds for entry in on_disk if kind in entry.kinds))
+        if fitting:
+            remedy = f"on disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
+        else:
+            starter = next(STARTERS[kind] for kind in kinds if kind in STARTERS)
+            remedy = f"none of this kind is on disk: lmx-lab pull {starter} fetches one"
+        return _extended(error, remedy)
     found = next((entry for entry in on_disk if entry.id == name or entry.has_alias(name)), None)
     if found is None:
         in_memory = entries_in_memory(now)
@@ -221,15 +229,6 @@ def with_models_on_disk(
     if not found.answers(kinds):
         return wrong_kind(found, kinds)
     return _extended(error, "a server started with --swap loads the model that a request names")
-
-
-def _remedy(on_disk: Sequence[ModelEntry], kinds: Kinds) -> str:
-    """Return the next step: the models on disk that could answer, or the command that downloads one."""
-    fitting = list(dict.fromkeys(entry.id for kind in kinds for entry in on_disk if kind in entry.kinds))
-    if fitting:
-        return f"on disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
-    starter = next(STARTERS[kind] for kind in kinds if kind in STARTERS)
-    return f"none of this kind is on disk: lmx-lab pull {starter} fetches one"
 
 
 def _extended(error: NotLoadedError, more: str) -> NotLoadedError:

@@ -182,13 +182,7 @@ def test_mlx_uses_an_nvidia_gpu_unless_mlx_cpu_has_replaced_its_library(tmp_path
     ],
 )
 def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
-    *,
-    entries,
-    engine,
-    preferred,
-    loaded,
-    expected,
-    reason,
+    *, entries, engine, preferred, loaded, expected, reason
 ):
     found = choose_format(entries, LoadSpec(model=NAME, engine=engine), preferred, loaded)
     assert found == expected
@@ -223,7 +217,6 @@ def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(
 def test_a_quantized_copy_is_loaded_by_default_only_if_it_is_faster_and_nearly_exact(name, entries, engine, expected):
     found = choose_format(entries, LoadSpec(model=name, engine=engine), ON_CPU, None)
     assert found == expected
-    assert found is not None
     assert ("mean KL" in found.engine_reason) is (expected.copy is not None)
 
 

@@ -12,7 +12,7 @@ import pytest
 from lmx_lab.engine.loads import LOAD_BASE_S, LoadOperation, UnloadOperation, load_limit_s
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
-from tests.engine.slow_engine import SETTINGS, answer, request, running
+from tests.engine.slow_engine import SETTINGS, answer, request, running, start_answer
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -91,14 +91,6 @@ async def test_only_the_first_result_counts():
 
 
 PATIENT = replace(SETTINGS, drain_s=600)
-LONG = 8000
-
-
-async def start_answer(lab, model=None):
-    """Return a stream that would take longer than any of the tests."""
-    stream = await lab.manager.submit(request(model, tokens=LONG))
-    await anext(stream)
-    return stream
 
 
 async def start_unload(lab, work):
@@ -132,10 +124,10 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it():
         await lab.manager.load(LoadSpec(model="one"))
         first, second = await start_answer(lab), await start_answer(lab)
         unload = await start_unload(lab, lab.manager.unload())
-        state = lab.manager.snapshot.unloading
-        assert state is not None
+        change, state = lab.manager.snapshot.change, lab.manager.snapshot.unloading
+        assert (change.kind, change.model, change.stage, change.requests_left) == ("unload", "one", "draining", 2)
+        assert 590 < change.drain_until - change.since < 610
         assert (state.answers_left, state.replaced_by) == (2, None)
-        assert state.seconds_left is not None
         assert 590 < state.seconds_left <= 600
         # Meanwhile, the model accepts nothing, and another load is refused with the state and the remedy.
         with pytest.raises(NotLoadedError, match="one is being unloaded"):
@@ -159,6 +151,7 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it():
         assert [await task for task in (*joined, stopping)] == [freed] * 3
         assert reported(lab)[0] == ("one", 2, True)
         assert lab.stages[-1] == ("one", "unloaded")
+        assert lab.manager.snapshot.change is None
         assert await lab.manager.unload(wait=False) == 0, "without a model"
 
 
@@ -215,7 +208,6 @@ async def test_the_model_that_a_load_replaces_is_unloading_and_can_be_stopped_by
         stream = await start_answer(lab)
         load = await start_unload(lab, lab.manager.load(LoadSpec(model="two")))
         state = lab.manager.snapshot.unloading
-        assert state is not None
         assert (state.answers_left, state.replaced_by) == (1, "two")
         stopping = asyncio.create_task(lab.manager.unload("one", wait=False))
         assert "the model was replaced by two before this request ended" in (await end_of(stream)).message
@@ -261,7 +253,6 @@ async def test_in_swap_mode_the_replaced_model_is_unloading_and_can_be_stopped()
         stream = await start_answer(lab)
         swap = await start_unload(lab, answer(lab, "two"))
         state = lab.manager.snapshot.unloading
-        assert state is not None
         assert (state.answers_left, state.replaced_by) == (1, "two")
         await lab.manager.unload("one", wait=False)
         assert "the model was replaced by two" in (await end_of(stream)).message

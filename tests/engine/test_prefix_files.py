@@ -78,7 +78,6 @@ def test_another_process_finds_the_longest_prefix(folder, entry):
     assert files.written_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     other = opened(folder, entry)
     stored, tokens = other.best(prompt(0, 16))
-    assert stored is not None
     assert (len(stored.tokens), tokens) == (20, 15), "one token is left to compute"
     assert bytes(other.read(stored)["x"]) == b"t" * STATE_BYTES
     # Any reader of the format can read the file, and only this user may.
@@ -139,7 +138,6 @@ def test_a_damaged_file_is_skipped_and_reported_once(folder, entry, damage, capl
     files = opened(folder, entry)
     write(files, prefix(0))
     stored, _ = files.best(prompt(0, 20))
-    assert stored is not None
     DAMAGES[damage](folder / files.name_of(stored))
     # A server that listed the file before the damage.
     with pytest.raises(DamagedFileError) as error:

@@ -23,8 +23,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,9 +96,18 @@ class OpenBlas:
             values["OPENBLAS_CORETYPE"] = "Zen"
         # Values that the user has set take precedence.
         values |= {name: os.environ[name] for name in values if os.environ.get(name)}
-        with _environment({THREADS_VARIABLE: str(threads), **values}):
+        values[THREADS_VARIABLE] = str(threads)
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
             # RTLD_LOCAL (the default): a SciPy that is loaded later must find its own symbols first.
             self._library = ctypes.CDLL(str(path))
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
         self._library.scipy_openblas_get_config.restype = ctypes.c_char_p
         self._library.scipy_openblas_get_corename.restype = ctypes.c_char_p
         self.is_fork_safe = _disable_fork_handlers(path, machine)
@@ -145,21 +153,6 @@ def is_narrow_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return False
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return facts.get("vendor_id") == "AuthenticAMD" and facts.get("cpu family") == "25"
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _disable_fork_handlers(path: Path, machine: str) -> bool:

@@ -92,7 +92,11 @@ class GrammarSandbox:
             QueueFullError: it takes longer than ``SHARE_S``, and others wait.
         """
         try:
-            self._send_table(table)
+            self._process.start()
+            known = self._process.starts, table
+            if self._known is None or self._known[0] != known[0] or self._known[1] is not table:
+                self._request((table.tokens, table.special_token_ids, table.eos_tokens), START_S)
+                self._known = known
         except SandboxStartError as exc:
             log.warning("grammars are compiled without a check, because no process could be started: %s", exc)
             return "", None
@@ -112,13 +116,6 @@ class GrammarSandbox:
     def close(self) -> None:
         """End the process for good, and with it a running check."""
         self._process.close()
-
-    def _send_table(self, table: TokenTable) -> None:
-        self._process.start()
-        known = self._process.starts, table
-        if self._known is None or self._known[0] != known[0] or self._known[1] is not table:
-            self._request((table.tokens, table.special_token_ids, table.eos_tokens), START_S)
-            self._known = known
 
     def _request(
         self, message: Any, limit_s: float, *, while_waiting: Callable[[float], None] | None = None

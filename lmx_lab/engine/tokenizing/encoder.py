@@ -63,6 +63,11 @@ class TextWork:
     _cancelled: bool = False
 
     @property
+    def order(self) -> tuple[bool, int, float]:
+        """The work with the least value goes first."""
+        return self.used_s >= SHARE_S, self.length, self.arrived_at
+
+    @property
     def left_s(self) -> float:
         return self.arrived_at + LIMIT_S - time.monotonic()
 
@@ -298,7 +303,7 @@ class _Sandbox:
         with self._changed:
             self._waiting.append(work)
             try:
-                while self._running is not None or min(self._waiting, key=_order) is not work:
+                while self._running is not None or min(self._waiting, key=lambda other: other.order) is not work:
                     work.check()
                     if work.left_s <= 0:
                         raise SandboxTimeoutError("other texts were encoded")
@@ -356,10 +361,6 @@ class _Sandbox:
 
 class _GaveWayError(Exception):
     """Another text goes first."""
-
-
-def _order(work: TextWork) -> tuple[bool, int, float]:
-    return work.used_s >= SHARE_S, work.length, work.arrived_at
 
 
 def sandbox_environ() -> dict[str, str]:

@@ -69,10 +69,7 @@ def _answer(header: dict[str, Any], data: memoryview) -> bytes:
         started = time.process_time()
         tokenizer_utils.load(Path(header["load"]))
         return pack({"load_s": time.process_time() - started})
-    return _encode(_tokenizers[0], header, data)
-
-
-def _encode(tokenizer: Any, header: dict[str, Any], data: memoryview) -> bytes:
+    tokenizer = _tokenizers[0]
     texts: list[Any] = []
     start = 0
     for size in header["sizes"]:

@@ -91,20 +91,17 @@ def test_known_grammars_do_not_wait_for_the_compiler(compiler):
 # The sandbox
 
 
-AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
-
-
 @pytest.mark.parametrize(
-    ("bomb", "reason"),
+    ("kind", "text", "reason"),
     [
-        (AnswerFormat(kind="lark", text=AMBIGUOUS), "Too many items|longer than 2 s|ms to check"),
-        (AnswerFormat(kind="regex", text="a?" * 30_000), "longer than 2 s"),
+        ("lark", 'start: s\ns: s s | s s s | /[a-z]+/ | " "', "Too many items|longer than 2 s|ms to check"),
+        ("regex", "a?" * 30_000, "longer than 2 s"),
     ],
     ids=["ambiguous", "optional"],
 )
-def test_a_grammar_that_takes_too_long_is_refused(compiler, bomb, reason):
+def test_a_grammar_that_takes_too_long_is_refused(compiler, kind, text, reason):
     with pytest.raises(InvalidRequestError, match=reason):
-        compiler.matchers(grammar_for(bomb), 1)
+        compiler.matchers(grammar_for(AnswerFormat(kind=kind, text=text)), 1)
     assert compiler.matchers(grammar_for(schema(PERSON)), 1)
 
 
@@ -121,7 +118,6 @@ def test_only_the_grammar_that_crashes_the_sandbox_is_refused(compiler, sandbox)
     assert compiler.matchers(grammar_for(schema({"const": "before"})), 1)
     # The stack is large enough for every known grammar within the limits of a request, so the process is killed here.
     process = sandbox._process._process
-    assert process is not None
     process.kill()
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
         compiler.matchers(grammar_for(schema({"const": "now"})), 1)
@@ -142,7 +138,6 @@ def test_closing_the_sandbox_ends_its_process(compiler):
     sandbox = GrammarSandbox()
     GrammarCompiler(compiler._table, sandbox).matchers(grammar_for(schema({"const": "x"})), 1)
     process = sandbox._process._process
-    assert process is not None
     assert process.poll() is None
     sandbox.close()
     assert process.poll() is not None
