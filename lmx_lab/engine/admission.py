@@ -38,7 +38,7 @@ class Permit:
         """Record that the request has ended. Idempotent; may be called from any thread."""
         if not self._released:
             self._released = True
-            self.admission._release()
+            self.admission.release_one()
 
 
 class AdmissionControl:
@@ -62,28 +62,25 @@ class AdmissionControl:
         self._on_idle = on_idle
         # Reentrant: a request that is garbage-collected while this thread holds the lock releases its permit.
         self._lock = threading.RLock()
-        self._closed = False
+        self.closed = False
+        """Whether new requests are refused. Set by ``close`` and ``reopen``."""
         self._watchers: list[Future[None]] = []
 
-    @property
-    def closed(self) -> bool:
-        """Whether new requests are refused."""
-        return self._closed
-
-    def admit(self, count: int, *, retry_after_s: float) -> list[Permit]:
+    def admit(self, count: int, *, slot_free_s: Callable[[], float] = lambda: 1.0) -> list[Permit]:
         """Accept a request for ``count`` answers, all or none; return one permit for each answer.
 
         Args:
-            retry_after_s: Estimated time until the queue has room, for the error.
+            slot_free_s: Returns the estimated time until the queue has room, for the error.
 
         Raises:
             NotLoadedError: the model is being unloaded.
             QueueFullError: the limit would be exceeded.
         """
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise NotLoadedError(f"{self.model} is being unloaded; {LOAD_FIRST}")
             if self.active + count > self.limit:
+                retry_after_s = slot_free_s()
                 raise QueueFullError(
                     f"{self.active} requests for {self.model} are running or queued, and the limit is {self.limit} "
                     f"(slots and queue_limit); try again in {retry_after_s:.0f} s",
@@ -100,32 +97,29 @@ class AdmissionControl:
             error: Error for requests that were accepted but not queued yet; None lets them be queued.
         """
         self.queueing_error = error
-        self._closed = True
+        self.closed = True
 
     def reopen(self) -> None:
         """Accept requests again."""
-        self._closed = False
+        self.closed = False
         self.queueing_error = None
 
     async def until_at_most(self, count: int) -> None:
         """Wait until at most ``count`` requests are left."""
-        while (change := self._next_change(at_most=count)) is not None:
+        while True:
+            with self._lock:
+                if self.active <= max(0, count):
+                    return
+                change: Future[None] = Future()
+                self._watchers.append(change)
             await asyncio.wrap_future(change)
 
     async def until_room(self, count: int) -> None:
         """Wait until ``count`` more requests would not exceed the limit."""
         await self.until_at_most(self.limit - count)
 
-    def _next_change(self, *, at_most: int) -> Future[None] | None:
-        """Return a future that completes when the next request ends; None if only ``at_most`` requests are active."""
-        with self._lock:
-            if self.active <= max(0, at_most):
-                return None
-            watcher: Future[None] = Future()
-            self._watchers.append(watcher)
-            return watcher
-
-    def _release(self) -> None:
+    def release_one(self) -> None:
+        """Record that one request has ended. Called once by its permit."""
         with self._lock:
             self.active -= 1
             self.used_at = time.perf_counter()

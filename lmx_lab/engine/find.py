@@ -72,26 +72,26 @@ class ModelFinder:
         missing: ModelNotFoundError | UnusableModelError | None = None
         entries: list[ModelEntry] = []
         try:
-            entries, preferred = await from_disk(functools.partial(self._look_up, spec, local=local), name)
+            entries, preferred = await from_disk(
+                lambda: (
+                    self._catalog.find_formats(name, local=local, all_formats=spec.engine != "auto"),
+                    self._preferred_engine(spec),
+                ),
+                name,
+            )
         except (ModelNotFoundError, UnusableModelError) as exc:
             # An interrupted download (full disk, end of the process) leaves some of the files.
             if isinstance(exc, UnusableModelError) and not self._catalog.can_fetch(name):
                 raise
             missing, preferred = exc, await from_disk(functools.partial(self._preferred_engine, spec), name)
         found = choose_format(entries, spec, preferred, loaded)
-        if found is not None and not self._needs_other_format(found, name):
+        can_choose = self._catalog.can_choose_format(name)
+        if found is not None and (not can_choose or engine_for(found.format).problem() is None):
             return found
         return await self._fetch(spec, entries, preferred, missing, local=local)
 
-    def _look_up(self, spec: LoadSpec, *, local: bool) -> tuple[list[ModelEntry], PreferredEngine]:
-        entries = self._catalog.find_formats(spec.model, local=local, all_formats=spec.engine != "auto")
-        return entries, self._preferred_engine(spec)
-
     def _preferred_engine(self, spec: LoadSpec) -> PreferredEngine:
         return preferred_engine(read_speeds(self._settings), spec)
-
-    def _needs_other_format(self, entry: ModelEntry, name: str) -> bool:
-        return engine_for(entry.format).problem() is not None and self._catalog.can_choose_format(name)
 
     async def _fetch(
         self,
@@ -120,7 +120,19 @@ class ModelFinder:
                 f"{TITLES[format_]}; run `lmx-lab pull {name}{' --mlx' if format_ == 'mlx' else '-gguf'}` there",
                 param="engine",
             )
-        entry = await self._download(name, format_ if can_choose or spec.engine != "auto" else None, missing)
+
+        def report(progress: Progress) -> None:
+            done_bytes, total_bytes = progress.done_bytes, progress.total_bytes
+            self._report(LoadProgress(model=name, stage=progress.stage, done_bytes=done_bytes, total_bytes=total_bytes))
+
+        fetched = format_ if can_choose or spec.engine != "auto" else None
+        try:
+            entry = await in_thread(lambda: self._catalog.fetch(name, report, format=fetched), name="lmx-lab-fetch")
+        except DownloadError as exc:
+            # The class of the error shows that the model is missing or incomplete; the message contains the reason.
+            if isinstance(missing, UnusableModelError):
+                raise UnusableModelError(f"{missing.message}; {exc.message}", param="model") from exc
+            raise ModelNotFoundError(f"{name} is not on disk: {exc.message}", param="model") from exc
         return replace(entry, engine_reason=reason) if can_choose else entry
 
     async def resolve(self, name: str, *, local: bool) -> ModelEntry:
@@ -163,25 +175,6 @@ class ModelFinder:
     async def on_disk(self) -> Sequence[ModelEntry]:
         """Return the models on disk."""
         return (await self._catalog.alisting()).entries
-
-    async def _download(
-        self, name: str, format_: Format | None, missing: ModelNotFoundError | UnusableModelError | None
-    ) -> ModelEntry:
-        report = functools.partial(self._report_download, name)
-        try:
-            return await in_thread(lambda: self._catalog.fetch(name, report, format=format_), name="lmx-lab-fetch")
-        except DownloadError as exc:
-            # The class of the error shows that the model is missing or incomplete; the message contains the reason.
-            if isinstance(missing, UnusableModelError):
-                raise UnusableModelError(f"{missing.message}; {exc.message}", param="model") from exc
-            raise ModelNotFoundError(f"{name} is not on disk: {exc.message}", param="model") from exc
-
-    def _report_download(self, name: str, progress: Progress) -> None:
-        self._report(
-            LoadProgress(
-                model=name, stage=progress.stage, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
-            )
-        )
 
 
 async def from_disk(work: Callable[[], T], name: str) -> T:

@@ -43,17 +43,13 @@ class Capabilities:
     """Supports ``GenerationRequest.steer``."""
 
 
-def _nothing(by_request: bool) -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineHost:
     """Functions of the manager that engines call. They may be called from any thread."""
 
     used_by_others: Callable[[], int] = lambda: 0
     """Returns how many bytes of the memory limit other engines use."""
-    lost_model: Callable[[bool], None] = _nothing
+    lost_model: Callable[[bool], None] = lambda _: None
     """Called after a model left memory without ``unload`` or ``unpin``: it ran out of memory, or its process or thread
     ended. The snapshot and ``failure`` are up to date by then. The argument is True if a single request was the
     cause; the main model should then be loaded again."""

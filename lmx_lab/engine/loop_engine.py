@@ -289,8 +289,15 @@ class TextTasks:
             del self._tasks[task]
             permit.release()
             on_end()
-            if future.set_running_or_notify_cancel():
-                _copy_outcome(task, future)
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(task.result())
+            except asyncio.CancelledError as exc:
+                error = exc.args[0] if exc.args else None
+                future.set_exception(error if isinstance(error, LabError) else EngineError("the request was cancelled"))
+            except Exception as exc:
+                future.set_exception(exc if isinstance(exc, LabError) else EngineError(f"{type(exc).__name__}: {exc}"))
 
         def cancel(cancelled: Future[T]) -> None:
             if cancelled.cancelled() and not loop.is_closed():
@@ -313,16 +320,6 @@ class TextTasks:
             task.cancel(error)
         if tasks:
             await asyncio.wait(tasks)
-
-
-def _copy_outcome(task: asyncio.Task[T], future: Future[T]) -> None:
-    try:
-        future.set_result(task.result())
-    except asyncio.CancelledError as exc:
-        error = exc.args[0] if exc.args else None
-        future.set_exception(error if isinstance(error, LabError) else EngineError("the request was cancelled"))
-    except Exception as exc:
-        future.set_exception(exc if isinstance(exc, LabError) else EngineError(f"{type(exc).__name__}: {exc}"))
 
 
 @contextlib.asynccontextmanager

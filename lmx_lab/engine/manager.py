@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.interface import EngineHost, InferenceEngine
-from lmx_lab.engine.load_operation import IfBusy
+from lmx_lab.engine.loads import IfBusy
 from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.model_lookup import CHAT, EMBEDDING, RERANK, Kinds
@@ -119,8 +119,12 @@ class ModelManager:
 
     async def cancel_loads(self) -> None:
         """Cancel all loads because the server stops. Their callers get an error immediately."""
+
+        async def cancel(control: ModelControl) -> None:
+            control.cancel_all()
+
         if self._control is not None:
-            await self._run(lambda control: _call(control.cancel_all))
+            await self._run(cancel)
 
     async def quiesce(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` for running requests to end. Remaining and queued requests end with an error."""
@@ -465,48 +469,38 @@ class ModelManager:
     # Running work on the control loop
 
     async def _run(self, work: Callable[[ModelControl], Coroutine[Any, Any, T]]) -> T:
-        """Run work on the control loop and return its result. Cancelling the caller cancels the work, but no loads.
+        """Run work on the control loop, which is started first if necessary, and return its result. Cancelling the
+        caller cancels the work, but no loads.
 
         Raises:
             EngineDeadError: this object was stopped.
         """
+
+        async def make_control() -> ModelControl:
+            return ModelControl(
+                self.settings,
+                self._finder,
+                engine_of=self.engine,
+                report=self._report,
+                snapshot=lambda: self.snapshot,
+            )
+
         try:
-            thread, control = self._ensure_running()
+            with self._lifetime_lock:
+                if self._stopped:
+                    raise EngineDeadError("the engine was stopped")
+                if self._thread is None or self._control is None:
+                    thread = LoopThread("lmx-lab-models")
+                    thread.start()
+                    self._control = thread.submit(make_control()).result()
+                    self._thread = thread
+                    self._register_exit()
+                thread, control = self._thread, self._control
             return await receive(thread.submit(work(control)))
         except HostingError as exc:
             raise EngineDeadError("the engine was stopped") from exc
-
-    def _ensure_running(self) -> tuple[LoopThread, ModelControl]:
-        """Return the thread of the control loop and its state. Starts them first if necessary.
-
-        Raises:
-            EngineDeadError: this object was stopped.
-        """
-        with self._lifetime_lock:
-            if self._stopped:
-                raise EngineDeadError("the engine was stopped")
-            if self._thread is None or self._control is None:
-                thread = LoopThread("lmx-lab-models")
-                thread.start()
-                self._control = thread.submit(self._make_control()).result()
-                self._thread = thread
-                self._register_exit()
-            return self._thread, self._control
-
-    async def _make_control(self) -> ModelControl:
-        return ModelControl(
-            self.settings,
-            self._finder,
-            engine_of=self.engine,
-            report=self._report,
-            snapshot=lambda: self.snapshot,
-        )
 
 
 def _check_texts(texts: Sequence[object]) -> None:
     if not texts:
         raise InvalidRequestError("there are no texts; send at least one")
-
-
-async def _call(function: Callable[[], object]) -> None:
-    function()

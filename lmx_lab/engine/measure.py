@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -63,17 +62,6 @@ def measure_speeds(settings: Settings, models: Mapping[EngineName, ModelEntry]) 
         "models": {engine: str(entry.path) for engine, entry in models.items()},
     }
     made_with = conditions(settings)
-    result = _run_process(parameters)
-    return Speeds(
-        model=next(iter(models.values())).id,
-        measured_at=time.time(),
-        tokens_per_second=result["rates"],
-        busy_percent=result["busy_percent"],
-        made_with=made_with,
-    )
-
-
-def _run_process(parameters: Mapping[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "lmx_lab.engine.measure"],
@@ -84,11 +72,17 @@ def _run_process(parameters: Mapping[str, Any]) -> dict[str, Any]:
             f"the engines were not measured within {LIMIT_S:g} s; try again when other programs use the machine less"
         ) from exc
     lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines:
-        result: dict[str, Any] = json.loads(lines[-1])
-        return result
-    errors = done.stderr.strip().splitlines()
-    raise EngineError(errors[-1] if errors else f"the process that measures ended with status {done.returncode}")
+    if done.returncode != 0 or not lines:
+        errors = done.stderr.strip().splitlines()
+        raise EngineError(errors[-1] if errors else f"the process that measures ended with status {done.returncode}")
+    result = json.loads(lines[-1])
+    return Speeds(
+        model=next(iter(models.values())).id,
+        measured_at=time.time(),
+        tokens_per_second=result["rates"],
+        busy_percent=result["busy_percent"],
+        made_with=made_with,
+    )
 
 
 def main() -> None:
@@ -105,26 +99,23 @@ def main() -> None:
 
 
 async def _measure(settings: Settings, models: Mapping[EngineName, str]) -> dict[EngineName, float]:
+    """Return the tokens per second of each engine, in a run of about ``RUN_S``. Earlier runs warm up and estimate its
+    length.
+    """
     rates: dict[EngineName, float] = {}
     async with ModelManager(settings) as manager:
         for engine, path in models.items():
             await manager.load(LoadSpec(model=path))
-            rates[engine] = await _rate(manager)
+            await _decode(manager, WARM_UP_TOKENS)
+            tokens = WARM_UP_TOKENS
+            for _ in range(RUNS):
+                report = await _decode(manager, tokens)
+                rates[engine] = report.tokens_per_second
+                # A run is shorter if it fills the context first.
+                if report.decode_s >= MIN_RUN_S or report.output_tokens < tokens:
+                    break
+                tokens = max(tokens, math.ceil(report.tokens_per_second * RUN_S))
     return rates
-
-
-async def _rate(manager: ModelManager) -> float:
-    """Return the tokens per second of a run of about ``RUN_S``. Earlier runs warm up and estimate its length."""
-    await _decode(manager, WARM_UP_TOKENS)
-    tokens, rate = WARM_UP_TOKENS, 0.0
-    for _ in range(RUNS):
-        report = await _decode(manager, tokens)
-        rate = report.tokens_per_second
-        # A run is shorter if it fills the context first.
-        if report.decode_s >= MIN_RUN_S or report.output_tokens < tokens:
-            break
-        tokens = max(tokens, math.ceil(rate * RUN_S))
-    return rate
 
 
 async def _decode(manager: ModelManager, tokens: int) -> GenerationReport:

@@ -111,7 +111,11 @@ def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
     A container often sees its own group as the root, but reads a path that only exists on the host. Folders that do not
     exist are therefore no error.
     """
-    own = dict(_own_groups(membership))
+    # Path of the group by the name of its controller, which is empty for version 2.
+    own: dict[str, str] = {}
+    for line in _text(membership).splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        own |= dict.fromkeys(controllers.split(","), path)
     # Version 2 alone, version 2 next to version 1, and version 1.
     for mount, path in (
         (cgroups, own.get("", "")),
@@ -121,14 +125,6 @@ def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
         parts = Path(path.lstrip("/")).parts
         inner = mount if ".." in parts else mount.joinpath(*parts)
         yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(mount))
-
-
-def _own_groups(membership: Path) -> Iterator[tuple[str, str]]:
-    """Yield controller name and path of each group of this process; the name is empty for version 2."""
-    for line in _text(membership).splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        for controller in controllers.split(","):
-            yield controller, path
 
 
 def _integers(file: Path) -> list[int]:

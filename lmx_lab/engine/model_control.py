@@ -18,15 +18,23 @@ from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.current_change import CurrentChange
 from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.interface import InferenceEngine
-from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, load_progress, same_options, within_limit
+from lmx_lab.engine.loads import (
+    ActiveLoads,
+    CurrentChange,
+    Drain,
+    IfBusy,
+    LoadOperation,
+    UnloadOperation,
+    load_progress,
+    same_options,
+    within_limit,
+)
 from lmx_lab.engine.model_lookup import NONE_LOADED, check_pinned_kind, check_unload, loaded_id
 from lmx_lab.engine.registry import choose_engine, engine_for
 from lmx_lab.engine.residents import MAIN, Resident, Residents, share_memory, staying_bytes
 from lmx_lab.engine.swap import SwapQueue
-from lmx_lab.engine.unload_operation import Drain, UnloadOperation
 from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, UnloadCause
@@ -418,21 +426,18 @@ class ModelControl:
                     self._current.name_model(main.entry.id)
                     freed = await self._drain_and_unload(operation, "the model was unloaded", cause="requested")
                 else:
-                    await self._forget_idle_model()
+                    # Nothing is loaded: the idle model is no longer loaded again for a request.
                     freed = 0
+                    if self._unloaded is not None:
+                        self._unloaded = (self._unloaded[0], "requested")
+                    if self._engine is not None:
+                        await self._engine.unload()
             if main is not None:
                 self._report(LoadProgress(model=main.entry.id, stage="unloaded"))
             operation.finish(freed)
         except BaseException as exc:
             operation.finish(exc)
             raise
-
-    async def _forget_idle_model(self) -> None:
-        """Unload what the last engine still has, and no longer load the idle model again for a request."""
-        if self._unloaded is not None:
-            self._unloaded = (self._unloaded[0], "requested")
-        if self._engine is not None:
-            await self._engine.unload()
 
     async def _drain_and_unload(
         self,
@@ -453,17 +458,28 @@ class ModelControl:
         main = self._main
         if main is None:
             return 0
+
+        def report_drain() -> None:
+            self._current.enter_stage("draining", drain_until=drain.until)
+            if (state := self._snapshot().unloading) is not None:
+                self._report(LoadProgress(model=main.entry.id, stage="unloading", unloading=state))
+
         drain = Drain(
             main,
             why,
             limit_s=self.settings.drain_s if limit_s is None else limit_s,
             finish_queued=finish_queued,
-            on_change=lambda: self._report_drain(main, drain),
+            on_change=report_drain,
         )
         drain.set_wait(operation.wait)
         operation.entry, operation.drain, self._last_unload = main.entry, drain, operation
         try:
-            await self._run_drain(main, drain, load)
+            self._current.enter_stage("draining", drain_until=drain.until)
+            try:
+                await (load.run(drain.run()) if load is not None else drain.run())
+            except LabError:
+                main.admission.reopen()
+                raise
             self._current.enter_stage("unloading")
             if cause is not None:
                 self._unloaded, self.idle_spec = (main.entry.id, cause), main.spec
@@ -477,19 +493,6 @@ class ModelControl:
             raise
         operation.finish(freed)
         return freed
-
-    async def _run_drain(self, main: Resident, drain: Drain, load: LoadOperation | None) -> None:
-        self._current.enter_stage("draining", drain_until=drain.until)
-        try:
-            await (load.run(drain.run()) if load is not None else drain.run())
-        except LabError:
-            main.admission.reopen()
-            raise
-
-    def _report_drain(self, main: Resident, drain: Drain) -> None:
-        self._current.enter_stage("draining", drain_until=drain.until)
-        if (state := self._snapshot().unloading) is not None:
-            self._report(LoadProgress(model=main.entry.id, stage="unloading", unloading=state))
 
     async def make_room(self, model: str, limit_s: float) -> None:
         """See ``ModelManager.make_room``."""

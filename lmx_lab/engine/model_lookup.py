@@ -74,21 +74,13 @@ def loaded_id(name: str | None, entries: Sequence[ModelEntry], *, local: bool) -
     """
     if name is None or any(entry.id == name for entry in entries):
         return name
-    matches = (
-        entry.id
-        for entry in entries
-        if entry.has_alias(name) or _is_repository(name, entry) or _is_path(name, entry, local=local)
-    )
-    return next(matches, name)
-
-
-def _is_path(name: str, entry: ModelEntry, *, local: bool) -> bool:
-    return Path(name) == entry.path if local else name == public_id(entry.id, local=False)
-
-
-def _is_repository(name: str, entry: ModelEntry) -> bool:
-    """Return whether the name is ``org/name`` of a model ``org/name:Q4_K_M``."""
-    return entry.source == "hub" and entry.id.partition(":")[0] == name
+    for entry in entries:
+        # The name ``org/name`` of a model ``org/name:Q4_K_M``.
+        is_repository = entry.source == "hub" and entry.id.partition(":")[0] == name
+        is_path = Path(name) == entry.path if local else name == public_id(entry.id, local=False)
+        if entry.has_alias(name) or is_repository or is_path:
+            return entry.id
+    return name
 
 
 def public_id(model: str, *, local: bool) -> str:
@@ -154,9 +146,8 @@ def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
         # The snapshot is older than the refusal: since then, an unload of this model has begun.
         return NotLoadedError(f"{main.id} is being unloaded; {LOAD_FIRST}")
     in_memory = entries_in_memory(now)
-    if (
-        other := next((entry for entry in in_memory if entry.id == name and not entry.answers(kinds)), None)
-    ) is not None:
+    other = next((entry for entry in in_memory if entry.id == name and not entry.answers(kinds)), None)
+    if other is not None:
         others = [entry.id for entry in in_memory if entry.answers(kinds)]
         return wrong_kind(other, kinds, f"{', '.join(others)} is in memory" if others else None)
     encoders = [entry for entry in in_memory if entry.kind != "chat"]
@@ -164,17 +155,14 @@ def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
         return _none_loaded(now)
     if name is not None:
         loaded = encoders if encoders and kinds != CHAT else [main] if main is not None else []
-        return _other_loaded(name, ", ".join(entry.id for entry in loaded) or "none", kinds[0])
+        ids = ", ".join(entry.id for entry in loaded) or "none"
+        return OtherModelLoadedError(f"{name[:200]} is not loaded, {ids} is; {REMEDIES[kinds[0]]}", param="model")
     if kinds == CHAT:
         assert main is not None
         return NotLoadedError(f"{main.id} is {KINDS_IN_WORDS[main.kind]} and does not chat; {LOAD_FIRST}")
     what = f"{main.id} is {KINDS_IN_WORDS[main.kind]}, and no" if main is not None else "no"
     needed = " or ".join(KINDS_IN_WORDS[kind].partition(" ")[2] for kind in kinds)
     return NotLoadedError(f"{what} {needed} is in memory; {REMEDIES[kinds[0]]}")
-
-
-def _other_loaded(name: str, loaded: str, kind: Kind) -> LabError:
-    return OtherModelLoadedError(f"{name[:200]} is not loaded, {loaded} is; {REMEDIES[kind]}", param="model")
 
 
 def _none_loaded(now: EngineSnapshot) -> LabError:
@@ -223,7 +211,15 @@ def with_models_on_disk(
     if not isinstance(error, OtherModelLoadedError) and now.state == "loading":
         return error
     if name is None:
-        return _extended(error, _remedy(on_disk, kinds)) if kinds != CHAT else error
+        if kinds == CHAT:
+            return error
+        fitting = list(dict.fromkeys(entry.id for kind in kinds for entry in on_disk if kind in entry.kinds))
+        if fitting:
+            remedy = f"on disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
+        else:
+            starter = next(STARTERS[kind] for kind in kinds if kind in STARTERS)
+            remedy = f"none of this kind is on disk: lmx-lab pull {starter} fetches one"
+        return _extended(error, remedy)
     found = next((entry for entry in on_disk if entry.id == name or entry.has_alias(name)), None)
     if found is None:
         in_memory = entries_in_memory(now)
@@ -233,15 +229,6 @@ def with_models_on_disk(
     if not found.answers(kinds):
         return wrong_kind(found, kinds)
     return _extended(error, "a server started with --swap loads the model that a request names")
-
-
-def _remedy(on_disk: Sequence[ModelEntry], kinds: Kinds) -> str:
-    """Return the next step: the models on disk that could answer, or the command that downloads one."""
-    fitting = list(dict.fromkeys(entry.id for kind in kinds for entry in on_disk if kind in entry.kinds))
-    if fitting:
-        return f"on disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
-    starter = next(STARTERS[kind] for kind in kinds if kind in STARTERS)
-    return f"none of this kind is on disk: lmx-lab pull {starter} fetches one"
 
 
 def _extended(error: NotLoadedError, more: str) -> NotLoadedError:

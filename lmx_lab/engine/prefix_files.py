@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,7 +204,14 @@ class PrefixFiles:
                 continue
             known = self._stored.get(name)
             try:
-                found[name] = known or self._read_header(name)
+                if known is None:
+                    with open_regular(self._folder / name) as file:
+                        size = os.fstat(file.fileno()).st_size
+                        length = int.from_bytes(file.read(8), "little")
+                        head = length.to_bytes(8, "little") + file.read(min(length, MAX_HEADER_BYTES))
+                        _, header = _parse_header(head, size)
+                        known = self._prefix_of(name, header, file.read(header["tokens"]["data_offsets"][1]))
+                found[name] = known
             except FileNotFoundError:
                 continue
             except (DamagedFileError, OSError, UnusableModelError) as exc:
@@ -280,8 +287,7 @@ class PrefixFiles:
             raise DamagedFileError("its checksum is wrong")
         spans = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
         tensors = {name: whole[header_end + start : header_end + end] for name, (start, end) in spans.items()}
-        if self._prefix_of(header, bytes(tensors["tokens"])).name(self._key) != name:
-            raise DamagedFileError("it was written for another model or prompt")
+        self._prefix_of(name, header, bytes(tensors["tokens"]))
         return tensors
 
     def touch(self, files: Sequence[StoredPrefix]) -> None:
@@ -291,34 +297,30 @@ class PrefixFiles:
             with contextlib.suppress(OSError):
                 os.utime(self._folder / stored.name(self._key), ns=(now + depth, now + depth))
 
-    def _read_header(self, name: str) -> StoredPrefix:
-        path = self._folder / name
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            head = length.to_bytes(8, "little") + file.read(min(length, MAX_HEADER_BYTES))
-            _, header = _parse_header(head, size)
-            stored = self._prefix_of(header, file.read(header["tokens"]["data_offsets"][1]))
-        if stored.name(self._key) != name:
-            raise DamagedFileError("it was written for another model or prompt")
-        return stored
+    def _prefix_of(self, name: str, header: Mapping[str, Any], tokens: bytes) -> StoredPrefix:
+        """Return the header of the file with this name as a value.
 
-    def _prefix_of(self, header: Mapping[str, Any], tokens: bytes) -> StoredPrefix:
+        Raises:
+            DamagedFileError: the file does not belong to this model, or has another name than its content requires.
+        """
         try:
             metadata = header["__metadata__"]
             if metadata["format"] != FORMAT or metadata["key"] != self._key:
                 raise DamagedFileError("it was written for another model or by another version")
-            names = [name for name in header if name not in ("__metadata__", "tokens", "checksum")]
-            return StoredPrefix(
+            names = [each for each in header if each not in ("__metadata__", "tokens", "checksum")]
+            stored = StoredPrefix(
                 tokens=np.frombuffer(tokens, dtype=np.int32),
                 start=int(metadata["start"]),
                 parent=metadata["parent"] or None,
                 can_be_trimmed=metadata["can_be_trimmed"] == "1",
                 layout=metadata["layout"],
-                tensors=tuple(TensorSpec(name, header[name]["dtype"], tuple(header[name]["shape"])) for name in names),
+                tensors=tuple(TensorSpec(each, header[each]["dtype"], tuple(header[each]["shape"])) for each in names),
             )
         except (KeyError, TypeError, ValueError) as exc:
             raise DamagedFileError(f"its header is invalid ({exc!r})") from exc
+        if stored.name(self._key) != name:
+            raise DamagedFileError("it was written for another model or prompt")
+        return stored
 
     # Writing
 
@@ -336,8 +338,13 @@ class PrefixFiles:
         try:
             self._make_room(size)
             try:
-                with open(temporary, "xb", opener=_private) as file:
-                    complete = _write_all(file, chain([head, prefix.tokens.tobytes()], pieces), size)
+                with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                    written = checksum = 0
+                    for piece in chain([head, prefix.tokens.tobytes()], pieces):
+                        checksum = zlib.crc32(piece, checksum)
+                        written += file.write(piece)
+                    written += file.write(checksum.to_bytes(4, "little"))
+                complete = written == size
                 if complete:
                     os.replace(temporary, self._folder / name)
             finally:
@@ -431,20 +438,6 @@ def _parse_header(data: bytes | memoryview, size: int) -> tuple[int, dict[str, A
     if size != 8 + length + end:
         raise DamagedFileError(f"it has {size} bytes, but {8 + length + end} according to its header")
     return 8 + length, header
-
-
-def _write_all(file: BinaryIO, pieces: Iterable[bytes | memoryview], size: int) -> bool:
-    """Write the pieces and their checksum; return whether they have this total size."""
-    written = checksum = 0
-    for piece in pieces:
-        checksum = zlib.crc32(piece, checksum)
-        written += file.write(piece)
-    written += file.write(checksum.to_bytes(4, "little"))
-    return written == size
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _reason(exc: Exception) -> str:

@@ -51,6 +51,8 @@ class EngineRow:
         return installed_version(self.package) if self.package is not None and self.problem() is None else None
 
 
+NOT_INSTALLED = f"llama.cpp, which runs GGUF files, is not installed: {INSTALL}"
+
 # The imports are inside functions because each engine is slow to import and may not be used.
 
 
@@ -64,10 +66,6 @@ def _make_llama_cpp(settings: Settings, host: EngineHost) -> InferenceEngine:
     from lmx_lab.engine.llama_cpp.engine import LlamaCppEngine
 
     return LlamaCppEngine(settings, host)
-
-
-def _llama_cpp_problem() -> str | None:
-    return None if is_installed() else f"llama.cpp, which runs GGUF files, is not installed: {INSTALL}"
 
 
 def _make_echo(settings: Settings, host: EngineHost) -> InferenceEngine:
@@ -100,7 +98,7 @@ ENGINES: Mapping[EngineName, EngineRow] = {
             good_for="fast on a CPU",
             is_measured=True,
             alternative="or convert the file for MLX: lmx-lab pull {model} --mlx",
-            problem=_llama_cpp_problem,
+            problem=lambda: None if is_installed() else NOT_INSTALLED,
         ),
         EngineRow(name="echo", title="echo", formats=("echo",), make=_make_echo),
     )

@@ -37,6 +37,12 @@ class Resident:
             return now.model_memory_bytes
         return next((model.memory_bytes for model in now.pinned if model.entry is self.entry), 0)
 
+    @property
+    def slot_free_s(self) -> float:
+        """Estimated seconds until a running request of the model ends; 1 if it is not the main model."""
+        now = self.engine.snapshot
+        return now.slot_free_s if now.entry is self.entry else 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Residents:

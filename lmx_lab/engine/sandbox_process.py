@@ -92,7 +92,19 @@ class SandboxProcess:
             if self._connection is not None:
                 return self._connection
             try:
-                self._process, connection = _spawn(self._script, self._environ())
+                connection, theirs = Pipe()
+                with theirs:
+                    # -P keeps the folder of this file out of sys.path: its modules have names like those of other
+                    # packages.
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", __file__, str(self._script), str(theirs.fileno()), str(os.getpid())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env=self._environ(),
+                        start_new_session=True,
+                    )
             except OSError as exc:
                 raise SandboxStartError(str(exc)) from exc
             self._connection = connection
@@ -159,22 +171,6 @@ class SandboxProcess:
         with self._lock:
             self._closed = True
         self.stop()
-
-
-def _spawn(script: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
-    ours, theirs = Pipe()
-    with theirs:
-        # -P keeps the folder of this file out of sys.path: its modules have names like those of other packages.
-        process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(script), str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environ,
-            start_new_session=True,
-        )
-    return process, ours
 
 
 # In the process

@@ -65,25 +65,20 @@ class Speeds:
         return faster if is_clear and not self.disturbed else None
 
     def __str__(self) -> str:
-        return f"for {self.model}: {self.figures}; {self._advice}"
+        if self.disturbed:
+            busy = f"other programs kept {self.busy_percent:.0f} % of the processors busy"
+            advice = f"{busy}; run lmx-lab doctor --measure when they use less"
+        else:
+            advice = f"prefer {ENGINES[self.preferred].files}" if self.preferred else "neither is clearly faster"
+        return f"for {self.model}: {self.figures}; {advice}"
 
     @property
     def figures(self) -> str:
         """The speeds, for display."""
         return ", ".join(
-            f"{ENGINES[name].title} {_rounded(rate)} tok/s" for name, rate in self.tokens_per_second.items()
+            f"{ENGINES[name].title} {rate:.{0 if rate >= 10 else 1}f} tok/s"
+            for name, rate in self.tokens_per_second.items()
         )
-
-    @property
-    def _advice(self) -> str:
-        if self.disturbed:
-            busy = f"other programs kept {self.busy_percent:.0f} % of the processors busy"
-            return f"{busy}; run lmx-lab doctor --measure when they use less"
-        return f"prefer {ENGINES[self.preferred].files}" if self.preferred else "neither is clearly faster"
-
-
-def _rounded(rate: float) -> str:
-    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
 def versions() -> dict[EngineName, str | None]:

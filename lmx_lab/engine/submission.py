@@ -74,7 +74,7 @@ class Submission(Generic[T]):
         admission = resident.admission
         if self.patient:
             await admission.until_room(self.count)
-        permits = admission.admit(self.count, retry_after_s=resident.engine.snapshot.slot_free_s)
+        permits = admission.admit(self.count, slot_free_s=lambda: resident.slot_free_s)
         try:
             return await self.submit(resident, permits)
         except BaseException:

@@ -74,7 +74,20 @@ class SwapOrder:
         """
         if loaded != self._loaded:
             self._loaded, self._turn_began = loaded, next(self._numbers)
-        chosen = self._choose(loaded, now, busy)
+        here = next((ticket for ticket in self._waiting if ticket.model in (None, loaded)), None)
+        other = self._first_for_another(loaded)
+        shared = other is not None and now - other.arrived_s < SHARE_S and other.passed < self._share
+        if other is None:
+            chosen = here
+        elif here is None:
+            chosen = None if shared and busy else other
+        elif here.number < max(other.number, self._turn_began):
+            chosen = here
+        elif not shared:
+            chosen = other
+        else:
+            other.passed += 1
+            chosen = here
         if chosen is not None:
             self._waiting.remove(chosen)
         return chosen
@@ -88,21 +101,6 @@ class SwapOrder:
 
     def _first_for_another(self, loaded: str | None) -> Ticket | None:
         return next((ticket for ticket in self._waiting if ticket.model not in (None, loaded)), None)
-
-    def _choose(self, loaded: str | None, now: float, busy: bool) -> Ticket | None:
-        here = next((ticket for ticket in self._waiting if ticket.model in (None, loaded)), None)
-        other = self._first_for_another(loaded)
-        if other is None:
-            return here
-        shared = now - other.arrived_s < SHARE_S and other.passed < self._share
-        if here is None:
-            return None if shared and busy else other
-        if here.number < max(other.number, self._turn_began):
-            return here
-        if not shared:
-            return other
-        other.passed += 1
-        return here
 
 
 class SwapQueue:

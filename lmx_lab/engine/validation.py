@@ -13,8 +13,6 @@ from lmx_lab.values.steering import SteeringVector, read_components
 CHARACTERS_PER_TOKEN = 10
 """Maximum number of characters of ordinary text for each token. If a text has more for each token of the context, only
 its beginning is tokenized."""
-
-
 MAX_PADDING_TOKENS = 128
 """Maximum difference of the vocabularies of a model and its draft model, as in llama.cpp. Models of one family pad
 their vocabulary to different sizes."""
@@ -41,22 +39,18 @@ def check_options(entry: ModelEntry, spec: LoadSpec) -> None:
             f"kv_cache_dtype is {spec.kv_cache_dtype!r}; the values are {' and '.join(get_args(KvCacheDtype))}",
             param="kv_cache_dtype",
         )
-    _check_draft_options(entry, spec)
+    if spec.draft is not None and spec.prompt_lookup:
+        raise UnusableModelError("both draft and prompt_lookup are given; leave out one of them", param="draft")
+    if (draft := entry.draft) is not None and draft.kind != "chat":
+        raise UnusableModelError(
+            f"{draft.id} is {KINDS_IN_WORDS[draft.kind]}; a draft model must be a chat model", param="draft"
+        )
     if context_length is None:
         return
     most = entry.context_length or 2**31 - 1
     if not isinstance(context_length, int) or not 0 < context_length <= most:
         raise UnusableModelError(
             f"context_length is {context_length!r}; {entry.id} takes 1 to {most}", param="context_length"
-        )
-
-
-def _check_draft_options(entry: ModelEntry, spec: LoadSpec) -> None:
-    if spec.draft is not None and spec.prompt_lookup:
-        raise UnusableModelError("both draft and prompt_lookup are given; leave out one of them", param="draft")
-    if (draft := entry.draft) is not None and draft.kind != "chat":
-        raise UnusableModelError(
-            f"{draft.id} is {KINDS_IN_WORDS[draft.kind]}; a draft model must be a chat model", param="draft"
         )
 
 

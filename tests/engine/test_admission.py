@@ -13,28 +13,29 @@ pytestmark = pytest.mark.anyio
 
 def test_requests_are_accepted_up_to_the_limit():
     admission = AdmissionControl("tiny", limit=2)
-    first, _ = admission.admit(1, retry_after_s=1.0) + admission.admit(1, retry_after_s=1.0)
+    # The estimate is made for a refusal only.
+    first, _ = admission.admit(1, slot_free_s=pytest.fail) + admission.admit(1, slot_free_s=pytest.fail)
     with pytest.raises(
         QueueFullError, match=r"2 requests for tiny are running or queued, and the limit is 2 .* in 30 s"
     ) as refused:
-        admission.admit(1, retry_after_s=30.0)
+        admission.admit(1, slot_free_s=lambda: 30.0)
     assert refused.value.retry_after_s == 30
     first.release()
-    admission.admit(1, retry_after_s=1.0)
+    admission.admit(1)
     assert admission.active == 2
 
 
 def test_the_answers_to_one_request_are_accepted_all_or_none():
     admission = AdmissionControl("tiny", limit=3)
     with pytest.raises(QueueFullError):
-        admission.admit(4, retry_after_s=1.0)
+        admission.admit(4)
     assert admission.active == 0
-    assert len(admission.admit(3, retry_after_s=1.0)) == 3
+    assert len(admission.admit(3)) == 3
 
 
 def test_a_permit_is_released_once_however_often_its_request_ends():
     admission = AdmissionControl("tiny", limit=2)
-    first, second = admission.admit(2, retry_after_s=1.0)
+    first, second = admission.admit(2)
     first.release()
     first.release()
     assert admission.active == 1
@@ -45,7 +46,7 @@ def test_a_permit_is_released_once_however_often_its_request_ends():
 def test_the_end_of_the_last_request_is_reported():
     reports = []
     admission = AdmissionControl("tiny", limit=2, on_idle=lambda: reports.append(admission.active))
-    first, second = admission.admit(2, retry_after_s=1.0)
+    first, second = admission.admit(2)
     first.release()
     assert reports == []
     second.release()
@@ -56,14 +57,14 @@ def test_a_closed_model_accepts_no_requests_until_it_is_reopened():
     admission = AdmissionControl("tiny", limit=2)
     admission.close(None)
     with pytest.raises(NotLoadedError, match="tiny is being unloaded"):
-        admission.admit(1, retry_after_s=1.0)
+        admission.admit(1)
     admission.reopen()
-    admission.admit(1, retry_after_s=1.0)
+    admission.admit(1)
 
 
 def test_accepted_requests_may_still_be_queued_unless_the_model_was_closed_with_an_error():
     admission = AdmissionControl("tiny", limit=2)
-    (permit,) = admission.admit(1, retry_after_s=1.0)
+    (permit,) = admission.admit(1)
     permit.check()
     admission.close(None)
     permit.check()
@@ -75,7 +76,7 @@ def test_accepted_requests_may_still_be_queued_unless_the_model_was_closed_with_
 async def test_until_at_most_waits_for_the_end_of_requests():
     admission = AdmissionControl("tiny", limit=2)
     await admission.until_at_most(0)
-    permits = admission.admit(2, retry_after_s=1.0)
+    permits = admission.admit(2)
     idle = asyncio.create_task(admission.until_at_most(0))
     for permit in permits:
         assert not idle.done()
@@ -88,7 +89,7 @@ async def test_until_at_most_waits_for_the_end_of_requests():
 
 async def test_until_room_waits_for_room_in_the_queue():
     admission = AdmissionControl("tiny", limit=2)
-    permits = admission.admit(2, retry_after_s=1.0)
+    permits = admission.admit(2)
     room = asyncio.create_task(admission.until_room(2))
     await asyncio.sleep(0)
     permits[0].release()
@@ -100,7 +101,7 @@ async def test_until_room_waits_for_room_in_the_queue():
 
 async def test_a_cancelled_wait_does_not_disturb_others():
     admission = AdmissionControl("tiny", limit=1)
-    (permit,) = admission.admit(1, retry_after_s=1.0)
+    (permit,) = admission.admit(1)
     waits = [asyncio.create_task(admission.until_at_most(0)) for _ in range(2)]
     await asyncio.sleep(0)
     waits[0].cancel()

@@ -23,9 +23,10 @@ from lmx_lab.engine.find import (
     preferred_engine,
     replaced_cuda_package,
 )
+from lmx_lab.engine.registry import choose_engine
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, LoadProgress, LoadSpec, ModelEntry
+from lmx_lab.values.models import ECHO, Format, LoadProgress, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.starters import STARTERS
 from tests.support.engines import SPEEDS
@@ -181,13 +182,7 @@ def test_mlx_uses_an_nvidia_gpu_unless_mlx_cpu_has_replaced_its_library(tmp_path
     ],
 )
 def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
-    *,
-    entries,
-    engine,
-    preferred,
-    loaded,
-    expected,
-    reason,
+    *, entries, engine, preferred, loaded, expected, reason
 ):
     found = choose_format(entries, LoadSpec(model=NAME, engine=engine), preferred, loaded)
     assert found == expected
@@ -222,7 +217,6 @@ def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(
 def test_a_quantized_copy_is_loaded_by_default_only_if_it_is_faster_and_nearly_exact(name, entries, engine, expected):
     found = choose_format(entries, LoadSpec(model=name, engine=engine), ON_CPU, None)
     assert found == expected
-    assert found is not None
     assert ("mean KL" in found.engine_reason) is (expected.copy is not None)
 
 
@@ -300,3 +294,37 @@ async def test_an_engine_that_cannot_run_the_model_or_is_not_installed_is_refuse
     with pytest.raises(UnusableModelError, match=r"not installed: pip install 'lmx-lab\[gguf\]'"):
         await find(catalog, engine="llama.cpp")
     assert catalog.fetched == []
+
+
+# The engine of a format
+
+
+QUANTIZED = replace(TINY_ENTRY, id="org/name:Q4_K_M", path=Path("/models/name-q4_k_m.gguf"), format="gguf")
+
+
+@pytest.mark.parametrize(
+    ("entry", "engine"),
+    [(TINY_ENTRY, "auto"), (TINY_ENTRY, "mlx"), (QUANTIZED, "auto"), (QUANTIZED, "llama.cpp"), (ECHO, "auto")],
+)
+def test_the_engine_of_the_format_is_accepted_by_name(entry, engine):
+    choose_engine(entry, LoadSpec(model=entry.id, engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("entry", "engine", "message"),
+    [
+        (QUANTIZED, "mlx", "has the format gguf, which runs on llama.cpp and not on mlx; leave out engine, or convert"),
+        (
+            TINY_ENTRY,
+            "llama.cpp",
+            "has the format mlx, which runs on mlx and not on llama.cpp; leave out engine, or load",
+        ),
+        (ECHO, "mlx", "has the format echo, which runs on echo and not on mlx; leave out engine, or load another"),
+    ],
+)
+def test_the_engine_of_another_format_is_refused_with_both_names_and_the_next_step(entry, engine, message):
+    with pytest.raises(UnusableModelError, match=f"{entry.id} {message}") as refused:
+        choose_engine(entry, LoadSpec(model=entry.id, engine=engine))
+    assert (refused.value.code, refused.value.param) == ("invalid-request", "engine")
+    if entry is QUANTIZED:
+        assert refused.value.message.endswith("lmx-lab pull org/name:Q4_K_M --mlx")

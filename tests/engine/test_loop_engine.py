@@ -32,7 +32,7 @@ class Texts:
         self.ended = 0
 
     def start(self, work: object) -> object:
-        (permit,) = self.admission.admit(1, retry_after_s=1.0)
+        (permit,) = self.admission.admit(1)
         return self.tasks.start(work, permit, self.count)
 
     def count(self) -> None:
@@ -68,7 +68,7 @@ async def test_an_error_of_a_task_is_an_error_of_the_lab(error, message):
 async def test_tasks_of_one_model_are_ended_with_an_error():
     one, other = Texts(), AdmissionControl("other", limit=1)
     pending = one.start(asyncio.sleep(60))
-    (permit,) = other.admit(1, retry_after_s=1.0)
+    (permit,) = other.admit(1)
     kept = one.tasks.start(asyncio.sleep(0.01, "kept"), permit, one.count)
     await one.tasks.end(one.admission, NotLoadedError("the model was unloaded"))
     with pytest.raises(NotLoadedError, match="the model was unloaded"):

@@ -24,7 +24,7 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.values.models import LoadSpec, ModelEntry
-from tests.engine.slow_engine import ONE, SETTINGS, TWO, answer, request, running
+from tests.engine.slow_engine import EMBEDDER, ONE, SETTINGS, TWO, answer, request, running, start_answer
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -111,7 +111,6 @@ async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces
         await lab.manager.load(LoadSpec(model="two"))
     waiting = asyncio.create_task(lab.manager.load(LoadSpec(model="two"), if_busy="wait"))
     await asyncio.sleep(0.05)
-    assert lab.manager.snapshot.change is not None
     assert lab.manager.snapshot.change.model == "one"
     replacing = asyncio.create_task(lab.manager.load(LoadSpec(model="embedder"), if_busy="replace"))
     with pytest.raises(NotLoadedError, match="the load of one was cancelled: embedder is loaded instead"):
@@ -168,8 +167,7 @@ async def test_a_load_is_cancelled_by_its_name_while_an_engine_performs_it(lab):
 async def test_a_model_stays_loaded_if_the_load_that_waits_for_its_requests_is_cancelled():
     async with running(replace(SETTINGS, drain_s=600)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
-        stream = await lab.manager.submit(request(tokens=8000))
-        await anext(stream)
+        stream = await start_answer(lab)
         load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
         await auntil(
             lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining"
@@ -295,8 +293,7 @@ async def test_a_load_in_progress_ends_when_its_manager_makes_room(lab):
 
 async def test_an_unload_without_a_time_limit_ends_when_its_manager_makes_room(lab):
     await lab.manager.load(LoadSpec(model="one"))
-    stream = await lab.manager.submit(request(tokens=8000))
-    await anext(stream)
+    stream = await start_answer(lab)
     unload = asyncio.create_task(lab.manager.unload(wait=True))
     await auntil(lambda: lab.manager.snapshot.unloading is not None)
     await lab.manager.make_room("other", limit_s=600)
@@ -309,8 +306,7 @@ async def test_an_unload_without_a_time_limit_ends_when_its_manager_makes_room(l
 
 async def test_an_interrupted_wait_for_room_does_not_lose_the_models(lab):
     await lab.manager.load(LoadSpec(model="one"))
-    stream = await lab.manager.submit(request(tokens=8000))
-    await anext(stream)
+    stream = await start_answer(lab)
     waiting = asyncio.create_task(lab.manager.make_room("other", limit_s=600))
     await auntil(lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining")
     waiting.cancel()
@@ -321,36 +317,12 @@ async def test_an_interrupted_wait_for_room_does_not_lose_the_models(lab):
     assert await answer(lab) == "one"
 
 
-async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended():
-    async with running(replace(SETTINGS, drain_s=600)) as lab:
-        await lab.manager.load(LoadSpec(model="one"))
-        assert lab.manager.snapshot.change is None
-        stream = await lab.manager.submit(request(tokens=8000))
-        await anext(stream)
-        unload = asyncio.create_task(lab.manager.unload())
-        await auntil(
-            lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining"
-        )
-        change = lab.manager.snapshot.change
-        assert change is not None
-        assert (change.kind, change.model, change.requests_left) == ("unload", "one", 1)
-        assert change.drain_until is not None
-        assert 590 < change.drain_until - change.since < 610
-        await lab.manager.unload(wait=False)
-        with pytest.raises(NotLoadedError, match="the model was unloaded before this request ended"):
-            async for _ in stream:
-                pass
-        assert await unload > 0
-        assert lab.manager.snapshot.change is None
-
-
 async def test_the_state_of_a_load_can_be_read(lab):
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await auntil(lambda: lab.engine.specs)
     snapshot = lab.manager.snapshot
     assert snapshot.state == "loading"
-    assert snapshot.change is not None
     assert (snapshot.change.kind, snapshot.change.model, snapshot.change.stage) == ("load", "one", "loading")
     lab.engine.resume.set()
     await load
@@ -491,6 +463,20 @@ async def test_the_queue_limit_holds_for_all_event_loops_together(lab):
         await stream.aclose()
     await auntil(lambda: lab.manager.residents.main.admission.active == 0)
     assert await answer(lab) == "one"
+
+
+async def test_the_error_of_a_full_queue_estimates_when_a_slot_of_its_own_model_is_free():
+    """The main model computes an answer of 80 s, which do not matter for a pinned model."""
+    async with running(replace(SETTINGS, slots=1, queue_limit=0, echo_tokens_per_s=100)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        async with await lab.manager.submit(request(tokens=8000)) as stream:
+            await anext(stream)
+            with pytest.raises(QueueFullError) as refused:
+                await lab.manager.submit(request())
+            main = lab.manager.residents.main
+            pinned = replace(main, entry=EMBEDDER, spec=LoadSpec(model="embedder", pin="embedding"))
+        assert refused.value.retry_after_s == pytest.approx(80, abs=20)
+        assert pinned.slot_free_s == 1
 
 
 async def test_a_patient_request_waits_for_room_in_the_queue(lab):

@@ -10,9 +10,8 @@ from llguidance import LLMatcher
 from lmx_lab.engine.echo.model import BEGIN, END, LONGEST_PIECE, MESSAGE, EchoModel
 from lmx_lab.engine.echo.queue import PreparedEcho
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
-from lmx_lab.engine.grammar.compile import GrammarCompiler
+from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
-from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt, ToolUse
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.tool_prompt import START, write_tools_as_text

@@ -46,7 +46,7 @@ from lmx_lab.engine.encoders.tokenizer import (
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.weights import DTYPES
 from lmx_lab.engine.tokenizing.encoder import is_panic
-from lmx_lab.engine.word_cache import without_word_cache
+from lmx_lab.engine.tokenizing.loading import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import RerankMethod, Vectors

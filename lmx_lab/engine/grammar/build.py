@@ -41,7 +41,7 @@ class ReasoningSection:
 class _Lark:
     rules: list[str]
     parts: list[dict[str, Any]]
-    """GrammarCompiler that the rules refer to by name."""
+    """Grammars that the rules refer to by name."""
 
 
 def build_grammar(
@@ -60,9 +60,26 @@ def build_grammar(
     if answer_format is None and tools is None:
         return None
     lark = _Lark([], [])
-    body = _body(lark, answer_format, tools, [markers.get(marker, (marker,)) for marker in (START, END)])
+    if answer_format is not None:
+        match answer_format.kind:
+            case "json_schema":
+                part = {"json_schema": enforceable_json(json.loads(answer_format.text))}
+            case "regex":
+                # These characters would end a regular expression in Lark.
+                escapes = {"/": r"\/", "\n": r"\n"}
+                pattern = re.sub(r"\\.|/|\n", lambda it: escapes.get(it[0], it[0]), answer_format.text, flags=re.DOTALL)
+                part = {"lark_grammar": f"start: /{pattern}/"}
+            case "lark":
+                part = {"lark_grammar": answer_format.text}
+            case "gbnf":
+                part = {"lark_grammar": to_lark(answer_format.text)}
+        lark.parts.append({"name": "answer", **part})
+    body = "@answer" if tools is None else _body_with_calls(lark, tools, markers, formatted=answer_format is not None)
     if reasoning is not None:
-        body = f"{_reasoning(lark, reasoning)} {body}"
+        _add_until(lark, "reasoning", reasoning.end)
+        lark.rules.append(r"gap: /\s{0,4}/")
+        section = "reasoning gap" if reasoning.open else f"({_marker_rule(reasoning.start)} reasoning gap)?"
+        body = f"{section} {body}"
     lark.rules[:0] = [NO_FORCING, f"start: {body}"]
     main = {"name": "main", "lark_grammar": "\n".join(lark.rules)}
     return json.dumps({"grammars": [main, *lark.parts]}, ensure_ascii=False)
@@ -74,25 +91,13 @@ def as_grammar(part: Mapping[str, Any]) -> str:
     return json.dumps({"grammars": [main, part]}, ensure_ascii=False)
 
 
-def _body(lark: _Lark, answer_format: AnswerFormat | None, tools: ToolUse | None, markers: list[Marker]) -> str:
-    formatted = _format(lark, answer_format) if answer_format is not None else None
-    if tools is None:
-        assert formatted is not None
-        return formatted
-    start, end = markers
-    lark.rules.append(f'call: "\\n" ({_call_alternatives(lark, tools)}) "\\n" {_marker_rule(end)}')
-    once = tools.only is not None or not tools.parallel
-    if formatted is None and not tools.forced:
-        _add_until(lark, "words", start)
-        lark.rules.append(r"text: /(?s:.*)/")
-        return "(words call | text)" if once else "(words call)* text"
-    more = "" if once else f' ("\\n" {_marker_rule(start)} call){{0,{MAX_CALLS - 1}}}'
-    calls = f"{_marker_rule(start)} call{more}"
-    return calls if formatted is None or tools.forced else f"({calls} | {formatted})"
+def _body_with_calls(lark: _Lark, tools: ToolUse, markers: Mapping[str, Marker], *, formatted: bool) -> str:
+    """Add a rule for each tool that may be called, and return the body of an answer that calls them.
 
-
-def _call_alternatives(lark: _Lark, tools: ToolUse) -> str:
-    """Add a rule for each tool that may be called, and return the alternatives."""
+    Args:
+        formatted: Whether an answer without calls has the requested format. If not, it is any text.
+    """
+    start, end = (markers.get(marker, (marker,)) for marker in (START, END))
     names = []
     for at, tool in enumerate(tools.tools):
         if tools.only in (None, tool.name):
@@ -102,26 +107,15 @@ def _call_alternatives(lark: _Lark, tools: ToolUse) -> str:
             lark.parts.append(
                 {"name": f"call_{at}_arguments", "json_schema": enforceable_json({"type": "object", **tool.parameters})}
             )
-    return " | ".join(names)
-
-
-def _format(lark: _Lark, answer_format: AnswerFormat) -> str:
-    match answer_format.kind:
-        case "json_schema":
-            lark.parts.append({"name": "answer", "json_schema": enforceable_json(json.loads(answer_format.text))})
-        case "regex":
-            lark.parts.append({"name": "answer", "lark_grammar": f"start: /{_escape_slashes(answer_format.text)}/"})
-        case "lark":
-            lark.parts.append({"name": "answer", "lark_grammar": answer_format.text})
-        case "gbnf":
-            lark.parts.append({"name": "answer", "lark_grammar": to_lark(answer_format.text)})
-    return "@answer"
-
-
-def _reasoning(lark: _Lark, reasoning: ReasoningSection) -> str:
-    _add_until(lark, "reasoning", reasoning.end)
-    lark.rules.append(r"gap: /\s{0,4}/")
-    return "reasoning gap" if reasoning.open else f"({_marker_rule(reasoning.start)} reasoning gap)?"
+    lark.rules.append(f'call: "\\n" ({" | ".join(names)}) "\\n" {_marker_rule(end)}')
+    once = tools.only is not None or not tools.parallel
+    if not formatted and not tools.forced:
+        _add_until(lark, "words", start)
+        lark.rules.append(r"text: /(?s:.*)/")
+        return "(words call | text)" if once else "(words call)* text"
+    more = "" if once else f' ("\\n" {_marker_rule(start)} call){{0,{MAX_CALLS - 1}}}'
+    calls = f"{_marker_rule(start)} call{more}"
+    return calls if not formatted or tools.forced else f"({calls} | @answer)"
 
 
 def _add_until(lark: _Lark, name: str, marker: Marker) -> None:
@@ -130,7 +124,8 @@ def _add_until(lark: _Lark, name: str, marker: Marker) -> None:
     if isinstance(first, int):
         lark.rules.extend([f"{name}: {name}_text {_marker_rule(marker)}", rf"{name}_text: /(?s:.*)/"])
     else:
-        lark.rules.append(f"{name}[lazy]: /(?s:.*){_escape_marker(first)}/")
+        escaped = "".join(character if character.isalnum() else rf"\x{ord(character):02x}" for character in first)
+        lark.rules.append(f"{name}[lazy]: /(?s:.*){escaped}/")
 
 
 def _marker_rule(marker: Marker) -> str:
@@ -139,16 +134,6 @@ def _marker_rule(marker: Marker) -> str:
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _escape_slashes(pattern: str) -> str:
-    """Escape the characters that would end a regular expression in Lark."""
-    escapes = {"/": r"\/", "\n": r"\n"}
-    return re.sub(r"\\.|/|\n", lambda found: escapes.get(found[0], found[0]), pattern, flags=re.DOTALL)
-
-
-def _escape_marker(marker: str) -> str:
-    return "".join(rf"\x{ord(character):02x}" if not character.isalnum() else character for character in marker)
 
 
 # JSON schemas
@@ -180,13 +165,24 @@ def close_objects(schema: Any) -> Any:
     until they have no tokens left; other local servers close objects too. A schema with combined parts is returned
     unchanged, because closed parts could exclude each other.
     """
-    return _rewrite(schema, close=not any(_is_combined(part) for part in _subschemas(schema)))
+    is_combined = any(
+        "allOf" in part or ("properties" in part and any(key in part for key in COMBINING_KEYS))
+        for part in _subschemas(schema)
+    )
+    return _rewrite(schema, close=not is_combined)
 
 
 def _rewrite(schema: Any, *, close: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
-    rewritten = {key: _rewrite_value(key, value, close=close) for key, value in schema.items()}
+    rewritten = dict(schema)
+    for key, value in schema.items():
+        if key in SCHEMAS_BY_NAME and isinstance(value, dict):
+            rewritten[key] = {name: _rewrite(part, close=close) for name, part in value.items()}
+        elif key in SCHEMA_LISTS and isinstance(value, list):
+            rewritten[key] = [_rewrite(part, close=close) for part in value]
+        elif key in SINGLE_SCHEMAS:
+            rewritten[key] = _rewrite(value, close=close)
     if rewritten.get("format") in IGNORED_FORMATS:
         del rewritten["format"]
     if close and _can_be_closed(schema):
@@ -200,19 +196,6 @@ def _can_be_closed(schema: dict[str, Any]) -> bool:
     if not isinstance(named, dict) or any(key in schema for key in OPEN_KEYS):
         return False
     return isinstance(required, list) and all(isinstance(name, str) and name in named for name in required)
-
-
-def _rewrite_value(key: str, value: Any, *, close: bool) -> Any:
-    if key in SCHEMAS_BY_NAME and isinstance(value, dict):
-        return {name: _rewrite(part, close=close) for name, part in value.items()}
-    if key in SCHEMA_LISTS and isinstance(value, list):
-        return [_rewrite(part, close=close) for part in value]
-    return _rewrite(value, close=close) if key in SINGLE_SCHEMAS else value
-
-
-def _is_combined(schema: dict[str, Any]) -> bool:
-    """Whether an object has to satisfy two parts of the schema at once."""
-    return "allOf" in schema or ("properties" in schema and any(key in schema for key in COMBINING_KEYS))
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:

@@ -67,7 +67,13 @@ class _Rules:
         Raises:
             ValueError: the grammar is not valid.
         """
-        self._read()
+        tokens = self._tokens()
+        for kind, text, at in tokens:
+            if kind == "newline":
+                continue
+            if kind != "name" or next(tokens, ("", "", 0))[0] != "define":
+                raise ValueError(f"{self._place(at)}: {text[:20]!r} does not begin a rule, such as: name ::= [a-z]+")
+            self._rules[text] = list(self._body(tokens))
         for name, at in self._used.items():
             if name not in self._rules:
                 raise ValueError(f"{self._place(at)}: the rule {name[:80]!r} is not defined; define it")
@@ -94,15 +100,6 @@ class _Rules:
                     terminals.append(other)
         written = {name: f"r{at}_{re.sub('[^a-z0-9]', '_', name.lower())}" for at, name in enumerate(self._rules)}
         return written | {name: written[name].upper() for name in terminals}
-
-    def _read(self) -> None:
-        tokens = self._tokens()
-        for kind, text, at in tokens:
-            if kind == "newline":
-                continue
-            if kind != "name" or next(tokens, ("", "", 0))[0] != "define":
-                raise ValueError(f"{self._place(at)}: {text[:20]!r} does not begin a rule, such as: name ::= [a-z]+")
-            self._rules[text] = list(self._body(tokens))
 
     def _body(self, tokens: Iterator[tuple[str, str, int]]) -> Iterator[tuple[str, str]]:
         """Yield the parts of a rule up to the end of its last line."""

@@ -56,14 +56,11 @@ class ThinkingBudget:
     @property
     def forced(self) -> int | None:
         """The only token that may come next; None if it is free."""
-        is_over_budget = self._left <= 0 and not self._is_inside_character
+        is_inside_character = bool(self._characters.getstate()[0])
+        is_over_budget = self._left <= 0 and not is_inside_character
         if self._over or not self._thinking or not (self._forced_count or is_over_budget):
             return None
         return self._end[self._forced_count]
-
-    @property
-    def _is_inside_character(self) -> bool:
-        return bool(self._characters.getstate()[0])
 
     def advance(self, token: int) -> None:
         """Record the next token of the answer."""

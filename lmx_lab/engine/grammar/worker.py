@@ -12,13 +12,11 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-T = TypeVar("T")
 # Twenty times the default: an object with 1,000 optional properties has 4,000 items in a row. The limit of a step is
 # below the default, because steps are computed between the tokens of other answers: 20,000 items take about 40 ms.
 LIMITS = LLParserLimits(max_items_in_row=40_000, step_max_items=20_000)
@@ -61,19 +59,15 @@ def build_tokenizer(table: TokenTable) -> LLTokenizer:
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Compile a grammar and compute its first mask. The matcher may be in its error state."""
+    compiled: list[LLMatcher] = []
 
-    def work() -> LLMatcher:
+    def work() -> None:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        return matcher
+        compiled.append(matcher)
 
-    return _run_on_large_stack(work)
-
-
-def _run_on_large_stack(work: Callable[[], T]) -> T:
-    results: list[T] = []
-    thread = threading.Thread(target=lambda: results.append(work()), name="lmx-lab-compile")
+    thread = threading.Thread(target=work, name="lmx-lab-compile")
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
@@ -81,7 +75,7 @@ def _run_on_large_stack(work: Callable[[], T]) -> T:
         finally:
             threading.stack_size(before)
     thread.join()
-    return results[0]
+    return compiled[0]
 
 
 # In the sandbox
@@ -96,22 +90,14 @@ def handle(request: bytes) -> bytes:
     if isinstance(message, tuple):
         _tokenizers[:] = [build_tokenizer(TokenTable(*message))]
         return b"{}"
-    return _check(_tokenizers[0], message).encode()
-
-
-def _check(tokenizer: LLTokenizer, grammars: list[str]) -> str:
     started = time.process_time()
-    matcher = compile_grammar(tokenizer, grammars[0])
+    matcher = compile_grammar(_tokenizers[0], message[0])
     compile_s = time.process_time() - started
     reason, part = _walk_all(matcher), None
     if reason:
-        reasons = (_find_problem(tokenizer, grammar) for grammar in grammars[1:])
+        reasons = (_walk_all(compile_grammar(_tokenizers[0], grammar)) for grammar in message[1:])
         part, reason = next(((at, own) for at, own in enumerate(reasons) if own), (None, reason))
-    return json.dumps({"reason": reason, "part": part, "compile_s": compile_s})
-
-
-def _find_problem(tokenizer: LLTokenizer, grammar: str) -> str:
-    return _walk_all(compile_grammar(tokenizer, grammar))
+    return json.dumps({"reason": reason, "part": part, "compile_s": compile_s}).encode()
 
 
 def _walk_all(matcher: LLMatcher) -> str:
@@ -130,7 +116,10 @@ def _walk(matcher: LLMatcher, rng: random.Random) -> str:
         started = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if mask and not matcher.is_error():
-            matcher.consume_token(_draw_token(mask, rng))
+            # One of the allowed tokens: the first one at or after a random position.
+            position = rng.randrange(mask.bit_length())
+            rest = mask >> position
+            matcher.consume_token(position + (rest & -rest).bit_length() - 1)
         step_s = time.thread_time() - started
         spent_s += step_s
         if matcher.is_error():
@@ -140,10 +129,3 @@ def _walk(matcher: LLMatcher, rng: random.Random) -> str:
         if step_s > SLOWEST_S or spent_s > SLOW_WALK_S:
             return f"a token of such an answer takes {1e3 * spent_s / (step + 1):.0f} ms to check; simplify it"
     return ""
-
-
-def _draw_token(mask: int, rng: random.Random) -> int:
-    """Draw one of the allowed tokens: the first one at or after a random position."""
-    position = rng.randrange(mask.bit_length())
-    rest = mask >> position
-    return position + (rest & -rest).bit_length() - 1

@@ -19,8 +19,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from lmx_lab.engine.grammar.build import NO_FORCING
-from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler
-from lmx_lab.engine.grammar.queue import GrammarQueue
+from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler, GrammarQueue
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.requests import ToolUse

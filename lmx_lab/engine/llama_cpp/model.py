@@ -22,8 +22,7 @@ from lmx_lab.engine.llama_cpp.process import PACKAGE, LlamaProcess
 from lmx_lab.engine.memory import default_threads, prefix_cache_bytes
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
 from lmx_lab.engine.text.tool_prompt import END, START
-from lmx_lab.engine.tokenizing.bounds import TokenBound
-from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
+from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS, TokenBound
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_vocabularies
 from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings

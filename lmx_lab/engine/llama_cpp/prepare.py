@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lmx_lab.engine.grammar.queue import GrammarQueue
+from lmx_lab.engine.grammar.compile import GrammarQueue
 from lmx_lab.engine.llama_cpp.answer import AnswerBeginning, AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker

@@ -25,7 +25,7 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt,
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
-from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder
+from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder, without_word_cache
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, default_sandbox, render_chat
 from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
@@ -35,7 +35,6 @@ from lmx_lab.engine.validation import (
     single_token,
     start_tokens,
 )
-from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import (
     ContextLengthError,
     EngineError,

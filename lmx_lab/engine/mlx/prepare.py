@@ -17,9 +17,8 @@ from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.encoders import LoadedEncoder
-from lmx_lab.engine.grammar.compile import GrammarCompiler
+from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
-from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.request import MlxGeneration

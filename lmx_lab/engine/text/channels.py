@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lmx_lab.engine.text.tool_calls import CallFormat, CallNumbering, CallReader, create_reader
+from lmx_lab.engine.text.tool_calls import (
+    CallFormat,
+    CallNumbering,
+    CallReader,
+    EnforcedCallReader,
+    ParsedCallReader,
+)
 from lmx_lab.values.outputs import ToolCallDelta
 
 CONTENT, REASONING, TOOL = "normal", "reasoning", "tool"
@@ -164,15 +170,19 @@ class ChannelParser:
     def feed(self, text: str) -> ChannelOutput:
         """Read more text and return what it completes."""
         self._held += text
-        while self._cut is None and (found := self._next_marker()) is not None:
-            at, marker, after = found
+        while self._cut is None:
+            edges = self._transitions[self.state]
+            found = [(at, marker, after) for marker, after in edges if (at := self._held.find(marker)) >= 0]
+            if not found:
+                partial = max((overlap(self._held, marker) for marker, _ in edges), default=0)
+                self._pass(len(self._held) - partial)
+                break
+            # The marker that is complete first.
+            at, marker, after = min(found, key=lambda it: (it[0] + len(it[1]), it[0]))
             self._pass(at)
             if self._cut is None:
                 self._held = self._held[len(marker) :]
                 self._read_marker(marker, after)
-        if self._cut is None:
-            partial = max((overlap(self._held, marker) for marker, _ in self._transitions[self.state]), default=0)
-            self._pass(len(self._held) - partial)
         return self._take_output()
 
     def finish(self) -> ChannelOutput:
@@ -190,13 +200,6 @@ class ChannelParser:
 
     # Markers
 
-    def _next_marker(self) -> tuple[int, str, str] | None:
-        """Return position, text and next state of the marker that is complete first."""
-        found = [
-            (at, marker, to) for marker, to in self._transitions[self.state] if (at := self._held.find(marker)) >= 0
-        ]
-        return min(found, key=lambda it: (it[0] + len(it[1]), it[0]), default=None)
-
     def _pass(self, count: int) -> None:
         """Pass the first ``count`` held characters to the current state."""
         text, self._held = self._held[:count], self._held[count:]
@@ -205,30 +208,13 @@ class ChannelParser:
 
     def _read_marker(self, marker: str, after: str) -> None:
         before = self.state
-        if self._is_text(before, after):
+        in_string = self._call is not None and self._call.in_string
+        if in_string or (before == CONTENT and after == REASONING and not self._may_reason):
+            # It is ordinary text: an argument can contain the end marker, content that of reasoning.
             self._read += len(marker)
             self._process(before, marker)
-        else:
-            self.state = after
-            self._change_state(before, marker, after)
-
-    def _is_text(self, before: str, after: str) -> bool:
-        """Whether a marker is ordinary text: an argument can contain the end marker, content that of reasoning."""
-        if self._call is not None and self._call.in_string:
-            return True
-        return before == CONTENT and after == REASONING and not self._may_reason
-
-    def _process(self, state: str, text: str) -> None:
-        if not text or self._cut is not None:
             return
-        if state == CONTENT:
-            self._process_content(text)
-        elif state == REASONING:
-            self._output.reasoning.append(self._reasoning_whitespace.feed(self._strip_leading(text)))
-        elif self._call is not None:
-            self._process_call(self._call, self._call.feed(text))
-
-    def _change_state(self, before: str, marker: str, after: str) -> None:
+        self.state = after
         if before == CONTENT and after != TOOL:
             self._end_content()
         self._read += len(marker)
@@ -242,6 +228,16 @@ class ChannelParser:
             self._drops_leading_whitespace = True
         if after == TOOL:
             self._open_call(marker)
+
+    def _process(self, state: str, text: str) -> None:
+        if not text or self._cut is not None:
+            return
+        if state == CONTENT:
+            self._process_content(text)
+        elif state == REASONING:
+            self._output.reasoning.append(self._reasoning_whitespace.feed(self._strip_leading(text)))
+        elif self._call is not None:
+            self._process_call(self._call, self._call.feed(text))
 
     def _strip_leading(self, text: str) -> str:
         if self._drops_leading_whitespace:
@@ -279,8 +275,13 @@ class ChannelParser:
     # Calls
 
     def _open_call(self, marker: str) -> None:
-        if self._call_format is not None:
-            self._call = create_reader(self._call_format, marker, self._numbering)
+        calls = self._call_format
+        if calls is None:
+            return
+        if calls.parse is None:
+            self._call = EnforcedCallReader(marker, self._numbering, may_repeat=calls.may_repeat)
+        else:
+            self._call = ParsedCallReader(calls.parse, marker, self._numbering)
 
     def _close_call(self, marker: str) -> None:
         call, self._call = self._call, None

@@ -221,7 +221,13 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
     Raises:
         TemplateLimitError: the template, which is rendered as a test, exceeded a limit.
     """
-    reasoning_markers = _reasoning_markers(tokenizer)
+    reasoning_markers: tuple[str, str] | None
+    if tokenizer.has_thinking:
+        reasoning_markers = tokenizer.think_start, tokenizer.think_end
+    else:
+        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+        pairs = (pair for pair in MORE_REASONING_MARKERS if all(marker in template for marker in pair))
+        reasoning_markers = next(pairs, None)
     # Called once: each call of get_vocab builds a new dictionary of all tokens.
     is_harmony = not tokenizer.response_transitions and set(HARMONY_TOKENS) <= tokenizer.get_vocab().keys()
     transitions = {
@@ -229,27 +235,30 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
     }
     if tokenizer.structural_markers:
         transitions.setdefault(CONTENT, []).extend((marker, CONTENT) for marker in tokenizer.structural_markers)
-    convert = _without_clashes if is_harmony else _with_short_ids if _is_mistral(tokenizer) else dict
+    parse = tokenizer.tool_parser
+    is_mistral = getattr(parse, "__module__", "") == MISTRAL_PARSER
+    if is_harmony:
+        own_calls: OwnCallFormat | None = HARMONY_CALLS
+    elif parse is None or parse.__module__ == GENERIC_PARSER:
+        own_calls = None
+    else:
+        parse = partial(_parse_mistral_calls, parse) if is_mistral else parse
+        own_calls = OwnCallFormat(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return ChatFormat(
         reasoning_markers=reasoning_markers,
         reasoning_end=_tokens(tokenizer, reasoning_markers[1]) if reasoning_markers is not None else (),
         supports_tools=is_harmony or tokenizer.has_tool_calling,
         supports_system=_supports_system(tokenizer),
-        own_calls=HARMONY_CALLS if is_harmony else _own_calls(tokenizer),
-        convert_message=convert,
+        own_calls=own_calls,
+        convert_message=_without_clashes if is_harmony else _with_short_ids if is_mistral else dict,
         initial=BETWEEN if is_harmony else tokenizer.response_initial_state or CONTENT,
         transitions=transitions,
-        literals=_literals(tokenizer),
+        literals={
+            int(id_): str(token) for id_, token in added if token.special and int(id_) not in tokenizer.eos_token_ids
+        },
         markers={marker: _marker(tokenizer, marker) for marker in (*(reasoning_markers or ()), START, END)},
     )
-
-
-def _reasoning_markers(tokenizer: Any) -> tuple[str, str] | None:
-    if tokenizer.has_thinking:
-        return tokenizer.think_start, tokenizer.think_end
-    template = tokenizer.chat_template
-    text = template if isinstance(template, str) else ""
-    return next((pair for pair in MORE_REASONING_MARKERS if all(marker in text for marker in pair)), None)
 
 
 def _supports_system(tokenizer: Any) -> bool:
@@ -270,19 +279,6 @@ def _supports_system(tokenizer: Any) -> bool:
         raise
     except Exception:
         return False
-
-
-def _own_calls(tokenizer: Any) -> OwnCallFormat | None:
-    parse = tokenizer.tool_parser
-    if parse is None or parse.__module__ == GENERIC_PARSER:
-        return None
-    if _is_mistral(tokenizer):
-        parse = partial(_parse_mistral_calls, parse)
-    return OwnCallFormat(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse)
-
-
-def _is_mistral(tokenizer: Any) -> bool:
-    return getattr(tokenizer.tool_parser, "__module__", "") == MISTRAL_PARSER
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,9 +331,3 @@ def _marker(tokenizer: Any, text: str) -> Marker:
             # It begins with ordinary text, which the model can also write with other tokens.
             return (text,)
     return tuple(parts)
-
-
-def _literals(tokenizer: Any) -> dict[int, str]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {int(id_): str(token) for id_, token in added.items() if token.special}
-    return {id_: text for id_, text in special.items() if id_ not in tokenizer.eos_token_ids}

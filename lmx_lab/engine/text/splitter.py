@@ -9,7 +9,7 @@ the caller attaches to tokens, such as log-probabilities, are returned together 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -64,10 +64,16 @@ class Detokenizer:
     def add(self, token: Token) -> str:
         """Add a token and return the text that it completes, possibly ``""``."""
         self._pending.append(token)
-        before, self._text = self._text, self._decode_pending()
+        before, text = self._text, self._decode([*self._context, *self._pending])
+        if text.startswith(self._known):
+            self._text = text[len(self._known) :]
+        else:
+            # Byte fallback: an invalid byte has changed the text of the context, which was already returned.
+            self._text = self._decode(self._pending)
         self.start = self._returned - self._sent
         if before:
-            self.start += _first_difference(before, self._text)
+            differs = (at for at, (old, new) in enumerate(zip(before, self._text, strict=False)) if old != new)
+            self.start += next(differs, min(len(before), len(self._text)))
         if self._text.endswith(REPLACEMENT):
             return self._return_settled()
         if self._text:
@@ -88,13 +94,6 @@ class Detokenizer:
         if self._pending:
             self._set_context(self._pending, self._decode(self._pending))
         return piece
-
-    def _decode_pending(self) -> str:
-        text = self._decode([*self._context, *self._pending])
-        if text.startswith(self._known):
-            return text[len(self._known) :]
-        # Byte fallback: an invalid byte has changed the text of the context, which was already returned.
-        return self._decode(self._pending)
 
     def _return_all(self) -> str:
         piece = self._text[self._sent :]
@@ -117,16 +116,12 @@ class Detokenizer:
         if len(self._pending) >= ENDLESS_RUN:
             return piece + self._return_all()
         if len(self._pending) >= LONG_RUN:
-            self._shorten()
+            # Drop the beginning of a run that stays broken, unless that would change the text of the rest.
+            held, text = len(self._text) - self._sent, self._decode(self._pending[-KEPT_TOKENS:])
+            if len(text) >= held + MAX_MISSING:
+                self._context, self._known, self._pending = [], "", self._pending[-KEPT_TOKENS:]
+                self._text, self._sent = text, len(text) - held
         return piece
-
-    def _shorten(self) -> None:
-        """Drop the beginning of a run that stays broken; the text of the rest is not changed by that."""
-        held = len(self._text) - self._sent
-        text = self._decode(self._pending[-KEPT_TOKENS:])
-        if len(text) >= held + MAX_MISSING:
-            self._context, self._known, self._pending = [], "", self._pending[-KEPT_TOKENS:]
-            self._text, self._sent = text, len(text) - held
 
     def _set_context(self, context: list[Token], known: str) -> None:
         self._context, self._known = context, known
@@ -135,11 +130,6 @@ class Detokenizer:
     def _return(self, piece: str) -> str:
         self._returned += len(piece)
         return piece
-
-
-def _first_difference(before: str, after: str) -> int:
-    changed = (at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old != new)
-    return next(changed, min(len(before), len(after)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +169,11 @@ class TextSplitter(Generic[E]):
         self._stops = StopStrings(stops) if self._channels is None else self._channels.stops
         self._missing_tokens = min_tokens
         """Number of tokens until stop strings are searched."""
-        self._literals = _Literals(channels)
+        format = channels or ChannelFormat()
+        self._literals = format.literals
+        self._literals_in_calls = format.calls is not None and format.calls.parse is not None
+        """Whether special tokens count as text anywhere in a call, and not only inside a marker."""
+        self._markers = [marker for leaving in format.transitions.values() for marker, _ in leaving]
         self._waiting: deque[_WaitingEntry[E]] = deque()
         self._passed = 0
         """Number of characters that were returned or dropped."""
@@ -206,43 +200,39 @@ class TextSplitter(Generic[E]):
         """
         self._stops.enabled = self._missing_tokens <= 0
         self._missing_tokens -= count
-        if self._channels is not None:
-            return self._add_to_channels(self._channels, token, entry, count)
-        text, stopped = self._stops.feed(self._detokenizer.add(token))
-        if entry is not None:
-            self._add_entry(entry, self._detokenizer.start, self._detokenizer.length)
-        self._passed += len(text)
-        return SplitText(text, stopped, self._take_entries(stopped=stopped))
-
-    def finish(self) -> SplitText[E]:
-        """Return the rest at the end of generation. A stop string can still be completed here."""
-        if self._channels is not None:
-            return self._finish_channels(self._channels)
-        text, stopped = self._stops.feed(self._detokenizer.finish())
-        if stopped:
+        if self._channels is None:
+            text, stopped = self._stops.feed(self._detokenizer.add(token))
+            if entry is not None:
+                self._add_entry(entry, self._detokenizer.start, self._detokenizer.length)
             self._passed += len(text)
-            return SplitText(text, True, self._take_entries(stopped=True))
-        return SplitText(text + self._stops.finish(), False, self._take_all_entries())
-
-    def _add_to_channels(self, channels: ChannelParser, token: Token, entry: E | None, count: int) -> SplitText[E]:
-        before = channels.state
-        literal = self._literals.get(token, before)
+            return SplitText(text, stopped, self._take_entries(stopped=stopped))
+        before = self._channels.state
+        literal = self._literals.get(token, "") if isinstance(token, int) else ""
+        if not (self._literals_in_calls and before == TOOL) and not any(literal in it for it in self._markers):
+            literal = ""
         text = self._detokenizer.cut() + literal if literal else self._detokenizer.add(token)
         start = self._inserted + (self._detokenizer.length if literal else self._detokenizer.start)
         self._inserted += len(literal)
         if entry is not None:
             self._add_entry(entry, start, self._inserted + self._detokenizer.length)
-        output = channels.feed(text)
-        self._passed = channels.passed
-        if REASONING in (before, channels.state):
+        output = self._channels.feed(text)
+        self._passed = self._channels.passed
+        if REASONING in (before, self._channels.state):
             self.reasoning_tokens += count
         return _join([output], self._take_entries(stopped=output.stopped))
 
-    def _finish_channels(self, channels: ChannelParser) -> SplitText[E]:
-        outputs = [channels.feed(self._detokenizer.finish())]
+    def finish(self) -> SplitText[E]:
+        """Return the rest at the end of generation. A stop string can still be completed here."""
+        if self._channels is None:
+            text, stopped = self._stops.feed(self._detokenizer.finish())
+            if stopped:
+                self._passed += len(text)
+                return SplitText(text, True, self._take_entries(stopped=True))
+            return SplitText(text + self._stops.finish(), False, self._take_all_entries())
+        outputs = [self._channels.feed(self._detokenizer.finish())]
         if not outputs[0].stopped:
-            outputs.append(channels.finish())
-        self._passed = channels.passed
+            outputs.append(self._channels.finish())
+        self._passed = self._channels.passed
         stopped = outputs[-1].stopped
         return _join(outputs, self._take_entries(stopped=True) if stopped else self._take_all_entries())
 
@@ -255,15 +245,10 @@ class TextSplitter(Generic[E]):
         self._waiting.append(_WaitingEntry(entry, start, end))
 
     def _take_entries(self, *, stopped: bool) -> tuple[E, ...]:
-        if not self._waiting:
-            return ()
-        entries = []
-        while self._waiting and self._is_complete(self._waiting[0], stopped=stopped):
-            entries.append(self._waiting.popleft().entry)
+        entries, waiting = [], self._waiting
+        while waiting and (waiting[0].end <= self._passed or (stopped and waiting[0].start < self._passed)):
+            entries.append(waiting.popleft().entry)
         return tuple(entries)
-
-    def _is_complete(self, waiting: _WaitingEntry[E], *, stopped: bool) -> bool:
-        return waiting.end <= self._passed or (stopped and waiting.start < self._passed)
 
     def _take_all_entries(self) -> tuple[E, ...]:
         entries = tuple(waiting.entry for waiting in self._waiting)
@@ -298,23 +283,6 @@ def read_start(
         tool_calls=tuple([call for piece in pieces for call in piece.calls]),
     )
     return delta, "tool_calls" if finish == "stop" and splitter.has_called else finish
-
-
-class _Literals:
-    """The special tokens that count as text, by state."""
-
-    def __init__(self, channels: ChannelFormat | None) -> None:
-        self._literals: Mapping[int, str] = channels.literals if channels is not None else {}
-        transitions = channels.transitions.values() if channels is not None else ()
-        self._markers = [marker for leaving in transitions for marker, _ in leaving]
-        self._in_calls = channels is not None and channels.calls is not None and channels.calls.parse is not None
-
-    def get(self, token: Token, state: str) -> str:
-        """Return the text of a special token, or ``""`` if it is dropped in this state or is not a special token."""
-        literal = self._literals.get(token, "") if isinstance(token, int) else ""
-        if not literal or (self._in_calls and state == TOOL):
-            return literal
-        return literal if any(literal in marker for marker in self._markers) else ""
 
 
 def _join(outputs: Sequence[ChannelOutput], entries: tuple[E, ...]) -> SplitText[E]:

@@ -10,9 +10,11 @@ import json
 import re
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lmx_lab.values.outputs import ToolCallDelta
 
@@ -62,58 +64,37 @@ class CallNumbering:
         return ToolCallDelta(index=self.count - 1, id=id_, name=name, arguments=arguments)
 
 
-class CallReader(Protocol):
-    """Reads one section: the text between two markers."""
+class CallReader(ABC):
+    """Reads one section, the text between two markers, and buffers it until it is known to contain a valid call."""
 
-    @property
-    def accepted(self) -> bool:
-        """Whether the section is known to contain a valid call."""
+    in_string = False
+    """Whether the next text is known to be inside a string of the arguments, even if it looks like a marker."""
 
-    @property
-    def in_string(self) -> bool:
-        """Whether the next text is known to be inside a string of the arguments, even if it looks like a marker."""
-
-    @property
-    def held(self) -> int:
+    def __init__(self, start: str) -> None:
+        # Joined only once, because a section can be long and its tokens short.
+        self._pieces = [start]
+        self.held = len(start)
         """Number of buffered characters, including the start marker, while the section is not accepted."""
+        self.accepted = False
+        """Whether the section is known to contain a valid call."""
+        self.repeats = False
+        """Whether the section is a call that the answer already contains, and must not contain again."""
 
     @property
     def raw(self) -> str:
         """The buffered characters."""
+        return "".join(self._pieces)
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the section is a call that the answer already contains, and must not contain again."""
-
+    @abstractmethod
     def feed(self, text: str) -> list[ToolCallDelta]:
         """Read more text and return the deltas that it completes."""
 
+    @abstractmethod
     def close(self, end: str) -> list[ToolCallDelta]:
         """Read the end marker, or ``""`` at the end of the answer, and return the deltas that it completes.
 
         If the section is not accepted after this, it contains no valid call, and nothing is returned.
         """
-
-
-def create_reader(calls: CallFormat, start: str, numbering: CallNumbering) -> CallReader:
-    """Create the reader of a section that began with the marker ``start``."""
-    if calls.parse is None:
-        return EnforcedCallReader(start, numbering, may_repeat=calls.may_repeat)
-    return ParsedCallReader(calls.parse, start, numbering)
-
-
-class _SectionBuffer:
-    """A list of text pieces that is joined once: a section can be long, and its tokens short."""
-
-    def __init__(self, start: str) -> None:
-        self._pieces = [start]
-        self.accepted = False
-        self.repeats = False
-        self.held = len(start)
-
-    @property
-    def raw(self) -> str:
-        return "".join(self._pieces)
 
     def _append(self, text: str) -> None:
         self._pieces.append(text)
@@ -123,7 +104,7 @@ class _SectionBuffer:
         self._pieces, self.held, self.accepted = [], 0, True
 
 
-class EnforcedCallReader(_SectionBuffer):
+class EnforcedCallReader(CallReader):
     """Streams ``{"name": "...", "arguments": {...}}``, whose form a grammar enforces.
 
     Until the name is complete, the section may turn out not to be a call. After the arguments, text is dropped.
@@ -148,27 +129,39 @@ class EnforcedCallReader(_SectionBuffer):
         self._arguments_text: list[str] = []
 
     @property
-    def in_string(self) -> bool:
+    def in_string(self) -> bool:  # type: ignore[override]
         return self._arguments.in_string
 
     def feed(self, text: str) -> list[ToolCallDelta]:
         if not self.accepted:
             self._append(text)
-        at: int | None = 0
-        if self._called is None:
-            at = self._read_name(text)
-            self._called = _decode_name("".join(self._name_text)) if at is not None else None
+        at = self._read_name(text) if self._called is None else 0
         if at is None or self._called is None or self.repeats:
             return []
-        arguments = self._read_arguments(text, at)
+        if self._before_arguments.done:
+            arguments = text[at : self._arguments.feed(text, at)]
+        else:
+            at = self._before_arguments.feed(text, at)
+            # The opening brace belongs to the arguments.
+            arguments = text[at - 1 : self._arguments.feed(text, at)] if self._before_arguments.done else ""
         self._arguments_text += [arguments] if arguments else []
-        call = self._called, _compact("".join(self._arguments_text)) if self._earlier or self._arguments.done else ""
+        compact = ""
+        if self._earlier or self._arguments.done:
+            compact = SPACE_BETWEEN.sub(lambda found: found[1] or "", "".join(self._arguments_text))
+        deltas = []
         if not self.accepted:
-            if any(name == call[0] and earlier.startswith(call[1]) for name, earlier in self._earlier):
+            if any(name == self._called and earlier.startswith(compact) for name, earlier in self._earlier):
                 self.repeats = self._arguments.done
                 return []
             arguments = "".join(self._arguments_text)
-        return self._output(arguments, call)
+            self._accept()
+            deltas.append(self._numbering.begin(self._called))
+            self._index = deltas[0].index
+        if arguments:
+            deltas.append(ToolCallDelta(index=self._index, arguments=arguments))
+            if self._arguments.done:
+                self._numbering.complete.append((self._called, compact))
+        return deltas
 
     def close(self, end: str) -> list[ToolCallDelta]:
         if not self.accepted:
@@ -176,40 +169,18 @@ class EnforcedCallReader(_SectionBuffer):
         return []
 
     def _read_name(self, text: str) -> int | None:
-        """Return the position after the name if this text completes it."""
+        """Set the name and return the position after it, if this text completes it; None otherwise."""
         at = self._before_name.feed(text, 0)
         if not self._before_name.done or self._name.done:
             return None
         end = self._name.feed(text, at)
         self._name_text.append(text[at:end])
-        return end if self._name.done else None
-
-    def _read_arguments(self, text: str, at: int) -> str:
-        """Return the part of the arguments in this text."""
-        if not self._before_arguments.done:
-            at = self._before_arguments.feed(text, at)
-            if not self._before_arguments.done:
-                return ""
-            # The opening brace belongs to the arguments.
-            return text[at - 1 : self._arguments.feed(text, at)]
-        return text[at : self._arguments.feed(text, at)]
-
-    def _output(self, arguments: str, call: tuple[str, str]) -> list[ToolCallDelta]:
-        deltas = []
-        if not self.accepted:
-            self._accept()
-            deltas.append(self._numbering.begin(call[0]))
-            self._index = deltas[0].index
-        if arguments:
-            deltas.append(ToolCallDelta(index=self._index, arguments=arguments))
-            if self._arguments.done:
-                self._numbering.complete.append(call)
-        return deltas
-
-
-def _compact(arguments: str) -> str:
-    """Return JSON without white space outside of strings. It may be incomplete at the end."""
-    return SPACE_BETWEEN.sub(lambda found: found[1] or "", arguments)
+        if not self._name.done:
+            return None
+        with suppress(ValueError):
+            name = json.loads("".join(self._name_text))
+            self._called = name if _is_sendable_text(name) else None
+        return end
 
 
 class _SymbolScanner:
@@ -228,18 +199,15 @@ class _SymbolScanner:
     def feed(self, text: str, at: int) -> int:
         """Return the position where reading stopped: the end of the text, or after the last symbol."""
         while at < len(text) and not self.done and not self._failed:
-            self._read(text[at])
+            symbol, character = self._symbols[self._index], text[at]
+            if character == symbol[self._matched]:
+                self._matched += 1
+                if self._matched == len(symbol):
+                    self._index, self._matched = self._index + 1, 0
+            elif self._matched or character not in JSON_SPACE:
+                self._failed = True
             at += 1
         return at
-
-    def _read(self, character: str) -> None:
-        symbol = self._symbols[self._index]
-        if character == symbol[self._matched]:
-            self._matched += 1
-            if self._matched == len(symbol):
-                self._index, self._matched = self._index + 1, 0
-        elif self._matched or character not in JSON_SPACE:
-            self._failed = True
 
 
 class _ValueScanner:
@@ -261,24 +229,19 @@ class _ValueScanner:
             found = (IN_STRING if self.in_string else IN_NESTING).search(text, at)
             if found is None:
                 return len(text)
-            self._read(found[0])
+            if found[0] == "\\":
+                self._escaped = True
+            elif found[0] == '"':
+                self.in_string = not self.in_string
+            else:
+                self._depth += 1 if found[0] in "{[" else -1
+            self.done = not self.in_string and self._depth == 0
             at = found.end()
         return at
 
-    def _read(self, character: str) -> None:
-        if character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self.in_string = not self.in_string
-        else:
-            self._depth += 1 if character in "{[" else -1
-        self.done = not self.in_string and self._depth == 0
 
-
-class ParsedCallReader(_SectionBuffer):
+class ParsedCallReader(CallReader):
     """Buffers a section in the model's own format until it is complete, and parses it."""
-
-    in_string = False
 
     def __init__(self, parse: ParseCalls, start: str, numbering: CallNumbering) -> None:
         super().__init__(start)
@@ -292,7 +255,8 @@ class ParsedCallReader(_SectionBuffer):
 
     def close(self, end: str) -> list[ToolCallDelta]:
         try:
-            calls = _check_calls(self._parse(self.raw[len(self._start) :]))
+            parsed = self._parse(self.raw[len(self._start) :])
+            calls = [_check_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
         except Exception:
             # A parser of model text can raise any exception, including RecursionError.
             calls = []
@@ -303,16 +267,12 @@ class ParsedCallReader(_SectionBuffer):
         return [self._numbering.begin(name, arguments, id_) for name, arguments, id_ in calls]
 
 
-def _check_calls(parsed: Any) -> list[tuple[str, str, str | None]]:
-    """Return name, arguments as JSON, and own id of each call.
+def _check_call(call: Any) -> tuple[str, str, str | None]:
+    """Return the name, the arguments as JSON, and the own id of a call.
 
     Raises:
-        ValueError, TypeError, KeyError: at least one is not a valid call.
+        ValueError, TypeError, KeyError: it is not a valid call.
     """
-    return [_check_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-
-
-def _check_call(call: Any) -> tuple[str, str, str | None]:
     name, arguments, id_ = call["name"], call["arguments"], call.get("id")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -322,14 +282,6 @@ def _check_call(call: Any) -> tuple[str, str, str | None]:
     if not _is_sendable_text(text):
         raise ValueError("the arguments contain a lone surrogate")
     return name, text, id_ if _is_sendable_text(id_) else None
-
-
-def _decode_name(literal: str) -> str | None:
-    try:
-        name = json.loads(literal)
-    except ValueError:
-        return None
-    return name if _is_sendable_text(name) else None
 
 
 def _is_sendable_text(value: Any) -> bool:

@@ -61,32 +61,24 @@ def write_tools_as_text(
         if results:
             written.append(_results_message(results))
             results = []
-        written.append(_with_calls_as_text(message))
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+        texts = [f"{START}\n{json.dumps(call, ensure_ascii=False)}\n{END}" for call in calls]
+        written.append({**rest, "content": "\n".join(filter(None, [rest["content"], *texts]))} if texts else rest)
     if results:
         written.append(_results_message(results))
-    return _with_instructions(written, tools, system) if tools is not None else written
+    if tools is None:
+        return written
+    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in template_tools(tools))
+    instructions = INSTRUCTIONS.format(tools=described)
+    first = written[0] if written else {"role": "", "content": ""}
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{instructions}".lstrip("\n")}, *written[1:]]
+    if not system and first["role"] == "user":
+        return [{**first, "content": f"{instructions}\n\n{first['content']}"}, *written[1:]]
+    return [{"role": "system", "content": instructions}, *written]
 
 
 def _results_message(results: list[str]) -> dict[str, Any]:
     return {"role": "user", "content": "\n".join(results)}
-
-
-def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    calls = [f"{START}\n{_call_text(call['function'])}\n{END}" for call in message.get("tool_calls") or ()]
-    return {**rest, "content": "\n".join(filter(None, [rest["content"], *calls]))} if calls else rest
-
-
-def _call_text(function: Mapping[str, Any]) -> str:
-    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-
-
-def _with_instructions(messages: list[dict[str, Any]], tools: ToolUse, system: bool) -> list[dict[str, Any]]:
-    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in template_tools(tools))
-    instructions = INSTRUCTIONS.format(tools=described)
-    first = messages[0] if messages else {"role": "", "content": ""}
-    if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{instructions}".lstrip("\n")}, *messages[1:]]
-    if not system and first["role"] == "user":
-        return [{**first, "content": f"{instructions}\n\n{first['content']}"}, *messages[1:]]
-    return [{"role": "system", "content": instructions}, *messages]

@@ -43,9 +43,19 @@ class Vocabulary:
         Those of a special token are its name. Unknown ids have no bytes.
         """
         known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = self._read_bytes(token)
-        return known
+        if known is not None:
+            return known
+        data = b""
+        if token in self._literal:
+            data = self._literal[token].encode()
+        elif self._backend is not None and self._decode is not None:
+            # A model may have logits for more ids than its tokenizer has tokens.
+            name = self._backend.id_to_token(token)
+            data = self._decode(name) if name is not None else b""
+        elif 0 <= token < len(self._tokenizer):
+            data = self._tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
+        self._bytes[token] = data
+        return data
 
     def is_special(self, token: int) -> bool:
         """Whether the token is left out of the text of an answer."""
@@ -54,18 +64,6 @@ class Vocabulary:
     def text_of(self, token: int) -> str:
         """Return the bytes of a token as text, or as ``bytes:\\xe2\\x82`` if they are not whole characters."""
         return token_text(self.bytes_of(token))
-
-    def _read_bytes(self, token: int) -> bytes:
-        if token in self._literal:
-            return self._literal[token].encode()
-        if self._backend is not None and self._decode is not None:
-            # A model may have logits for more ids than its tokenizer has tokens.
-            name = self._backend.id_to_token(token)
-            return self._decode(name) if name is not None else b""
-        if not 0 <= token < len(self._tokenizer):
-            return b""
-        text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return text.encode()
 
 
 def build_decoder(backend: Any) -> Decoder | None:
@@ -122,11 +120,7 @@ def decode_byte_level(name: str) -> bytes:
     return bytes(known) if len(known) == len(data) else name.encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's characters for the 256 bytes: printable ones are themselves, the others begin at U+0100."""
-    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    moved = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(0x100 + at): byte for at, byte in enumerate(moved)}
-
-
-BYTES = _byte_alphabet()
+_PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + at): byte for at, byte in enumerate(_OTHERS)}
+"""GPT-2's characters for the 256 bytes: printable ones are themselves, the others begin at U+0100."""

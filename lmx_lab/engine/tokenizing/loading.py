@@ -6,16 +6,26 @@ import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tokenizers.models import BPE
 
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.sandbox_process import SandboxDiedError, SandboxProcess, SandboxStartError, SandboxTimeoutError
-from lmx_lab.engine.tokenizing.bounds import find_unbounded_step, flatten
-from lmx_lab.engine.tokenizing.encoder import START_S, WORKER, TextEncoder, TextWork, sandbox_environ
+from lmx_lab.engine.tokenizing.encoder import (
+    START_S,
+    WORKER,
+    TextEncoder,
+    TextWork,
+    find_unbounded_step,
+    flatten,
+    sandbox_environ,
+)
 from lmx_lab.engine.tokenizing.worker import pack, unpack
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.files import read_json
 
+Tokenizer = TypeVar("Tokenizer")
 LOAD_S = 30.0
 """Time limit for loading the tokenizer of a model folder in the sandbox process, including imports."""
 READ_S = 10.0
@@ -52,25 +62,20 @@ def check_tokenizer_files(folder: Path, cancellation: Cancellation) -> None:
         decoder = find_unbounded_step(flatten(content.get("decoder")))
         steps = (step for name in ("normalizer", "pre_tokenizer") for step in flatten(content.get(name)))
         unbounded = find_unbounded_step(steps)
-        added = len(content.get("added_tokens") or ()) + _added_in_config(folder)
+        added = len(content.get("added_tokens") or ())
+        # The other files of a tokenizer also add tokens, one by one.
+        for name in ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
+            with contextlib.suppress(UnusableModelError):
+                other = read_json(folder / name)
+                parts = [other.get(key) for key in ("added_tokens_decoder", "additional_special_tokens")]
+                added += sum(len(part) for part in parts if isinstance(part, dict | list))
+                added += len(other) if name == "added_tokens.json" else 0
     except (TypeError, AttributeError, ValueError, RecursionError):
         decoder, unbounded, added = None, "it has a part that is not in the usual form", 0
     if decoder is not None:
         raise UnusableModelError(f"its tokenizer cannot be used: the decoder may take any time, because {decoder}")
     if unbounded is not None or is_large or added > USUAL_ADDED_TOKENS:
         _load_in_sandbox(folder, cancellation)
-
-
-def _added_in_config(folder: Path) -> int:
-    """Return the number of tokens that the other files of a tokenizer add. They are added one by one."""
-    added = 0
-    for name in ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
-        with contextlib.suppress(UnusableModelError):
-            content = read_json(folder / name)
-            parts = [content.get(key) for key in ("added_tokens_decoder", "additional_special_tokens")]
-            added += sum(len(part) for part in parts if isinstance(part, dict | list))
-            added += len(content) if name == "added_tokens.json" else 0
-    return added
 
 
 def _load_in_sandbox(folder: Path, cancellation: Cancellation) -> None:
@@ -144,3 +149,16 @@ class SandboxedTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
         return self._encoder.encode([text], TextWork(), special=add_special_tokens)[0].ids
+
+
+def without_word_cache(tokenizer: Tokenizer) -> Tokenizer:
+    """Disable the word cache of a tokenizer of transformers, and return the same tokenizer.
+
+    tokenizers 0.23 caches up to 10,000 words of each BPE model in every thread that has encoded with it, including
+    threads of its own. The cache is released when the thread ends, and not with the model: up to 3 MB for each load
+    and thread.
+    """
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if isinstance(model, BPE):
+        model._resize_cache(0)
+    return tokenizer

@@ -29,18 +29,15 @@ MAX_ERROR_CHARACTERS = 1000
 
 def handle(request: bytes) -> bytes:
     """Answer one request; see the module's docstring."""
-    return json.dumps(_render(request)).encode()
-
-
-def _render(request: bytes) -> dict[str, str]:
     try:
-        return {"text": render(**json.loads(request))}
+        answer = {"text": render(**json.loads(request))}
     except MemoryError:
-        return {"limit": f"needs more than the limit of {MEMORY_BYTES >> 20} MB of memory"}
+        answer = {"limit": f"needs more than the limit of {MEMORY_BYTES >> 20} MB of memory"}
     except _OutputTooLongError:
-        return {"limit": f"writes more than the limit of {MAX_CHARACTERS} characters"}
+        answer = {"limit": f"writes more than the limit of {MAX_CHARACTERS} characters"}
     except Exception as exc:
-        return {"error": str(exc)[:MAX_ERROR_CHARACTERS] or type(exc).__name__}
+        answer = {"error": str(exc)[:MAX_ERROR_CHARACTERS] or type(exc).__name__}
+    return json.dumps(answer).encode()
 
 
 class _OutputTooLongError(Exception):
@@ -60,22 +57,6 @@ def render(template: str, variables: dict[str, Any]) -> str:
         if size > MAX_CHARACTERS:
             raise _OutputTooLongError
     return "".join(parts)
-
-
-@functools.lru_cache(maxsize=8)
-def _compile(template: str) -> jinja2.Template:
-    return _environment().from_string(template)
-
-
-@functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Build the environment that chat templates are written for; transformers documents its filters and functions."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
-    return environment
 
 
 class _Generation(Extension):
@@ -131,5 +112,15 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
 
 
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+_environment = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+)
+"""The environment that chat templates are written for; transformers documents its filters and functions."""
+_environment.filters["tojson"] = _tojson
+_environment.globals |= {
+    "raise_exception": _raise,
+    "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+    "dict": _Dict(),
+    "namespace": _Namespace,
+}
+_compile = functools.lru_cache(maxsize=8)(_environment.from_string)

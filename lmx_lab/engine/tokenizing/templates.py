@@ -103,11 +103,12 @@ class TemplateSandbox:
 
     def start(self) -> None:
         """Start the process for the first template, and return before it is ready."""
-        threading.Thread(target=self._start, name="lmx-lab-template", daemon=True).start()
 
-    def _start(self) -> None:
-        with self._usual.lock, contextlib.suppress(SandboxStartError, SandboxDiedError):
-            self._usual.process.start()
+        def start() -> None:
+            with self._usual.lock, contextlib.suppress(SandboxStartError, SandboxDiedError):
+                self._usual.process.start()
+
+        threading.Thread(target=start, name="lmx-lab-template", daemon=True).start()
 
     def render(
         self,
@@ -193,11 +194,9 @@ class _Lane:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.process = SandboxProcess(WORKER, _environ, start_s=START_S)
-
-
-def _environ() -> dict[str, str]:
-    return {name: os.environ[name] for name in INHERITED if name in os.environ}
+        self.process = SandboxProcess(
+            WORKER, lambda: {name: os.environ[name] for name in INHERITED if name in os.environ}, start_s=START_S
+        )
 
 
 @functools.cache
@@ -237,6 +236,10 @@ def render_chat(
         return str(text)
     if not messages:
         raise TemplateRefusalError("there are no messages")
+    try:
+        template = str(tokenizer.get_chat_template(tools=tools))
+    except ValueError as exc:
+        raise TemplateRefusalError(str(exc)) from exc
     variables = {
         **tokenizer.special_tokens_map,
         **options,
@@ -245,7 +248,7 @@ def render_chat(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    return default_sandbox().render(_template(tokenizer, tools), variables)
+    return default_sandbox().render(template, variables)
 
 
 def _is_written_in_python(tokenizer: Any) -> bool:
@@ -255,13 +258,6 @@ def _is_written_in_python(tokenizer: Any) -> bool:
 
     own: Any = type(tokenizer._tokenizer).apply_chat_template
     return tokenizer._chat_template is not None or own is not PreTrainedTokenizerBase.apply_chat_template
-
-
-def _template(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> str:
-    try:
-        return str(tokenizer.get_chat_template(tools=tools))
-    except ValueError as exc:
-        raise TemplateRefusalError(str(exc)) from exc
 
 
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:

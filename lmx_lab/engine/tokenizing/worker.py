@@ -53,7 +53,9 @@ def handle(request: bytes) -> bytes:
 
 def _answer(header: dict[str, Any], data: memoryview) -> bytes:
     if "build" in header:
-        _lower_priority()
+        # Not when this file is imported, because the parent also imports it.
+        with contextlib.suppress(OSError):
+            os.nice(max(0, NICENESS - os.nice(0)))
         from tokenizers import Tokenizer  # not needed by the parent, which imports ``pack`` and ``unpack``
 
         tokenizer = Tokenizer.from_buffer(bytes(data))
@@ -67,24 +69,12 @@ def _answer(header: dict[str, Any], data: memoryview) -> bytes:
         started = time.process_time()
         tokenizer_utils.load(Path(header["load"]))
         return pack({"load_s": time.process_time() - started})
-    return _encode(_tokenizers[0], _split(data, header["sizes"]), header)
-
-
-def _lower_priority() -> None:
-    # Not when this file is imported, because the parent also imports it.
-    with contextlib.suppress(OSError):
-        os.nice(max(0, NICENESS - os.nice(0)))
-
-
-def _split(data: memoryview, sizes: list[int]) -> list[str]:
-    texts, start = [], 0
-    for size in sizes:
+    tokenizer = _tokenizers[0]
+    texts: list[Any] = []
+    start = 0
+    for size in header["sizes"]:
         texts.append(str(data[start : start + size], "utf-8"))
         start += size
-    return texts
-
-
-def _encode(tokenizer: Any, texts: list[Any], header: dict[str, Any]) -> bytes:
     if header["pairs"]:
         texts = list(zip(texts[::2], texts[1::2], strict=True))
     if header["truncation"] is not None:
@@ -95,14 +85,14 @@ def _encode(tokenizer: Any, texts: list[Any], header: dict[str, Any]) -> bytes:
         encodings = encode(texts, add_special_tokens=header["special"])
     finally:
         tokenizer.no_truncation()
-    keep, data = header["keep"], array("I")
+    keep, numbers = header["keep"], array("I")
     lengths, seconds = [], []
     for encoding in encodings:
         ids = encoding.ids
         lengths.append(len(ids))
-        data.extend(ids if keep is None else ids[:keep])
+        numbers.extend(ids if keep is None else ids[:keep])
         kinds = encoding.type_ids if header["pairs"] else []
         seconds.append(kinds.index(1) if 1 in kinds else None)
         if header["starts"]:
-            data.extend(start for start, _ in encoding.offsets[:keep])
-    return pack({"lengths": lengths, "seconds": seconds}, data.tobytes())
+            numbers.extend(start for start, _ in encoding.offsets[:keep])
+    return pack({"lengths": lengths, "seconds": seconds}, numbers.tobytes())

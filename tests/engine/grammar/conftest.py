@@ -2,8 +2,7 @@
 
 import pytest
 
-from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarSandbox, read_token_table
 from tests.engine.grammar.grammars import WIDTH
 
 

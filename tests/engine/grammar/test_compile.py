@@ -1,11 +1,17 @@
-"""Grammars are compiled once; one that cannot be compiled is refused with the reason."""
+"""Grammars are compiled once; one that cannot be compiled is refused with the reason. Grammars that crash the compiler
+or run forever do so in the sandbox and are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
 
 import pytest
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
-from lmx_lab.engine.grammar.compile import CACHE_SIZE
-from lmx_lab.errors import InvalidRequestError
-from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, grammar_for, schema
+from lmx_lab.engine.grammar.compile import CACHE_SIZE, GrammarCompiler, GrammarSandbox
+from lmx_lab.errors import InvalidRequestError, QueueFullError
+from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, Reading, grammar_for, schema
 
 pytestmark = pytest.mark.slow
 
@@ -80,3 +86,58 @@ def test_known_grammars_do_not_wait_for_the_compiler(compiler):
     assert compiler.known_matchers(grammar, 2) is None
     compiler.matchers(grammar, 1)
     assert len(compiler.known_matchers(grammar, 2) or ()) == 2
+
+
+# The sandbox
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("lark", 'start: s\ns: s s | s s s | /[a-z]+/ | " "', "Too many items|longer than 2 s|ms to check"),
+        ("regex", "a?" * 30_000, "longer than 2 s"),
+    ],
+    ids=["ambiguous", "optional"],
+)
+def test_a_grammar_that_takes_too_long_is_refused(compiler, kind, text, reason):
+    with pytest.raises(InvalidRequestError, match=reason):
+        compiler.matchers(grammar_for(AnswerFormat(kind=kind, text=text)), 1)
+    assert compiler.matchers(grammar_for(schema(PERSON)), 1)
+
+
+@pytest.mark.parametrize("links", [2000, 7000])
+def test_long_chains_of_references_do_not_crash(compiler, tokenizer, links):
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(links)}
+    chained = grammar_for(schema({"$defs": {**chain, f"d{links}": {"const": "x"}}, "$ref": "#/$defs/d0"}))
+    with contextlib.suppress(InvalidRequestError):
+        assert Reading(compiler, tokenizer, '"x"', chained).constraint.complete
+    assert compiler.matchers(grammar_for(schema(PERSON)), 1)
+
+
+def test_only_the_grammar_that_crashes_the_sandbox_is_refused(compiler, sandbox):
+    assert compiler.matchers(grammar_for(schema({"const": "before"})), 1)
+    # The stack is large enough for every known grammar within the limits of a request, so the process is killed here.
+    process = sandbox._process._process
+    process.kill()
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        compiler.matchers(grammar_for(schema({"const": "now"})), 1)
+    assert compiler.matchers(grammar_for(schema({"const": "now"})), 1)
+
+
+def test_a_slow_grammar_is_refused_while_others_wait(compiler):
+    hurried = GrammarSandbox(has_waiting=lambda: True)
+    with pytest.raises(QueueFullError, match="other requests wait") as busy:
+        GrammarCompiler(compiler._table, hurried).matchers(
+            grammar_for(AnswerFormat(kind="regex", text="a?" * 30_000)), 1
+        )
+    assert busy.value.retry_after_s == 1
+    hurried.close()
+
+
+def test_closing_the_sandbox_ends_its_process(compiler):
+    sandbox = GrammarSandbox()
+    GrammarCompiler(compiler._table, sandbox).matchers(grammar_for(schema({"const": "x"})), 1)
+    process = sandbox._process._process
+    assert process.poll() is None
+    sandbox.close()
+    assert process.poll() is not None

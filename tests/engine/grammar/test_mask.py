@@ -16,12 +16,11 @@ from lmx_lab.engine.mlx.sampling import ConstrainedSampler
 from lmx_lab.errors import InvalidRequestError
 from tests.engine.grammar.grammars import PERSON, WIDTH, grammar_for, schema
 
-AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
-
 
 def test_a_grammar_that_becomes_too_complex_fails_with_a_reason(tokenizer):
     words = read_token_table(tokenizer, width=WIDTH, markers=set())
-    matcher = compile_grammar(build_tokenizer(words), grammar_for(AnswerFormat(kind="lark", text=AMBIGUOUS)))
+    ambiguous = AnswerFormat(kind="lark", text='start: s\ns: s s | s s s | /[a-z]+/ | " "')
+    matcher = compile_grammar(build_tokenizer(words), grammar_for(ambiguous))
     constraint = Constraint(matcher, None)
     drawn = np.random.default_rng(0)
     for _ in range(300):
@@ -40,7 +39,6 @@ def test_a_constant_may_be_long_or_spell_a_special_token(compiler, text):
     constraint, said = Constraint(matcher, None), b""
     while not constraint.complete and constraint.failure is None:
         mask = constraint.mask(WIDTH)
-        assert mask is not None
         token = int(np.flatnonzero(mask)[-1])
         said += compiler._table.tokens[token]
         constraint.advance(token)
@@ -68,7 +66,6 @@ def test_ids_without_a_token_are_never_allowed(tokenizer, sandbox):
     wide = GrammarCompiler(read_token_table(tokenizer, width=WIDTH + 100, markers=set()), sandbox)
     (matcher,) = wide.matchers(grammar_for(AnswerFormat(kind="regex", text="(?s:.*)")), 1)
     mask = Constraint(matcher, None).mask(WIDTH + 100)
-    assert mask is not None
     assert mask[:WIDTH].sum() > WIDTH // 2
     assert not mask[WIDTH:].any()
     # Special tokens have no text. The one that ends the answer is allowed.
@@ -99,23 +96,14 @@ def test_the_sampler_draws_the_most_likely_allowed_token(compiler, tokenizer, no
 # Budgets for reasoning tokens
 
 START, END = 3, 4
-NAMES = {
-    START: b"<think>",
-    END: b"</think>",
-    10: b"hm ",
-    11: "é".encode()[:1],
-    12: "é".encode()[1:],
-    13: b"</thi",
-    14: b"nk>",
-}
+NAMES = {START: b"<think>", END: b"</think>", 10: b"hm ", 11: b"\xc3", 12: b"\xa9", 13: b"</thi", 14: b"nk>"}
 
 
-def budget(tokens, *, open, end=(END,)):
-    return ThinkingBudget(tokens, markers=("<think>", "</think>"), end=end, open=open, bytes_of=lambda id_: NAMES[id_])
-
-
-def forced(budget, *tokens):
+def forced(allowed, *tokens, open, end=(END,)):
     """Return the forced token before each token, and after the last one."""
+    budget = ThinkingBudget(
+        allowed, markers=("<think>", "</think>"), end=end, open=open, bytes_of=lambda id_: NAMES[id_]
+    )
     seen = [budget.forced]
     for token in tokens:
         budget.advance(token)
@@ -123,31 +111,26 @@ def forced(budget, *tokens):
     return seen
 
 
-def test_reasoning_is_ended_when_the_budget_is_used_up():
-    assert forced(budget(2, open=True), 10, 10, END, 10, 10) == [None, None, END, None, None, None]
-
-
-def test_a_budget_of_zero_ends_reasoning_immediately():
-    assert forced(budget(0, open=True), END, 10) == [END, None, None]
-    assert forced(budget(0, open=False), START, END, 10) == [None, END, None, None]
-
-
-def test_an_answer_without_reasoning_is_not_limited():
-    assert forced(budget(1, open=False), 10, 10, 10) == [None] * 4
-
-
-def test_a_start_marker_within_an_answer_does_not_begin_reasoning():
-    assert forced(budget(0, open=False), 10, START, 10) == [None] * 4
-
-
-def test_reasoning_that_has_ended_is_not_ended_again():
-    assert forced(budget(2, open=True), 10, END, 10, 10, 10) == [None] * 6
-    assert forced(budget(3, open=True), 10, 13, 14, 10, 10, 10) == [None] * 7
+@pytest.mark.parametrize(
+    ("allowed", "is_open", "tokens", "expected"),
+    [
+        # Reasoning is ended when the budget is used up, immediately if it is 0.
+        (2, True, (10, 10, END, 10, 10), [None, None, END, None, None, None]),
+        (0, True, (END, 10), [END, None, None]),
+        (0, False, (START, END, 10), [None, END, None, None]),
+        # An answer without reasoning is not limited, and a start marker within an answer does not begin reasoning.
+        (1, False, (10, 10, 10), [None] * 4),
+        (0, False, (10, START, 10), [None] * 4),
+        # Reasoning that has ended is not ended again.
+        (2, True, (10, END, 10, 10, 10), [None] * 6),
+        (3, True, (10, 13, 14, 10, 10, 10), [None] * 7),
+        # The budget waits for the end of a character.
+        (1, True, (11, 12, END), [None, None, END, None]),
+    ],
+)
+def test_reasoning_is_ended_within_its_budget(allowed, is_open, tokens, expected):
+    assert forced(allowed, *tokens, open=is_open) == expected
 
 
 def test_all_tokens_of_an_end_marker_are_forced():
-    assert forced(budget(1, open=True, end=(13, 14)), 10, 13, 14, 10) == [None, 13, 14, None, None]
-
-
-def test_a_budget_waits_for_the_end_of_a_character():
-    assert forced(budget(1, open=True), 11, 12, END) == [None, None, END, None]
+    assert forced(1, 10, 13, 14, 10, open=True, end=(13, 14)) == [None, 13, 14, None, None]

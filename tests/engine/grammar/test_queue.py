@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from lmx_lab.engine.grammar import queue
-from lmx_lab.engine.grammar.queue import GrammarQueue
+from lmx_lab.engine.grammar import compile as module
+from lmx_lab.engine.grammar.compile import GrammarQueue
 from lmx_lab.errors import QueueFullError
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +22,7 @@ def grammars():
 
 
 async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_checked(grammars, monkeypatch):
-    monkeypatch.setattr(queue, "WAIT_S", 0.01)
+    monkeypatch.setattr(module, "WAIT_S", 0.01)
     started, released = threading.Event(), threading.Event()
 
     def slow() -> str:
@@ -38,13 +38,13 @@ async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_check
     released.set()
     # The time limit is one for waiting; work that has started ends by itself.
     assert await first == "slow"
-    monkeypatch.setattr(queue, "WAIT_S", 60.0)
+    monkeypatch.setattr(module, "WAIT_S", 60.0)
     assert await grammars.run(lambda: "later") == "later"
     assert grammars._unfinished == 0
 
 
 async def test_grammars_behind_a_slow_one_that_was_refused_are_refused_earlier(grammars, monkeypatch):
-    monkeypatch.setattr(queue, "WAIT_BEHIND_SLOW_S", 0.01)
+    monkeypatch.setattr(module, "WAIT_BEHIND_SLOW_S", 0.01)
     started, ended = threading.Event(), threading.Event()
 
     def refused() -> None:

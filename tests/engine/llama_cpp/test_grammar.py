@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
-from lmx_lab.engine.grammar.queue import GrammarQueue
+from lmx_lab.engine.grammar.compile import GrammarQueue
 from lmx_lab.engine.llama_cpp import grammar as grammar_module
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, check_whole, read_token_table, to_lark

@@ -86,7 +86,7 @@ def create_loop(*, threads=1, **changes):
 
 
 def permit():
-    (permit_,) = AdmissionControl("watched", limit=1).admit(1, retry_after_s=1.0)
+    (permit_,) = AdmissionControl("watched", limit=1).admit(1)
     return permit_
 
 

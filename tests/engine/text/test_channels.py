@@ -29,24 +29,8 @@ TRANSITIONS = {
     TOOL: [("</t>", CONTENT)],
     "header": [("<|m|>", CONTENT)],
 }
-PIECES = [
-    "<r>",
-    "</r>",
-    "<t>",
-    "</t>",
-    "<t>a</t>",
-    "<|h|>",
-    "<|m|>",
-    "<|s|>",
-    "a",
-    "b",
-    "é",
-    " ",
-    "\n",
-    " \n",
-    "<",
-    "!",
-]
+MARKERS = ["<r>", "</r>", "<t>", "</t>", "<t>a</t>", "<|h|>", "<|m|>", "<|s|>"]
+PIECES = [*MARKERS, "a", "b", "é", " ", "\n", " \n", "<", "!"]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 STOPS = st.lists(st.sampled_from(["ab", "b b", "a<t>", "!</t>b", "\n", "<<", "b"]), max_size=2)
 INITIAL = st.sampled_from([CONTENT, REASONING, TOOL, "header"])
@@ -96,12 +80,12 @@ def streamed(channel_format, pieces, stops=()):
 
 # The simple implementation
 
-Item = tuple[str, str, int, str]
-"""A section: its kind, its text, the index of its text, and the state after it (``""`` for the last one)."""
-
 
 def find_items(raw, state):
-    """Return the sections of the raw text. An invalid call is content, and is joined with adjacent content."""
+    """Return the sections of the raw text. An invalid call is content, and is joined with adjacent content.
+
+    A section is its kind, its text, the index of its text, and the state after it (``""`` for the last one).
+    """
     found = []
     at, begin = 0, 0
     while True:

@@ -11,8 +11,7 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextPrompt, Tool, ToolUse
-from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarSandbox, read_token_table
 from lmx_lab.engine.mlx.model import AnswerText
 from lmx_lab.engine.text.channels import CONTENT, REASONING
 from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, ChatFormat, detect_chat_format
@@ -130,11 +129,8 @@ def families(tmp_path_factory, smollm2):
 def test_the_chat_format_is_detected_from_the_tokenizer(families, family, expected):
     chat_format = families[family].chat_format
     reasoning_markers, supports_tools, start, has_headers, supports_system = expected
-    assert (chat_format.reasoning_markers, chat_format.supports_tools, chat_format.has_headers) == (
-        reasoning_markers,
-        supports_tools,
-        has_headers,
-    )
+    assert chat_format.reasoning_markers == reasoning_markers
+    assert (chat_format.supports_tools, chat_format.has_headers) == (supports_tools, has_headers)
     assert (chat_format.own_calls and chat_format.own_calls.start) == start
     assert chat_format.supports_system is supports_system
     assert families[family].tokens(reasoning_markers[1] if reasoning_markers else "") == list(chat_format.reasoning_end)
@@ -230,19 +226,10 @@ def test_an_answer_that_the_template_rendered_is_parsed_to_the_same_parts(famili
     [
         ("<|channel|>final<|message|>Hi.", ("Hi.", "", [])),
         ("<|channel|>final <|constrain|>json<|message|>{}", ("{}", "", [])),
-        (
-            "<|channel|>analysis<|message|>to=functions.add?<|end|><|start|>assistant",
-            ("", "to=functions.add?", []),
-        ),
+        ("<|channel|>analysis<|message|>to=functions.add?<|end|><|start|>assistant", ("", "to=functions.add?", [])),
         (' to=functions.add<|channel|>commentary json<|message|>{"a": 1}', ("", "", [ADD])),
-        (
-            "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>analysis<|message|>B",
-            ("", "AB", []),
-        ),
-        (
-            "<|channel|>commentary to=functions.add<|message|>{",
-            ("to=functions.add<|message|>{", "", []),
-        ),
+        ("<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>analysis<|message|>B", ("", "AB", [])),
+        ("<|channel|>commentary to=functions.add<|message|>{", ("to=functions.add<|message|>{", "", [])),
     ],
 )
 def test_harmony_answers_are_divided_by_their_headers(families, raw, parts, whole):
@@ -307,7 +294,6 @@ TOOL_USES = {
     "named": replace(TOOLS, forced=True, only="weather"),
 }
 THOUGHT = {"open": ("Hm.</think>\n\n",), "possible": ("", "<think>Hm.</think>\n\n"), "closed": ("",)}
-ALL_CASES = list(product(("hermes", "coder", "none"), TOOL_USES, (False, True), ("open", "possible", "closed")))
 
 
 def allowed(use, formatted):
@@ -341,9 +327,13 @@ def accepts(families):
     sandbox.close()
 
 
-@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: "-".join(map(str, case)))
-def test_calls_are_enforced_by_a_grammar_or_parsed_in_the_models_own_format(families, accepts, case):
-    family, use, formatted, thinking = case
+@pytest.mark.parametrize("thinking", THOUGHT)
+@pytest.mark.parametrize("formatted", [False, True])
+@pytest.mark.parametrize("use", TOOL_USES)
+@pytest.mark.parametrize("family", ["hermes", "coder", "none"])
+def test_calls_are_enforced_by_a_grammar_or_parsed_in_the_models_own_format(
+    families, accepts, *, family, use, formatted, thinking
+):
     named = "mistral" if family == "none" else family
     chat_format = (
         families[named].chat_format if family != "none" else replace(families[named].chat_format, own_calls=None)
@@ -390,7 +380,6 @@ def test_text_prompts_have_no_channels(families):
 
 def test_a_call_is_enforced_after_its_special_token(families, accepts):
     grammar = families["hermes"].chat_format.grammar(asked(TOOLS), "closed")
-    assert grammar is not None
     assert accepts("hermes", grammar, f"Look: {CALL}\nAnd {OTHER} so")
     assert not accepts("hermes", grammar, "Look: <tool_call>weather</tool_call>")
 

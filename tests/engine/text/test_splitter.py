@@ -91,15 +91,10 @@ def test_streamed_single_bytes_give_the_text(text):
 
 
 @pytest.mark.slow
-@given(BYTES)
-def test_invalid_bytes_are_streamed_as_they_are_decoded_at_once(data):
-    assert streamed(decode_bytes, data) == data.decode("utf-8", "replace")
-
-
-@pytest.mark.slow
 @given(BYTES, SIZES)
-def test_tokens_of_several_or_no_bytes_are_streamed_as_they_are_decoded_at_once(data, sizes):
+def test_invalid_bytes_are_streamed_as_they_are_decoded_at_once_in_tokens_of_any_size(data, sizes):
     tokenizer = chunks(data, sizes)
+    assert streamed(decode_bytes, data) == data.decode("utf-8", "replace")
     assert streamed(tokenizer.decode, range(len(tokenizer.chunks))) == data.decode("utf-8", "replace")
 
 

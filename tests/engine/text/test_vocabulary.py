@@ -95,12 +95,13 @@ def test_an_id_outside_the_vocabulary_has_no_bytes(smollm2_tokenizer, sentencepi
         assert (vocabulary.bytes_of(token), vocabulary.text_of(token)) == (b"", "")
 
 
-def test_tokens_of_other_decoders_are_decoded_one_by_one():
+def test_tokens_of_other_decoders_and_without_a_backend_are_decoded_one_by_one():
     backend = Tokenizer(models.WordLevel({"hello": 0, "##lo": 1}, unk_token="hello"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
     vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert vocabulary.bytes_of(0) == b"hello"
     assert vocabulary.bytes_of(7) == b""
+    assert [Vocabulary(Slow()).bytes_of(token) for token in (0, 1)] == ["€".encode(), b"b"]
 
 
 class Slow:
@@ -111,7 +112,3 @@ class Slow:
 
     def decode(self, tokens: list[int], clean_up_tokenization_spaces: bool = True) -> str:
         return ["€", "b"][tokens[0]]
-
-
-def test_tokens_of_a_tokenizer_without_a_backend_are_decoded_one_by_one():
-    assert [Vocabulary(Slow()).bytes_of(token) for token in (0, 1)] == ["€".encode(), b"b"]

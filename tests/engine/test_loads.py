@@ -1,25 +1,96 @@
-"""An unload says what it waits for, further callers join it, and can let the answers finish or stop them."""
+"""A load can be cancelled at any point, and all its callers get one result. An unload says what it waits for, further
+callers join it, and can let the answers finish or stop them.
+"""
+
+from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
+from lmx_lab.engine.loads import LOAD_BASE_S, LoadOperation, UnloadOperation, load_limit_s
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
-from lmx_lab.values.models import LoadSpec, Unloading
-from tests.engine.slow_engine import SETTINGS, answer, request, running
+from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
+from tests.engine.slow_engine import SETTINGS, answer, request, running, start_answer
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
+
+
+REPORT = LoadReport(model="tiny", load_s=1.0, memory_bytes=1)
+CANCELLED = NotLoadedError("the load was cancelled")
+
+
+def operation():
+    loop = asyncio.get_running_loop()
+    unload = UnloadOperation(done=loop.create_future(), requested=False)
+    return LoadOperation(spec=LoadSpec(model="tiny"), entry=None, done=loop.create_future(), unload=unload)
+
+
+async def test_a_part_of_a_load_returns_its_result():
+    assert await operation().run(asyncio.sleep(0, "found")) == "found"
+
+
+async def test_cancelling_ends_the_current_part_and_waits_for_its_end():
+    load, ended = operation(), asyncio.Event()
+
+    async def part() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.set()
+
+    running = asyncio.create_task(load.run(part()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    load.cancel(CANCELLED)
+    with pytest.raises(NotLoadedError, match="the load was cancelled"):
+        await running
+    assert ended.is_set()
+
+
+async def test_a_cancelled_load_starts_no_further_part():
+    load = operation()
+    load.cancel(CANCELLED)
+    load.cancel(NotLoadedError("later"))
+    with pytest.raises(NotLoadedError, match="the load was cancelled"):
+        load.check()
+    with pytest.raises(NotLoadedError, match="the load was cancelled"):
+        await load.run(asyncio.sleep(60))
+
+
+async def test_work_after_a_cancelled_load_can_be_cancelled_too():
+    load = operation()
+    load.cancel(CANCELLED)
+    assert await load.restore(asyncio.sleep(0, "restored")) == "restored"
+    restoring = asyncio.create_task(load.restore(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    load.cancel(NotLoadedError("later"), restores_previous=False)
+    with pytest.raises(NotLoadedError, match="the load was cancelled"):
+        await restoring
+    assert not load.restores_previous
+
+
+def test_the_time_limit_of_a_load_is_proportional_to_its_size():
+    assert load_limit_s(0, None) == LOAD_BASE_S
+    assert load_limit_s(100 * 10**9, None) == LOAD_BASE_S + 5000
+    assert load_limit_s(100 * 10**9, 7.0) == 7.0
+
+
+async def test_only_the_first_result_counts():
+    load = operation()
+    load.finish(REPORT)
+    load.finish(CANCELLED)
+    assert await load.done is REPORT
+
+
+# Unloads
+
+
 PATIENT = replace(SETTINGS, drain_s=600)
-LONG = 8000
-
-
-async def start_answer(lab, model=None):
-    """Return a stream that would take longer than any of the tests."""
-    stream = await lab.manager.submit(request(model, tokens=LONG))
-    await anext(stream)
-    return stream
 
 
 async def start_unload(lab, work):
@@ -53,10 +124,10 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it():
         await lab.manager.load(LoadSpec(model="one"))
         first, second = await start_answer(lab), await start_answer(lab)
         unload = await start_unload(lab, lab.manager.unload())
-        state = lab.manager.snapshot.unloading
-        assert state is not None
+        change, state = lab.manager.snapshot.change, lab.manager.snapshot.unloading
+        assert (change.kind, change.model, change.stage, change.requests_left) == ("unload", "one", "draining", 2)
+        assert 590 < change.drain_until - change.since < 610
         assert (state.answers_left, state.replaced_by) == (2, None)
-        assert state.seconds_left is not None
         assert 590 < state.seconds_left <= 600
         # Meanwhile, the model accepts nothing, and another load is refused with the state and the remedy.
         with pytest.raises(NotLoadedError, match="one is being unloaded"):
@@ -80,6 +151,7 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it():
         assert [await task for task in (*joined, stopping)] == [freed] * 3
         assert reported(lab)[0] == ("one", 2, True)
         assert lab.stages[-1] == ("one", "unloaded")
+        assert lab.manager.snapshot.change is None
         assert await lab.manager.unload(wait=False) == 0, "without a model"
 
 
@@ -136,7 +208,6 @@ async def test_the_model_that_a_load_replaces_is_unloading_and_can_be_stopped_by
         stream = await start_answer(lab)
         load = await start_unload(lab, lab.manager.load(LoadSpec(model="two")))
         state = lab.manager.snapshot.unloading
-        assert state is not None
         assert (state.answers_left, state.replaced_by) == (1, "two")
         stopping = asyncio.create_task(lab.manager.unload("one", wait=False))
         assert "the model was replaced by two before this request ended" in (await end_of(stream)).message
@@ -182,7 +253,6 @@ async def test_in_swap_mode_the_replaced_model_is_unloading_and_can_be_stopped()
         stream = await start_answer(lab)
         swap = await start_unload(lab, answer(lab, "two"))
         state = lab.manager.snapshot.unloading
-        assert state is not None
         assert (state.answers_left, state.replaced_by) == (1, "two")
         await lab.manager.unload("one", wait=False)
         assert "the model was replaced by two" in (await end_of(stream)).message

@@ -1,15 +1,21 @@
-"""Track a load of a model from its request to its end. Used on the control loop of ``ModelManager``."""
+"""Track the loads and unloads of models from their request to their end. Used on the control loop of ``ModelManager``.
+
+One load or unload of the main model is in progress at a time. Before a model is unloaded, its requests may end.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from lmx_lab.engine.registry import engine_for
-from lmx_lab.engine.unload_operation import UnloadOperation
-from lmx_lab.errors import LabError, NotLoadedError
+from lmx_lab.engine.residents import Resident
+from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError
+from lmx_lab.values.engine import EngineSnapshot, ModelChange
 from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec, ModelEntry, with_reason
 
 T = TypeVar("T")
@@ -19,6 +25,180 @@ LOAD_BASE_S = 60.0
 """Time limit for a small model, sufficient for a busy machine."""
 SLOW_DISK_BYTES_PER_S = 20e6
 """Disk speed for which the time limit is sufficient to read the weights."""
+
+
+class CurrentChange:
+    """The load or unload of the main model that is in progress.
+
+    Args:
+        on_change: Called when ``value`` has changed.
+        on_end: Called after a load or unload has ended.
+    """
+
+    def __init__(self, *, on_change: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self.value: ModelChange | None = None
+        """None if no load or unload is in progress."""
+        self._lock = asyncio.Lock()
+        self._on_change = on_change
+        self._on_end = on_end
+
+    def in_progress(self) -> bool:
+        """Return whether a load or unload is in progress."""
+        return self._lock.locked()
+
+    def check_free(self, now: EngineSnapshot) -> None:
+        """Check that no load or unload is in progress.
+
+        Raises:
+            ModelBusyError: one is in progress.
+        """
+        if not self._lock.locked():
+            return
+        change = self.value
+        doing = f"{change.model} is being loaded" if change and change.kind == "load" else "the model is being unloaded"
+        remedy = "try again when that is done"
+        if now.unloading is not None:
+            doing = f"{doing} ({now.model}: {now.unloading})"
+            remedy += (
+                f", or stop its answers now: lmx-lab unload {now.model} --now, lab.unload({now.model!r}, wait=False)"
+            )
+        raise ModelBusyError(f"{doing}; {remedy}", retry_after_s=2)
+
+    async def wait(self) -> None:
+        """Wait until the loads and unloads that are in progress have ended."""
+        async with self._lock:
+            pass
+
+    @asynccontextmanager
+    async def begin(self, kind: Literal["load", "unload"], model: str) -> AsyncIterator[None]:
+        """Wait until other loads and unloads have ended, and register this one as in progress within the block."""
+        await self._lock.acquire()
+        try:
+            self._set(ModelChange(kind=kind, model=model, stage="checking", since=time.perf_counter()))
+            yield
+        finally:
+            self.value = None
+            self._lock.release()
+            self._on_change()
+            self._on_end()
+
+    def enter_stage(
+        self, stage: Literal["draining", "unloading", "loading"], *, drain_until: float | None = None
+    ) -> None:
+        """Set the stage, and for ``draining`` its end; see ``ModelChange``."""
+        if self.value is not None:
+            self._set(replace(self.value, stage=stage, drain_until=drain_until))
+
+    def name_model(self, model: str) -> None:
+        """Set the model that is unloaded, which may have changed during the wait for others."""
+        if self.value is not None:
+            self._set(replace(self.value, model=model))
+
+    def _set(self, value: ModelChange) -> None:
+        self.value = value
+        self._on_change()
+
+
+class Drain:
+    """The time in which the requests of a model may end before the model is unloaded.
+
+    Args:
+        reason: Beginning of the error messages of requests that end with an error.
+        limit_s: Time that running requests have to end.
+        finish_queued: Whether queued requests are also answered, instead of ending immediately.
+        on_change: Called when a request has ended, and when the time limit has changed.
+    """
+
+    def __init__(
+        self,
+        resident: Resident,
+        reason: str,
+        *,
+        limit_s: float,
+        finish_queued: bool = False,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._resident = resident
+        self._reason = reason
+        self._finish_queued = finish_queued
+        self._on_change = on_change
+        self._changed = asyncio.Event()
+        self._why_ended = f"running requests had {limit_s:g} s to end"
+        self.until: float | None = time.perf_counter() + limit_s
+        """When the requests that are left end with an error (``time.perf_counter``); None without a time limit."""
+
+    def set_wait(self, wait: bool | None) -> None:
+        """Let the requests end without a time limit, or end them now. None changes nothing, but the state is reported
+        again, for the caller.
+        """
+        if wait is not None:
+            self.until = None if wait else time.perf_counter()
+            self._why_ended = "it was requested to stop running requests immediately"
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Accept no more requests, wait until the accepted ones have ended, and end the rest at the time limit."""
+        admission, engine = self._resident.admission, self._resident.engine
+        queued_error = NotLoadedError(f"{self._reason} before this request started; try again when a model is loaded")
+        admission.close(None if self._finish_queued else queued_error)
+        reported = 0
+        # Reported before queued requests end, because the engine may be in a long step.
+        if admission.active:
+            reported = admission.active
+            self._on_change()
+        if not self._finish_queued:
+            await engine.end_requests(admission, queued_error, queued_only=True)
+        while admission.active:
+            if self._changed.is_set() or admission.active != reported:
+                self._changed.clear()
+                reported = admission.active
+                self._on_change()
+            left_s = None if self.until is None else self.until - time.perf_counter()
+            if left_s is not None and left_s <= 0:
+                break
+            ended, changed = admission.until_at_most(admission.active - 1), self._changed.wait()
+            tasks: list[asyncio.Task[object]] = [asyncio.create_task(ended), asyncio.create_task(changed)]
+            try:
+                await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        if admission.active:
+            admission.close(queued_error)
+            message = f"{self._reason} before this request ended, because {self._why_ended}; try again when a model is"
+            await engine.end_requests(admission, NotLoadedError(f"{message} loaded"))
+
+
+@dataclass(eq=False, kw_only=True)
+class UnloadOperation:
+    """One unload of the main model. Any number of callers wait for ``done``."""
+
+    done: asyncio.Future[int | None]
+    """The bytes that the unload released; None if the model stays in memory, because the load that needed its room was
+    cancelled."""
+    requested: bool
+    """Whether a caller has requested the unload. Otherwise, it is part of a load, or the model was idle."""
+    wait: bool | None = None
+    """See ``ModelManager.unload``."""
+    entry: ModelEntry | None = None
+    """The model; None if no model is loaded, and for a load until the unload begins."""
+    drain: Drain | None = None
+
+    def set_wait(self, wait: bool | None) -> None:
+        """Change how long running requests may take; None changes nothing."""
+        self.wait = self.wait if wait is None else wait
+        if self.drain is not None:
+            self.drain.set_wait(wait)
+
+    def finish(self, outcome: int | BaseException | None) -> None:
+        """Pass the result or the error to the callers. Only the first call has an effect."""
+        if self.done.done():
+            return
+        if isinstance(outcome, BaseException):
+            self.done.set_exception(outcome)
+            self.done.exception()  # retrieved, because all callers may have left
+        else:
+            self.done.set_result(outcome)
 
 
 def load_limit_s(size_bytes: int, load_timeout_s: float | None) -> float:
