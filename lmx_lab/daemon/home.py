@@ -51,7 +51,14 @@ class DaemonHome:
             while not _try_lock(lock, self.folder):
                 state = _state_of_holder(lock, self.folder)
                 if state is not None or time.monotonic() > deadline:
-                    raise DaemonRunningError(_describe_running(self.folder, state))
+                    if state is None:
+                        message = f"another daemon holds {self.folder / LOCK} and is starting or stopping; try again"
+                    else:
+                        message = (
+                            f"a daemon is already running for {self.folder}, at {state.url} (process {state.pid}); use "
+                            "that one, or stop it first with Ctrl-C in its terminal or POST /v3/daemon/shutdown"
+                        )
+                    raise DaemonRunningError(message)
                 time.sleep(LOCK_POLL_S)
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -166,15 +173,6 @@ def _state_of_holder(lock: int, folder: Path) -> StateFile | None:
     """
     state = find_state_file(folder / STATE)
     return state if state is not None and os.pread(lock, 32, 0) == str(state.pid).encode() else None
-
-
-def _describe_running(folder: Path, state: StateFile | None) -> str:
-    if state is None:
-        return f"another daemon holds {folder / LOCK} and is starting or stopping; try again"
-    return (
-        f"a daemon is already running for {folder}, at {state.url} (process {state.pid}); use that one, or stop it "
-        "first with Ctrl-C in its terminal or POST /v3/daemon/shutdown"
-    )
 
 
 _LOCKED: weakref.WeakSet[DaemonHome] = weakref.WeakSet()

@@ -181,7 +181,7 @@ def test_a_start_with_a_damaged_database_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["EventLog", "McpServers", "CombinedToolbox", "TurnRunner", "create_daemon_app", "serve", "StateFile"]
+    "name", ["EventLog", "McpServers", "Toolbox", "TurnRunner", "create_daemon_app", "serve", "StateFile"]
 )
 def test_a_start_that_fails_at_any_component_leaves_nothing_behind(tmp_path, monkeypatch, name):
     def fail(*args: object, **options: object) -> None:

@@ -94,7 +94,7 @@ async def test_events_and_turns_are_in_the_order_of_writing(tmp_path):
             texts = [(await here.ended(session, turn)).text for turn in turns]
             events = await here.events()
             page = await here.log.read_page(0, limit=1000)
-            snapshot = await here.store.read(lambda reading: sessions.read_messages(reading, session))
+            snapshot = (await here.snapshot(session)).messages
     assert texts == [str(at) for at in range(8)]
     assert [event["seq"] for event in events] == sorted(event["seq"] for event in events)
     assert [event.seq for event in page.events] == [event["seq"] for event in events][: len(page.events)]

@@ -29,6 +29,7 @@ from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
+from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.settings import Settings
@@ -314,7 +315,7 @@ async def whole_log(http: httpx2.AsyncClient) -> list[dict[str, Any]]:
 FREE, ASKS = "add", "write"
 
 
-class ScriptedToolbox:
+class ScriptedToolbox(Toolbox):
     """A toolbox with the tool ``add``, which needs no permission, and ``write``, which does. ``work`` handles calls."""
 
     def __init__(self) -> None:
@@ -333,7 +334,9 @@ class ScriptedToolbox:
     def list_tools(self) -> list[DaemonTool]:
         return self.listed
 
-    is_starting = False
+    @property
+    def is_starting(self) -> bool:
+        return False
 
     async def wait_started(self) -> None:
         """Return immediately."""

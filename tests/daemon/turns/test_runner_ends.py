@@ -12,7 +12,7 @@ from lmx_lab import errors
 from lmx_lab.daemon.storage import turns as turn_rows
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.turns import active_turn, runner
-from lmx_lab.wire.sessions import CancelTurns, Decision
+from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage
 from tests.support.daemons import ASKS, FREE, WAIT_S, ScriptedToolbox, check_invariants, daemon
 from tests.support.model_server import DROP, STALL, Gate, calls, says, thought, token
 from tests.support.waiting import auntil
@@ -659,3 +659,13 @@ async def test_a_turn_ends_even_after_an_unexpected_exception(here, upstream, mo
     assert (record.error.code, "kaputt" in record.error.message) == ("turn-failed", False)
     assert "ZeroDivisionError" in caplog.text
     assert (await here.run(session)).text == "ok"
+
+
+async def test_a_turn_whose_history_cannot_be_read_ends_with_an_error(here, upstream):
+    """The history is parsed only after the transaction that starts the turn, for which other turns wait."""
+    session = await here.session(messages=[SessionMessage(role="user", content="before")])
+    await here.store.write(lambda tx: tx.execute("UPDATE messages SET body = '{}' WHERE session_id = ?", session))
+    turn = await here.run(session)
+    assert (turn.status, turn.error.code) == ("error", "turn-failed")
+    upstream.then(says("ok"))
+    assert (await here.run(await here.session())).text == "ok"

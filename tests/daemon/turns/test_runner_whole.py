@@ -99,7 +99,7 @@ async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here, ups
     await here.submit(session)
     await here.seen("tool.start")
     first = asyncio.create_task(here.turns.delete_session(session))
-    await auntil(lambda: here.turns._workers.get_or_create(session).is_deleting)
+    await auntil(lambda: session in here.turns._workers and here.turns._workers[session].is_deleting)
     second = asyncio.create_task(here.turns.delete_session(session))
     await here.store.write(lambda tx: None)
     assert not second.done()
