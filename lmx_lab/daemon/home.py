@@ -123,35 +123,32 @@ def read_state(folder: Path) -> StateFile | None:
 
 
 def _open_lock(folder: Path) -> int:
+    """Create the folder if necessary, make it private, and open its lock file."""
     try:
-        _make_private(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError as exc:
+            if exc.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            raise HostingError(
+                f"{folder} is not a folder, or is a symbolic link; move it, or set LMX_LAB_HOME to another folder"
+            ) from exc
+        try:
+            if os.fstat(descriptor).st_uid != os.geteuid():
+                raise HostingError(f"{folder} belongs to another user; set LMX_LAB_HOME to a folder of your own")
+            # Set again, because a umask may have removed permissions, or an existing folder may be open to others.
+            os.fchmod(descriptor, 0o700)
+        finally:
+            os.close(descriptor)
         # Python opens files with O_CLOEXEC, so new programs do not inherit the lock. Forks close it: see _LOCKED.
         return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
         raise HostingError(
             f"the folder {folder} cannot be used: {exc.strerror}; set LMX_LAB_HOME to another folder"
         ) from exc
-
-
-def _make_private(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(0o700)
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as exc:
-        if exc.errno not in (errno.ELOOP, errno.ENOTDIR):
-            raise
-        raise HostingError(
-            f"{folder} is not a folder, or is a symbolic link; move it, or set LMX_LAB_HOME to another folder"
-        ) from exc
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise HostingError(f"{folder} belongs to another user; set LMX_LAB_HOME to a folder of your own")
-        # Set again, because a umask may have removed permissions, or an existing folder may be open to others.
-        os.fchmod(descriptor, 0o700)
-    finally:
-        os.close(descriptor)
 
 
 def _try_lock(lock: int, folder: Path) -> bool:

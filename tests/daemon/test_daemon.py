@@ -100,7 +100,7 @@ def test_the_daemon_stops_even_if_the_stopping_event_cannot_be_written(tmp_path,
     async def broken(*_: object, **__: object) -> None:
         raise RuntimeError("as an example")
 
-    monkeypatch.setattr(daemon._lifespan, "_append_stopping", broken)
+    monkeypatch.setattr(daemon.services.store, "write", broken)
     daemon.stop()
     check_nothing_left(tmp_path)
 
@@ -243,7 +243,7 @@ def test_a_waiting_poll_does_not_delay_the_stop(tmp_path):
 
 async def busy():
     """Return whether a poll is waiting."""
-    return any("_wait_for_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
+    return any("wait_for_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 
 def submit(http):

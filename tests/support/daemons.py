@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -262,43 +262,54 @@ class Follower:
                 await asyncio.wait_for(more, PROCESS_WAIT_S)
 
 
-def check_log(events: list[dict[str, Any]], *, without_tokens: Set[str] = frozenset()) -> None:
-    """Check the invariants of a complete log.
+def check_log(events: Sequence[Mapping[str, Any]], *, without_tokens: Set[str] = frozenset()) -> None:
+    """Check the invariants of a log, for every turn that was accepted.
 
     Args:
         without_tokens: Ids of turns whose token events may have been deleted, because the turns ended long ago.
     """
     seqs = [event["seq"] for event in events]
     assert seqs == sorted(set(seqs)), "in order, and each once"
-    turns: dict[str, list[dict[str, Any]]] = {}
+    turns: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if event["turn_id"] is not None:
-            turns.setdefault(event["turn_id"], []).append(event)
-    for turn_id, of_turn in turns.items():
-        check_turn(of_turn, has_tokens=turn_id not in without_tokens)
+            turns[event["session_id"], event["turn_id"]].append(event)
+    for (_, turn_id), of_turn in turns.items():
+        _check_turn(of_turn, has_tokens=turn_id not in without_tokens)
 
 
-def check_turn(events: list[dict[str, Any]], *, has_tokens: bool = True) -> None:
+def _check_turn(events: list[Mapping[str, Any]], *, has_tokens: bool) -> None:
     kinds = [event["event"] for event in events]
-    assert kinds[0] == "turn.queued"
+    assert kinds[0] == "turn.queued", kinds
     assert [kind for kind in kinds if kind in TERMINAL] == [kinds[-1]], f"exactly one end, at the end: {kinds}"
-    for begin, end in (("tool.start", "tool.end"), ("permission.request", "permission.resolved")):
-        key = "call_id" if begin == "tool.start" else "permission_id"
 
-        def found(kind: str, key: str = key) -> Counter[str]:
-            values = [e["data"] if key == "call_id" else e["data"]["permission"] for e in events if e["event"] == kind]
-            return Counter(value[key] for value in values)
+    def data(kind: str) -> list[Any]:
+        return [event["data"] for event in events if event["event"] == kind]
 
-        assert found(begin) <= found(end), "all that began has ended"
-        assert max(found(end).values(), default=1) == 1
-    texts: dict[str, str] = {}
-    for event in events:
-        data = event["data"]
-        if event["event"] == "turn.token":
-            texts[data["message_id"]] = texts.get(data["message_id"], "") + data["text"]
-        elif event["event"] == "message.done" and has_tokens:
-            message = data["message"]
-            assert texts.get(message["message_id"], "") == message["content"]
+    messages = [found["message"] for found in data("message.done")]
+    started, ended = (Counter(found["call_id"] for found in data(kind)) for kind in ("tool.start", "tool.end"))
+    assert max([*started.values(), *ended.values()], default=1) == 1
+    assert set(started) <= set(ended), "all that began has ended"
+    assert ended == Counter(call["call_id"] for message in messages for call in message["tool_calls"])
+    requested, resolved = (
+        Counter(found["permission"]["permission_id"] for found in data(kind))
+        for kind in ("permission.request", "permission.resolved")
+    )
+    assert requested == resolved
+    assert max(resolved.values(), default=1) == 1
+    streamed: dict[tuple[str, str], str] = defaultdict(str)
+    for kind in ("turn.token", "turn.thinking"):
+        for found in data(kind):
+            assert found["text"]
+            streamed[kind, found["message_id"]] += found["text"]
+    done = {
+        (kind, message["message_id"]): message[field]
+        for message in messages
+        for kind, field in (("turn.token", "content"), ("turn.thinking", "reasoning_content"))
+        if message[field]
+    }
+    assert streamed == done or not has_tokens
+    assert events[-1]["data"]["text"] in ({messages[-1]["content"]} if messages else set()) | {""}
 
 
 async def whole_log(http: httpx2.AsyncClient) -> list[dict[str, Any]]:
@@ -443,60 +454,3 @@ async def daemon(
         await made.turns.stop(mode="now", grace_s=0)
         await far.aclose()
         await store.close()
-
-
-def check_invariants(events: Iterable[Mapping[str, Any]]) -> None:
-    """Check the invariants 1, 2, 5 and 6 of the design, and 3 as far as the log shows it, for every accepted turn."""
-    turns: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for event in events:
-        if event["turn_id"] is not None:
-            turns[event["session_id"], event["turn_id"]].append(event)
-    for of_turn in turns.values():
-        _check_turn(of_turn)
-
-
-def _check_turn(events: list[Mapping[str, Any]]) -> None:
-    kinds = [event["event"] for event in events]
-    assert kinds[0] == "turn.queued", kinds
-    assert sum(kind in TERMINAL for kind in kinds) == 1, kinds
-    assert kinds[-1] in TERMINAL, kinds
-    started = Counter(event["data"]["call_id"] for event in events if event["event"] == "tool.start")
-    ended = Counter(event["data"]["call_id"] for event in events if event["event"] == "tool.end")
-    asked_for = Counter(
-        call["call_id"]
-        for event in events
-        if event["event"] == "message.done"
-        for call in event["data"]["message"]["tool_calls"]
-    )
-    assert max([*started.values(), *ended.values()], default=1) == 1
-    assert set(started) <= set(ended)
-    assert ended == asked_for
-    requested = Counter(_permission(event) for event in events if event["event"] == "permission.request")
-    resolved = Counter(_permission(event) for event in events if event["event"] == "permission.resolved")
-    assert requested == resolved
-    assert max(resolved.values(), default=1) == 1
-    _check_texts(events)
-
-
-def _permission(event: Mapping[str, Any]) -> str:
-    return str(event["data"]["permission"]["permission_id"])
-
-
-def _check_texts(events: list[Mapping[str, Any]]) -> None:
-    streamed: dict[tuple[str, str], str] = defaultdict(str)
-    done: dict[tuple[str, str], str] = defaultdict(str)
-    for event in events:
-        if event["event"] in ("turn.token", "turn.thinking"):
-            assert event["data"]["text"]
-            streamed[event["event"], event["data"]["message_id"]] += event["data"]["text"]
-        elif event["event"] == "message.done":
-            message = event["data"]["message"]
-            for kind, text in (
-                ("turn.token", message["content"]),
-                ("turn.thinking", message["reasoning_content"] or ""),
-            ):
-                if text:
-                    done[kind, message["message_id"]] = text
-    assert streamed == done
-    last = [event["data"]["message"] for event in events if event["event"] == "message.done"]
-    assert events[-1]["data"]["text"] in {message["content"] for message in last[-1:]} | {""}

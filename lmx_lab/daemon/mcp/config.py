@@ -225,11 +225,6 @@ def read_mcp_file(path: Path) -> list[McpServerConfig]:
     Raises:
         InvalidRequestError: The file cannot be read or is invalid. The message names the server and the field.
     """
-    servers = _read_servers(path)
-    return [_server_config(path, name, entry) for name, entry in servers.items()]
-
-
-def _read_servers(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES + 1)
@@ -246,7 +241,7 @@ def _read_servers(path: Path) -> dict[str, Any]:
         raise InvalidRequestError(f'{path} has no object "mcpServers" with servers by name')
     if len(servers) > SERVERS:
         raise InvalidRequestError(f"{path} has {len(servers)} servers, the limit is {SERVERS}")
-    return servers
+    return [_server_config(path, name, entry) for name, entry in servers.items()]
 
 
 def _server_config(path: Path, name: str, entry: Any) -> McpServerConfig:

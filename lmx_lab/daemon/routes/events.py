@@ -283,18 +283,16 @@ class _Stream:
                 await self._send_control_frame("stream.closing", Closing(reason="stopping", cursor=self._cursor))
                 await self._close(GOING_AWAY)
                 return
-            await self._wait(growth, disconnected)
-
-    async def _wait(self, growth: asyncio.Future[None], disconnected: asyncio.Future[None]) -> None:
-        """Wait until there is something to do. Send a heartbeat if nothing was sent for ``limits.heartbeat_s``."""
-        timeout_s = self._sent_at + self._services.limits.heartbeat_s - self._now()
-        futures = {growth, disconnected, self._services.subscribers.closing}
-        done, _ = await asyncio.wait(futures, timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            await self._send_control_frame("stream.heartbeat", StreamHeartbeat(cursor=self._cursor))
-        if self._log.latest_event not in TURN_ENDS:
-            # The turn that has written the events continues first: sending them would delay its request to the model.
-            await give_way(BEHIND_WRITER)
+            # Until there is something to do, or a heartbeat is due because nothing was sent for some time.
+            timeout_s = self._sent_at + self._services.limits.heartbeat_s - self._now()
+            futures = {growth, disconnected, self._services.subscribers.closing}
+            done, _ = await asyncio.wait(futures, timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                await self._send_control_frame("stream.heartbeat", StreamHeartbeat(cursor=self._cursor))
+            if self._log.latest_event not in TURN_ENDS:
+                # The turn that has written the events continues first: sending them would delay its request to the
+                # model.
+                await give_way(BEHIND_WRITER)
 
     async def _send_control_frame(self, event: str, data: BaseModel) -> None:
         await self._send(self._encode([self._control_frame(event, to_json(data))]))

@@ -270,7 +270,18 @@ def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -
         *(key.session_id, key.turn_id, body.content, overrides, digest, tx.now),
     )
     if body.when_busy == "interrupt":
-        _move_last_to_front(tx, key.session_id)
+        # The last turn of the queue moves to its front.
+        rows = tx.fetch_all(
+            f"SELECT turn_id, position FROM turns WHERE {UNFINISHED} AND session_id = ? AND status = 'queued'"
+            " ORDER BY position",
+            session_id,
+        )
+        order = [(row["turn_id"], target["position"]) for row, target in zip([rows[-1], *rows[:-1]], rows, strict=True)]
+        # Negative positions, which are not used otherwise, are set first: two turns must never have the same position.
+        for turn_id, position in [*((turn_id, -position) for turn_id, position in order), *order]:
+            tx.execute(
+                "UPDATE turns SET position = ? WHERE session_id = ? AND turn_id = ?", position, session_id, turn_id
+            )
         ahead = int(session.active_turn_id is not None)
     message = user_message(key, body.content)
     seq = append(tx, key, "turn.queued", TurnQueued(message=message, ahead=ahead))
@@ -297,25 +308,6 @@ def _check_space(tx: Transaction, session: SessionRecord, body: SubmitTurn, limi
             f"{limits.queued_turns} turns are queued already, which is the limit; wait for some of them to end",
             retry_after_s=RETRY_S,
         )
-
-
-def _move_last_to_front(tx: Transaction, session_id: str) -> None:
-    """Move the last turn of a session's queue to its front."""
-    rows = tx.fetch_all(
-        f"SELECT turn_id, position FROM turns WHERE {UNFINISHED} AND session_id = ? AND status = 'queued'"
-        " ORDER BY position",
-        session_id,
-    )
-    order = [rows[-1], *rows[:-1]]
-    # Negative positions, which are not used otherwise, are set first: two turns must never have the same position.
-    for row, target in zip(order, rows, strict=True):
-        _set_position(tx, session_id, row["turn_id"], -target["position"])
-    for row, target in zip(order, rows, strict=True):
-        _set_position(tx, session_id, row["turn_id"], target["position"])
-
-
-def _set_position(tx: Transaction, session_id: str, turn_id: str, position: int) -> None:
-    tx.execute("UPDATE turns SET position = ? WHERE session_id = ? AND turn_id = ?", position, session_id, turn_id)
 
 
 # Starting

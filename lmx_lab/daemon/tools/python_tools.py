@@ -92,7 +92,18 @@ class PythonTools:
             raise InvalidRequestError(
                 f"timeout_s is {timeout_s!r}; it must be greater than 0 and at most 86400", param="timeout_s"
             )
-        name = _check_name(name if name is not None else getattr(function, "__name__", type(function).__name__))
+        name = name if name is not None else getattr(function, "__name__", type(function).__name__)
+        if not _NAME.fullmatch(name):
+            raise InvalidRequestError(
+                f"the tool name is {name!r:.100}; it must have 1 to 64 of the characters A-Z a-z 0-9 _ -; set name=",
+                param="name",
+            )
+        if SEPARATOR in name.strip("_"):
+            raise InvalidRequestError(
+                f"the tool name {name!r} contains two underscores in a row, which separate an MCP server from its "
+                "tool; set name=",
+                param="name",
+            )
         schema = function_schema(function)
         tool = DaemonTool(
             name=name,
@@ -140,12 +151,12 @@ class PythonTools:
         if is_full:
             text = f"{THREADS} Python tools are running already, so the function was not called. Try again later."
             return ToolResult(status="error", text=text)
-        call = _PythonCall(registration, arguments, self._decrement_running)
-        return await call.result()
 
-    def _decrement_running(self) -> None:
-        with self._lock:
-            self._running -= 1
+        def on_end() -> None:
+            with self._lock:
+                self._running -= 1
+
+        return await _PythonCall(registration, arguments, on_end).result()
 
 
 class _PythonCall:
@@ -258,18 +269,3 @@ def _to_plain(value: Any) -> Any:
     if hasattr(value, "tolist") and getattr(value, "size", 0) <= 100 * ITEMS and not hasattr(value, "index"):
         return value.tolist()
     return str(value)[:RESULT_CHARACTERS]
-
-
-def _check_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise InvalidRequestError(
-            f"the tool name is {name!r:.100}; it must have 1 to 64 of the characters A-Z a-z 0-9 _ -; set name=",
-            param="name",
-        )
-    if SEPARATOR in name.strip("_"):
-        raise InvalidRequestError(
-            f"the tool name {name!r} contains two underscores in a row, which separate an MCP server from its tool; "
-            "set name=",
-            param="name",
-        )
-    return name

@@ -263,7 +263,19 @@ class ActiveTurn:
             case SaveAnswer():
                 self._save_message(action.calls)
             case RequestPermission():
-                return self._request_permission(action)
+                permission_id, timeout_s = new_id("prm"), self._limits.permission_timeout_s
+                self._add_change(
+                    permissions.request,
+                    permission_id=permission_id,
+                    session_id=self.key.session_id,
+                    turn_id=self.key.turn_id,
+                    call_id=action.call.call_id,
+                    tool=action.call.name,
+                    arguments=action.arguments,
+                    timeout_s=timeout_s,
+                )
+                expired = _PermissionExpired(permission_id=permission_id, call_id=action.call.call_id)
+                return partial(self._call_later, timeout_s, partial(self._inbox.put_nowait, expired))
             case StartTool():
                 self._add_turn_change(turns.start_tool, call=action.call, arguments=action.arguments)
                 return partial(self._start_tool, action)
@@ -274,12 +286,24 @@ class ActiveTurn:
                     # It was not started because of an error.
                     self._report_stopped(action.call_id)
             case EndToolCall():
-                self._end_tool_call(action)
+                call_id = action.call.call_id
+                text, is_truncated = truncate_result(action.text, self._limits.tool_result_bytes)
+                started_s = self._tools_started_s.get(call_id)
+                end = ToolEnd(
+                    call_id=call_id,
+                    name=action.call.name,
+                    status=action.status,
+                    text=text,
+                    truncated=is_truncated,
+                    elapsed_s=0.0 if started_s is None else round(self._loop.time() - started_s, 6),
+                )
+                message = turns.tool_message(self.key, call_id=call_id, text=text)
+                self._history.append(message)
+                self._add_turn_change(turns.end_tool, end=end, message=message)
             case WithdrawPermissions():
                 self._add_change(permissions.withdraw, session_id=self.key.session_id, turn_id=self.key.turn_id)
-                self._call_later(
-                    self._limits.cancel_s * TOOLS_SHARE_OF_CANCEL, lambda: self._inbox.put_nowait(StopTimedOut())
-                )
+                tools_s = self._limits.cancel_s * TOOLS_SHARE_OF_CANCEL
+                self._call_later(tools_s, partial(self._inbox.put_nowait, StopTimedOut()))
             case EndTurn():
                 if not self._message_is_saved:
                     self._save_message(())
@@ -420,22 +444,6 @@ class ActiveTurn:
 
     # Calls
 
-    def _request_permission(self, action: RequestPermission) -> Effect:
-        permission_id = new_id("prm")
-        timeout_s = self._limits.permission_timeout_s
-        self._add_change(
-            permissions.request,
-            permission_id=permission_id,
-            session_id=self.key.session_id,
-            turn_id=self.key.turn_id,
-            call_id=action.call.call_id,
-            tool=action.call.name,
-            arguments=action.arguments,
-            timeout_s=timeout_s,
-        )
-        expired = _PermissionExpired(permission_id=permission_id, call_id=action.call.call_id)
-        return lambda: self._call_later(timeout_s, lambda: self._inbox.put_nowait(expired))
-
     def _start_tool(self, action: StartTool) -> None:
         call_id = action.call.call_id
         self._tools_started_s[call_id] = self._loop.time()
@@ -470,19 +478,3 @@ class ActiveTurn:
             text = "the turn was stopped before this call started"
         status = self._machine.ending.open_call_status
         self._inbox.put_nowait(ToolEnded(call_id=call_id, status=status, text=text))
-
-    def _end_tool_call(self, action: EndToolCall) -> None:
-        call_id = action.call.call_id
-        text, is_truncated = truncate_result(action.text, self._limits.tool_result_bytes)
-        started_s = self._tools_started_s.get(call_id)
-        end = ToolEnd(
-            call_id=call_id,
-            name=action.call.name,
-            status=action.status,
-            text=text,
-            truncated=is_truncated,
-            elapsed_s=0.0 if started_s is None else round(self._loop.time() - started_s, 6),
-        )
-        message = turns.tool_message(self.key, call_id=call_id, text=text)
-        self._history.append(message)
-        self._add_turn_change(turns.end_tool, end=end, message=message)
