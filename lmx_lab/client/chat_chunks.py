@@ -127,13 +127,20 @@ class ChunkReader:
                 calls = [self._read_call(item) for item in given if isinstance(item, dict)]
             if isinstance(older := delta.get("function_call"), dict):
                 calls.append(self._read_call({"index": 0, "function": older}))
-        usage, timings = chunk.get("usage"), chunk.get("timings")
+        timings, given_usage, usage = chunk.get("timings"), chunk.get("usage"), None
+        if isinstance(given_usage, dict):
+            details = given_usage.get("prompt_tokens_details")
+            usage = TokenUsage(
+                prompt=count(given_usage.get("prompt_tokens")),
+                completion=count(given_usage.get("completion_tokens")),
+                cached=count(details.get("cached_tokens")) if isinstance(details, dict) else None,
+            )
         return Piece(
             text=text,
             thinking=thinking,
             calls=tuple(calls),
             finish_reason=reason,
-            usage=_usage(usage) if isinstance(usage, dict) else None,
+            usage=usage,
             model=_name(chunk.get("model")),
             timings=timings if isinstance(timings, dict) else None,
         )
@@ -192,15 +199,6 @@ def number(value: Any) -> float | None:
     """Return a measurement that a server reports; None if it is not a plausible number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 <= value <= MAX_NUMBER else None
-
-
-def _usage(value: dict[str, Any]) -> TokenUsage:
-    details = value.get("prompt_tokens_details")
-    return TokenUsage(
-        prompt=count(value.get("prompt_tokens")),
-        completion=count(value.get("completion_tokens")),
-        cached=count(details.get("cached_tokens")) if isinstance(details, dict) else None,
-    )
 
 
 def _string(value: Any) -> str:

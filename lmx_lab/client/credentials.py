@@ -88,6 +88,7 @@ class DaemonEndpoint:
     url: str
     token: str | None = field(repr=False)
     daemon_id: str | None
+    """The id from the state file, which the server at this address has to confirm. None without a state file."""
 
 
 class Credentials:
@@ -105,7 +106,8 @@ class Credentials:
     def __init__(self, url: str, token: str | None, *, state_path: Path | None = None) -> None:
         authorization_header(token, name="token")
         address = normalize_address(url).removesuffix("/v3")
-        self._endpoint = DaemonEndpoint(url=address, token=token, daemon_id=None)
+        self.endpoint = DaemonEndpoint(url=address, token=token, daemon_id=None)
+        """The current address, token and id as one value, because another thread may refresh them at any time."""
         self._state_path = state_path
 
     @classmethod
@@ -118,36 +120,22 @@ class Credentials:
         path = Settings.read(home=None if home is None else Path(home)).daemon_folder / STATE
         state = read_state_file(path)
         credentials = cls(state.url, state.token, state_path=path)
-        credentials._endpoint = _endpoint_of(state)
+        credentials.endpoint = _endpoint_of(state)
         return credentials
 
     def __repr__(self) -> str:
         return f"<Credentials of {self.url}>"
 
     @property
-    def endpoint(self) -> DaemonEndpoint:
-        """The current address, token and id as one value, because another thread may refresh them at any time."""
-        return self._endpoint
-
-    @property
     def url(self) -> str:
-        return self._endpoint.url
-
-    @property
-    def token(self) -> str | None:
-        return self._endpoint.token
-
-    @property
-    def daemon_id(self) -> str | None:
-        """The id from the state file, which the server at this address has to confirm. None without a state file."""
-        return self._endpoint.daemon_id
+        return self.endpoint.url
 
     def refresh(self) -> bool:
         """Read the state file again. Returns whether the endpoint has changed; False without a state file."""
         state = None if self._state_path is None else find_state_file(self._state_path)
-        if state is None or _endpoint_of(state) == self._endpoint:
+        if state is None or _endpoint_of(state) == self.endpoint:
             return False
-        self._endpoint = _endpoint_of(state)
+        self.endpoint = _endpoint_of(state)
         return True
 
 

@@ -56,7 +56,7 @@ class AsyncDaemonClient(DaemonRoutes):
             UnreachableError: no daemon is running; the message contains the command that starts one.
         """
         credentials = Credentials.from_home(home)
-        client = cls(credentials.url, token=credentials.token, transport=transport)
+        client = cls(credentials.url, token=credentials.endpoint.token, transport=transport)
         client._connection.credentials = credentials
         return client
 

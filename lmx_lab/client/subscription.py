@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Literal, Self, TypeVar
+from typing import Literal, Self
 
 from httpx2.websockets import AsyncWebSocketSession, WebSocketDisconnect
 
@@ -255,7 +255,7 @@ class EventReceiver:
         self._filters = filters
         self._wall = wall
         self.position = position
-        self.buffer: EventBuffer[Delivery] = EventBuffer()
+        self.buffer = EventBuffer()
         self.state = ConnectionState(state="connecting")
         self.changes: Feed[ConnectionState] = Feed()
         """The later states."""
@@ -514,18 +514,17 @@ class EventPosition:
         return Delivery(cursor=self.cursor)
 
 
-T = TypeVar("T")
 MAX_ITEMS, MAX_CHARACTERS = 1000, 4_000_000
 """Limits of a buffer, which is full when it has reached one of them."""
 MAX_UNREAD = 64
 """Number of changes of the state that are kept for a slow reader."""
 
 
-class EventBuffer(Generic[T]):
-    """A queue of items between two tasks. The producer waits until there is room; nothing is dropped."""
+class EventBuffer:
+    """A queue of deliveries between two tasks. The producer waits until there is room; nothing is dropped."""
 
     def __init__(self) -> None:
-        self._items: deque[tuple[T, int]] = deque()
+        self._items: deque[tuple[Delivery, int]] = deque()
         self._characters = 0
         self._filled, self._room = asyncio.Event(), asyncio.Event()
         self._room.set()
@@ -534,7 +533,7 @@ class EventBuffer(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, item: T, characters: int) -> None:
+    def put(self, item: Delivery, characters: int) -> None:
         """Add an item, even if the buffer is full; the producer waits for room before it adds the next one.
 
         Args:
@@ -546,7 +545,7 @@ class EventBuffer(Generic[T]):
         if len(self._items) >= MAX_ITEMS or self._characters >= MAX_CHARACTERS:
             self._room.clear()
 
-    def take(self) -> T | None:
+    def take(self) -> Delivery | None:
         """Remove and return the oldest item; None if the buffer is empty."""
         if not self._items:
             return None

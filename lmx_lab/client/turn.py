@@ -193,9 +193,15 @@ class TurnFollower:
                 await self._poll_record()
                 continue
             if event is None:
-                # If the connection was live all the time, no event was missed.
+                # The end in the record is accepted when no further event of the turn can arrive: if the connection was
+                # live all the time, no event was missed.
                 has_all = state.state == "live" and subscription.state is state
-                await self._check_record(has_all_events=has_all)
+                if self._ended_record is None:
+                    await self._read_and_note_end()
+                elif has_all or now() - self._silent_since_s > MISSED_EVENTS_S:
+                    # The record is not read again: events could arrive in the meantime.
+                    self._end = self._ended_record
+                self._schedule_check()
                 continue
             self._reconnects = subscription.reconnects
             if event.turn_id == self._turn_id or isinstance(event, ResetFrame | SnapshotFrame):
@@ -232,16 +238,6 @@ class TurnFollower:
         if record.ended_at is not None:
             self._ended_record, self._has_ended = record, True
             self._note_activity()
-
-    async def _check_record(self, *, has_all_events: bool) -> None:
-        """Read the turn's record after a time without events. The end in the record is accepted when no further event
-        of the turn can arrive."""
-        if self._ended_record is None:
-            await self._read_and_note_end()
-        elif has_all_events or asyncio.get_running_loop().time() - self._silent_since_s > MISSED_EVENTS_S:
-            # The record is not read again: events could arrive in the meantime.
-            self._end = self._ended_record
-        self._schedule_check()
 
     async def _read_and_note_end(self) -> None:
         record = await self._read_record()

@@ -31,7 +31,7 @@ from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.retention import run_retention
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.toolbox import CombinedToolbox
+from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError
@@ -145,7 +145,7 @@ class Lifespan:
         await servers.start()
         upstream = ModelClient(config.upstream_url, api_key=config.upstream_key, headers=config.upstream_headers)
         self._stop_functions["model client"] = upstream.aclose
-        toolbox = CombinedToolbox(config.tools, servers)
+        toolbox = Toolbox(config.tools, servers)
         turns = TurnRunner(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
         self._stop_functions["turns"] = lambda: turns.stop(mode="now", grace_s=0)
         await turns.start()
@@ -179,31 +179,25 @@ class Lifespan:
 
     async def _stop(self, mode: ShutdownMode, grace_s: float) -> None:
         try:
-            await self._append_stopping(self.services, mode)
+            services, stopping = self.services, DaemonStopping(mode=mode)
+            try:
+                await services.store.write(lambda tx: tx.append("daemon.stopping", stopping))
+            except LabError as exc:
+                log.warning("the event daemon.stopping could not be written: %s", exc)
             if mode == "drain":
-                await self._drain(self.services, grace_s)
+                # Until the running turns have ended, or ``begin_stop`` is called with ``now``.
+                assert self._stop_now is not None
+                drain = asyncio.ensure_future(services.turns.stop(mode="drain", grace_s=grace_s))
+                stop_now = asyncio.ensure_future(self._stop_now.wait())
+                try:
+                    await asyncio.wait(
+                        {drain, stop_now}, timeout=grace_s + COMPONENT_STOP_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    await _cancel(drain, stop_now)
         finally:
             await self._stop_components()
             self._on_stopped()
-
-    async def _append_stopping(self, services: Services, mode: ShutdownMode) -> None:
-        try:
-            stopping = DaemonStopping(mode=mode)
-            await services.store.write(lambda tx: tx.append("daemon.stopping", stopping))
-        except LabError as exc:
-            log.warning("the event daemon.stopping could not be written: %s", exc)
-
-    async def _drain(self, services: Services, grace_s: float) -> None:
-        """Wait until the running turns have ended, unless ``begin_stop`` is called with ``now``."""
-        assert self._stop_now is not None
-        drain = asyncio.ensure_future(services.turns.stop(mode="drain", grace_s=grace_s))
-        stop_now = asyncio.ensure_future(self._stop_now.wait())
-        try:
-            await asyncio.wait(
-                {drain, stop_now}, timeout=grace_s + COMPONENT_STOP_S, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            await _cancel(drain, stop_now)
 
     async def _stop_components(self) -> None:
         """Stop the components one after the other. A component that fails or hangs does not affect the others."""

@@ -51,7 +51,14 @@ class DaemonHome:
             while not _try_lock(lock, self.folder):
                 state = _state_of_holder(lock, self.folder)
                 if state is not None or time.monotonic() > deadline:
-                    raise DaemonRunningError(_describe_running(self.folder, state))
+                    if state is None:
+                        message = f"another daemon holds {self.folder / LOCK} and is starting or stopping; try again"
+                    else:
+                        message = (
+                            f"a daemon is already running for {self.folder}, at {state.url} (process {state.pid}); use "
+                            "that one, or stop it first with Ctrl-C in its terminal or POST /v3/daemon/shutdown"
+                        )
+                    raise DaemonRunningError(message)
                 time.sleep(LOCK_POLL_S)
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -116,35 +123,32 @@ def read_state(folder: Path) -> StateFile | None:
 
 
 def _open_lock(folder: Path) -> int:
+    """Create the folder if necessary, make it private, and open its lock file."""
     try:
-        _make_private(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError as exc:
+            if exc.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            raise HostingError(
+                f"{folder} is not a folder, or is a symbolic link; move it, or set LMX_LAB_HOME to another folder"
+            ) from exc
+        try:
+            if os.fstat(descriptor).st_uid != os.geteuid():
+                raise HostingError(f"{folder} belongs to another user; set LMX_LAB_HOME to a folder of your own")
+            # Set again, because a umask may have removed permissions, or an existing folder may be open to others.
+            os.fchmod(descriptor, 0o700)
+        finally:
+            os.close(descriptor)
         # Python opens files with O_CLOEXEC, so new programs do not inherit the lock. Forks close it: see _LOCKED.
         return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
         raise HostingError(
             f"the folder {folder} cannot be used: {exc.strerror}; set LMX_LAB_HOME to another folder"
         ) from exc
-
-
-def _make_private(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(0o700)
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as exc:
-        if exc.errno not in (errno.ELOOP, errno.ENOTDIR):
-            raise
-        raise HostingError(
-            f"{folder} is not a folder, or is a symbolic link; move it, or set LMX_LAB_HOME to another folder"
-        ) from exc
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise HostingError(f"{folder} belongs to another user; set LMX_LAB_HOME to a folder of your own")
-        # Set again, because a umask may have removed permissions, or an existing folder may be open to others.
-        os.fchmod(descriptor, 0o700)
-    finally:
-        os.close(descriptor)
 
 
 def _try_lock(lock: int, folder: Path) -> bool:
@@ -166,15 +170,6 @@ def _state_of_holder(lock: int, folder: Path) -> StateFile | None:
     """
     state = find_state_file(folder / STATE)
     return state if state is not None and os.pread(lock, 32, 0) == str(state.pid).encode() else None
-
-
-def _describe_running(folder: Path, state: StateFile | None) -> str:
-    if state is None:
-        return f"another daemon holds {folder / LOCK} and is starting or stopping; try again"
-    return (
-        f"a daemon is already running for {folder}, at {state.url} (process {state.pid}); use that one, or stop it "
-        "first with Ctrl-C in its terminal or POST /v3/daemon/shutdown"
-    )
 
 
 _LOCKED: weakref.WeakSet[DaemonHome] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.tools.tool import Toolbox
+from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.errors import QueueFullError
@@ -72,7 +72,12 @@ class Subscribers:
 
     async def run_while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of ``work``. If the client disconnects or the daemon stops, cancel it and return None."""
-        task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnected(request))
+
+        async def wait_disconnected() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(wait_disconnected())
         ends: set[asyncio.Future[Any]] = {task, disconnected, self.closing}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -81,11 +86,6 @@ class Subscribers:
             task.cancel()
             disconnected.cancel()
             await asyncio.gather(task, disconnected, return_exceptions=True)
-
-
-async def _wait_disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 @dataclass(frozen=True, kw_only=True)

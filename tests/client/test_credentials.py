@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from lmx_lab.client.credentials import Credentials
+from lmx_lab.client.credentials import Credentials, DaemonEndpoint
 from lmx_lab.errors import InvalidRequestError, UnreachableError
 from tests.support.daemons import TOKEN, write_state
 
@@ -13,13 +13,13 @@ from tests.support.daemons import TOKEN, write_state
 def test_the_state_file_of_a_home_is_read(tmp_path):
     write_state(tmp_path)
     credentials = Credentials.from_home(tmp_path)
-    assert (credentials.url, credentials.token, credentials.daemon_id) == ("http://127.0.0.1:4321", TOKEN, "dmn_1")
+    assert credentials.endpoint == DaemonEndpoint(url="http://127.0.0.1:4321", token=TOKEN, daemon_id="dmn_1")
 
 
 def test_the_default_home_is_that_of_the_environment(tmp_path, monkeypatch):
     write_state(tmp_path)
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
-    assert Credentials.from_home().daemon_id == "dmn_1"
+    assert Credentials.from_home().endpoint.daemon_id == "dmn_1"
 
 
 def test_the_token_is_in_no_repr(tmp_path):
@@ -87,7 +87,7 @@ def test_a_restarted_daemon_is_found(tmp_path):
     assert not credentials.refresh()
     write_state(tmp_path, port=4322, token="other", daemon_id="dmn_2")
     assert credentials.refresh()
-    assert (credentials.url, credentials.token, credentials.daemon_id) == ("http://127.0.0.1:4322", "other", "dmn_2")
+    assert credentials.endpoint == DaemonEndpoint(url="http://127.0.0.1:4322", token="other", daemon_id="dmn_2")
     assert not credentials.refresh()
 
 
@@ -105,7 +105,7 @@ def test_a_file_that_is_not_trusted_changes_nothing(tmp_path):
 @pytest.mark.parametrize("end", ["", "/", "/v3", "/v3/"])
 def test_the_end_of_an_address_does_not_matter(end):
     credentials = Credentials(f"http://h:1/proxy{end}", TOKEN)
-    assert (credentials.url, credentials.daemon_id) == ("http://h:1/proxy", None)
+    assert (credentials.url, credentials.endpoint.daemon_id) == ("http://h:1/proxy", None)
     assert not credentials.refresh()
 
 

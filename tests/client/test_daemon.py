@@ -119,13 +119,14 @@ async def test_an_empty_list_of_tools_differs_from_none(client):
 
 
 async def test_sessions_are_listed_in_pages(client):
-    created = {(await client.session(title=f"paged {number}")).session_id for number in range(3)}
-    first = await client.sessions(limit=2, q="paged")
-    second = await client.sessions(limit=2, q="paged", cursor=first.next_cursor)
-    assert {record.session_id for record in first.sessions + second.sessions} == created
+    created = [(await client.session(title=f"paged {number}")).session_id for number in range(3)]
+    first = await client.sessions(limit=2, q="PAGED")
+    second = await client.sessions(limit=2, q="PAGED", cursor=first.next_cursor)
+    assert [record.session_id for record in first.sessions + second.sessions] == created[::-1]
     assert (len(first.sessions), second.next_cursor) == (2, None)
-    await client.change_session(created.pop(), ChangeSession(archived=True))
-    assert len((await client.sessions(archived=True, q="paged")).sessions) == 1
+    await client.change_session(created[0], ChangeSession(archived=True))
+    archived = (await client.sessions(archived=True, q="paged")).sessions
+    assert [record.session_id for record in archived] == created[:1]
 
 
 async def test_a_change_of_an_outdated_revision_is_refused(client):
@@ -134,6 +135,7 @@ async def test_a_change_of_an_outdated_revision_is_refused(client):
     assert (changed.title, changed.revision) == (None, 2)
     with pytest.raises(errors.RevisionConflictError):
         await client.change_session(session_id, ChangeSession(title="Three", revision=1))
+    assert (await client.read_session(session_id)).title is None
 
 
 async def test_a_fork_is_independent_of_its_session(client):
@@ -141,6 +143,8 @@ async def test_a_fork_is_independent_of_its_session(client):
     session_id = (await client.session(messages=history)).session_id
     fork = await client.fork_session(session_id, ForkSession(title="Fork"))
     assert (fork.forked_from, fork.title) == (session_id, "Fork")
+    copied = (await client.read_session(fork.session_id)).messages
+    assert [message.content for message in copied] == ["hi", "hello"]
     with pytest.raises(errors.TurnNotFoundError):
         await client.fork_session(session_id, ForkSession(through_turn_id="none"))
 

@@ -21,21 +21,25 @@ from lmx_lab.client.daemon_events import (
     TurnTokenEvent,
 )
 from lmx_lab.client.session import AsyncSession
+from lmx_lab.client.turn import TurnAccumulator, TurnResult, TurnToolCall, turn_error
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.retention import delete_expired
 from lmx_lab.errors import (
+    ERROR_CLASSES,
     ContextLengthError,
     IdempotencyConflictError,
     InvalidRequestError,
     QueueFullError,
     RevisionConflictError,
     SessionNotFoundError,
+    TurnError,
     TurnInProgressError,
     UnauthorizedError,
     UnreachableError,
 )
-from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides
+from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides, TurnRecord
 from tests.support.daemons import UPSTREAM as UNREACHABLE
 from tests.support.daemons import serving
 from tests.support.model_server import STALL, Gate, Made, Scripted, Scripts, calls, refuses, says, thought, token
@@ -630,3 +634,46 @@ async def test_a_session_is_read_changed_forked_and_deleted(place):
         with pytest.raises(SessionNotFoundError):
             await at.session.snapshot()
         assert (await fork.run("more")).text == "one"
+
+
+@pytest.mark.parametrize(("code", "kind"), ERROR_CLASSES.items())
+def test_every_code_raises_its_class(code, kind):
+    error = turn_error("t1", ErrorDetail(code=code, message="what, the limit, the next step", type="t", param="p"))
+    assert type(error) is kind
+    assert (str(error), error.param) == ("turn t1: what, the limit, the next step", "p")
+
+
+def test_an_unknown_code_is_a_turn_error_that_shows_the_code():
+    error = turn_error("t1", ErrorDetail(code="too-bored", message="no", type="t"))
+    assert type(error) is TurnError
+    assert str(error) == "turn t1: no (too-bored)"
+
+
+def test_a_result_is_shown_with_its_calls_and_its_cost():
+    call = TurnToolCall(call_id="c", name="add", arguments={"a": 1}, status="ok", text="<2>" * 500, elapsed_s=0.25)
+    result = TurnResult(
+        turn_id="t1", session_id="s", text="Two.", thinking="", stop_reason="end", stats=None, tool_calls=(call,)
+    )
+    assert repr(call).startswith('→ add({"a": 1}) ok in 0.25 s: <2>')
+    assert len(repr(call)) < 600
+    assert repr(result).splitlines()[2:] == ["Two.", "", "turn t1 · end"]
+    assert "<2>" not in result._repr_html_()
+
+
+def test_the_error_of_a_record_is_raised():
+    record = TurnRecord(
+        turn_id="t1",
+        session_id="s",
+        status="error",
+        content="go",
+        overrides=None,
+        stop_reason=None,
+        text="half",
+        error=ErrorDetail(code="daemon-restarted", message="it ended", type="t"),
+        stats=None,
+        queued_at="",
+        started_at=None,
+        ended_at="",
+    )
+    with pytest.raises(TurnError, match="turn t1: it ended"):
+        TurnAccumulator("s", "t1").result(record, reconnects=0)

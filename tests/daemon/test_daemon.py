@@ -100,7 +100,7 @@ def test_the_daemon_stops_even_if_the_stopping_event_cannot_be_written(tmp_path,
     async def broken(*_: object, **__: object) -> None:
         raise RuntimeError("as an example")
 
-    monkeypatch.setattr(daemon._lifespan, "_append_stopping", broken)
+    monkeypatch.setattr(daemon.services.store, "write", broken)
     daemon.stop()
     check_nothing_left(tmp_path)
 
@@ -181,7 +181,7 @@ def test_a_start_with_a_damaged_database_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["EventLog", "McpServers", "CombinedToolbox", "TurnRunner", "create_daemon_app", "serve", "StateFile"]
+    "name", ["EventLog", "McpServers", "Toolbox", "TurnRunner", "create_daemon_app", "serve", "StateFile"]
 )
 def test_a_start_that_fails_at_any_component_leaves_nothing_behind(tmp_path, monkeypatch, name):
     def fail(*args: object, **options: object) -> None:
@@ -243,7 +243,7 @@ def test_a_waiting_poll_does_not_delay_the_stop(tmp_path):
 
 async def busy():
     """Return whether a poll is waiting."""
-    return any("_wait_for_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
+    return any("wait_for_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 
 def submit(http):

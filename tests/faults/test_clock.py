@@ -18,7 +18,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.errors import GenerationTimeoutError
 from lmx_lab.settings import Settings
 from lmx_lab.wire.sessions import CreateSession, Decision
-from tests.support.daemons import ASKS, check_invariants, daemon
+from tests.support.daemons import ASKS, check_log, daemon
 from tests.support.engines import entry_of, finish, request, run
 from tests.support.model_server import Scripted, calls, says
 
@@ -69,7 +69,7 @@ async def test_a_permission_does_not_expire_early(tmp_path):
             (asked,) = await here.asked()
             await here.turns.decide(asked.permission_id, Decision(decision="allow"))
             assert (await here.ended(session, turn)).text == "done"
-            check_invariants(await here.events())
+            check_log(await here.events())
 
 
 @pytest.mark.usefixtures("_wild_clock")
@@ -81,7 +81,7 @@ async def test_a_permission_expires_after_its_timeout(tmp_path):
             assert (await here.run(session)).text == "pity"
             (resolved,) = await here.seen("permission.resolved")
             assert resolved["data"]["permission"]["resolved_by"] == "expiry"
-            check_invariants(await here.events())
+            check_log(await here.events())
 
 
 @pytest.mark.usefixtures("_wild_clock")
@@ -94,14 +94,14 @@ async def test_events_and_turns_are_in_the_order_of_writing(tmp_path):
             texts = [(await here.ended(session, turn)).text for turn in turns]
             events = await here.events()
             page = await here.log.read_page(0, limit=1000)
-            snapshot = await here.store.read(lambda reading: sessions.read_messages(reading, session))
+            snapshot = (await here.snapshot(session)).messages
     assert texts == [str(at) for at in range(8)]
     assert [event["seq"] for event in events] == sorted(event["seq"] for event in events)
     assert [event.seq for event in page.events] == [event["seq"] for event in events][: len(page.events)]
     assert [event["at"] for event in events] != sorted(event["at"] for event in events), "the clock jumped"
     assert [e["turn_id"] for e in events if e["event"] == "turn.done"] == turns
     assert snapshot
-    check_invariants(events)
+    check_log(events)
 
 
 # Retention of events

@@ -76,7 +76,14 @@ def check(config: McpServerConfig) -> None:
         if "\0" in text:
             raise InvalidRequestError(f"{field} contains a null character; remove it", param=field)
     if config.cwd is not None:
-        _check_folder(config.cwd)
+        try:
+            is_folder = Path(config.cwd).is_dir()
+        except (OSError, ValueError):
+            is_folder = False
+        if not is_folder:
+            raise InvalidRequestError(
+                f"cwd is {config.cwd!r:.200}, which is not an existing folder; create it or correct cwd", param="cwd"
+            )
     _check_entries("env", config.env, _VARIABLE_NAME)
     try:
         find_program(config)
@@ -142,7 +149,8 @@ def _check_url(url: str) -> None:
         _ = parts.port
     except ValueError as exc:
         raise InvalidRequestError(f"url is not a valid address: {exc}", param="url") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or any(map(_is_blank, url)):
+    has_blank = any(character.isspace() or ord(character) < 32 for character in url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or has_blank:
         raise InvalidRequestError(
             f"url is {url!r:.200}; it must begin with http:// or https:// and contain a host", param="url"
         )
@@ -150,21 +158,6 @@ def _check_url(url: str) -> None:
         raise InvalidRequestError(
             "url contains a user name or password, which would be displayed; use an Authorization header in headers",
             param="url",
-        )
-
-
-def _is_blank(character: str) -> bool:
-    return character.isspace() or ord(character) < 32
-
-
-def _check_folder(cwd: str) -> None:
-    try:
-        is_folder = Path(cwd).is_dir()
-    except (OSError, ValueError):
-        is_folder = False
-    if not is_folder:
-        raise InvalidRequestError(
-            f"cwd is {cwd!r:.200}, which is not an existing folder; create it or correct cwd", param="cwd"
         )
 
 
@@ -232,11 +225,6 @@ def read_mcp_file(path: Path) -> list[McpServerConfig]:
     Raises:
         InvalidRequestError: The file cannot be read or is invalid. The message names the server and the field.
     """
-    servers = _read_servers(path)
-    return [_server_config(path, name, entry) for name, entry in servers.items()]
-
-
-def _read_servers(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES + 1)
@@ -253,7 +241,7 @@ def _read_servers(path: Path) -> dict[str, Any]:
         raise InvalidRequestError(f'{path} has no object "mcpServers" with servers by name')
     if len(servers) > SERVERS:
         raise InvalidRequestError(f"{path} has {len(servers)} servers, the limit is {SERVERS}")
-    return servers
+    return [_server_config(path, name, entry) for name, entry in servers.items()]
 
 
 def _server_config(path: Path, name: str, entry: Any) -> McpServerConfig:
@@ -274,9 +262,11 @@ def _server_config(path: Path, name: str, entry: Any) -> McpServerConfig:
     if _TRANSPORTS[transport] == "stdio":
         folder = fields.get("cwd", ".")
         fields["cwd"] = str(path.parent.absolute() / folder) if isinstance(folder, str) else folder
+    # To the characters that the daemon accepts, since projects also use spaces and dots.
+    cleaned = re.sub(r"[-_]{2,}", "-", re.sub(r"[^A-Za-z0-9_-]", "-", name)).strip("-_")[:32].rstrip("-_")
     try:
         return McpServerConfig(
-            name=_server_name(name),
+            name=cleaned,
             transport=_TRANSPORTS[transport],
             enabled=not entry.get("disabled", False),
             **fields,
@@ -287,11 +277,6 @@ def _server_config(path: Path, name: str, entry: Any) -> McpServerConfig:
         raise InvalidRequestError(f"{where}: {exc}") from None
 
 
-def _server_name(name: str) -> str:
-    """Convert a name to the characters that the daemon accepts, since projects also use spaces and dots."""
-    return re.sub(r"[-_]{2,}", "-", re.sub(r"[^A-Za-z0-9_-]", "-", name)).strip("-_")[:32].rstrip("-_")
-
-
 # Text that is safe to display
 
 
@@ -299,7 +284,13 @@ class SecretRedactor:
     """Replaces secrets in text: the values of ``env`` and ``headers`` of a configuration. Its ``repr`` shows none."""
 
     def __init__(self, values: Iterable[str]) -> None:
-        secrets = {part.strip() for value in values for part in (value, *value.splitlines(), *_credentials(value))}
+        secrets: set[str] = set()
+        for value in values:
+            secrets |= {part.strip() for part in (value, *value.splitlines())}
+            scheme, _, credentials = value.partition(" ")
+            if scheme.lower() in ("bearer", "basic", "token"):
+                # The value of an Authorization header.
+                secrets.add(credentials.strip())
         # Longest first, because a secret can be a part of another one.
         self._secrets = sorted(
             (secret for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS), key=len, reverse=True
@@ -329,12 +320,6 @@ class SecretRedactor:
         The first characters are removed, since they may be the end of a secret that was cut in two.
         """
         return self.redact(text)[self._longest_bytes :]
-
-
-def _credentials(value: str) -> list[str]:
-    """Return the part after the scheme in the value of an Authorization header."""
-    scheme, _, rest = value.partition(" ")
-    return [rest] if rest and scheme.lower() in ("bearer", "basic", "token") else []
 
 
 def last_lines(text: str) -> str:

@@ -131,23 +131,20 @@ class McpConnection:
         """
         try:
             with self._stop_signal.timeout(self._config.start_timeout_s):
-                return await self._list_tools()
+                found: dict[str, OfferedTool] = {}
+                cursor: str | None = None
+                for _ in range(PAGES):
+                    params = types.PaginatedRequestParams(cursor=cursor) if cursor is not None else None
+                    page = await self._session.list_tools(params=params)
+                    for tool in filter(None, map(_offered_tool, page.tools)):
+                        if len(found) < TOOLS:
+                            found.setdefault(tool.name, tool)
+                    cursor = page.next_cursor
+                    if cursor is None or len(found) >= TOOLS:
+                        break
+                return list(found.values())
         except _OPEN_ERRORS as exc:
             raise await self.failure(exc, "the list of its tools") from exc
-
-    async def _list_tools(self) -> list[OfferedTool]:
-        found: dict[str, OfferedTool] = {}
-        cursor: str | None = None
-        for _ in range(PAGES):
-            params = types.PaginatedRequestParams(cursor=cursor) if cursor is not None else None
-            page = await self._session.list_tools(params=params)
-            for tool in filter(None, map(_offered_tool, page.tools)):
-                if len(found) < TOOLS:
-                    found.setdefault(tool.name, tool)
-            cursor = page.next_cursor
-            if cursor is None or len(found) >= TOOLS:
-                break
-        return list(found.values())
 
     async def call(self, name: str, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> ToolResult:
         """Call a tool once; a call is never repeated.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Self
 
 import psutil
@@ -220,13 +220,27 @@ class McpProcess:
             McpFailure: The process could not be started.
         """
         program = await asyncio.to_thread(find_program, config)
-        env = {**environment(config), MARK: mark}
+        pipe = asyncio.subprocess.PIPE
         try:
             transport, pipes = await asyncio.get_running_loop().subprocess_exec(
-                _Pipes, program, *config.args, **_options(config.cwd, env)
+                _Pipes,
+                program,
+                *config.args,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                cwd=config.cwd,
+                env={**environment(config), MARK: mark},
+                start_new_session=True,
             )
         except (OSError, ValueError) as exc:
-            raise _start_failure(config, exc) from exc
+            reason = one_line(SecretRedactor.of(config).redact(str(exc)))
+            if isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+                # The configuration is not the reason, so a restart can help.
+                message = f"{config.command!r} could not be started at the moment: {reason}"
+                raise McpFailure("exited", message) from exc
+            message = f"{config.command!r} could not be started: {reason}; check command, args, env and cwd"
+            raise McpFailure("invalid", message) from exc
         return cls(transport, pipes, mark, SecretRedactor.of(config))
 
     @property
@@ -326,16 +340,3 @@ class McpProcess:
 def _memory_cost(line: bytes | None) -> int:
     """Return the size of a line for the limit of unread output. Empty lines also use memory."""
     return len(line or b"") + 64
-
-
-def _options(cwd: str | None, env: Mapping[str, str]) -> dict[str, Any]:
-    pipe = asyncio.subprocess.PIPE
-    return {"stdin": pipe, "stdout": pipe, "stderr": pipe, "cwd": cwd, "env": env, "start_new_session": True}
-
-
-def _start_failure(config: McpServerConfig, exc: OSError | ValueError) -> McpFailure:
-    reason = one_line(SecretRedactor.of(config).redact(str(exc)))
-    if isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
-        # The configuration is not the reason, so a restart can help.
-        return McpFailure("exited", f"{config.command!r} could not be started at the moment: {reason}")
-    return McpFailure("invalid", f"{config.command!r} could not be started: {reason}; check command, args, env and cwd")

@@ -67,9 +67,23 @@ def find_processes(roots: Collection[RootProcess], known: Iterable[psutil.Proces
     marks = {root.mark for root in roots}
     sessions = {root.pid for root in roots if _owns_session(root)}
     for process in processes:
-        if _mark(process) in marks or _session_id(process.pid) in sessions:
-            found[process.pid] = process
-    return [process for process in _with_descendants(found, processes) if is_alive(process)]
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(MARK) in marks:
+                found[process.pid] = process
+        with contextlib.suppress(OSError):
+            if os.getsid(process.pid) in sessions:
+                found[process.pid] = process
+    children: dict[int, list[psutil.Process]] = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            children.setdefault(process.ppid(), []).append(process)
+    pids = list(found)
+    while pids:
+        for child in children.get(pids.pop(), ()):
+            if child.pid not in found:
+                found[child.pid] = child
+                pids.append(child.pid)
+    return [process for process in found.values() if is_alive(process)]
 
 
 def end_processes(
@@ -138,34 +152,6 @@ def _owns_session(root: RootProcess) -> bool:
         return root.is_child
     except psutil.Error:
         return False
-
-
-def _mark(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get(MARK) if process.pid != os.getpid() else None
-    except (psutil.Error, OSError):
-        return None
-
-
-def _session_id(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return None
-
-
-def _with_descendants(found: dict[int, psutil.Process], processes: list[psutil.Process]) -> list[psutil.Process]:
-    children: dict[int, list[psutil.Process]] = {}
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            children.setdefault(process.ppid(), []).append(process)
-    pids = list(found)
-    while pids:
-        for child in children.get(pids.pop(), ()):
-            if child.pid not in found:
-                found[child.pid] = child
-                pids.append(child.pid)
-    return list(found.values())
 
 
 def _signal(processes: Iterable[psutil.Process], *, kill: bool) -> None:

@@ -199,8 +199,14 @@ class McpServers:
             raise InvalidRequestError(f"there are {SERVERS} MCP servers already, which is the limit; remove one first")
         server = self._servers[config.name] = _Server(config)
         async with server.lock:
+
+            def insert(tx: Transaction) -> None:
+                row = (config.name, config.model_dump_json(), tx.now)
+                tx.execute("INSERT INTO mcp_servers (name, config, created_at) VALUES (?, ?, ?)", *row)
+                tx.append("mcp.status", _status(config.name, _initial_condition(config)))
+
             try:
-                await self._store.write(lambda tx: _insert(tx, config))
+                await self._store.write(insert)
             except BaseException:
                 del self._servers[config.name]
                 raise
@@ -218,10 +224,19 @@ class McpServers:
         async with self._locked(name) as server:
             config = apply_change(server.config, change)
             await asyncio.to_thread(check, config)
-            if _changed_fields(config, server.config) - NO_RESTART:
+            changed = {
+                name for name in McpServerConfig.model_fields if getattr(config, name) != getattr(server.config, name)
+            }
+            if changed - NO_RESTART:
                 await self._stop_server(server)
+            condition = server.condition if server.supervisor is not None else _initial_condition(config)
+
+            def update(tx: Transaction) -> None:
+                tx.execute("UPDATE mcp_servers SET config = ? WHERE name = ?", config.model_dump_json(), config.name)
+                tx.append("mcp.status", _status(config.name, condition))
+
             try:
-                await self._store.write(lambda tx: _update(tx, config, server.supervisor))
+                await self._store.write(update)
                 server.config = config
             finally:
                 # If the change could not be written, the server is started with the previous configuration.
@@ -234,8 +249,14 @@ class McpServers:
         with contextlib.suppress(McpServerNotFoundError):
             async with self._locked(name) as server:
                 await self._stop_server(server)
+                removed = McpStatus(name=name, state="removed", tools=0, restarts=0, error=None, error_kind=None)
+
+                def delete(tx: Transaction) -> None:
+                    tx.execute("DELETE FROM mcp_servers WHERE name = ?", name)
+                    tx.append("mcp.status", removed)
+
                 try:
-                    await self._store.write(lambda tx: _delete(tx, name))
+                    await self._store.write(delete)
                 except BaseException:
                     self._start_server(server)
                     raise
@@ -348,8 +369,8 @@ async def _run_test(config: McpServerConfig, registry: ProcessRegistry) -> McpTe
             config,
             registry,
             StopSignal(),
-            on_tools_changed=_do_nothing,
-            on_lost=_do_nothing,
+            on_tools_changed=lambda: None,
+            on_lost=lambda: None,
             on_process=processes.append,
         ) as connection:
             tools = await connection.list_tools()
@@ -363,36 +384,8 @@ async def _run_test(config: McpServerConfig, registry: ProcessRegistry) -> McpTe
     return McpTestPassed(latency_ms=latency_ms, tools=found)
 
 
-def _do_nothing() -> None:
-    pass
-
-
-# Rows
-
-
-def _insert(tx: Transaction, config: McpServerConfig) -> None:
-    row = (config.name, config.model_dump_json(), tx.now)
-    tx.execute("INSERT INTO mcp_servers (name, config, created_at) VALUES (?, ?, ?)", *row)
-    tx.append("mcp.status", _status(config.name, _initial_condition(config)))
-
-
-def _update(tx: Transaction, config: McpServerConfig, supervisor: McpSupervisor | None) -> None:
-    tx.execute("UPDATE mcp_servers SET config = ? WHERE name = ?", config.model_dump_json(), config.name)
-    condition = supervisor.condition if supervisor is not None else _initial_condition(config)
-    tx.append("mcp.status", _status(config.name, condition))
-
-
-def _delete(tx: Transaction, name: str) -> None:
-    tx.execute("DELETE FROM mcp_servers WHERE name = ?", name)
-    tx.append("mcp.status", McpStatus(name=name, state="removed", tools=0, restarts=0, error=None, error_kind=None))
-
-
 def _initial_condition(config: McpServerConfig) -> ServerCondition:
     return ServerCondition(state="starting" if config.enabled else "disabled")
-
-
-def _changed_fields(one: McpServerConfig, other: McpServerConfig) -> set[str]:
-    return {field for field in type(one).model_fields if getattr(one, field) != getattr(other, field)}
 
 
 # Shapes of the API
@@ -474,8 +467,8 @@ class ServerCondition:
 class McpSupervisor:
     """Keeps one server running from ``start`` to ``stop``. Used on one event loop.
 
-    One task owns the connection. It is stopped by a signal and never cancelled, because the cancel scopes of the
-    package ``mcp`` are bound to it.
+    One task owns the connection, because a session must be closed in the task that opened it. It is stopped by a signal
+    and not cancelled, so that the stop of a process, which may be in progress, is not cancelled too.
     """
 
     def __init__(
@@ -548,7 +541,7 @@ class McpSupervisor:
     async def _supervise(self) -> None:
         restarts = 0
         while (failure := await self._run_once()) is not None:
-            if self._was_stable():
+            if self._ready_at is not None and time.monotonic() - self._ready_at >= self._restarts.reset_after_s:
                 restarts = 0
             if failure.kind in FINAL_KINDS or restarts >= len(self._restarts.delays_s):
                 await self._set_condition("failed", failure=failure, restarts=restarts)
@@ -562,14 +555,28 @@ class McpSupervisor:
         if self._is_stopping:
             return None
         self._ready_at, self._is_lost, self._tools_changed = None, False, False
+
+        def on_process(process: McpProcess) -> None:
+            self._process = process
+
+        def on_tools_changed() -> None:
+            self._tools_changed = True
+            self._wake.set()
+
+        def on_lost() -> None:
+            self._is_lost = True
+            # New calls are refused from now on. The session ends those that are running.
+            self._connection = None
+            self._wake.set()
+
         try:
             async with connected(
                 self.config,
                 self._registry,
                 self._stop_signal,
-                on_tools_changed=self._handle_tools_changed,
-                on_lost=self._handle_lost,
-                on_process=self._set_process,
+                on_tools_changed=on_tools_changed,
+                on_lost=on_lost,
+                on_process=on_process,
             ) as connection:
                 await self._serve(connection)
                 failure = None if self._is_stopping else await connection.end_failure()
@@ -595,22 +602,6 @@ class McpSupervisor:
                 await self._set_condition("ready", restarts=self.condition.restarts, tools=tools)
                 await self._sleep(self._restarts.list_interval_s)
         self._connection = None
-
-    def _was_stable(self) -> bool:
-        return self._ready_at is not None and time.monotonic() - self._ready_at >= self._restarts.reset_after_s
-
-    def _set_process(self, process: McpProcess) -> None:
-        self._process = process
-
-    def _handle_tools_changed(self) -> None:
-        self._tools_changed = True
-        self._wake.set()
-
-    def _handle_lost(self) -> None:
-        self._is_lost = True
-        # New calls are refused from now on. The session ends those that are running.
-        self._connection = None
-        self._wake.set()
 
     async def _set_condition(
         self,

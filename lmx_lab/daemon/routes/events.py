@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, WebSocket
@@ -73,8 +74,8 @@ def event_routes(services: Services) -> APIRouter:
     ) -> Response:
         """The events after a cursor, oldest first; 410 if they are no longer kept. With `wait` the answer is delayed
         until there is an event."""
-        poll = _Poll(services, event_filter(session_id, types), limit)
-        return await poll.answer(request, after=after, stream_id=stream_id, wait=wait)
+        only = event_filter(session_id, types)
+        return await _poll(services, request, only, limit=limit, after=after, stream_id=stream_id, wait=wait)
 
     @router.get(
         "/sessions/{session_id}/events",
@@ -93,56 +94,53 @@ def event_routes(services: Services) -> APIRouter:
     ) -> Response:
         """The events of one session after a cursor, oldest first."""
         await services.store.read(lambda view: sessions.read(view, session_id))
-        poll = _Poll(services, event_filter([session_id], types), limit)
-        return await poll.answer(request, after=after, stream_id=stream_id, wait=wait)
+        only = event_filter([session_id], types)
+        return await _poll(services, request, only, limit=limit, after=after, stream_id=stream_id, wait=wait)
 
     return router
 
 
-class _Poll:
-    """One request for events."""
+async def _poll(
+    services: Services,
+    request: Request,
+    only: EventFilter,
+    *,
+    limit: int | None,
+    after: int | None,
+    stream_id: str | None,
+    wait: float,
+) -> Response:
+    """Return a page of events, at the latest after ``wait`` seconds."""
+    events, max_events = services.log, services.limits.page_events
+    limit = check_limit(limit, default=max_events, maximum=max_events)
+    wait_s = check_wait(wait, services.limits.wait_s)
+    after = events.latest_seq if after is None else after
+    events.check_cursor(after, stream_id)
 
-    def __init__(self, services: Services, only: EventFilter, limit: int | None) -> None:
-        max_events = services.limits.page_events
-        self._services = services
-        self._log = services.log
-        self._filter = only
-        self._limit = check_limit(limit, default=max_events, maximum=max_events)
-
-    async def answer(self, request: Request, *, after: int | None, stream_id: str | None, wait: float) -> Response:
-        """Return a page of events, at the latest after ``wait`` seconds."""
-        wait_s = check_wait(wait, self._services.limits.wait_s)
-        after = self._log.latest_seq if after is None else after
-        self._log.check_cursor(after, stream_id)
-        page = await self._read_page(after)
-        if not page.events and wait_s:
-            next_page = self._wait_for_page(page.through, wait_s)
-            page = await self._services.subscribers.run_while_connected(request, next_page) or page
-        more = page.through < self._log.latest_seq
-        text = _encode_page(page.through, (event.text for event in page.events), more=more)
-        return Response(text, media_type="application/json")
-
-    async def _read_page(self, after: int) -> LogPage:
+    async def read_page(after: int) -> LogPage:
         """Return the next page with events, or an empty page if there are none."""
-        page = await self._log.read_page(after, self._filter, self._limit)
-        while not page.events and page.through < self._log.latest_seq:
-            page = await self._log.read_page(page.through, self._filter, self._limit)
+        page = await events.read_page(after, only, limit)
+        while not page.events and page.through < events.latest_seq:
+            page = await events.read_page(page.through, only, limit)
         return page
 
-    async def _wait_for_page(self, after: int, wait_s: float) -> LogPage:
+    async def wait_for_page(page: LogPage) -> LogPage:
         """Return the next page once there are events, or an empty page after ``wait_s`` seconds."""
         now = asyncio.get_running_loop().time
         deadline = now() + wait_s
-        page = LogPage(events=(), through=after)
         while not page.events and (timeout_s := deadline - now()) > 0:
-            await self._log.wait(page.through, timeout_s)
-            page = await self._read_page(page.through)
+            await events.wait(page.through, timeout_s)
+            page = await read_page(page.through)
         return page
 
-
-def _encode_page(cursor: int, events: Iterable[str], *, more: bool) -> str:
-    """Build an ``EventPage`` from events that are JSON already."""
-    return f'{{"events":[{",".join(events)}],"cursor":{cursor},"more":{"true" if more else "false"}}}'
+    page = await read_page(after)
+    if not page.events and wait_s:
+        page = await services.subscribers.run_while_connected(request, wait_for_page(page)) or page
+    more = "true" if page.through < events.latest_seq else "false"
+    # An ``EventPage``, of events that are JSON already.
+    texts = ",".join(event.text for event in page.events)
+    text = f'{{"events":[{texts}],"cursor":{page.through},"more":{more}}}'
+    return Response(text, media_type="application/json")
 
 
 log = logging.getLogger(__name__)
@@ -208,26 +206,25 @@ class _Stream:
         disconnected = asyncio.create_task(self._wait_disconnected(), name="lmx-lab waiting for a subscriber to leave")
         try:
             with suppress(_ClientGone):
-                await self._send_events(disconnected)
+                try:
+                    await self._send_greeting(disconnected)
+                    await self._follow(disconnected)
+                except LabError as exc:
+                    log.warning("a stream of events has ended with an error: %s", exc)
+                    await self._close(INTERNAL_ERROR)
         finally:
             disconnected.cancel()
             await asyncio.gather(disconnected, return_exceptions=True)
-
-    async def _send_events(self, disconnected: asyncio.Future[None]) -> None:
-        try:
-            await self._send_greeting(disconnected)
-            await self._follow(disconnected)
-        except LabError as exc:
-            log.warning("a stream of events has ended with an error: %s", exc)
-            await self._close(INTERNAL_ERROR)
 
     # Sending
 
     async def _send_greeting(self, disconnected: asyncio.Future[None]) -> None:
         """Send ``stream.hello`` and, if the cursor cannot be resumed, the current state of everything."""
-        expired = self._cursor_error()
-        if expired is not None:
-            self._cursor = self._log.latest_seq
+        expired: CursorExpiredError | None = None
+        try:
+            self._log.check_cursor(self._cursor, self._query.stream_id)
+        except CursorExpiredError as exc:
+            expired, self._cursor = exc, self._log.latest_seq
         await self._send_control_frame(
             "stream.hello",
             Hello(
@@ -239,13 +236,6 @@ class _Stream:
         )
         if expired is not None:
             await self._reset(expired, disconnected)
-
-    def _cursor_error(self) -> CursorExpiredError | None:
-        try:
-            self._log.check_cursor(self._cursor, self._query.stream_id)
-        except CursorExpiredError as exc:
-            return exc
-        return None
 
     async def _reset(self, expired: CursorExpiredError, disconnected: asyncio.Future[None]) -> None:
         """Send ``stream.reset`` and snapshots of the sessions instead of events that are not available."""
@@ -262,8 +252,8 @@ class _Stream:
                 raise _ClientGone
             # A session that was deleted in the meantime has its event after the cursor.
             with suppress(SessionNotFoundError):
-                snapshot = await store.read(_snapshot_function(session_id))
-                frame = self._control_frame("stream.snapshot", snapshot, session_id=session_id)
+                snapshot = await store.read(partial(_read_snapshot, session_id=session_id))
+                frame = self._control_frame("stream.snapshot", f'{{"session":{snapshot}}}', session_id=session_id)
                 await self._send(self._encode([frame]))
 
     async def _follow(self, disconnected: asyncio.Future[None]) -> None:
@@ -272,7 +262,16 @@ class _Stream:
         while not disconnected.done():
             # Before a page is read, so that no event is missed in between.
             growth = self._log.watch()
-            await self._send_page(disconnected)
+            try:
+                page = await self._log.read_page(self._cursor, self._filter)
+            except CursorExpiredError as exc:
+                # The cursor was valid at first, but events are deleted faster than this client receives them.
+                await self._reset(exc, disconnected)
+            else:
+                shares = self._filter is ALL_EVENTS
+                for batch in self._latest_page.batches(page, self._encode) if shares else _batches(page, self._encode):
+                    await self._send(batch)
+                self._cursor = page.through
             if self._cursor < self._log.latest_seq:
                 # Other connections are served in between, even while this one sends many stored events.
                 await asyncio.sleep(0)
@@ -284,31 +283,16 @@ class _Stream:
                 await self._send_control_frame("stream.closing", Closing(reason="stopping", cursor=self._cursor))
                 await self._close(GOING_AWAY)
                 return
-            await self._wait(growth, disconnected)
-
-    async def _send_page(self, disconnected: asyncio.Future[None]) -> None:
-        try:
-            page = await self._log.read_page(self._cursor, self._filter)
-        except CursorExpiredError as exc:
-            # The cursor was valid at first, but events are deleted faster than this client receives them.
-            await self._reset(exc, disconnected)
-            return
-        is_unfiltered = self._filter is ALL_EVENTS
-        batches = self._latest_page.batches(page, self._encode) if is_unfiltered else _batches(page, self._encode)
-        for batch in batches:
-            await self._send(batch)
-        self._cursor = page.through
-
-    async def _wait(self, growth: asyncio.Future[None], disconnected: asyncio.Future[None]) -> None:
-        """Wait until there is something to do. Send a heartbeat if nothing was sent for ``limits.heartbeat_s``."""
-        timeout_s = self._sent_at + self._services.limits.heartbeat_s - self._now()
-        futures = {growth, disconnected, self._services.subscribers.closing}
-        done, _ = await asyncio.wait(futures, timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            await self._send_control_frame("stream.heartbeat", StreamHeartbeat(cursor=self._cursor))
-        if self._log.latest_event not in TURN_ENDS:
-            # The turn that has written the events continues first: sending them would delay its request to the model.
-            await give_way(BEHIND_WRITER)
+            # Until there is something to do, or a heartbeat is due because nothing was sent for some time.
+            timeout_s = self._sent_at + self._services.limits.heartbeat_s - self._now()
+            futures = {growth, disconnected, self._services.subscribers.closing}
+            done, _ = await asyncio.wait(futures, timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                await self._send_control_frame("stream.heartbeat", StreamHeartbeat(cursor=self._cursor))
+            if self._log.latest_event not in TURN_ENDS:
+                # The turn that has written the events continues first: sending them would delay its request to the
+                # model.
+                await give_way(BEHIND_WRITER)
 
     async def _send_control_frame(self, event: str, data: BaseModel) -> None:
         await self._send(self._encode([self._control_frame(event, to_json(data))]))
@@ -353,8 +337,8 @@ class _Stream:
             await asyncio.wait_for(self._socket.close(code, reason), self._services.limits.blocked_send_s)
 
 
-def _snapshot_function(session_id: str) -> Callable[[DatabaseView], str]:
-    return lambda view: f'{{"session":{to_json(sessions.read_snapshot(view, session_id))}}}'
+def _read_snapshot(view: DatabaseView, session_id: str) -> str:
+    return to_json(sessions.read_snapshot(view, session_id))
 
 
 class _LatestPage:

@@ -21,7 +21,6 @@ from lmx_lab.daemon.routes.queries import (
 )
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage import sessions
-from lmx_lab.daemon.storage.store import DatabaseView
 from lmx_lab.errors import (
     AlreadyResolvedError,
     HostingError,
@@ -137,7 +136,8 @@ def daemon_routes(services: Services) -> APIRouter:
     @router.get("/daemon", responses=read_failures())
     async def daemon() -> DaemonRecord:
         """Ids, counts, limits, retention, features and the state of the model server."""
-        rows = await services.store.read(_count_rows)
+        rows = await services.store.read(lambda view: view.fetch_one(COUNTS))
+        assert rows is not None
         running, queued = services.turns.counts()
         limits = services.limits
         log = services.log
@@ -151,7 +151,7 @@ def daemon_routes(services: Services) -> APIRouter:
             latest_seq=log.latest_seq,
             oldest_seq=log.oldest_seq,
             counts=Counts(
-                **rows,
+                **dict(rows),
                 running_turns=running,
                 queued_turns=queued,
                 subscribers=len(services.subscribers),
@@ -173,12 +173,6 @@ def daemon_routes(services: Services) -> APIRouter:
         return ShutdownAnswer()
 
     return router
-
-
-def _count_rows(view: DatabaseView) -> dict[str, int]:
-    row = view.fetch_one(COUNTS)
-    assert row is not None
-    return {name: row[name] for name in row.keys()}  # noqa: SIM118
 
 
 PAGE = 50

@@ -148,11 +148,8 @@ class EventLog:
             CursorExpiredError: The events after the cursor were pruned in the meantime.
         """
         limit = min(limit or self._limits.page_events, self._limits.page_events)
-        if after >= self._ring_after:
-            return self._read_ring(after, only, limit)
-        return await self._store.read(lambda view: self._read_store(view, after, only, limit))
-
-    def _read_ring(self, after: int, only: EventFilter, limit: int) -> LogPage:
+        if after < self._ring_after:
+            return await self._store.read(lambda view: self._read_store(view, after, only, limit))
         first = bisect_right(self._seqs, after)
         events: list[StoredEvent] = []
         through, bytes_left = after, self._limits.page_bytes
@@ -160,7 +157,7 @@ class EventLog:
             through = event.seq
             if only is ALL_EVENTS or only.matches(event):
                 events.append(event)
-                bytes_left -= len(event.text)
+                bytes_left -= event.size_bytes
                 if bytes_left <= 0 or len(events) == limit:
                     break
         return LogPage(events=tuple(events), through=through)
@@ -174,7 +171,7 @@ class EventLog:
         bytes_left = self._limits.page_bytes
         for row in view.iterate(sql, after, *parameters, limit):
             events.append(event_from_row(row, self.stream_id))
-            bytes_left -= len(events[-1].text)
+            bytes_left -= events[-1].size_bytes
             if bytes_left <= 0:
                 break
         is_full = bytes_left <= 0 or len(events) == limit
@@ -185,26 +182,21 @@ class EventLog:
     def _publish(self, events: Sequence[StoredEvent]) -> None:
         self._seqs += [event.seq for event in events]
         self._ring += events
-        self._ring_bytes += sum(len(event.text) for event in events)
-        self._trim()
+        self._ring_bytes += sum(event.size_bytes for event in events)
+        limits, removed = self._limits, 0
+        if len(self._ring) > limits.ring_events or self._ring_bytes > limits.ring_bytes:
+            # To three quarters of the limits, so that this is not done at every event.
+            while removed < len(self._ring) and (
+                len(self._ring) - removed > limits.ring_events * 3 // 4 or self._ring_bytes > limits.ring_bytes * 3 // 4
+            ):
+                self._ring_bytes -= self._ring[removed].size_bytes
+                removed += 1
+            self._ring_after = self._seqs[removed - 1]
+            del self._seqs[:removed], self._ring[:removed]
         self.latest_seq, self.latest_event = events[-1].seq, events[-1].event
         growth, self._growth = self._growth, None
         if growth is not None and not growth.done():
             growth.set_result(None)
-
-    def _trim(self) -> None:
-        """Shrink a ring that exceeds its limits to three quarters of them, so that this is not done at every event."""
-        limits = self._limits
-        if len(self._ring) <= limits.ring_events and self._ring_bytes <= limits.ring_bytes:
-            return
-        removed = 0
-        while removed < len(self._ring) and (
-            len(self._ring) - removed > limits.ring_events * 3 // 4 or self._ring_bytes > limits.ring_bytes * 3 // 4
-        ):
-            self._ring_bytes -= len(self._ring[removed].text)
-            removed += 1
-        self._ring_after = self._seqs[removed - 1]
-        del self._seqs[:removed], self._ring[:removed]
 
     # Pruning
 

@@ -7,18 +7,21 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from itertools import takewhile
+from functools import partial
+from operator import methodcaller
 
 from lmx_lab.daemon.encoding import parse_timestamp, timestamp
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import EventLog, record_pruned
-from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.daemon.storage.store import DatabaseView, Store, Transaction
 from lmx_lab.errors import LabError
 
 log = logging.getLogger(__name__)
 INTERVAL_S = 60.0
 BATCH = 2000
 """Maximum number of events that one transaction deletes, because other writers wait for it."""
+COUNTED_AT_ONCE = 50_000
+"""Maximum number of events that are counted at once, because other readers wait for it, about 10 ms."""
 DAY_S = 86_400.0
 TOKEN_EVENTS = "event IN ('turn.token', 'turn.thinking')"
 STEP_S = 60.0
@@ -90,23 +93,28 @@ async def delete_expired(store: Store, events: EventLog, limits: Limits, *, now_
         pass
     while await store.write(lambda tx: _delete_events_of_deleted_session(tx, fold_before)):
         pass
-    while seq := await store.write(lambda tx: _prune(tx, keep_since, limits.keep_events)):
+    first_kept = await _find_first_kept(store, limits.keep_events)
+    while seq := await store.read(lambda view: _find_last_expired(view, keep_since, first_kept)):
+        await store.write(partial(_prune, seq=seq))
         events.set_pruned(seq)
 
 
 def _delete_tokens(tx: Transaction, ended_before: str) -> bool:
-    """Delete the token events of some turns. Returns whether there may be more turns."""
+    """Delete the token events of some turns. Returns whether there may be more."""
     turns = tx.fetch_all(
         "SELECT position, session_id, turn_id FROM turns WHERE folded = 0 AND ended_at < ? LIMIT ?",
         ended_before,
         BATCH // 100,
     )
+    left = BATCH
     for turn in turns:
-        tx.execute(
-            f"DELETE FROM events WHERE {TOKEN_EVENTS} AND session_id = ? AND turn_id = ?",
-            turn["session_id"],
-            turn["turn_id"],
+        left -= tx.execute(
+            f"DELETE FROM events WHERE seq IN (SELECT seq FROM events WHERE {TOKEN_EVENTS} AND session_id = ?"
+            " AND turn_id = ? LIMIT ?)",
+            *(turn["session_id"], turn["turn_id"], left),
         )
+        if left == 0:
+            break  # This turn may have more.
         tx.execute("UPDATE turns SET folded = 1 WHERE position = ?", turn["position"])
     return bool(turns)
 
@@ -125,23 +133,37 @@ def _delete_events_of_deleted_session(tx: Transaction, deleted_before: str) -> b
     return True
 
 
-def _prune(tx: Transaction, keep_since: str, keep_events: int) -> int:
-    """Delete some of the oldest events if they are too old or too many.
+async def _find_first_kept(store: Store, keep_events: int) -> int:
+    """Return the lowest ``seq`` of the newest ``keep_events`` events, or 0 if there are no more events than that.
 
-    Returns:
-        ``seq`` of the last deleted event, or 0 if there was none.
+    The events have to be counted, since some were deleted in between. Counting a million takes 0.2 s, so it is done in
+    parts, between which others can read, and not in a transaction, for which all writers would wait.
     """
-    oldest = tx.fetch_all("SELECT seq, at FROM events ORDER BY seq LIMIT ?", BATCH)
-    first_kept = tx.fetch_one("SELECT seq FROM events ORDER BY seq DESC LIMIT 1 OFFSET ?", keep_events - 1)
-    # Stops at the first event that is kept: times are not always in order, because the clock can be set.
-    expired = [
-        row["seq"]
-        for row in takewhile(
-            lambda row: row["at"] < keep_since or (first_kept and row["seq"] < first_kept["seq"]), oldest
-        )
-    ]
-    if not expired:
+    oldest = await store.read(lambda view: view.fetch_one("SELECT seq FROM events ORDER BY seq LIMIT 1"))
+    if oldest is None or store.issued_seq - oldest["seq"] < keep_events:
         return 0
-    tx.execute("DELETE FROM events WHERE seq <= ?", expired[-1])
-    record_pruned(tx, expired[-1])
-    return int(expired[-1])
+    first, left = store.issued_seq + 1, keep_events
+    while left:
+        part = min(left, COUNTED_AT_ONCE)
+        sql = "SELECT seq FROM events WHERE seq < ? ORDER BY seq DESC LIMIT 1 OFFSET ?"
+        row = await store.read(methodcaller("fetch_one", sql, first, part - 1))
+        if row is None:
+            return 0
+        first, left = row["seq"], left - part
+    return int(first)
+
+
+def _find_last_expired(view: DatabaseView, keep_since: str, first_kept: int) -> int:
+    """Return the ``seq`` up to which one transaction may delete events, or 0 if none has expired."""
+    last = 0
+    # Stops at the first event that is kept: times are not always in order, because the clock can be set.
+    for row in view.iterate("SELECT seq, at FROM events ORDER BY seq LIMIT ?", BATCH):
+        if row["at"] >= keep_since and row["seq"] >= first_kept:
+            break
+        last = row["seq"]
+    return last
+
+
+def _prune(tx: Transaction, seq: int) -> None:
+    tx.execute("DELETE FROM events WHERE seq <= ?", seq)
+    record_pruned(tx, seq)

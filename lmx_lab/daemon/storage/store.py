@@ -50,6 +50,8 @@ class StoredEvent:
     turn_id: str | None
     text: str
     """The envelope as JSON."""
+    size_bytes: int
+    """Size of ``text`` in UTF-8."""
 
 
 class DatabaseView:
@@ -129,7 +131,12 @@ def event_from_row(row: Row, stream_id: str) -> StoredEvent:
         stats=row["stats"],
     )
     return StoredEvent(
-        seq=row["seq"], event=row["event"], session_id=row["session_id"], turn_id=row["turn_id"], text=text
+        seq=row["seq"],
+        event=row["event"],
+        session_id=row["session_id"],
+        turn_id=row["turn_id"],
+        text=text,
+        size_bytes=len(text.encode()),
     )
 
 
@@ -179,7 +186,13 @@ class Store:
         try:
             _check_size(self.path)
         except FileNotFoundError:
-            _create(self.path)
+            # Under a temporary name: SQLite starts with an empty file, which ``_check_size`` refuses.
+            new = self.path.with_suffix(".new")
+            new.unlink(missing_ok=True)
+            os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+            with contextlib.closing(_connect(new)) as connection:
+                _migrate(connection, new)
+            new.rename(self.path)
         self._writing = _connect(self.path)
         self._writing.execute("PRAGMA journal_mode = WAL")
         _migrate(self._writing, self.path)
@@ -221,22 +234,32 @@ class Store:
         """
         if done.cancelled():
             return
+        error: BaseException | None = None
         try:
-            finish = partial(_set_result, done, self._write(work, ending))
+            result = self._write(work, ending)
         except BaseException as exc:
-            finish = partial(_set_exception, done, exc)
+            error = exc
         committed, self._committed = self._committed, []
-        self._loop.call_soon_threadsafe(self._finish, committed, finish)
 
-    def _finish(self, committed: list[StoredEvent], finish: Callable[[], None]) -> None:
-        # In this order, so that a caller that receives its result finds the events published.
-        if committed:
-            self.publish(committed)
-        finish()
+        def finish() -> None:
+            # In this order, so that a caller that receives its result finds the events published.
+            if committed:
+                self.publish(committed)
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        self._loop.call_soon_threadsafe(finish)
 
     def _write(self, work: Callable[[Transaction], T], ending: bool) -> T:
-        if self._full and not ending and not self._check_space():
-            raise sqlite3.OperationalError("database or disk is full")
+        if self._full and not ending:
+            if not self._has_free_space():
+                raise sqlite3.OperationalError("database or disk is full")
+            self._full = False
+            self._create_reserve()
         try:
             return self._commit(work)
         except sqlite3.Error as exc:
@@ -263,12 +286,13 @@ class Store:
             StoppingError: The store is closed.
         """
         self._check_open()
-        with translate_errors(self.path):
-            return await self._loop.run_in_executor(self._reader, self._read, work)
 
-    def _read(self, work: Callable[[DatabaseView], T]) -> T:
-        with _transaction(self._reading, "DEFERRED"):
-            return work(DatabaseView(self._reading))
+        def run() -> T:
+            with _transaction(self._reading, "DEFERRED"):
+                return work(DatabaseView(self._reading))
+
+        with translate_errors(self.path):
+            return await self._loop.run_in_executor(self._reader, run)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -279,17 +303,18 @@ class Store:
         if self._closed:
             return
         self._closed = True
-        await asyncio.to_thread(self._close)
 
-    def _close(self) -> None:
-        for executor, name in ((self._reader, "_reading"), (self._writer, "_writing")):
-            executor.submit(self._close_connection, name)
-            executor.shutdown()
+        def close_connection(name: str) -> None:
+            # The attribute does not exist if the database could not be opened.
+            if (connection := self.__dict__.get(name)) is not None:
+                connection.close()
 
-    def _close_connection(self, name: str) -> None:
-        # The attribute does not exist if the database could not be opened.
-        if (connection := self.__dict__.get(name)) is not None:
-            connection.close()
+        def close_all() -> None:
+            for executor, name in ((self._reader, "_reading"), (self._writer, "_writing")):
+                executor.submit(close_connection, name)
+                executor.shutdown()
+
+        await asyncio.to_thread(close_all)
 
     # A full disk
 
@@ -299,43 +324,13 @@ class Store:
         if not self._has_free_space():
             self._reserve.unlink(missing_ok=True)
             return
-        with contextlib.suppress(OSError), open(self._reserve, "wb", opener=_open_private) as file:
+        private = partial(os.open, mode=0o600)
+        with contextlib.suppress(OSError), open(self._reserve, "wb", opener=private) as file:
             # Random bytes, because a file of zeros may be stored sparsely and reserve no space.
             file.write(os.urandom(RESERVE_BYTES))
 
-    def _check_space(self) -> bool:
-        """Return whether the disk has space again. If so, create the reserve again."""
-        if self._has_free_space():
-            self._full = False
-            self._create_reserve()
-        return not self._full
-
     def _has_free_space(self) -> bool:
         return shutil.disk_usage(self.path.parent).free >= 2 * RESERVE_BYTES
-
-
-def _set_result(done: asyncio.Future[T], result: T) -> None:
-    if not done.done():
-        done.set_result(result)
-
-
-def _set_exception(done: asyncio.Future[T], exc: BaseException) -> None:
-    if not done.done():
-        done.set_exception(exc)
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _create(path: Path) -> None:
-    """Create a database under a temporary name: SQLite starts with an empty file, which ``_check_size`` refuses."""
-    new = path.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))
-    with contextlib.closing(_connect(new)) as connection:
-        _migrate(connection, new)
-    new.rename(path)
 
 
 def _check_size(path: Path) -> None:
@@ -343,7 +338,7 @@ def _check_size(path: Path) -> None:
 
     SQLite would use an empty file as a new database, and would not detect an incomplete last page.
     """
-    with open(path, "rb", opener=_open_existing) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
         header, size = file.read(18), os.fstat(file.fileno()).st_size
     if not header.startswith(HEADER):
         raise HostingError(f"{path} is damaged (it has {size} bytes and is not a database of SQLite); {MOVE_AWAY}")
@@ -352,10 +347,6 @@ def _check_size(path: Path) -> None:
             return  # The last page may be in the WAL file.
     if size % max(512, int.from_bytes(header[16:18])):
         raise HostingError(f"{path} is damaged (its last page is incomplete); {MOVE_AWAY}")
-
-
-def _open_existing(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -400,12 +391,6 @@ def is_full(exc: sqlite3.Error) -> bool:
     return getattr(exc, "sqlite_errorcode", None) in FULL or "disk is full" in str(exc)
 
 
-def _describe_free_space(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return f" ({shutil.disk_usage(path.parent).free} bytes are free)"
-    return ""
-
-
 @contextlib.contextmanager
 def translate_errors(path: Path) -> Iterator[None]:
     """Translate errors of SQLite and of the file system, raised within the block, to ``LabError``."""
@@ -413,9 +398,10 @@ def translate_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as exc:
         if is_full(exc):
-            raise StorageFullError(
-                f"no space to write {path}{_describe_free_space(path)}; free disk space, then try again"
-            ) from exc
+            free = ""
+            with contextlib.suppress(OSError):
+                free = f" ({shutil.disk_usage(path.parent).free} bytes are free)"
+            raise StorageFullError(f"no space to write {path}{free}; free disk space, then try again") from exc
         if getattr(exc, "sqlite_errorcode", None) in DAMAGED:
             raise HostingError(f"{path} is damaged ({exc}); {MOVE_AWAY}") from exc
         raise LabError(f"{path} could not be read or written: {exc}") from exc

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,6 @@ from lmx_lab.wire.sessions import (
     SessionRecord,
     SubmitTurn,
     ToolCall,
-    ToolStatus,
     TurnAccepted,
     TurnOverrides,
     TurnRecord,
@@ -245,13 +244,22 @@ def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -
         QueueFullError: Too many turns wait.
     """
     session = sessions.read(tx, session_id)
-    digest = _digest(body)
+    digest = hashlib.sha256(body.model_dump_json(exclude={"turn_id"}, exclude_unset=True).encode()).hexdigest()
     if body.turn_id is not None and (row := find_row(tx, TurnKey(session_id=session_id, turn_id=body.turn_id))):
         if row["digest"] != digest:
             raise IdempotencyConflictError(
                 f"turn {body.turn_id!r} was submitted before with another body; use another turn_id", param="turn_id"
             )
-        return Submitted(turn=_accepted_before(tx, row), is_new=False, session=session)
+        # The latest event, because a deleted session of the same id may have had a turn of the same id.
+        queued = tx.fetch_one(
+            "SELECT seq FROM events WHERE session_id = ? AND turn_id = ? AND event = 'turn.queued'"
+            " ORDER BY seq DESC LIMIT 1",
+            *(session_id, body.turn_id),
+        )
+        # If the event was deleted, the client receives those that are kept.
+        cursor = 0 if queued is None else int(queued["seq"]) - 1
+        accepted = TurnAccepted(turn_id=body.turn_id, status=row["status"], cursor=cursor)
+        return Submitted(turn=accepted, is_new=False, session=session)
     ahead = len(session.queued_turn_ids) + (session.active_turn_id is not None)
     _check_space(tx, session, body, limits)
     key = TurnKey(session_id=session_id, turn_id=body.turn_id or new_id("trn"))
@@ -262,29 +270,24 @@ def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -
         *(key.session_id, key.turn_id, body.content, overrides, digest, tx.now),
     )
     if body.when_busy == "interrupt":
-        _move_last_to_front(tx, key.session_id)
+        # The last turn of the queue moves to its front.
+        rows = tx.fetch_all(
+            f"SELECT turn_id, position FROM turns WHERE {UNFINISHED} AND session_id = ? AND status = 'queued'"
+            " ORDER BY position",
+            session_id,
+        )
+        order = [(row["turn_id"], target["position"]) for row, target in zip([rows[-1], *rows[:-1]], rows, strict=True)]
+        # Negative positions, which are not used otherwise, are set first: two turns must never have the same position.
+        for turn_id, position in [*((turn_id, -position) for turn_id, position in order), *order]:
+            tx.execute(
+                "UPDATE turns SET position = ? WHERE session_id = ? AND turn_id = ?", position, session_id, turn_id
+            )
         ahead = int(session.active_turn_id is not None)
     message = user_message(key, body.content)
     seq = append(tx, key, "turn.queued", TurnQueued(message=message, ahead=ahead))
     sessions.touch(tx, session_id)
     accepted = TurnAccepted(turn_id=key.turn_id, status="queued", cursor=seq - 1)
     return Submitted(turn=accepted, is_new=True, session=session)
-
-
-def _digest(body: SubmitTurn) -> str:
-    return hashlib.sha256(body.model_dump_json(exclude={"turn_id"}, exclude_unset=True).encode()).hexdigest()
-
-
-def _accepted_before(tx: Transaction, row: Row) -> TurnAccepted:
-    # The latest event, because a deleted session of the same id may have had a turn of the same id.
-    queued = tx.fetch_one(
-        "SELECT seq FROM events WHERE session_id = ? AND turn_id = ? AND event = 'turn.queued'"
-        " ORDER BY seq DESC LIMIT 1",
-        *(row["session_id"], row["turn_id"]),
-    )
-    # If the event was deleted, the client receives those that are kept.
-    cursor = 0 if queued is None else int(queued["seq"]) - 1
-    return TurnAccepted(turn_id=row["turn_id"], status=row["status"], cursor=cursor)
 
 
 def _check_space(tx: Transaction, session: SessionRecord, body: SubmitTurn, limits: Limits) -> None:
@@ -307,25 +310,6 @@ def _check_space(tx: Transaction, session: SessionRecord, body: SubmitTurn, limi
         )
 
 
-def _move_last_to_front(tx: Transaction, session_id: str) -> None:
-    """Move the last turn of a session's queue to its front."""
-    rows = tx.fetch_all(
-        f"SELECT turn_id, position FROM turns WHERE {UNFINISHED} AND session_id = ? AND status = 'queued'"
-        " ORDER BY position",
-        session_id,
-    )
-    order = [rows[-1], *rows[:-1]]
-    # Negative positions, which are not used otherwise, are set first: two turns must never have the same position.
-    for row, target in zip(order, rows, strict=True):
-        _set_position(tx, session_id, row["turn_id"], -target["position"])
-    for row, target in zip(order, rows, strict=True):
-        _set_position(tx, session_id, row["turn_id"], target["position"])
-
-
-def _set_position(tx: Transaction, session_id: str, turn_id: str, position: int) -> None:
-    tx.execute("UPDATE turns SET position = ? WHERE session_id = ? AND turn_id = ?", position, session_id, turn_id)
-
-
 # Starting
 
 
@@ -336,18 +320,22 @@ class StartedTurn:
     key: TurnKey
     session: SessionRecord
     overrides: TurnOverrides
-    history: list[SessionMessage]
-    """The history of the session. Its last message is the turn's own."""
+    history: list[str]
+    """The history of the session as JSON, because transactions of other turns wait until this one ends. The last
+    message is the turn's own."""
     granted: frozenset[str]
     """Names of the tools that the session may call without a permission."""
 
 
 def start_next(tx: Transaction, session_id: str, *, model: str | None) -> StartedTurn | None:
-    """Start the first turn of a session's queue. Returns None if the queue is empty.
+    """End turns that an earlier process has started, then start the first one of the session's queue.
+
+    Returns None if the queue is empty.
 
     Args:
         model: The model that is going to answer if neither the turn nor the session names one.
     """
+    end_abandoned(tx, session_id)
     row = tx.fetch_one(
         f"SELECT * FROM turns WHERE {UNFINISHED} AND session_id = ? AND status = 'queued' ORDER BY position LIMIT 1",
         session_id,
@@ -390,7 +378,7 @@ def _start(
         key=key,
         session=session,
         overrides=overrides,
-        history=sessions.read_messages(tx, key.session_id),
+        history=sessions.read_message_texts(tx, key.session_id),
         granted=frozenset(grant["tool"] for grant in granted),
     )
 
@@ -439,9 +427,21 @@ def end_from_rows(tx: Transaction, key: TurnKey, ending: TurnEnding) -> bool:
     if row is None or row["ended_at"] is not None:
         return False
     permissions.withdraw(tx, key.session_id, key.turn_id)
-    history = [message for message in sessions.read_messages(tx, key.session_id) if message.turn_id == key.turn_id]
-    for call_id, name, has_started in _open_calls(tx, key, history):
-        _end_call(tx, key, call_id, name, ending.open_call_status, has_started=has_started)
+    history = sessions.parse_messages(sessions.read_message_texts(tx, key.session_id, key.turn_id))
+    ended = {message.call_id for message in history if message.role == "tool"}
+    rows = tx.fetch_all(
+        "SELECT call_id FROM tool_calls WHERE session_id = ? AND turn_id = ?", key.session_id, key.turn_id
+    )
+    started = {row["call_id"] for row in rows}
+    for call in [call for message in history for call in message.tool_calls if call.call_id not in ended]:
+        text = "the turn was interrupted before this call started"
+        if call.call_id in started:
+            text = "the turn was interrupted while this tool was running; it is unknown whether the call had an effect"
+        status = ending.open_call_status
+        tool_end = ToolEnd(
+            call_id=call.call_id, name=call.name, status=status, text=text, truncated=False, elapsed_s=0.0
+        )
+        end_tool(tx, key, tool_end, tool_message(key, call_id=call.call_id, text=text))
     partial = sessions.read_partial_message(tx, key.session_id, key.turn_id)
     if partial is not None:
         add_message(tx, key, partial)
@@ -462,22 +462,3 @@ def end_abandoned(tx: Transaction, session_id: str) -> list[str]:
     for row in rows:
         end_from_rows(tx, key=TurnKey(session_id=session_id, turn_id=row["turn_id"]), ending=RESTARTED)
     return [row["turn_id"] for row in rows]
-
-
-def _open_calls(tx: Transaction, key: TurnKey, history: Sequence[SessionMessage]) -> list[tuple[str, str, bool]]:
-    """Return id and name of the calls that have not ended, and whether they were started."""
-    ended = {message.call_id for message in history if message.role == "tool"}
-    rows = tx.fetch_all(
-        "SELECT call_id FROM tool_calls WHERE session_id = ? AND turn_id = ?", key.session_id, key.turn_id
-    )
-    started = {row["call_id"] for row in rows}
-    calls = [call for message in history for call in message.tool_calls if call.call_id not in ended]
-    return [(call.call_id, call.name, call.call_id in started) for call in calls]
-
-
-def _end_call(tx: Transaction, key: TurnKey, call_id: str, name: str, status: ToolStatus, *, has_started: bool) -> None:
-    text = "the turn was interrupted before this call started"
-    if has_started:
-        text = "the turn was interrupted while this tool was running; it is unknown whether the call had an effect"
-    end = ToolEnd(call_id=call_id, name=name, status=status, text=text, truncated=False, elapsed_s=0.0)
-    end_tool(tx, key, end, tool_message(key, call_id=call_id, text=text))

@@ -60,24 +60,21 @@ class FunctionSchema:
             # Validated as JSON, because JSON represents for instance a date as a string and a set as a list.
             values = self.model.model_validate_json(json.dumps(arguments))
         except ValidationError as exc:
-            raise ArgumentsError(self._describe(exc)) from None
+            errors = exc.errors(include_url=False)
+            lines = []
+            parameters = ", ".join(self.names.values()) or "none"
+            for error in errors[:MAX_ERRORS]:
+                location = ".".join(map(str, error["loc"]))
+                message = {
+                    "missing": "is missing; add it",
+                    "extra_forbidden": f"is not a parameter; the parameters are: {parameters}",
+                }.get(error["type"], f"{error['msg']}; the value is {error['input']!r:.100}")
+                lines.append(f"{location}: {message}" if location else message)
+            more = f"\nand {len(errors) - MAX_ERRORS} more errors" if len(errors) > MAX_ERRORS else ""
+            raise ArgumentsError("\n".join(lines) + more) from None
         except (TypeError, ValueError, RecursionError) as exc:
             raise ArgumentsError(f"the arguments are not valid JSON: {exc}") from None
         return {self.names[field]: getattr(values, field) for field in values.model_fields_set}
-
-    def _describe(self, exc: ValidationError) -> str:
-        errors = exc.errors(include_url=False)
-        lines = []
-        parameters = ", ".join(self.names.values()) or "none"
-        for error in errors[:MAX_ERRORS]:
-            location = ".".join(map(str, error["loc"]))
-            message = {
-                "missing": "is missing; add it",
-                "extra_forbidden": f"is not a parameter; the parameters are: {parameters}",
-            }.get(error["type"], f"{error['msg']}; the value is {error['input']!r:.100}")
-            lines.append(f"{location}: {message}" if location else message)
-        more = f"\nand {len(errors) - MAX_ERRORS} more errors" if len(errors) > MAX_ERRORS else ""
-        return "\n".join(lines) + more
 
 
 def function_schema(function: Callable[..., Any]) -> FunctionSchema:
@@ -89,8 +86,14 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
     description, texts = read_docstring(function)
     names: dict[str, str] = {}
     fields: dict[str, Any] = {}
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as exc:
+        raise _unusable(function, "its signature cannot be read; wrap it in a function with annotations") from exc
     hints = _type_hints(function)
-    for number, parameter in enumerate(_parameters(function)):
+    for number, parameter in enumerate(signature.parameters.values()):
+        if (problem := _UNSUPPORTED_KINDS.get(parameter.kind)) is not None:
+            raise _unusable(function, f"its parameter {parameter.name!r} {problem}")
         field = f"p{number}"
         names[field] = parameter.name
         fields[field] = _field(parameter, hints.get(parameter.name, Any), texts.get(parameter.name))
@@ -104,17 +107,6 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
             "dict, an enum, a dataclass or a pydantic model",
         ) from exc
     return FunctionSchema(description=description, parameters=_remove_titles(parameters), names=names, model=model)
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as exc:
-        raise _unusable(function, "its signature cannot be read; wrap it in a function with annotations") from exc
-    for parameter in parameters:
-        if (problem := _UNSUPPORTED_KINDS.get(parameter.kind)) is not None:
-            raise _unusable(function, f"its parameter {parameter.name!r} {problem}")
-    return parameters
 
 
 def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -139,7 +131,9 @@ def _field(parameter: inspect.Parameter, hint: Any, text: str | None) -> tuple[A
     # A text in the annotation has priority over the docstring. Pydantic reads its own Field in the annotation itself.
     text = annotated_text if typing.get_origin(hint) is Annotated and annotated_text else text
     options: dict[str, Any] = {"alias": parameter.name}
-    if text is not None and not _has_description(hint):
+    # A pydantic ``Field`` in the annotation may contain a description.
+    has_description = any(getattr(item, "description", None) for item in getattr(hint, "__metadata__", ()))
+    if text is not None and not has_description:
         options["description"] = text
     if parameter.default is inspect.Parameter.empty:
         return hint, Field(**options)
@@ -149,11 +143,6 @@ def _field(parameter: inspect.Parameter, hint: Any, text: str | None) -> tuple[A
         # JSON cannot represent the default, so the schema does not show it. The function still uses it.
         return hint, Field(default_factory=lambda: None, **options)
     return hint, Field(parameter.default, **options)
-
-
-def _has_description(hint: Any) -> bool:
-    """Return whether the annotation contains a pydantic ``Field`` with a description."""
-    return any(getattr(item, "description", None) for item in getattr(hint, "__metadata__", ()))
 
 
 def _remove_titles(schema: Any) -> Any:

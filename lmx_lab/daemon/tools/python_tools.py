@@ -84,8 +84,26 @@ class PythonTools:
         Raises:
             InvalidRequestError: The function cannot be a tool, or the name is taken. The message contains the remedy.
         """
-        _check_arguments(function, permission, timeout_s)
-        name = _check_name(name if name is not None else getattr(function, "__name__", type(function).__name__))
+        if not callable(function) or inspect.isclass(function):
+            raise InvalidRequestError(f"{function!r:.100} is not a function; pass a function", param="function")
+        if permission not in ("ask", "allow", "deny"):
+            raise InvalidRequestError(f"permission is {permission!r}; use ask, allow or deny", param="permission")
+        if not 0 < timeout_s <= 86_400:
+            raise InvalidRequestError(
+                f"timeout_s is {timeout_s!r}; it must be greater than 0 and at most 86400", param="timeout_s"
+            )
+        name = name if name is not None else getattr(function, "__name__", type(function).__name__)
+        if not _NAME.fullmatch(name):
+            raise InvalidRequestError(
+                f"the tool name is {name!r:.100}; it must have 1 to 64 of the characters A-Z a-z 0-9 _ -; set name=",
+                param="name",
+            )
+        if SEPARATOR in name.strip("_"):
+            raise InvalidRequestError(
+                f"the tool name {name!r} contains two underscores in a row, which separate an MCP server from its "
+                "tool; set name=",
+                param="name",
+            )
         schema = function_schema(function)
         tool = DaemonTool(
             name=name,
@@ -94,11 +112,18 @@ class PythonTools:
             read_only=read_only,
             permission=permission,
         )
-        self._add(
-            _Registration(
-                tool=tool, function=function, schema=schema, timeout_s=timeout_s, context=contextvars.copy_context()
-            )
+        new = _Registration(
+            tool=tool, function=function, schema=schema, timeout_s=timeout_s, context=contextvars.copy_context()
         )
+        with self._lock:
+            old = self._registrations.get(name)
+            if old is not None and old.origin != new.origin:
+                raise InvalidRequestError(
+                    f"the tool name {name!r} is used by {'.'.join(old.origin)}; use another name, or remove that tool "
+                    "first",
+                    param="name",
+                )
+            self._registrations[name] = new
         return tool
 
     def remove(self, name: str) -> None:
@@ -126,23 +151,12 @@ class PythonTools:
         if is_full:
             text = f"{THREADS} Python tools are running already, so the function was not called. Try again later."
             return ToolResult(status="error", text=text)
-        call = _PythonCall(registration, arguments, self._decrement_running)
-        return await call.result()
 
-    def _add(self, new: _Registration) -> None:
-        with self._lock:
-            old = self._registrations.get(new.tool.name)
-            if old is not None and old.origin != new.origin:
-                raise InvalidRequestError(
-                    f"the tool name {new.tool.name!r} is used by {'.'.join(old.origin)}; use another name, or remove "
-                    "that tool first",
-                    param="name",
-                )
-            self._registrations[new.tool.name] = new
+        def on_end() -> None:
+            with self._lock:
+                self._running -= 1
 
-    def _decrement_running(self) -> None:
-        with self._lock:
-            self._running -= 1
+        return await _PythonCall(registration, arguments, on_end).result()
 
 
 class _PythonCall:
@@ -190,12 +204,13 @@ class _PythonCall:
             result = self._registration.context.copy().run(self._call_function)
         finally:
             self._on_end()
-        with contextlib.suppress(RuntimeError):  # The daemon's event loop is closed.
-            self._loop.call_soon_threadsafe(self._deliver, result)
 
-    def _deliver(self, result: ToolResult) -> None:
-        if not self._result.done():
-            self._result.set_result(result)
+        def deliver() -> None:
+            if not self._result.done():
+                self._result.set_result(result)
+
+        with contextlib.suppress(RuntimeError):  # The daemon's event loop is closed.
+            self._loop.call_soon_threadsafe(deliver)
 
     def _call_function(self) -> ToolResult:
         try:
@@ -208,7 +223,12 @@ class _PythonCall:
                 value = self._run_awaitable(value)
             return ToolResult(status="ok", text=result_text(value)[:RESULT_CHARACTERS])
         except BaseException as exc:  # A function that calls exit() must not end anything but itself.
-            return ToolResult(status="error", text=_describe_exception(exc))
+            try:
+                message = str(exc)[:ERROR_CHARACTERS]
+            except Exception:
+                message = ""
+            name = type(exc).__name__
+            return ToolResult(status="error", text=f"{name}: {message}" if message else name)
 
     def _run_awaitable(self, value: Awaitable[Any]) -> Any:
         async def main() -> Any:
@@ -249,37 +269,3 @@ def _to_plain(value: Any) -> Any:
     if hasattr(value, "tolist") and getattr(value, "size", 0) <= 100 * ITEMS and not hasattr(value, "index"):
         return value.tolist()
     return str(value)[:RESULT_CHARACTERS]
-
-
-def _describe_exception(exc: BaseException) -> str:
-    try:
-        message = str(exc)[:ERROR_CHARACTERS]
-    except Exception:
-        message = ""
-    return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
-
-
-def _check_arguments(function: object, permission: str, timeout_s: float) -> None:
-    if not callable(function) or inspect.isclass(function):
-        raise InvalidRequestError(f"{function!r:.100} is not a function; pass a function", param="function")
-    if permission not in ("ask", "allow", "deny"):
-        raise InvalidRequestError(f"permission is {permission!r}; use ask, allow or deny", param="permission")
-    if not 0 < timeout_s <= 86_400:
-        raise InvalidRequestError(
-            f"timeout_s is {timeout_s!r}; it must be greater than 0 and at most 86400", param="timeout_s"
-        )
-
-
-def _check_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise InvalidRequestError(
-            f"the tool name is {name!r:.100}; it must have 1 to 64 of the characters A-Z a-z 0-9 _ -; set name=",
-            param="name",
-        )
-    if SEPARATOR in name.strip("_"):
-        raise InvalidRequestError(
-            f"the tool name {name!r} contains two underscores in a row, which separate an MCP server from its tool; "
-            "set name=",
-            param="name",
-        )
-    return name

@@ -1,12 +1,12 @@
-"""The interface between turns and tools: a tool, its result, a toolbox, and the names of MCP tools."""
+"""A tool, the result of a call, and the names of MCP tools."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lmx_lab.wire.mcp import Permission
 from lmx_lab.wire.sessions import ToolStatus
@@ -48,37 +48,6 @@ class ToolResult:
     """For the model: the result, or what failed and what the model can do about it."""
 
 
-class Toolbox(Protocol):
-    """All tools that are available at the moment. Used on the daemon's event loop."""
-
-    def list_tools(self) -> list[DaemonTool]:
-        """Return the tools, sorted by name, except those with the permission ``deny``."""
-        ...
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether an MCP server is being started for the first time, so that more tools are expected."""
-        ...
-
-    async def wait_started(self) -> None:
-        """Wait until no MCP server is being started for the first time."""
-        ...
-
-    async def explain_absence(self, name: str) -> str | None:
-        """Return why a tool is not available, for instance because its MCP server has failed; None if unknown."""
-        ...
-
-    async def call(self, name: str, arguments: dict[str, Any], *, on_progress: Callable[[str], None]) -> ToolResult:
-        """Call a tool once, within its time limit.
-
-        Errors become results; only ``CancelledError`` is raised. A cancelled call ends within 2 s.
-
-        Args:
-            on_progress: Called with each message that the tool reports before its end.
-        """
-        ...
-
-
 def mcp_tool_names(server: str, own_names: Iterable[str]) -> dict[str, str]:
     """Map the names under which models call a server's tools to the server's own names, in order.
 
@@ -87,14 +56,9 @@ def mcp_tool_names(server: str, own_names: Iterable[str]) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for own_name in own_names:
-        names.setdefault(_mcp_tool_name(server, own_name), own_name)
+        prefix, cleaned = f"{server}{SEPARATOR}", _INVALID_CHARACTER.sub("_", own_name)
+        if cleaned != own_name or len(prefix) + len(own_name) > NAME_CHARACTERS:
+            digest = hashlib.sha256(own_name.encode("utf-8", "replace")).hexdigest()[:6]
+            cleaned = f"{cleaned[: NAME_CHARACTERS - len(prefix) - 7]}_{digest}"
+        names.setdefault(f"{prefix}{cleaned}", own_name)
     return names
-
-
-def _mcp_tool_name(server: str, own_name: str) -> str:
-    prefix = f"{server}{SEPARATOR}"
-    cleaned = _INVALID_CHARACTER.sub("_", own_name)
-    if cleaned == own_name and len(prefix) + len(own_name) <= NAME_CHARACTERS:
-        return prefix + own_name
-    digest = hashlib.sha256(own_name.encode("utf-8", "replace")).hexdigest()[:6]
-    return f"{prefix}{cleaned[: NAME_CHARACTERS - len(prefix) - 7]}_{digest}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.tool import SEPARATOR, DaemonTool, Toolbox, ToolResult
+from lmx_lab.daemon.tools.tool import SEPARATOR, DaemonTool, ToolResult
 from lmx_lab.errors import McpServerNotFoundError
 from lmx_lab.wire.mcp import ServerState
 
@@ -20,25 +20,32 @@ STATE_TEXTS: dict[ServerState, str] = {
 }
 
 
-class CombinedToolbox(Toolbox):
-    """The tools of both kinds. No name can be of both, because only the names of MCP tools contain ``__``."""
+class Toolbox:
+    """All tools that are available at the moment. Used on the daemon's event loop.
+
+    No name can be of both kinds, because only the names of MCP tools contain ``__``.
+    """
 
     def __init__(self, python: PythonTools, servers: McpServers) -> None:
         self._python = python
         self._servers = servers
 
     def list_tools(self) -> list[DaemonTool]:
+        """Return the tools, sorted by name, except those with the permission ``deny``."""
         functions = [tool for tool in self._python.list_tools() if tool.permission != "deny"]
         return sorted([*functions, *self._servers.offered_tools()], key=lambda tool: tool.name)
 
     @property
     def is_starting(self) -> bool:
+        """Whether an MCP server is being started for the first time, so that more tools are expected."""
         return self._servers.is_starting
 
     async def wait_started(self) -> None:
+        """Wait until no MCP server is being started for the first time."""
         await self._servers.wait_started()
 
     async def explain_absence(self, name: str) -> str | None:
+        """Return why a tool is not available, for instance because its MCP server has failed; None if unknown."""
         server_name, separator, _ = name.partition(SEPARATOR)
         try:
             server = await self._servers.read(server_name if separator else "")
@@ -52,6 +59,13 @@ class CombinedToolbox(Toolbox):
         return f"the MCP server {server.name!r} {STATE_TEXTS[server.state].format(reason=reason)}"
 
     async def call(self, name: str, arguments: dict[str, Any], *, on_progress: Callable[[str], None]) -> ToolResult:
+        """Call a tool once, within its time limit.
+
+        Errors become results; only ``CancelledError`` is raised. A cancelled call ends within 2 s.
+
+        Args:
+            on_progress: Called with each message that the tool reports before its end.
+        """
         result = await self._python.call(name, arguments)
         if result is None:
             result = await self._servers.call(name, arguments, on_progress)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage import permissions, turns
+from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.storage.turns import StartedTurn, end_from_rows
-from lmx_lab.daemon.tools.tool import DaemonTool, Toolbox
+from lmx_lab.daemon.tools.tool import DaemonTool
+from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.concurrency import TurnSlots
 from lmx_lab.daemon.turns.machine import (
     CallModel,
@@ -44,8 +45,8 @@ from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.prompt import call_ids, chat_request, normalize_calls, select_tools, truncate_result
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
 from lmx_lab.wire.base import new_id
-from lmx_lab.wire.events import ModelStatus, ToolEnd
-from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall, ToolStatus
+from lmx_lab.wire.events import ToolEnd
+from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall
 
 log = logging.getLogger(__name__)
 Effect = Callable[[], None]
@@ -54,9 +55,11 @@ PROGRESS_CHARACTERS = 4000
 """Maximum length of one message of progress."""
 PROGRESS_PER_BATCH = 100
 """Maximum number of messages of progress of tools in one batch. Further messages are dropped."""
+PARSED_ON_LOOP = 100
+"""Maximum number of messages of a history that is parsed on the event loop. A longer one is parsed in a thread: 2,000
+messages take 21 to 37 ms, for which all other turns and connections would wait."""
 TOOLS_SHARE_OF_CANCEL = 0.8
 """Share of ``limits.cancel_s`` within which tools have to end. The rest is for writing the end of the turn."""
-log = logging.getLogger(__name__)
 Change = Callable[[Transaction], object]
 """Changes rows and appends events."""
 MIN_RETRY_S = 1.0
@@ -116,20 +119,19 @@ class ActiveTurn:
             broken_calls=limits.broken_calls,
         )
         self._inbox: asyncio.Queue[TurnInput | _PermissionExpired | _WriteBatch] = asyncio.Queue()
-        self._writer = TurnWriter(dependencies.store, dependencies.upstream)
-        self._history = started.history
+        self._pending: list[Change] = []
+        """Changes that are not in the log yet, in order."""
+        self._abandoned = asyncio.Event()
+        self._history: list[SessionMessage] = []
         self._granted = set(started.granted)
-        self._call_ids = call_ids(started.history)
+        self._call_ids: set[str] = set()
         self._usage = TurnUsage(started_s=self._loop.time())
         self._message = MessageBuilder(new_id("msg"))
         """The message of the current step."""
         self._message_is_saved = False
         self._model_task: asyncio.Task[None] | None = None
-        self._tools = RunningTools(
-            dependencies.toolbox,
-            on_end=self._inbox.put_nowait,
-            stopped_status=lambda: self._machine.ending.open_call_status,
-        )
+        self._tool_tasks: dict[str, asyncio.Task[None]] = {}
+        self._tools_started_s: dict[str, float] = {}
         self._batch_timer: asyncio.TimerHandle | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._progress_count = 0
@@ -158,16 +160,20 @@ class ActiveTurn:
 
     def abandon(self) -> None:
         """Stop trying to write the end of the turn. The next start of the daemon ends it."""
-        self._writer.abandon()
+        self._abandoned.set()
 
     async def run(self) -> None:
         """Run the turn until its terminal event is in the log, or ``abandon`` was called."""
         timeout_s = self._started.overrides.timeout_s or self._limits.turn_timeout_s
-        error = TurnTimeoutError(
+        timed_out = TurnTimeoutError(
             f"the turn did not end within {timeout_s:g} s; increase timeout_s in its overrides, or request less"
         )
-        self._call_later(timeout_s, partial(self.stop, TurnEnding(error=error)))
+        self._call_later(timeout_s, partial(self.stop, TurnEnding(error=timed_out)))
         try:
+            parse = partial(sessions.parse_messages, self._started.history)
+            is_long = len(self._started.history) > PARSED_ON_LOOP
+            self._history = await asyncio.to_thread(parse) if is_long else parse()
+            self._call_ids = call_ids(self._history)
             await self._perform(self._machine.start())
             while self._machine.phase is not TurnPhase.ENDED:
                 await self._perform(await self._receive(await self._inbox.get()))
@@ -175,28 +181,24 @@ class ActiveTurn:
             log.warning("turn %s is ended by the next start of the daemon: the database is closed", self.key.turn_id)
         except Exception as exc:
             log.exception("turn %s raised an exception", self.key.turn_id)
-            await self._end_after_exception(exc)
+            # From its rows: every turn must end, even after a bug or an error of the database.
+            error = (
+                exc if isinstance(exc, LabError) else TurnError("a bug in the daemon ended this turn; see daemon.log")
+            )
+            self._machine.phase = TurnPhase.ENDED
+            self._pending = [partial(end_from_rows, key=self.key, ending=TurnEnding(error=error))]
+            try:
+                await self._write_end(retry_on=LabError)
+            except Exception:
+                log.exception("turn %s could not be ended; the next start of the daemon ends it", self.key.turn_id)
         finally:
-            self._close()
-
-    async def _end_after_exception(self, exc: Exception) -> None:
-        """End the turn from its rows: every turn must end, even after a bug or an error of the database."""
-        error = exc if isinstance(exc, LabError) else TurnError("a bug in the daemon ended this turn; see daemon.log")
-        self._machine.phase = TurnPhase.ENDED
-        self._writer.pending = [partial(end_from_rows, key=self.key, ending=TurnEnding(error=error))]
-        try:
-            await self._writer.write_end(retry_on=LabError)
-        except Exception:
-            log.exception("turn %s could not be ended; the next start of the daemon ends it", self.key.turn_id)
-
-    def _close(self) -> None:
-        for timer in [*self._timers, *([self._batch_timer] if self._batch_timer else [])]:
-            timer.cancel()
-        self._message.is_closed = True
-        for task in [*self._tools.running_tasks(), *([self._model_task] if self._model_task else [])]:
-            if not task.done():
-                task.cancel()
-                self._adopt_task(task)
+            for timer in [*self._timers, *([self._batch_timer] if self._batch_timer else [])]:
+                timer.cancel()
+            self._message.is_closed = True
+            for task in [*self._tool_tasks.values(), *([self._model_task] if self._model_task else [])]:
+                if not task.done():
+                    task.cancel()
+                    self._adopt_task(task)
 
     # The loop
 
@@ -219,48 +221,98 @@ class ActiveTurn:
     async def _perform(self, actions: list[TurnAction]) -> None:
         """Write the actions to the log in one transaction, then perform their effects."""
         if any(isinstance(action, StopModel) for action in actions):
-            self._stop_model()
-        self._add_received_text()
+            self._message.is_closed = True
+            if self._model_task is not None:
+                self._model_task.cancel()
+        # Text and progress of the current batch come first.
+        if self._batch_timer is not None:
+            self._batch_timer.cancel()
+            self._batch_timer = None
+        self._progress_count = 0
+        if self._model_progress is not None and self._machine.phase is TurnPhase.MODEL:
+            note = self._model_progress[:PROGRESS_CHARACTERS]
+            self._add_turn_change(turns.append_progress, step=self._machine.step, note=note)
+        self._model_progress = None
+        for event, text in self._message.take():
+            self._add_turn_change(turns.append_text, event=event, message_id=self._message.message_id, text=text)
         effects = [effect for action in actions if (effect := self._prepare(action)) is not None]
         if self._machine.phase is TurnPhase.ENDED:
-            await self._writer.write_end()
+            await self._write_end()
             return
         try:
-            await self._writer.write(ending=self._machine.phase is TurnPhase.STOPPING)
+            await self._write(ending=self._machine.phase is TurnPhase.STOPPING)
         except StorageFullError as exc:
             if self._machine.phase is not TurnPhase.STOPPING:
                 await self._perform(self._machine.handle(StopRequested(ending=TurnEnding(error=exc))))
             return
         for effect in effects:
             effect()
-        self._release_slot_while_waiting()
+        if self._machine.is_waiting and self.has_slot:
+            # Another turn can run while this one waits for permissions only.
+            self.has_slot = False
+            self._slots.release()
 
     def _prepare(self, action: TurnAction) -> Effect | None:
         """Add the changes of an action to the pending ones. Returns what to do once they are in the log."""
         match action:
             case CallModel():
-                return self._prepare_model_call(action)
+                # The progress of the first step was written when the turn was started.
+                if action.step > 1:
+                    self._add_turn_change(turns.append_progress, step=action.step, note="")
+                return partial(self._start_model, action.step)
             case SaveAnswer():
                 self._save_message(action.calls)
             case RequestPermission():
-                return self._request_permission(action)
+                permission_id, timeout_s = new_id("prm"), self._limits.permission_timeout_s
+                self._add_change(
+                    permissions.request,
+                    permission_id=permission_id,
+                    session_id=self.key.session_id,
+                    turn_id=self.key.turn_id,
+                    call_id=action.call.call_id,
+                    tool=action.call.name,
+                    arguments=action.arguments,
+                    timeout_s=timeout_s,
+                )
+                expired = _PermissionExpired(permission_id=permission_id, call_id=action.call.call_id)
+                return partial(self._call_later, timeout_s, partial(self._inbox.put_nowait, expired))
             case StartTool():
-                return self._prepare_tool(action)
+                self._add_turn_change(turns.start_tool, call=action.call, arguments=action.arguments)
+                return partial(self._start_tool, action)
             case StopTool():
-                self._tools.stop(action.call_id)
+                if (task := self._tool_tasks.get(action.call_id)) is not None:
+                    task.cancel()
+                else:
+                    # It was not started because of an error.
+                    self._report_stopped(action.call_id)
             case EndToolCall():
-                self._end_tool_call(action)
+                call_id = action.call.call_id
+                text, is_truncated = truncate_result(action.text, self._limits.tool_result_bytes)
+                started_s = self._tools_started_s.get(call_id)
+                end = ToolEnd(
+                    call_id=call_id,
+                    name=action.call.name,
+                    status=action.status,
+                    text=text,
+                    truncated=is_truncated,
+                    elapsed_s=0.0 if started_s is None else round(self._loop.time() - started_s, 6),
+                )
+                message = turns.tool_message(self.key, call_id=call_id, text=text)
+                self._history.append(message)
+                self._add_turn_change(turns.end_tool, end=end, message=message)
             case WithdrawPermissions():
                 self._add_change(permissions.withdraw, session_id=self.key.session_id, turn_id=self.key.turn_id)
-                self._call_later(
-                    self._limits.cancel_s * TOOLS_SHARE_OF_CANCEL, lambda: self._inbox.put_nowait(StopTimedOut())
-                )
+                tools_s = self._limits.cancel_s * TOOLS_SHARE_OF_CANCEL
+                self._call_later(tools_s, partial(self._inbox.put_nowait, StopTimedOut()))
             case EndTurn():
-                self._end_turn(action.ending)
+                if not self._message_is_saved:
+                    self._save_message(())
+                stats = self._usage.stats(self._loop.time())
+                self._add_turn_change(turns.end, ending=action.ending, text=self._message.text, stats=stats)
         return None
 
     def _add_change(self, change: Callable[..., object], **arguments: Any) -> None:
-        self._writer.pending.append(partial(change, **arguments))
+        self._pending.append(partial(change, **arguments))
 
     def _add_turn_change(self, change: Callable[..., object], **arguments: Any) -> None:
         self._add_change(change, key=self.key, **arguments)
@@ -268,19 +320,55 @@ class ActiveTurn:
     def _call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
         self._timers.append(self._loop.call_later(delay_s, callback))
 
-    def _release_slot_while_waiting(self) -> None:
-        """Let another turn run while this one waits for permissions only."""
-        if self._machine.is_waiting and self.has_slot:
-            self.has_slot = False
-            self._slots.release()
+    # Writing
+
+    async def _write(self, *, ending: bool = False) -> None:
+        """Write the pending changes, and the state of the model server if it has changed.
+
+        Changes that could not be written stay pending, before later ones.
+
+        Args:
+            ending: Whether the changes end something. They are then tried even on a full disk.
+
+        Raises:
+            StorageFullError: The disk is full. All changes are still pending.
+        """
+        upstream = self._dependencies.upstream
+        pending, status = list(self._pending), upstream.unreported_status()
+        if not pending and status is None:
+            return
+
+        def apply(tx: Transaction) -> None:
+            if status is not None:
+                tx.append("model.status", status)
+            for change in pending:
+                change(tx)
+
+        await self._dependencies.store.write(apply, ending=ending)
+        del self._pending[: len(pending)]
+        if status is not None:
+            upstream.mark_reported(status)
+
+    async def _write_end(self, retry_on: type[LabError] = StorageFullError) -> None:
+        """Write the pending changes, and retry until it succeeds, ``abandon`` is called or the database is closed.
+
+        Args:
+            retry_on: Exceptions after which to retry. Others are raised.
+        """
+        retry_s = MIN_RETRY_S
+        while not self._abandoned.is_set():
+            try:
+                await self._write(ending=True)
+                return
+            except StoppingError:
+                return  # The database is closed.
+            except retry_on as exc:
+                log.warning("the end of a turn cannot be written yet: %s", exc)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._abandoned.wait(), retry_s)
+            retry_s = min(MAX_RETRY_S, 2 * retry_s)
 
     # The model
-
-    def _prepare_model_call(self, action: CallModel) -> Effect:
-        # The progress of the first step was written when the turn was started.
-        if action.step > 1:
-            self._add_turn_change(turns.append_progress, step=action.step, note="")
-        return partial(self._start_model, action.step)
 
     def _start_model(self, step: int) -> None:
         self._message, self._message_is_saved = MessageBuilder(new_id("msg")), False
@@ -288,12 +376,29 @@ class ActiveTurn:
         self._model_task = self._loop.create_task(self._call_model(self._message, step))
 
     async def _call_model(self, message: MessageBuilder, step: int) -> None:
+        """Call the model, add the pieces of its answer to the message, and report the end to the inbox."""
+        session, overrides = self._started.session, self._started.overrides
+        upstream, toolbox = self._dependencies.upstream, self._dependencies.toolbox
         result: TurnInput
         try:
             if not self.has_slot:
                 await self._slots.acquire(continuing=True)
                 self.has_slot = True
-            await self._stream(message, step)
+            body = chat_request(
+                system_prompt=session.system_prompt,
+                history=self._history,
+                tools=self._current_tools(),
+                overrides=overrides,
+                is_first_step=step == 1,
+                absence=await toolbox.explain_absence(overrides.tool_choice) if overrides.tool_choice else None,
+            )
+            async with aclosing(upstream.call(body, model=overrides.model or session.model)) as pieces:
+                async for piece in pieces:
+                    self._model_progress = piece.remark or self._model_progress
+                    if message.add(piece, self._loop.time()) or piece.remark:
+                        self._start_batch()
+                    if message.is_full:
+                        break
             calls = normalize_calls(message.calls, self._call_ids)
             offered = self._current_tools() if calls else []
             tools = {tool.name: tool.needs_permission and tool.name not in self._granted for tool in offered}
@@ -307,53 +412,15 @@ class ActiveTurn:
         if not message.is_closed:
             self._inbox.put_nowait(result)
 
-    async def _stream(self, message: MessageBuilder, step: int) -> None:
-        """Call the model and add the pieces of its answer to the message."""
-        session, overrides = self._started.session, self._started.overrides
-        upstream, toolbox = self._dependencies.upstream, self._dependencies.toolbox
-        body = chat_request(
-            system_prompt=session.system_prompt,
-            history=self._history,
-            tools=self._current_tools(),
-            overrides=overrides,
-            is_first_step=step == 1,
-            absence=await toolbox.explain_absence(overrides.tool_choice) if overrides.tool_choice else None,
-        )
-        async with aclosing(upstream.call(body, model=overrides.model or session.model)) as pieces:
-            async for piece in pieces:
-                self._model_progress = piece.remark or self._model_progress
-                if message.add(piece, self._loop.time()) or piece.remark:
-                    self._start_batch()
-                if message.is_full:
-                    return
-
     def _current_tools(self) -> list[DaemonTool]:
         session, overrides = self._started.session, self._started.overrides
         names = session.tools if overrides.tools is None else overrides.tools
         return select_tools(self._dependencies.toolbox.list_tools(), names)
 
-    def _stop_model(self) -> None:
-        self._message.is_closed = True
-        if self._model_task is not None:
-            self._model_task.cancel()
-
     def _start_batch(self) -> None:
         """Write what was received after ``limits.batch_s``, or earlier together with an action."""
         if self._batch_timer is None:
             self._batch_timer = self._loop.call_later(self._limits.batch_s, self._inbox.put_nowait, _WriteBatch())
-
-    def _add_received_text(self) -> None:
-        """Add text and progress of the current batch to the pending changes."""
-        if self._batch_timer is not None:
-            self._batch_timer.cancel()
-            self._batch_timer = None
-        self._progress_count = 0
-        if self._model_progress is not None and self._machine.phase is TurnPhase.MODEL:
-            note = self._model_progress[:PROGRESS_CHARACTERS]
-            self._add_turn_change(turns.append_progress, step=self._machine.step, note=note)
-        self._model_progress = None
-        for event, text in self._message.take():
-            self._add_turn_change(turns.append_text, event=event, message_id=self._message.message_id, text=text)
 
     def _save_message(self, calls: tuple[ToolCall, ...]) -> None:
         """Add the current message to the history, unless it is empty."""
@@ -377,177 +444,37 @@ class ActiveTurn:
 
     # Calls
 
-    def _request_permission(self, action: RequestPermission) -> Effect:
-        permission_id = new_id("prm")
-        timeout_s = self._limits.permission_timeout_s
-        self._add_change(
-            permissions.request,
-            permission_id=permission_id,
-            session_id=self.key.session_id,
-            turn_id=self.key.turn_id,
-            call_id=action.call.call_id,
-            tool=action.call.name,
-            arguments=action.arguments,
-            timeout_s=timeout_s,
-        )
-        expired = _PermissionExpired(permission_id=permission_id, call_id=action.call.call_id)
-        return lambda: self._call_later(timeout_s, lambda: self._inbox.put_nowait(expired))
-
-    def _prepare_tool(self, action: StartTool) -> Effect:
-        self._add_turn_change(turns.start_tool, call=action.call, arguments=action.arguments)
-        on_progress = partial(self._add_tool_output, action.call.call_id)
-        return lambda: self._tools.start(action.call, action.arguments, on_progress)
-
-    def _add_tool_output(self, call_id: str, text: str) -> None:
-        is_running = self._machine.phase not in (TurnPhase.ENDED, TurnPhase.STOPPING)
-        if is_running and self._progress_count < PROGRESS_PER_BATCH:
-            self._progress_count += 1
-            self._add_turn_change(turns.append_tool_output, call_id=call_id, text=text[:PROGRESS_CHARACTERS])
-            self._start_batch()
-
-    def _end_tool_call(self, action: EndToolCall) -> None:
+    def _start_tool(self, action: StartTool) -> None:
         call_id = action.call.call_id
-        text, is_truncated = truncate_result(action.text, self._limits.tool_result_bytes)
-        end = ToolEnd(
-            call_id=call_id,
-            name=action.call.name,
-            status=action.status,
-            text=text,
-            truncated=is_truncated,
-            elapsed_s=self._tools.elapsed_s(call_id),
-        )
-        message = turns.tool_message(self.key, call_id=call_id, text=text)
-        self._history.append(message)
-        self._add_turn_change(turns.end_tool, end=end, message=message)
-
-    # The end
-
-    def _end_turn(self, ending: TurnEnding) -> None:
-        if not self._message_is_saved:
-            self._save_message(())
-        stats = self._usage.stats(self._loop.time())
-        self._add_turn_change(turns.end, ending=ending, text=self._message.text, stats=stats)
-
-
-class RunningTools:
-    """The tools of one turn that were started."""
-
-    def __init__(
-        self,
-        toolbox: Toolbox,
-        *,
-        on_end: Callable[[ToolEnded], None],
-        stopped_status: Callable[[], ToolStatus],
-    ) -> None:
-        """
-        Args:
-            on_end: Called with the end of each call.
-            stopped_status: Returns the status of calls that are stopped.
-        """
-        self._toolbox = toolbox
-        self._on_end = on_end
-        self._stopped_status = stopped_status
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._started_s: dict[str, float] = {}
-
-    def start(self, call: ToolCall, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> None:
-        """Start a call in a task."""
-        loop = asyncio.get_running_loop()
-        self._started_s[call.call_id] = loop.time()
-        task = loop.create_task(self._run(call, arguments, on_progress))
+        self._tools_started_s[call_id] = self._loop.time()
+        task = self._loop.create_task(self._run_tool(action))
         # A callback, because a task that is cancelled before its first step does not run any of its own code.
-        task.add_done_callback(lambda ended: self._report_stopped(call.call_id) if ended.cancelled() else None)
-        self._tasks[call.call_id] = task
+        task.add_done_callback(lambda ended: self._report_stopped(call_id) if ended.cancelled() else None)
+        self._tool_tasks[call_id] = task
 
-    async def _run(self, call: ToolCall, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> None:
+    async def _run_tool(self, action: StartTool) -> None:
+        call = action.call
+
+        def on_progress(text: str) -> None:
+            is_running = self._machine.phase not in (TurnPhase.ENDED, TurnPhase.STOPPING)
+            if is_running and self._progress_count < PROGRESS_PER_BATCH:
+                self._progress_count += 1
+                shown = text[:PROGRESS_CHARACTERS]
+                self._add_turn_change(turns.append_tool_output, call_id=call.call_id, text=shown)
+                self._start_batch()
+
         try:
-            result = await self._toolbox.call(call.name, arguments, on_progress=on_progress)
+            result = await self._dependencies.toolbox.call(call.name, action.arguments, on_progress=on_progress)
             ended = ToolEnded(call_id=call.call_id, status=result.status, text=result.text)
         except Exception as exc:
             log.exception("tool %s raised an exception", call.name)
             ended = ToolEnded(call_id=call.call_id, status="error", text=f"the tool failed: {type(exc).__name__}")
-        self._on_end(ended)
-
-    def stop(self, call_id: str) -> None:
-        """Cancel a call. One that was not started because of an error ends immediately."""
-        if (task := self._tasks.get(call_id)) is not None:
-            task.cancel()
-        else:
-            self._report_stopped(call_id)
+        self._inbox.put_nowait(ended)
 
     def _report_stopped(self, call_id: str) -> None:
-        if call_id in self._started_s:
+        if call_id in self._tools_started_s:
             text = "the turn was stopped while this tool was running; it is unknown whether the call had an effect"
         else:
             text = "the turn was stopped before this call started"
-        self._on_end(ToolEnded(call_id=call_id, status=self._stopped_status(), text=text))
-
-    def elapsed_s(self, call_id: str) -> float:
-        """Return the seconds since a call was started, or 0 if it was not."""
-        started_s = self._started_s.get(call_id)
-        return 0.0 if started_s is None else round(asyncio.get_running_loop().time() - started_s, 6)
-
-    def running_tasks(self) -> list[asyncio.Task[None]]:
-        """Return the tasks that have not ended."""
-        return [task for task in self._tasks.values() if not task.done()]
-
-
-class TurnWriter:
-    """Writes the pending changes of a turn. Changes that could not be written stay pending, before later ones."""
-
-    def __init__(self, store: Store, upstream: ModelClient) -> None:
-        self.pending: list[Change] = []
-        self._store = store
-        self._upstream = upstream
-        self._abandoned = asyncio.Event()
-
-    async def write(self, *, ending: bool = False) -> None:
-        """Write the pending changes, and the state of the model server if it has changed.
-
-        Args:
-            ending: Whether the changes end something. They are then tried even on a full disk.
-
-        Raises:
-            StorageFullError: The disk is full. All changes are still pending.
-        """
-        pending, status = list(self.pending), self._upstream.unreported_status()
-        if not pending and status is None:
-            return
-        await self._store.write(partial(_apply, pending, status), ending=ending)
-        del self.pending[: len(pending)]
-        if status is not None:
-            self._upstream.mark_reported(status)
-
-    async def write_end(self, retry_on: type[LabError] = StorageFullError) -> bool:
-        """Write the pending changes, and retry until it succeeds.
-
-        Args:
-            retry_on: Exceptions after which to retry. Others are raised.
-
-        Returns:
-            False if the changes were not written because of ``abandon`` or because the database is closed.
-        """
-        retry_s = MIN_RETRY_S
-        while not self._abandoned.is_set():
-            try:
-                await self.write(ending=True)
-                return True
-            except StoppingError:
-                return False  # The database is closed.
-            except retry_on as exc:
-                log.warning("the end of a turn cannot be written yet: %s", exc)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._abandoned.wait(), retry_s)
-            retry_s = min(MAX_RETRY_S, 2 * retry_s)
-        return False
-
-    def abandon(self) -> None:
-        """Stop retrying. The next start of the daemon ends the turn."""
-        self._abandoned.set()
-
-
-def _apply(changes: Sequence[Change], status: ModelStatus | None, tx: Transaction) -> None:
-    if status is not None:
-        tx.append("model.status", status)
-    for change in changes:
-        change(tx)
+        status = self._machine.ending.open_call_status
+        self._inbox.put_nowait(ToolEnded(call_id=call_id, status=status, text=text))

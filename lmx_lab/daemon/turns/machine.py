@@ -280,7 +280,12 @@ class TurnMachine:
         self.phase = TurnPhase.CALLS
         refused = [action for call in answer.calls for action in self._add_call(call, answer.tools)]
         if self._broken_calls_left < 0:
-            return [SaveAnswer(calls=answer.calls), *refused, *self._end_after_broken_calls()]
+            ended = self._end_open_calls("cancelled", "the turn ended before this call started")
+            error = TurnError(
+                "the model called unknown tools, or wrote arguments that are not JSON objects, too many times; try "
+                "another model or fewer tools"
+            )
+            return [SaveAnswer(calls=answer.calls), *refused, *ended, *self._end(TurnEnding(error=error))]
         requests: list[TurnAction] = [
             RequestPermission(call=open_call.call, arguments=open_call.arguments)
             for open_call in self._calls.values()
@@ -305,14 +310,6 @@ class TurnMachine:
             text = f"{parsed}; call {call.name} again with arguments that are one JSON object and match its schema"
             return [EndToolCall(call=call, status="error", text=text)]
         return []
-
-    def _end_after_broken_calls(self) -> list[TurnAction]:
-        ended = self._end_open_calls("cancelled", "the turn ended before this call started")
-        error = TurnError(
-            "the model called unknown tools, or wrote arguments that are not JSON objects, too many times; try another "
-            "model or fewer tools"
-        )
-        return [*ended, *self._end(TurnEnding(error=error))]
 
     # Calls
 

@@ -71,9 +71,7 @@ class ModelClient:
 
     def unreported_status(self) -> ModelStatus | None:
         """Return the state as an event's data if it differs from the one that was reported last."""
-        if self._state == self._reported:
-            return None
-        return ModelStatus(**self._state.model_dump())
+        return None if self._state == self._reported else ModelStatus(**self._state.model_dump())
 
     def mark_reported(self, status: ModelStatus) -> None:
         """Note that this state was written to the log."""
@@ -99,42 +97,36 @@ class ModelClient:
                         self._set_state(reachable=True, model=piece.model or name)
                     yield piece
         except LabError as exc:
-            self._handle_error(exc)
-            if isinstance(exc, UnreachableError) and not isinstance(exc, ConnectionLostError):
+            if isinstance(exc, ModelNotFoundError | UnreachableError):
+                self._choice = None
+            if isinstance(exc, ConnectionLostError):
+                raise  # Whether the server is still reachable is found out by the next call.
+            if isinstance(exc, UnreachableError):
+                self._set_state(reachable=False, error=exc.message)
                 raise UpstreamUnreachableError(f"the model server: {exc.message}") from exc
+            if isinstance(exc, WITHOUT_MODEL):
+                self._set_state(reachable=True, error=exc.message)
+            else:
+                self._set_state(reachable=True, model=self._state.model)
             raise
 
     async def _choose_model(self) -> str:
-        if self._choice is None or self._choice[1] < time.monotonic():
-            name = await self._find_model()
-            self._choice = (name, time.monotonic() + CHOICE_S if name != LOADED else math.inf)
-        return self._choice[0]
-
-    async def _find_model(self) -> str:
+        if self._choice is not None and self._choice[1] >= time.monotonic():
+            return self._choice[0]
         try:
             models = await self._client.models()
         except UnreachableError:
             raise
         except LabError:
             # The server does not list its models. Most servers with one model accept any name.
-            return LOADED
-        if self._client.is_lab:
-            return LOADED
+            models = [LOADED]
+        else:
+            models = [LOADED] if self._client.is_lab else models
         if not models:
             raise NotLoadedError(f"{self.url} lists no models; load a model there, or set the session's model")
-        return models[0]
-
-    def _handle_error(self, exc: LabError) -> None:
-        if isinstance(exc, ModelNotFoundError | UnreachableError):
-            self._choice = None
-        if isinstance(exc, ConnectionLostError):
-            return  # Whether the server is still reachable is found out by the next call.
-        if isinstance(exc, UnreachableError):
-            self._set_state(reachable=False, error=exc.message)
-        elif isinstance(exc, WITHOUT_MODEL):
-            self._set_state(reachable=True, error=exc.message)
-        else:
-            self._set_state(reachable=True, model=self._state.model)
+        name = models[0]
+        self._choice = (name, time.monotonic() + CHOICE_S if name != LOADED else math.inf)
+        return name
 
     def _set_state(self, *, reachable: bool, model: str | None = None, error: str | None = None) -> None:
         state = self._state

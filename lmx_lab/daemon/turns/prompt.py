@@ -49,7 +49,10 @@ def chat_request(
     body = {**(overrides.extra or {}), **sampling, "messages": chat_messages(system_prompt, history)}
     choice = _tool_choice(overrides.tool_choice, tools, absence) if is_first_step else None
     if tools:
-        body["tools"] = [_chat_tool(tool) for tool in tools]
+        functions = [
+            {"name": tool.name, "description": tool.description, "parameters": tool.parameters} for tool in tools
+        ]
+        body["tools"] = [{"type": "function", "function": function} for function in functions]
         if choice is not None:
             body["tool_choice"] = choice
     return body
@@ -66,11 +69,6 @@ def select_tools(tools: Iterable[DaemonTool], names: Sequence[str] | None) -> li
     exact, prefixes = set(names), tuple(name[:-1] for name in names if name.endswith("*"))
     # No name begins with a null character, and startswith needs at least one prefix.
     return [tool for tool in tools if tool.name in exact or tool.name.startswith(prefixes or ("\0",))]
-
-
-def _chat_tool(tool: DaemonTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: str | None, tools: Sequence[DaemonTool], absence: str | None) -> Any:
@@ -97,43 +95,30 @@ def chat_messages(system_prompt: str | None, history: Sequence[SessionMessage]) 
         message = history[position]
         position += 1
         if message.role == "assistant" and message.tool_calls:
-            results = _following_results(history, position)
-            position += len(results)
-            messages += _calls_and_results(message, results)
+            results: dict[str | None, str] = {}
+            while position < len(history) and history[position].role == "tool":
+                results[history[position].call_id] = history[position].content
+                position += 1
+            calls = []
+            for call in message.tool_calls:
+                # Servers refuse a history with arguments that are not objects. The result of the call has the error.
+                is_object = call.arguments.strip() and isinstance(parse_arguments(call.arguments), dict)
+                function = {"name": call.name, "arguments": call.arguments if is_object else "{}"}
+                calls.append({"id": call.call_id, "type": "function", "function": function})
+            messages.append({"role": "assistant", "content": message.content, "tool_calls": calls})
+            # In the order of the calls, not in that of their ends.
+            messages += [
+                _chat_result(call.call_id, results.get(call.call_id, "there is no result"))
+                for call in message.tool_calls
+            ]
         elif message.role == "tool":
             messages.append(_chat_result(message.call_id or "", message.content))
+        elif message.role == "user" and messages and messages[-1]["role"] == "user":
+            # Two user messages in a row, as after a turn without an answer, are merged: some templates refuse them.
+            messages[-1]["content"] += f"\n\n{message.content}"
         elif message.role != "assistant" or message.content:
-            _append(messages, message.role, message.content)
+            messages.append({"role": message.role, "content": message.content})
     return messages
-
-
-def _append(messages: list[dict[str, Any]], role: str, content: str) -> None:
-    # Two user messages in a row, as after a turn without an answer, are merged: some chat templates refuse them.
-    if role == "user" and messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] += f"\n\n{content}"
-    else:
-        messages.append({"role": role, "content": content})
-
-
-def _following_results(history: Sequence[SessionMessage], position: int) -> list[SessionMessage]:
-    end = next((index for index in range(position, len(history)) if history[index].role != "tool"), len(history))
-    return list(history[position:end])
-
-
-def _calls_and_results(message: SessionMessage, results: list[SessionMessage]) -> list[dict[str, Any]]:
-    """Return the message with its calls, and the results in the order of the calls, not in that of their ends."""
-    by_id = {result.call_id: result.content for result in results}
-    chat_results = [
-        _chat_result(call.call_id, by_id.get(call.call_id, "there is no result")) for call in message.tool_calls
-    ]
-    calls = [_chat_call(call) for call in message.tool_calls]
-    return [{"role": "assistant", "content": message.content, "tool_calls": calls}, *chat_results]
-
-
-def _chat_call(call: ToolCall) -> dict[str, Any]:
-    # Servers refuse a history with arguments that are not objects. The result of the call contains the error.
-    arguments = call.arguments if isinstance(parse_arguments(call.arguments), dict) and call.arguments.strip() else "{}"
-    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _chat_result(call_id: str, content: str) -> dict[str, Any]:

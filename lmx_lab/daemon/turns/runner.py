@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import Literal
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.storage.turns import StartedTurn, Submitted, TurnKey, end_abandoned
-from lmx_lab.daemon.tools.tool import Toolbox
+from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.active_turn import MAX_RETRY_S, MIN_RETRY_S, ActiveTurn, TurnDependencies
 from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters, give_way
 from lmx_lab.daemon.turns.machine import TurnEnding
@@ -57,7 +57,8 @@ class TurnRunner:
         self._limits = limits
         self._dependencies = TurnDependencies(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
         self._slots = TurnSlots(limits.running_turns)
-        self._workers = SessionWorkers()
+        self._workers: dict[str, SessionWorker] = {}
+        """The workers that are in use, by session."""
         self._queued_count = 0
         self._waiters = TurnWaiters()
         self._adopted_tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +87,7 @@ class TurnRunner:
 
     async def _recover(self, session_ids: list[str]) -> None:
         for session_id in session_ids:
-            async with self._workers.locked(session_id) as worker:
+            async with self._locked(session_id) as worker:
                 await self._end_inactive(worker, [])
 
     async def _recover_later(self, abandoned: list[str], waiting: list[str]) -> None:
@@ -101,7 +102,7 @@ class TurnRunner:
 
     def _start_workers(self, session_ids: list[str]) -> None:
         for session_id in session_ids:
-            self._start_worker(self._workers.get_or_create(session_id))
+            self._start_worker(self._get_worker(session_id))
 
     async def stop(self, *, mode: Literal["drain", "now"], grace_s: float) -> None:
         """Accept and start no more turns, and end the running ones. Queued turns run at the next start.
@@ -115,41 +116,38 @@ class TurnRunner:
         self._is_stopping = True
         if self._recovery is not None:
             self._recovery.cancel()
-        await self._cancel_idle_workers()
+        for worker in list(self._workers.values()):
+            # A turn that is just being started becomes active first.
+            async with worker.lock:
+                if worker.active is None and worker.task is not None:
+                    worker.task.cancel()
         if mode == "drain":
             await self._wait_ended(grace_s)
-        for active in self._workers.active_turns():
+        for active in self._active_turns():
             active.stop(STOPPED)
         await self._wait_ended(self._limits.cancel_s)
-        for active in self._workers.active_turns():
+        for active in self._active_turns():
             active.abandon()
         await self._wait_ended(STOP_S)
         tasks = [
             *self._adopted_tasks,
             *self._shielded.tasks,
-            *self._workers.tasks(),
+            *self._worker_tasks(),
         ]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)
 
-    async def _cancel_idle_workers(self) -> None:
-        """Cancel the workers without an active turn. A turn that is just being started becomes active first."""
-        for worker in self._workers:
-            async with worker.lock:
-                if worker.active is None and worker.task is not None:
-                    worker.task.cancel()
-
     async def _wait_ended(self, timeout_s: float) -> None:
         """Wait until no turn is running and all requests of clients are completed."""
-        tasks = [*self._shielded.tasks, *self._workers.tasks()]
+        tasks = [*self._shielded.tasks, *self._worker_tasks()]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
     def counts(self) -> tuple[int, int]:
         """Return the number of running turns, including those that wait for permissions, and of queued turns."""
-        return len(self._workers.active_turns()), self._queued_count
+        return len(self._active_turns()), self._queued_count
 
     # Turns
 
@@ -175,16 +173,23 @@ class TurnRunner:
         return submitted
 
     async def _submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
-        async with self._workers.locked(session_id) as worker:
+        async with self._locked(session_id) as worker:
             can_start = worker.task is None and not (self._is_stopping or self._dependencies.toolbox.is_starting)
             has_slot = can_start and self._slots.acquire_nowait()
             started: StartedTurn | None = None
+            model = self._upstream.state().model
+
+            def submit(tx: Transaction) -> tuple[Submitted, StartedTurn | None]:
+                submitted = turns.submit(tx, session_id, body, self._limits)
+                if not has_slot or submitted.turn.status != "queued":
+                    return submitted, None
+                # In the same transaction, because another one would delay the model call by a millisecond.
+                if submitted.is_first:
+                    return submitted, turns.start_submitted(tx, submitted, body, model=model)
+                return submitted, turns.start_next(tx, session_id, model=model)
+
             try:
-                submitted, started = await self._store.write(
-                    self._submit_function(
-                        worker, body, start_next=self._start_next_function(worker), can_start=has_slot
-                    )
-                )
+                submitted, started = await self._store.write(submit)
             finally:
                 if has_slot and started is None:
                     self._slots.release()
@@ -197,30 +202,6 @@ class TurnRunner:
             if accepted.status == "queued":
                 self._start_worker(worker)
         return accepted, is_new
-
-    def _submit_function(
-        self,
-        worker: SessionWorker,
-        body: SubmitTurn,
-        *,
-        start_next: Callable[[Transaction], StartedTurn | None],
-        can_start: bool,
-    ) -> Callable[[Transaction], tuple[Submitted, StartedTurn | None]]:
-        """Return a function that submits a turn within a transaction, and starts one if it can.
-
-        Both happen in the same transaction, because another one would delay the model call by a millisecond.
-        """
-        model = self._upstream.state().model
-
-        def submit(tx: Transaction) -> tuple[Submitted, StartedTurn | None]:
-            submitted = turns.submit(tx, worker.session_id, body, self._limits)
-            if not can_start or submitted.turn.status != "queued":
-                return submitted, None
-            if submitted.is_first:
-                return submitted, turns.start_submitted(tx, submitted, body, model=model)
-            return submitted, start_next(tx)
-
-        return submit
 
     async def read(self, session_id: str, turn_id: str, *, wait_s: float = 0) -> TurnRecord:
         """Return a turn when it has ended, or its current state after ``wait_s`` seconds.
@@ -257,24 +238,20 @@ class TurnRunner:
         return await self._shielded.run(self._cancel(session_id, body))
 
     async def _cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
-        async with self._workers.locked(session_id) as worker:
+        async with self._locked(session_id) as worker:
             if body.turn_id is None:
                 await self._store.read(lambda view: sessions.read(view, session_id))
             else:
                 await self._read(TurnKey(session_id=session_id, turn_id=body.turn_id))
-            stopped = self._stop_active(worker, body.turn_id)
-            if worker.active is not None and not body.queued and (body.turn_id is None or stopped):
+            active, stopped = worker.active, []
+            if active is not None and body.turn_id in (None, active.key.turn_id) and active.stop(CANCELLED):
+                stopped = [active.key.turn_id]
+            if active is not None and not body.queued and (body.turn_id is None or stopped):
                 return CancelAnswer(cancelled=len(stopped), turn_ids=stopped)
             requested = None if body.queued else [body.turn_id or ""]
             abandoned, queued = await self._end_inactive(worker, requested)
             cancelled = [*stopped, *(turn_id for turn_id in abandoned if body.turn_id in (None, turn_id)), *queued]
         return CancelAnswer(cancelled=len(cancelled), turn_ids=cancelled)
-
-    def _stop_active(self, worker: SessionWorker, turn_id: str | None) -> list[str]:
-        active = worker.active
-        if active is None or (turn_id is not None and active.key.turn_id != turn_id) or not active.stop(CANCELLED):
-            return []
-        return [active.key.turn_id]
 
     async def _end_inactive(self, worker: SessionWorker, turn_ids: list[str] | None) -> tuple[list[str], list[str]]:
         """Cancel queued turns, and end turns that an earlier process has started.
@@ -299,7 +276,7 @@ class TurnRunner:
 
     async def delete_session(self, session_id: str) -> None:
         """End all turns of a session, each with its event, then delete the session. Idempotent."""
-        worker = self._workers.get_or_create(session_id)
+        worker = self._get_worker(session_id)
         if worker.deletion is None:
             worker.users += 1
             worker.deletion = self._shielded.start(self._delete(worker))
@@ -323,7 +300,7 @@ class TurnRunner:
         finally:
             worker.is_deleting, worker.deletion = False, None
             worker.users -= 1
-            self._workers.remove_unused(worker)
+            self._remove_unused(worker)
 
     # Permissions
 
@@ -341,7 +318,7 @@ class TurnRunner:
 
     async def _decide(self, permission_id: str, body: Decision) -> PermissionRecord:
         decided = await self._store.write(lambda tx: permissions.decide(tx, permission_id, body))
-        worker = self._workers.find(decided.session_id)
+        worker = self._workers.get(decided.session_id)
         if worker is not None and worker.active is not None and worker.active.key.turn_id == decided.turn_id:
             worker.active.apply_decision(decided)
         return decided
@@ -361,7 +338,13 @@ class TurnRunner:
                     active = worker.active or await self._start_next(worker)
                     if active is None:
                         return
-                    await self._run_to_end(worker, active)
+                    try:
+                        await active.run()
+                    finally:
+                        if active.has_slot:
+                            self._slots.release()
+                        worker.active = None
+                        self._waiters.notify(active.key)
                     await give_way(BEHIND_TURN)
                     retry_s = MIN_RETRY_S
                 except StoppingError:
@@ -374,17 +357,22 @@ class TurnRunner:
             # The worker may have another task already.
             if worker.task is asyncio.current_task():
                 worker.task = None
-            self._workers.remove_unused(worker)
+            self._remove_unused(worker)
 
     async def _start_next(self, worker: SessionWorker) -> ActiveTurn | None:
         """Start the next queued turn, which then has a slot. Returns None if none is queued."""
-        await self._wait_for_tools()
+        try:
+            async with asyncio.timeout(TOOLS_START_S):
+                await self._dependencies.toolbox.wait_started()
+        except TimeoutError:
+            log.warning("some MCP servers have not started within %g s; a turn starts without them", TOOLS_START_S)
         await self._slots.acquire()
         started: StartedTurn | None = None
+        model = self._upstream.state().model
         try:
             async with worker.lock:
                 if not (self._is_stopping or worker.is_deleting):
-                    started = await self._store.write(self._start_next_function(worker))
+                    started = await self._store.write(lambda tx: turns.start_next(tx, worker.session_id, model=model))
                 if started is None:
                     # While the lock is held, so that a turn that is submitted next starts a new task.
                     worker.task = None
@@ -394,36 +382,43 @@ class TurnRunner:
             if started is None:
                 self._slots.release()
 
-    def _start_next_function(self, worker: SessionWorker) -> Callable[[Transaction], StartedTurn | None]:
-        """Return a function that starts the next queued turn within a transaction."""
-        model = self._upstream.state().model
-
-        def start_next(tx: Transaction) -> StartedTurn | None:
-            end_abandoned(tx, worker.session_id)
-            return turns.start_next(tx, worker.session_id, model=model)
-
-        return start_next
-
     def _activate(self, worker: SessionWorker, started: StartedTurn) -> ActiveTurn:
         self._queued_count -= 1
         worker.active = ActiveTurn(started, self._dependencies, slots=self._slots, adopt_task=self._adopt_task)
         return worker.active
 
-    async def _run_to_end(self, worker: SessionWorker, active: ActiveTurn) -> None:
-        try:
-            await active.run()
-        finally:
-            if active.has_slot:
-                self._slots.release()
-            worker.active = None
-            self._waiters.notify(active.key)
+    def _get_worker(self, session_id: str) -> SessionWorker:
+        """Return the worker of a session. Creates it if necessary."""
+        return self._workers.setdefault(session_id, SessionWorker(session_id))
 
-    async def _wait_for_tools(self) -> None:
+    def _active_turns(self) -> list[ActiveTurn]:
+        return [worker.active for worker in self._workers.values() if worker.active is not None]
+
+    def _worker_tasks(self) -> list[asyncio.Task[None]]:
+        return [worker.task for worker in self._workers.values() if worker.task is not None]
+
+    @contextlib.asynccontextmanager
+    async def _locked(self, session_id: str) -> AsyncIterator[SessionWorker]:
+        """Hold the lock of a session's worker within the block.
+
+        Raises:
+            SessionNotFoundError: The session is being deleted.
+        """
+        worker = self._get_worker(session_id)
+        worker.users += 1
         try:
-            async with asyncio.timeout(TOOLS_START_S):
-                await self._dependencies.toolbox.wait_started()
-        except TimeoutError:
-            log.warning("some MCP servers have not started within %g s; a turn starts without them", TOOLS_START_S)
+            async with worker.lock:
+                if worker.is_deleting:
+                    raise SessionNotFoundError(f"session {session_id!r:.80} is being deleted")
+                yield worker
+        finally:
+            worker.users -= 1
+            self._remove_unused(worker)
+
+    def _remove_unused(self, worker: SessionWorker) -> None:
+        """Remove a worker, unless it is in use."""
+        if worker.users == 0 and worker.task is None and self._workers.get(worker.session_id) is worker:
+            del self._workers[worker.session_id]
 
     def _adopt_task(self, task: asyncio.Task[None]) -> None:
         self._adopted_tasks.add(task)
@@ -446,52 +441,3 @@ class SessionWorker:
         self.is_deleting = False
         """Whether the session is being deleted, so that no turn is accepted or started."""
         self.deletion: asyncio.Task[None] | None = None
-
-
-class SessionWorkers:
-    """The workers that are in use. Others are removed."""
-
-    def __init__(self) -> None:
-        self._workers: dict[str, SessionWorker] = {}
-
-    def __iter__(self) -> Iterator[SessionWorker]:
-        return iter(list(self._workers.values()))
-
-    def active_turns(self) -> list[ActiveTurn]:
-        """Return the running turns."""
-        return [worker.active for worker in self if worker.active is not None]
-
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """Return the tasks of all workers."""
-        return [worker.task for worker in self if worker.task is not None]
-
-    def find(self, session_id: str) -> SessionWorker | None:
-        """Return the worker of a session, if there is one."""
-        return self._workers.get(session_id)
-
-    def get_or_create(self, session_id: str) -> SessionWorker:
-        """Return the worker of a session. Creates it if necessary."""
-        return self._workers.setdefault(session_id, SessionWorker(session_id))
-
-    @contextlib.asynccontextmanager
-    async def locked(self, session_id: str) -> AsyncIterator[SessionWorker]:
-        """Hold the lock of a session's worker within the block.
-
-        Raises:
-            SessionNotFoundError: The session is being deleted.
-        """
-        worker = self.get_or_create(session_id)
-        worker.users += 1
-        try:
-            async with worker.lock:
-                if worker.is_deleting:
-                    raise SessionNotFoundError(f"session {session_id!r:.80} is being deleted")
-                yield worker
-        finally:
-            worker.users -= 1
-            self.remove_unused(worker)
-
-    def remove_unused(self, worker: SessionWorker) -> None:
-        """Remove a worker, unless it is in use."""
-        if worker.users == 0 and worker.task is None and self._workers.get(worker.session_id) is worker:
-            del self._workers[worker.session_id]

@@ -49,37 +49,12 @@ def test_a_session_can_be_created_without_a_body(http):
     assert http.delete(f"/v3/sessions/{made.json()['session_id']}").status_code == 204
 
 
-def test_a_session_is_changed_only_at_its_current_revision(http, session):
-    changed = http.patch(f"/v3/sessions/{session}", json={"title": "Two", "revision": 1})
-    assert (changed.json()["title"], changed.json()["revision"]) == ("Two", 2)
+def test_the_errors_of_sessions_have_their_statuses(http, session):
+    """What the routes of sessions return is tested with the client in ``tests/client/test_daemon.py``."""
+    assert http.patch(f"/v3/sessions/{session}", json={"title": "Two", "revision": 1}).status_code == 200
     refused(http.patch(f"/v3/sessions/{session}", json={"title": "Three", "revision": 1}), 409, "revision-conflict")
-    assert http.get(f"/v3/sessions/{session}").json()["title"] == "Two"
-
-
-def test_a_fork_has_the_messages_and_names_its_origin(http):
-    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
-    session = http.post("/v3/sessions", json=body).json()["session_id"]
-    fork = http.post(f"/v3/sessions/{session}/fork")
-    assert (fork.status_code, fork.json()["forked_from"]) == (201, session)
-    shown = http.get(f"/v3/sessions/{fork.json()['session_id']}").json()
-    assert [message["content"] for message in shown["messages"]] == ["hi", "hello"]
+    assert http.post(f"/v3/sessions/{session}/fork").status_code == 201
     refused(http.post(f"/v3/sessions/{session}/fork", json={"through_turn_id": "none"}), 404, "turn-not-found")
-
-
-def test_sessions_are_listed_in_pages(http):
-    made = [http.post("/v3/sessions", json={"title": f"listed {n}"}).json()["session_id"] for n in range(5)]
-    found = []
-    parameters = {"limit": 2, "q": "LISTED"}
-    while True:
-        page = http.get("/v3/sessions", params=parameters).json()
-        found += [session["session_id"] for session in page["sessions"]]
-        if (cursor := page["next_cursor"]) is None:
-            break
-        parameters["cursor"] = cursor
-    assert found == made[::-1]
-    http.patch(f"/v3/sessions/{made[0]}", json={"archived": True})
-    archived = http.get("/v3/sessions", params={"archived": "true", "q": "listed"}).json()["sessions"]
-    assert [session["session_id"] for session in archived] == made[:1]
 
 
 def test_events_continue_from_the_cursor_of_a_snapshot(http, session):

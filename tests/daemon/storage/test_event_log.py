@@ -191,15 +191,20 @@ async def test_a_cursor_of_another_database_is_refused(tmp_path):
     await store.close()
 
 
+# A character of three bytes, so that characters and bytes differ.
+CHARACTERS = pytest.mark.parametrize(("character", "size"), [("x", 1), ("語", 3)])
+
+
 @pytest.mark.anyio
-async def test_the_ring_is_bounded_in_events_and_bytes(tmp_path):
+@CHARACTERS
+async def test_the_ring_is_bounded_in_events_and_bytes(tmp_path, character, size):
     store = await Store.open(tmp_path / "daemon.db")
     log = EventLog(store, replace(LIMITS, ring_bytes=3000))
     for _ in range(50):
-        await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x" * 500)))
-        assert log._ring_bytes == sum(len(event.text) for event in log._ring) <= 3000
+        await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (501 // size))))
+        assert log._ring_bytes == sum(len(event.text.encode()) for event in log._ring) <= 3000
         assert len(log._ring) == len(log._seqs) <= 8
-    await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x" * 5000)))
+    await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (5000 // size))))
     assert log._ring == []
     assert [event.seq for event in (await log.read_page(50)).events] == [51]
     await store.close()
@@ -225,13 +230,14 @@ async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp
 
 
 @pytest.mark.anyio
+@CHARACTERS
 @pytest.mark.parametrize("ring_events", [100, 1], ids=["from memory", "from the database"])
-async def test_pages_with_long_events_contain_fewer_events(tmp_path, ring_events):
+async def test_pages_with_long_events_contain_fewer_events(tmp_path, ring_events, character, size):
     store = await Store.open(tmp_path / "daemon.db")
     log = EventLog(store, Limits(ring_events=ring_events, page_bytes=5000))
     for _ in range(10):
-        await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x" * 2000)))
-    await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x" * 20_000)))
+        await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (2000 // size))))
+    await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (20_000 // size))))
     sizes, cursor = [], 0
     while cursor < log.latest_seq:
         page = await log.read_page(cursor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 
 import pytest
@@ -10,8 +12,7 @@ from lmx_lab.daemon.encoding import timestamp
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
-from lmx_lab.daemon.storage.retention import delete_expired
-from lmx_lab.daemon.storage.store import Transaction
+from lmx_lab.daemon.storage.retention import BATCH, delete_expired
 from lmx_lab.wire.events import TurnText
 from lmx_lab.wire.sessions import CreateSession
 
@@ -72,18 +73,64 @@ async def test_old_events_are_deleted_from_the_start_of_the_log(store):
     assert (log.oldest_seq, len(await kinds(store))) == (4, 4)
 
 
+class Counting:
+    """A store that records how many events each of its transactions deletes."""
+
+    def __init__(self, store):
+        self.read, self.issued_seq = store.read, store.issued_seq
+        self.deleted = []
+        self._store = store
+
+    async def write(self, work):
+        def counted(tx):
+            sql = "SELECT count(*) AS count FROM events"
+            before, result = tx.fetch_one(sql)["count"], work(tx)
+            self.deleted.append(before - tx.fetch_one(sql)["count"])
+            return result
+
+        return await self._store.write(counted)
+
+
 @pytest.mark.slow
-async def test_excess_events_are_deleted_in_batches(store):
-    limits = Limits(keep_events=100)
+@pytest.mark.parametrize("expired", ["tokens of ended turns", "events of a deleted session", "excess events"])
+async def test_expired_events_are_deleted_in_small_transactions(store, expired):
+    limits = Limits(keep_events=100 if expired == "excess events" else 10_000)
+    now = time.time()
+
+    def write(tx):
+        sessions.create(tx, CreateSession(session_id="s"))
+        for turn_id in ("one", "two", "three"):
+            write_turn(tx, turn_id, now - 700 if expired == "tokens of ended turns" else None)
+            for _ in range(1500):
+                tx.append("turn.token", TurnText(message_id="m", text="x"), session_id="s", turn_id=turn_id)
+
+    await store.write(write)
+    if expired == "events of a deleted session":
+        await store.write(lambda tx: sessions.delete(tx, "s"))
+        now += 700
+    log, counting = EventLog(store, limits), Counting(store)
+    await delete_expired(counting, log, limits, now_s=now)
+    left = {"tokens of ended turns": 10, "events of a deleted session": 1, "excess events": 100}[expired]
+    assert len(await kinds(store)) == left
+    assert max(counting.deleted) == BATCH
+    await delete_expired(counting, log, limits, now_s=now)
+    assert counting.deleted[-1] == 0
+
+
+async def test_events_are_counted_while_others_write(store):
+    limits = Limits(keep_events=5)
     log = EventLog(store, limits)
-
-    def many(tx: Transaction) -> None:
-        for _ in range(5000):
-            tx.append("turn.token", TurnText(message_id="m", text="x"), session_id="s", turn_id="t")
-
-    await store.write(many)
-    await delete_expired(store, log, limits)
-    assert (log.oldest_seq, len(await kinds(store))) == (4901, 100)
+    await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
+    await store.write(lambda tx: write_turn(tx, "t", None))
+    reader_is_free = threading.Event()
+    reading = asyncio.create_task(store.read(lambda view: reader_is_free.wait()))
+    deleting = asyncio.create_task(delete_expired(store, log, limits))
+    for _ in range(20):
+        await store.write(lambda tx: None)
+    assert not deleting.done()
+    reader_is_free.set()
+    await asyncio.gather(reading, deleting)
+    assert (log.oldest_seq, len(await kinds(store))) == (3, 5)
 
 
 async def test_an_event_with_a_wrong_time_does_not_cause_deletions(store):

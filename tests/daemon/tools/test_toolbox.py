@@ -1,9 +1,12 @@
-"""Python functions and MCP tools in one toolbox."""
+"""Python functions and MCP tools in one toolbox, and the names of MCP tools."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.toolbox import CombinedToolbox
+from lmx_lab.daemon.tools.tool import mcp_tool_names
+from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
 from tests.support.mcp import hostile, open_harness
 
@@ -18,7 +21,7 @@ async def harness(tmp_path):
 @pytest.mark.anyio
 async def test_python_functions_and_mcp_tools_are_called_by_their_names(harness):
     python = PythonTools()
-    toolbox = CombinedToolbox(python, harness.servers)
+    toolbox = Toolbox(python, harness.servers)
     python.register(lambda: "of Python", name="zebra")
     python.register(lambda: "no", name="denied", permission="deny")
     await harness.ready(hostile())
@@ -36,7 +39,7 @@ async def test_python_functions_and_mcp_tools_are_called_by_their_names(harness)
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(harness):
-    toolbox = CombinedToolbox(PythonTools(), harness.servers)
+    toolbox = Toolbox(PythonTools(), harness.servers)
     await harness.servers.add(McpServerConfig(name="lost", command="/no/such/program"))
     await harness.servers.add(McpServerConfig(name="off", command="cat", enabled=False))
     await harness.until("lost", lambda server: server.state == "failed")
@@ -53,8 +56,16 @@ async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(har
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_server_that_is_ready_explains_an_absence_only_by_its_permission(harness):
-    toolbox = CombinedToolbox(PythonTools(), harness.servers)
+    toolbox = Toolbox(PythonTools(), harness.servers)
     await harness.ready(hostile())
     assert await toolbox.explain_absence("bad__nothing") is None
     await harness.servers.change("bad", ChangeMcpServer(permission="deny"))
     assert "denied" in (await toolbox.explain_absence("bad__echo") or "")
+
+
+@given(st.lists(st.text(min_size=1, max_size=100), unique=True, max_size=20))
+def test_names_for_models_are_valid_and_map_to_the_servers_names(own):
+    names = mcp_tool_names("server-1", own)
+    assert list(names.values()) == own
+    assert all(len(name) <= 64 and name.isascii() and name.startswith("server-1__") for name in names)
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-") for name in names)

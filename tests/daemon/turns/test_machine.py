@@ -1,4 +1,4 @@
-"""The state machine of a turn: its actions for any inputs in any order."""
+"""The state machine of a turn, its actions for any inputs in any order, and the arguments of its calls."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from lmx_lab.daemon.turns.machine import (
     TurnPhase,
     WithdrawPermissions,
 )
+from lmx_lab.daemon.turns.prompt import parse_arguments
 from lmx_lab.errors import EngineError, TurnError, TurnTimeoutError
 from lmx_lab.wire.sessions import ToolCall
 
@@ -332,3 +333,10 @@ def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data):
     assert watched.steps <= max_steps
     for late in (CANCEL, StopTimedOut(), ok("0"), PermissionDecided(call_id="0", allowed=True, message="")):
         assert turn.handle(late) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("", {}), (" \n", {}), ('{"x": "\\ud83d"}', {"x": "?"}), ('{"x": 1.5}', {"x": 1.5})]
+)
+def test_valid_arguments_are_parsed(text, value):
+    assert parse_arguments(text) == value

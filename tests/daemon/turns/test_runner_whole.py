@@ -15,8 +15,9 @@ from lmx_lab.daemon.storage import permissions
 from lmx_lab.daemon.storage import turns as turn_rows
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.turns import runner
+from lmx_lab.daemon.turns.concurrency import TurnSlots
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
-from tests.support.daemons import ASKS, FREE, WAIT_S, check_invariants, daemon
+from tests.support.daemons import ASKS, FREE, WAIT_S, check_log, daemon
 from tests.support.model_server import STALL, Gate, calls, says, token
 from tests.support.waiting import auntil
 
@@ -99,7 +100,7 @@ async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here, ups
     await here.submit(session)
     await here.seen("tool.start")
     first = asyncio.create_task(here.turns.delete_session(session))
-    await auntil(lambda: here.turns._workers.get_or_create(session).is_deleting)
+    await auntil(lambda: session in here.turns._workers and here.turns._workers[session].is_deleting)
     second = asyncio.create_task(here.turns.delete_session(session))
     await here.store.write(lambda tx: None)
     assert not second.done()
@@ -150,7 +151,7 @@ async def abandoned(folder, upstream, monkeypatch):
     async with daemon(folder, upstream) as here:
         assert (await here.turns.read("s", "t")).status == "running"
         yield here
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 async def test_deleting_a_session_ends_an_abandoned_turn(tmp_path, upstream, monkeypatch):
@@ -180,3 +181,42 @@ async def test_the_next_turn_starts_after_the_end_of_an_abandoned_one(tmp_path, 
         assert texts == ["hello", "Hel", "hello", "ok"]
         order = [(item["event"], item["turn_id"]) for item in await here.events("s")]
         assert order.index(("turn.error", "t")) < order.index(("turn.started", "next"))
+
+
+async def queue(slots, *continuing):
+    """Start tasks that acquire a slot, in this order. Returns them and the list of those that have acquired it."""
+    order = []
+
+    async def take(number: int, is_continuing: bool) -> None:
+        await slots.acquire(continuing=is_continuing)
+        order.append(number)
+
+    tasks = [asyncio.create_task(take(number, first)) for number, first in enumerate(continuing)]
+    await asyncio.sleep(0)
+    return tasks, order
+
+
+async def test_continuing_turns_have_priority_and_the_others_are_served_in_order():
+    slots = TurnSlots(1)
+    await slots.acquire()
+    tasks, order = await queue(slots, False, True, False, True)
+    for _ in range(4):
+        slots.release()
+    await asyncio.gather(*tasks)
+    assert (order, slots.free) == ([1, 3, 0, 2], 0)
+    slots.release()
+    assert slots.free == 1
+
+
+@pytest.mark.parametrize("given", ["before", "after"])
+async def test_a_slot_is_not_lost_when_its_waiter_is_cancelled(given):
+    slots = TurnSlots(1)
+    await slots.acquire()
+    tasks, order = await queue(slots, False, False)
+    if given == "before":
+        slots.release()
+    tasks[0].cancel()
+    if given == "after":
+        slots.release()
+    await asyncio.wait(tasks, timeout=5)
+    assert (order, slots.free, tasks[0].cancelled()) == ([1], 0, True)
