@@ -5,13 +5,12 @@ The file is opened for each operation, so several notebooks can use it, and no c
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import numbers
 import operator
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,7 +92,7 @@ class Experiments(Sequence[Evaluation]):
             LabError: the file cannot be used.
         """
         facts, score = evaluation.facts, evaluation.score
-        rows = [vars(row) for row in evaluation.rows]
+        rows = [row.to_fields() for row in evaluation.rows]
         values = {
             "at": facts.at,
             "name": facts.name,
@@ -196,8 +195,8 @@ class Experiments(Sequence[Evaluation]):
     def _evaluation(self, id_: int, *values: Any) -> Evaluation:
         at, name, model, engine, weights, settings, frame, versions, machine, data = values
         try:
-            rows = [_row(fields) for fields in json.loads(zlib.decompress(data))]
-        except (zlib.error, ValueError, TypeError) as exc:
+            rows = list(map(EvaluatedRow.of_fields, json.loads(zlib.decompress(data))))
+        except (zlib.error, ValueError, TypeError, KeyError) as exc:
             raise LabError(
                 f"the rows of the experiment {id_} in {self.path} are damaged: {exc}; delete it: "
                 f"lab.experiments.delete({id_})"
@@ -253,14 +252,6 @@ class Experiments(Sequence[Evaluation]):
         count = len(self)
         rest = f"; the newest {SHOWN_ROWS} are shown, .df contains all" if count > SHOWN_ROWS else ""
         return f"stored experiments: {count}{rest}"
-
-
-def _row(fields: Mapping[str, Any]) -> EvaluatedRow:
-    """Return a row that was stored as JSON. Labels of a multi-level index become tuples again."""
-    known = {each.name for each in dataclasses.fields(EvaluatedRow)}
-    values = {name: value for name, value in fields.items() if name in known}
-    label = values.get("label")
-    return EvaluatedRow(**{**values, "label": tuple(label) if isinstance(label, list) else label})
 
 
 def _cell(name: str, value: Any) -> str:

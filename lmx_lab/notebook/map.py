@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmx_lab.backend import Backend
-from lmx_lab.batch.answers import RowSource, answer_table, check_names, read_source
+from lmx_lab.batch.answers import answer_table, check_names
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
@@ -21,6 +20,7 @@ from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.verbs import LoopPortal, PortalOwner, awaited, blocking, in_thread, on_loop
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.progress import counter
+from lmx_lab.results.frames import RowSource, read_source
 from lmx_lab.wire.chat import ChatRequest
 
 if TYPE_CHECKING:
@@ -139,56 +139,100 @@ class MapVerbs:
             BatchStoppedError: no further row can be answered. The attribute ``frame`` contains the complete answers.
             MissingPackageError: the answers are returned as a table, and pandas is not installed.
         """
-        source, prompts = _read_rows(frame, prompt)
-        columns = None if schema is None else _read_schema(schema)
-        check_parameters(parameters, n=n, seed=seed, errors=errors, retry=retry)
-        find = partial(loaded_model, hashed=cache is not None)
-        loaded, others = await on_loop(same_models(backends_of(self, labs), find))
-        options = BatchOptions(
-            prompts=prompts,
-            make_request=request_maker({**parameters, "model": loaded.id, **_format(columns)}),
-            parameters=frozenset([*parameters, *_format(columns)]),
-            columns=columns,
+        source, prompts = read_source(frame), RowPrompts(prompt)
+        if source.columns is not None:
+            prompts.check(source.columns)
+        columns = None if schema is None else TypedColumns.of(schema)
+        if columns is not None:
+            check_names(columns)
+        run, stored = await prepare_run(
+            self,
+            source,
+            prompts,
+            columns,
             n=n,
             seed=seed,
             errors=errors,
+            cache=cache,
             retry=retry,
+            labs=labs,
+            **parameters,
         )
-        stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
-        run = BatchRun(self._backend, loaded, source, options, cache=stored, others=others)
         if source.index is None:
             return RowAnswers(run, self._portal, stored)
-        return await answer_all(run, source, columns, stored, self.workbench)
+        interrupted = await answer_all(run, source, columns, stored, self.workbench)
+        table = _answers_of(run, source, columns)
+        if source.library is None:
+            table.attrs["interrupted"] = interrupted
+        return table
 
     map = blocking(_map)
     amap = awaited(_map)
 
 
+async def prepare_run(
+    owner: MapOwner,
+    source: RowSource,
+    prompts: RowPrompts,
+    columns: TypedColumns | None,
+    /,
+    *,
+    n: int = 1,
+    seed: int | None = None,
+    errors: Errors = "row",
+    cache: str | os.PathLike[str] | None = None,
+    retry: Retry | None = None,
+    labs: Sequence[MapOwner] = (),
+    **parameters: Any,
+) -> tuple[BatchRun, AnswerCache | None]:
+    """Check the arguments of ``map``, and return the run and its cache. Runs as a verb."""
+    check_parameters(parameters, n=n, seed=seed, errors=errors, retry=retry)
+    find = partial(loaded_model, hashed=cache is not None)
+    loaded, others = await on_loop(same_models(backends_of(owner, labs), find))
+    if columns is not None:
+        schema = {"name": "row", "schema": dict(columns.json_schema)}
+        parameters["response_format"] = {"type": "json_schema", "json_schema": schema}
+    options = BatchOptions(
+        prompts=prompts,
+        make_request=request_maker({**parameters, "model": loaded.id}),
+        parameters=frozenset(parameters),
+        columns=columns,
+        n=n,
+        seed=seed,
+        errors=errors,
+        retry=retry,
+    )
+    stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
+    return BatchRun(owner._backend, loaded, source, options, cache=stored, others=others), stored
+
+
 async def answer_all(
     run: BatchRun, source: RowSource, columns: TypedColumns | None, cache: AnswerCache | None, workbench: Workbench
-) -> Any:
-    """Answer all rows, close the cache, and return the table. Runs as a verb."""
-    interrupted = False
+) -> bool:
+    """Answer all rows, close the cache, and return whether the run was interrupted. Runs as a verb."""
+    started_at, total = time.monotonic(), len(source.index) * run.options.n
     try:
-        with _progress(workbench, run, len(source.index) * run.options.n) as show:
+        with counter("map") as bar:
             while run.read():
                 await on_loop(run.step())
-                show()
+                elapsed_s = max(time.monotonic() - started_at, 1e-3)
+                errors = f", {run.errors} errors" if run.errors else ""
+                text = f"{run.done / elapsed_s:.1f} answers/s, {run.output_tokens / elapsed_s:.0f} tok/s{errors}"
+                bar.show(text, run.done, total)
+                workbench.job = f"Map, {run.done} of {total}: {text}"
     except KeyboardInterrupt:
-        interrupted = True
+        return True
     except BatchStoppedError as exc:
         exc.frame = _answers_of(run, source, columns)
         raise
     finally:
+        workbench.job = ""
         try:
             await on_loop(run.stop())
         finally:
             if cache is not None:
                 cache.close()
-    table = _answers_of(run, source, columns)
-    if source.library is None:
-        table.attrs["interrupted"] = interrupted
-    return table
+    return False
 
 
 def _answers_of(run: BatchRun, source: RowSource, columns: TypedColumns | None) -> Any:
@@ -215,38 +259,6 @@ def backends_of(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
     return list(backends.values())
 
 
-@contextmanager
-def _progress(workbench: Workbench, run: BatchRun, total: int) -> Iterator[Any]:
-    """Yield a function that shows the progress as a bar and in the metrics panel."""
-    started_at = time.monotonic()
-    with counter("map") as bar:
-
-        def show() -> None:
-            elapsed_s = max(time.monotonic() - started_at, 1e-3)
-            errors = f", {run.errors} errors" if run.errors else ""
-            text = f"{run.done / elapsed_s:.1f} answers/s, {run.output_tokens / elapsed_s:.0f} tok/s{errors}"
-            bar.show(text, run.done, total)
-            workbench.job = f"Map, {run.done} of {total}: {text}"
-
-        try:
-            yield show
-        finally:
-            workbench.job = ""
-
-
-def _read_rows(frame: Any, prompt: PromptSource) -> tuple[RowSource, RowPrompts]:
-    source, prompts = read_source(frame), RowPrompts(prompt)
-    if source.columns is not None:
-        prompts.check(source.columns)
-    return source, prompts
-
-
-def _read_schema(schema: Schema) -> TypedColumns:
-    columns = TypedColumns.of(schema)
-    check_names(columns)
-    return columns
-
-
 def request_maker(fields: Mapping[str, Any]) -> MakeRequest:
     """Return the function that creates the request for a prompt.
 
@@ -259,13 +271,6 @@ def request_maker(fields: Mapping[str, Any]) -> MakeRequest:
 
     make_request("x")
     return make_request
-
-
-def _format(columns: TypedColumns | None) -> Mapping[str, Any]:
-    if columns is None:
-        return {}
-    schema = {"name": "row", "schema": dict(columns.json_schema)}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def check_parameters(
