@@ -78,7 +78,7 @@ TABLE = {
     # instrument: opens SQLite files in the same way. pydantic: schemas of typed columns.
     "batch": Row("errors extras values results wire backend instrument", "numpy pandas pydantic"),
     # pydantic: errors of a prompt. bench: the figure that notebooks display.
-    "evals": Row("errors extras results wire backend instrument batch bench", "numpy pandas pydantic"),
+    "evals": Row("errors extras results wire backend instrument batch bench", "pandas pydantic"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.

@@ -1,7 +1,6 @@
 """Tests of the measurement of one request: its metrics, and the rows of tables."""
 
 import math
-import sys
 import time
 from datetime import datetime
 
@@ -195,9 +194,3 @@ def test_time_stamps_do_not_follow_changes_of_the_wall_clock(monkeypatch):
     one, other = (datetime.fromisoformat(stamp) for stamp in (before, clock.stamp(102.5)))
     assert (other - one).total_seconds() == 2.5
     assert one.year > 2000
-
-
-def test_without_pandas_the_error_names_the_package_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install"):
-        frame([])
