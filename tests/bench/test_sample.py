@@ -4,7 +4,6 @@ import math
 import time
 from datetime import datetime
 
-import pandas as pd
 import pytest
 
 from lmx_lab.bench import frame
@@ -174,12 +173,6 @@ def test_column_types_do_not_depend_on_the_values():
     )
     assert (frame([]).dtypes == frame([sample()]).dtypes).all()
     assert (frame([sample()]).dtypes == frame([full]).dtypes).all()
-
-
-def test_integers_are_exact_although_others_are_missing():
-    table = frame([sample(seed=2**60 + 1, cached_tokens=2**60 + 1), sample(cached_tokens=None)])
-    assert table["cached_tokens"].tolist() == [2**60 + 1, pd.NA]
-    assert table["seed"].tolist() == [2**60 + 1, 0]
 
 
 def test_nan_and_infinity_are_missing_values():

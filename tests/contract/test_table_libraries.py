@@ -1,4 +1,4 @@
-"""Test tables of pandas, polars and pyarrow: results are tables of the same library, whose types do not depend on rows."""
+"""Test tables of pandas, polars and pyarrow: results are tables of the same library with types that do not vary."""
 
 from __future__ import annotations
 

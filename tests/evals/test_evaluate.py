@@ -431,3 +431,26 @@ def test_settings_are_json(lab):
     judge = Judge(partial(str), verdicts={"a": 1, "b": 0})
     for metric in (judge, Choice("o"), Choice(["a", "b"])):
         assert json.loads(json.dumps(metric.settings)) == metric.settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", ["tiny", "tiny_gguf"])
+def test_the_log_probability_of_a_choice_is_that_of_its_tokens(files, request, tmp_path):
+    found = request.getfixturevalue(files)
+    options = [["cold", "a warm place"], ["wet", "dry", "old"]]
+    frame = pd.DataFrame({"text": ["The sea", "A stone"], "options": options, "right": 0})
+    with lmx_lab.Lab(Settings(home=tmp_path, port=0, slots=4, threads=1), loop="thread") as lab:
+        lab.load(getattr(found, "path", found))
+        result = lab.evaluate(frame, "{text} is ", answer="right", metric=Choice("options", chat_template=False))
+        assert result.df["error"].isna().all(), result.df["error"].tolist()
+        for label, row in result.df.iterrows():
+            for choice, logprob in zip(row["choices"], row["logprobs"], strict=True):
+                lens = result.lens(label, choice=choice)
+                # The space at the end of the prompt belongs to the choice.
+                assert "".join(lens.df["token"]) == f" {choice}"
+                assert lens.logprob == pytest.approx(logprob, abs=1e-3)
+        chat = lab.evaluate(frame, "{text}?", answer="right", metric=Choice(["a", "b", "c"]))
+        assert chat.df["request_id"].notna().all()  # Choices of one token were scored by one request.
+        for label, row in chat.df.iterrows():
+            lens = [chat.lens(label, choice=choice).logprob for choice in "abc"]
+            assert row["logprobs"] == pytest.approx(lens, abs=1e-3)
