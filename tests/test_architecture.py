@@ -78,8 +78,8 @@ TABLE = {
     "instrument": Row("errors extras values progress results weights wire backend", "numpy pandas pydantic"),
     # instrument: opens SQLite files in the same way. pydantic: schemas of typed columns.
     "batch": Row("errors extras values results wire backend instrument", "numpy pandas pydantic"),
-    # numpy: intervals and permutation tests. bench: the figure that notebooks display.
-    "evals": Row("errors extras results wire backend instrument batch bench", "numpy pandas"),
+    # pydantic: errors of a prompt. bench: the figure that notebooks display.
+    "evals": Row("errors extras results wire backend instrument batch bench", "pandas pydantic"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
@@ -222,14 +222,13 @@ def room(module):
 
 def test_only_one_module_makes_data_frames():
     """Other ways lose the type of an empty column, or round integers among which values are missing."""
-    # batch.answers: vectors of polars, which have a fixed length.
     makers = {
         module
         for module, path in modules().items()
         for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "DataFrame"
     }
-    assert makers == {"results.frames", "batch.answers"}
+    assert makers == {"results.frames"}
 
 
 def test_every_room_has_a_row():

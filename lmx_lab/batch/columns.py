@@ -34,10 +34,11 @@ class TypedColumns:
         is_object = isinstance(properties, Mapping) and bool(properties)
         self._is_object = is_object
         members: Mapping[str, Any] = properties if is_object else {WHOLE_VALUE: json_schema}  # type: ignore[assignment]
-        self.dtypes: dict[str, Dtype] = {
-            name: DTYPES.get(_json_type(member) or "", "object") for name, member in members.items()
-        }
-        """The type of each column."""
+        self.dtypes: dict[str, Dtype] = {}
+        """The type of each column: ``object`` if the schema allows several types apart from null, or any type."""
+        for name, member in members.items():
+            kinds = _json_types(member) - {"null"}
+            self.dtypes[name] = DTYPES.get(kinds.pop() or "", "object") if len(kinds) == 1 else "object"
 
     @classmethod
     def of(cls, schema: Schema) -> TypedColumns:
@@ -53,8 +54,26 @@ class TypedColumns:
                     model.model_json_schema(),
                     lambda value: model.model_validate(value).model_dump(by_alias=True),
                 )
-            if isinstance(schema, Mapping) and schema and all(map(_is_type, schema.values())):
-                return cls._of_types(schema)
+            if (
+                isinstance(schema, Mapping)
+                and schema
+                and all(isinstance(kind, type) or get_origin(kind) is not None for kind in schema.values())
+            ):
+                adapters: dict[str, TypeAdapter[Any]] = {str(name): TypeAdapter(kind) for name, kind in schema.items()}
+                schemas, shared = TypeAdapter.json_schemas(
+                    [(name, "validation", each) for name, each in adapters.items()]
+                )
+                json_schema = {
+                    "type": "object",
+                    "properties": {name: schemas[name, "validation"] for name in adapters},
+                    "required": list(adapters),
+                    "additionalProperties": False,
+                    **({"$defs": shared["$defs"]} if "$defs" in shared else {}),
+                }
+                return cls(
+                    json_schema,
+                    lambda value: {name: each.validate_python(value[name]) for name, each in adapters.items()},
+                )
         except PydanticUserError as exc:
             raise InvalidRequestError(f"a type in schema has no JSON schema: {exc.message}", param="schema") from None
         if not isinstance(schema, Mapping) or not schema:
@@ -64,21 +83,6 @@ class TypedColumns:
                 param="schema",
             )
         return cls(schema, lambda value: value)
-
-    @classmethod
-    def _of_types(cls, types: Mapping[str, Any]) -> TypedColumns:
-        adapters: dict[str, TypeAdapter[Any]] = {str(name): TypeAdapter(kind) for name, kind in types.items()}
-        schemas, shared = TypeAdapter.json_schemas([(name, "validation", each) for name, each in adapters.items()])
-        json_schema = {
-            "type": "object",
-            "properties": {name: schemas[name, "validation"] for name in adapters},
-            "required": list(adapters),
-            "additionalProperties": False,
-            **({"$defs": shared["$defs"]} if "$defs" in shared else {}),
-        }
-        return cls(
-            json_schema, lambda value: {name: each.validate_python(value[name]) for name, each in adapters.items()}
-        )
 
     def values(self, text: str) -> dict[str, Any]:
         """Return the values of an answer by column; None for columns that the answer does not contain.
@@ -94,37 +98,19 @@ class TypedColumns:
             problem = exc.errors()[0]
             place = ".".join(map(str, problem["loc"])) or "the value"
             raise ValueError(f"{place}: {problem['msg']}") from None
-        values = {name: converted.get(name) for name in self.dtypes}
+        values: dict[str, Any] = {name: converted.get(name) for name in self.dtypes}
         for name, kind in self.dtypes.items():
-            if kind == "Int64" and values[name] is not None:
-                values[name] = _int64(name, values[name])
-            if kind == "float64" and values[name] is not None:
-                values[name] = _float64(name, values[name])
+            found = values[name]
+            if kind == "Int64" and found is not None:
+                values[name] = int(found)
+                if values[name] not in INT64:
+                    raise ValueError(f"{name} is {values[name]}, which is not a 64-bit integer")
+            if kind == "float64" and found is not None:
+                try:
+                    values[name] = float(found)
+                except OverflowError:
+                    raise ValueError(f"{name} is {found!r:.40}…, which is too large for a 64-bit float") from None
         return values
-
-
-def _int64(name: str, value: Any) -> int:
-    number = int(value)
-    if number not in INT64:
-        raise ValueError(f"{name} is {number}, which is not a 64-bit integer")
-    return number
-
-
-def _float64(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} is {value!r:.40}…, which is too large for a 64-bit float") from None
-
-
-def _is_type(value: object) -> bool:
-    return isinstance(value, type) or get_origin(value) is not None
-
-
-def _json_type(schema: Any) -> str | None:
-    """Return the type that a JSON schema describes, apart from null; None if it describes several types or any."""
-    kinds = _json_types(schema) - {"null"}
-    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _json_types(schema: Any) -> set[str | None]:

@@ -70,7 +70,8 @@ class RowPrompts:
             made = source(row)
         except Exception as exc:
             raise InvalidRequestError(f"the prompt function raised {type(exc).__name__}: {exc}") from exc
-        if not isinstance(made, str | Sequence):
+        is_list = isinstance(made, Sequence) and all(isinstance(message, Mapping) for message in made)
+        if not isinstance(made, str) and not is_list:
             raise InvalidRequestError(
                 f"the prompt function returned {made!r:.80}; it must return a text or a list of messages"
             )
@@ -80,17 +81,33 @@ class RowPrompts:
         content = message.get("content")
         if isinstance(content, str):
             return {**message, "content": self._fill(content, row)}
-        if isinstance(content, Sequence):
-            return {**message, "content": [self._fill_part(part, row) for part in content]}
-        return message
-
-    def _fill_part(self, part: Any, row: Row) -> Any:
-        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            return {**part, "text": self._fill(part["text"], row)}
-        return part
+        if not isinstance(content, Sequence):
+            return message
+        parts = [
+            {**part, "text": self._fill(part["text"], row)}
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            else part
+            for part in content
+        ]
+        return {**message, "content": parts}
 
     def _fill(self, template: str, row: Row) -> str:
-        return "".join([before + _value(name, spec, row) for before, name, spec in _parse(template)])
+        filled = ""
+        for before, name, spec in _parse(template):
+            filled += before
+            if name is None:
+                continue
+            if is_missing(value := row.get(name)):
+                raise InvalidRequestError(
+                    f"the column {name} has no value in this row; fill the value, or remove the row"
+                )
+            try:
+                filled += format(value, spec)
+            except (TypeError, ValueError) as exc:
+                raise InvalidRequestError(
+                    f"the column {name} is {value!r:.80}, which cannot be formatted with {spec!r}: {exc}"
+                ) from exc
+        return filled
 
 
 def is_missing(value: object) -> bool:
@@ -101,19 +118,6 @@ def is_missing(value: object) -> bool:
         return True
     except ValueError:  # An array.
         return False
-
-
-def _value(name: str | None, spec: str, row: Row) -> str:
-    if name is None:
-        return ""
-    if is_missing(value := row.get(name)):
-        raise InvalidRequestError(f"the column {name} has no value in this row; fill the value, or remove the row")
-    try:
-        return format(value, spec)
-    except (TypeError, ValueError) as exc:
-        raise InvalidRequestError(
-            f"the column {name} is {value!r:.80}, which cannot be formatted with {spec!r}: {exc}"
-        ) from exc
 
 
 def _parse(template: str) -> list[tuple[str, str | None, str]]:

@@ -11,18 +11,19 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from lmx_lab.backend import Backend, read_answer
-from lmx_lab.batch.answers import LOGPROBS, RowAnswer, RowSource, answer_row
+from lmx_lab.batch.answers import LOGPROBS, RowAnswer, answer_row
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Prompt, Row, RowPrompts
 from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, loaded_model
 from lmx_lab.errors import ERROR_CLASSES, EngineDeadError, EngineError, InvalidRequestError, LabError
+from lmx_lab.results.frames import RowSource
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.wire.chat import ChatRequest
 
@@ -67,7 +68,6 @@ class _Item:
 
     position: int
     label: Any
-    sample: int
     request: ChatRequest | None
     choices: tuple[str, ...] = ()
     key: str = ""
@@ -101,7 +101,8 @@ class BatchRun(ServerRun[_Item]):
         self._source, self.options, self._in_order = source, options, source.index is None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new: deque[_Item] = deque()
-        self._rows: dict[int, dict[str, Any]] = {}
+        self._answers: dict[int, tuple[RowAnswer, dict[str, Any]]] = {}
+        """The answers that were not taken, with the values of their other columns, by position."""
         self._repeats: Counter[int] = Counter()
         """Number of requests so far for each prompt, by the first eight bytes of its digest to save memory."""
         self._exhausted = False
@@ -134,8 +135,8 @@ class BatchRun(ServerRun[_Item]):
             if not self._labels and self._source.columns is None:
                 self.options.prompts.check(row)
             self._labels += 1
-            for sample in range(self.options.n):
-                self._new.append(self._item(label, row, sample))
+            for _ in range(self.options.n):
+                self._new.append(self._item(label, row))
                 self.read_items += 1
         return not self._stopped and (not self._exhausted or self.done < self.read_items)
 
@@ -143,8 +144,8 @@ class BatchRun(ServerRun[_Item]):
     def _has_room(self) -> bool:
         return self.read_items - self.done < AHEAD and not (self._in_order and self.read_items - self._taken >= AHEAD)
 
-    def _item(self, label: Any, row: Mapping[str, Any], sample: int) -> _Item:
-        item = _Item(position=self.read_items, label=label, sample=sample, request=None)
+    def _item(self, label: Any, row: Mapping[str, Any]) -> _Item:
+        item = _Item(position=self.read_items, label=label, request=None)
         options = self.options
         try:
             request = options.make_request(options.prompts.prompt(row))
@@ -153,7 +154,15 @@ class BatchRun(ServerRun[_Item]):
             item.error = exc
             return item
         if self._cache is not None or options.seed is not None:
-            self._identify(item, request)
+            excluded = {"model", "seed", "response_format"}
+            content = request.model_dump(mode="json", exclude=excluded, exclude_defaults=True)
+            schema = options.columns and dict(options.columns.json_schema)
+            scored = [options.chat_template, *item.choices] if item.choices else []
+            key = _digest(self._model.key, content, schema, *scored)
+            # Requests with equal prompts are numbered, so that each has its own key.
+            prompt = int(key[:16], 16)
+            item.key = _digest(key, self._repeats[prompt])
+            self._repeats[prompt] += 1
         if options.seed is not None:
             digest = hashlib.sha256(f"{options.seed} {item.key}".encode()).digest()
             request = request.model_copy(update={"seed": int.from_bytes(digest[:6])})
@@ -161,27 +170,26 @@ class BatchRun(ServerRun[_Item]):
         item.request = request
         return item
 
-    def _identify(self, item: _Item, request: ChatRequest) -> None:
-        """Set the key of a request. Requests with equal prompts are numbered, so that each has its own key."""
-        content = request.model_dump(mode="json", exclude={"model", "seed", "response_format"}, exclude_defaults=True)
-        columns = self.options.columns
-        scored = [self.options.chat_template, *item.choices] if item.choices else []
-        key = _digest(self._model.key, content, columns and dict(columns.json_schema), *scored)
-        prompt = int(key[:16], 16)
-        item.key = _digest(key, self._repeats[prompt])
-        self._repeats[prompt] += 1
-
     def take(self) -> dict[str, Any] | None:
         """Return the next answer in the order of the rows; None if it is not finished, or the run was stopped."""
-        row = None if self._stopped else self._rows.pop(self._taken, None)
-        if row is not None:
-            self._taken += 1
-        return row
+        if self._stopped or self._taken not in self._answers:
+            return None
+        self._taken += 1
+        return self._row(self._taken - 1, *self._answers.pop(self._taken - 1))
+
+    def answers(self) -> list[tuple[RowAnswer, dict[str, Any]]]:
+        """Return all answers that were not taken, with the values of their other columns. Rows that were not computed
+        have an error.
+        """
+        total = len(self._source.index) * self.options.n
+        return [self._answers.get(at) or self._read_values(UNFINISHED) for at in range(self._taken, total)]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all answers that were not taken. Rows that were not computed have an error."""
-        total = len(self._source.index) * self.options.n
-        return [self._rows.get(at) or self._row(at % self.options.n, UNFINISHED) for at in range(self._taken, total)]
+        """Return ``answers`` as rows of a table."""
+        return [self._row(at, *found) for at, found in enumerate(self.answers(), self._taken)]
+
+    def _row(self, at: int, answer: RowAnswer, values: Mapping[str, Any]) -> dict[str, Any]:
+        return answer_row(answer, values, sample=at % self.options.n if self.options.n > 1 else None)
 
     def figures(self) -> list[dict[str, Any]]:
         """Return the statistics of each server as rows of a table. Answers from the cache are not counted."""
@@ -197,13 +205,28 @@ class BatchRun(ServerRun[_Item]):
             LabError: no row could be answered, or a row failed and ``errors`` is ``raise``.
         """
         self._loop = asyncio.get_running_loop()
-        await self._look_up()
+        new = [self._new.popleft() for _ in range(len(self._new))]
+        keys = [item.key for item in new if item.request is not None]
+        found = await self._cache.find(keys) if self._cache is not None and keys else {}
+        for item in new:
+            answer = found.get(item.key)
+            if item.error is not None:
+                self._finish(item, _failed(item.error))
+            elif answer is None or (self.options.retry == "errors" and self._read_values(answer)[0].error is not None):
+                self._ready.append(item)
+            else:
+                self._finish(item, answer)
+        if self._ready and not self._probed:
+            # Fails if the schema cannot be enforced, before the first row is sent.
+            request = self.options.make_request("x").model_copy(update={"max_tokens": 1})
+            await self._answer(request, self._servers[0], waits=True)
+            self._probed = True
         await self._work()
 
     def _must_return(self) -> bool:
         if self._failure is not None or self.done >= self.read_items:
             return True
-        if self._in_order and self._taken in self._rows:
+        if self._in_order and self._taken in self._answers:
             return True
         return not self._exhausted and self._has_room and self.read_items - self.done <= AHEAD // 2
 
@@ -213,58 +236,20 @@ class BatchRun(ServerRun[_Item]):
         if self._tasks and self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self.stop(), self._loop)
 
-    async def _look_up(self) -> None:
-        """Finish the new requests whose answers are in the cache, and queue the others."""
-        new = [self._new.popleft() for _ in range(len(self._new))]
-        keys = [item.key for item in new if item.request is not None]
-        found = await self._cache.find(keys) if self._cache is not None and keys else {}
-        for item in new:
-            if item.error is not None:
-                self._finish(item, _failed(item.error))
-            elif (answer := found.get(item.key)) is not None and not self._is_retried(answer):
-                self._finish(item, answer)
-            else:
-                self._ready.append(item)
-        if self._ready and not self._probed:
-            await self._probe()
-            self._probed = True
-
-    def _is_retried(self, answer: RowAnswer) -> bool:
-        return self.options.retry == "errors" and self._read_values(answer)[0].error is not None
-
-    async def _probe(self) -> None:
-        """Check that the schema can be enforced, before the first row is sent.
-
-        Raises:
-            LabError: the schema cannot be enforced.
-        """
-        request = self.options.make_request("x").model_copy(update={"max_tokens": 1})
-        await self._answer(request, self._servers[0], waits=True)
-
     async def _compute(self, item: _Item, server: RowServer) -> None:
-        answer = await self._answer_row(item, server)
-        if answer is not None:
-            server.count(output_tokens=answer.output_tokens or 0)
-            await self._store(self._add(item, answer))
-
-    async def _answer_row(self, item: _Item, server: RowServer) -> RowAnswer | None:
-        """Return the answer to a row, or its error; None if another server gets the row instead.
-
-        Raises:
-            LabError: the run cannot continue.
-        """
         assert item.request is not None
         try:
-            return await self._answer(item.request, server, choices=item.choices)
+            answer = await self._answer(item.request, server, choices=item.choices)
         except LabError as exc:
             concerns_row = isinstance(exc, InvalidRequestError | EngineError) and not isinstance(exc, EngineDeadError)
-            concerns_all = (exc.param or "").partition(".")[0] in self.options.parameters
-            if concerns_row and not concerns_all:
-                return _failed(exc)
-            if concerns_row:
+            if not concerns_row:
+                await self._give_back(item, server, exc)
+                return
+            if (exc.param or "").partition(".")[0] in self.options.parameters:
                 raise self._stopping_error(exc) from exc
-            await self._give_back(item, server, exc)
-            return None
+            answer = _failed(exc)
+        server.count(output_tokens=answer.output_tokens or 0)
+        await self._store(self._add(item, answer))
 
     async def _add(self, item: _Item, answer: RowAnswer) -> None:
         """Store an answer in the cache, and finish its row."""
@@ -295,16 +280,28 @@ class BatchRun(ServerRun[_Item]):
             LabError: there is no answer.
         """
 
-        def send() -> Coroutine[Any, Any, RowAnswer]:
+        async def send() -> RowAnswer:
             if choices:
-                return score_choices(server.backend, request, choices, chat_template=self.options.chat_template)
-            return _generate(server.backend, request)
+                return await score_choices(server.backend, request, choices, chat_template=self.options.chat_template)
+            started_at = time.monotonic()
+            answer, cost = await read_answer(server.backend, request, batch=True)
+            return RowAnswer(
+                text=answer.text,
+                reasoning=answer.reasoning,
+                finish_reason=cost.finish_reason,
+                prompt_tokens=cost.usage.prompt_tokens,
+                cached_tokens=cost.usage.prompt_tokens_details.cached_tokens,
+                output_tokens=cost.usage.completion_tokens,
+                ttft_s=cost.ttft_s,
+                total_s=time.monotonic() - started_at,
+                request_id=cost.request_id,
+            )
 
         return await self._send(send, server, waits=waits)
 
     def _finish(self, item: _Item, answer: RowAnswer) -> None:
         answer, values = self._read_values(answer)
-        self._rows[item.position] = answer_row(answer, values, sample=item.sample if self.options.n > 1 else None)
+        self._answers[item.position] = answer, values
         self._progress_at = time.monotonic()
         self.done += 1
         if answer.error is None:
@@ -326,25 +323,6 @@ class BatchRun(ServerRun[_Item]):
         except (ValueError, RecursionError) as exc:
             error = CUT_OFF if answer.finish_reason == "length" else str(exc)
             return replace(answer, error=error, code=InvalidRequestError.code), missing
-
-    def _row(self, sample: int, answer: RowAnswer) -> dict[str, Any]:
-        return answer_row(answer, self._read_values(answer)[1], sample=sample if self.options.n > 1 else None)
-
-
-async def _generate(backend: Backend, request: ChatRequest) -> RowAnswer:
-    started_at = time.monotonic()
-    answer, cost = await read_answer(backend, request, batch=True)
-    return RowAnswer(
-        text=answer.text,
-        reasoning=answer.reasoning,
-        finish_reason=cost.finish_reason,
-        prompt_tokens=cost.usage.prompt_tokens,
-        cached_tokens=cost.usage.prompt_tokens_details.cached_tokens,
-        output_tokens=cost.usage.completion_tokens,
-        ttft_s=cost.ttft_s,
-        total_s=time.monotonic() - started_at,
-        request_id=cost.request_id,
-    )
 
 
 def _failed(error: LabError) -> RowAnswer:
@@ -373,11 +351,26 @@ async def score_choices(
         # The answer to a chat begins after tokens of its template, so each choice is tokenized separately.
         tokens = [list(await backend.encode(choice, special=False)) for choice in choices]
         if all(len(each) == 1 for each in tokens) and len(tokens) <= MAX_NAMED_TOKENS:
-            return await _score_first_token(backend, request, [each[0] for each in tokens], started_at)
+            # One request, which generates one token after the prompt.
+            named = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 0}
+            update = {**named, "logprob_tokens": [each[0] for each in tokens]}
+            answer, cost = await read_answer(backend, request.model_copy(update=update), batch=True)
+            if not answer.logprobs or len(answer.logprobs[0].named) != len(tokens):
+                raise LabError("the server did not report the log-probabilities of the choices")
+            return RowAnswer(
+                logprobs=[_sum([each]) for each in answer.logprobs[0].named],
+                prompt_tokens=cost.usage.prompt_tokens,
+                cached_tokens=cost.usage.prompt_tokens_details.cached_tokens,
+                total_s=time.monotonic() - started_at,
+                request_id=cost.request_id,
+            )
         prompt = list(await backend.encode(request))
     if not all(tokens):
         raise InvalidRequestError("a choice has no tokens; remove it")
-    logprobs = [await _score(backend, request.model, prompt, each) for each in tokens]
+    logprobs = []
+    for each in tokens:
+        scores = await backend.score([*prompt, *each], model=request.model, top=0, start=len(prompt))
+        logprobs.append(_sum(scores))
     return RowAnswer(logprobs=logprobs, prompt_tokens=len(prompt), total_s=time.monotonic() - started_at)
 
 
@@ -407,28 +400,6 @@ async def text_tokens(backend: Backend, text: str, choices: Sequence[str]) -> tu
     first = list(await backend.encode(prompt))
     whole = [list(await backend.encode(prompt + spaces + choice)) for choice in choices]
     return first, [tokens[len(first) :] for tokens in whole]
-
-
-async def _score(backend: Backend, model: str, prompt: list[int], choice: list[int]) -> float:
-    scores = await backend.score([*prompt, *choice], model=model, top=0, start=len(prompt))
-    return _sum(scores)
-
-
-async def _score_first_token(
-    backend: Backend, request: ChatRequest, tokens: Sequence[int], started_at: float
-) -> RowAnswer:
-    """Score choices of one token each, with one request that generates one token after the prompt."""
-    named = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 0, "logprob_tokens": list(tokens)}
-    answer, cost = await read_answer(backend, request.model_copy(update=named), batch=True)
-    if not answer.logprobs or len(answer.logprobs[0].named) != len(tokens):
-        raise LabError("the server did not report the log-probabilities of the choices")
-    return RowAnswer(
-        logprobs=[_sum([each]) for each in answer.logprobs[0].named],
-        prompt_tokens=cost.usage.prompt_tokens,
-        cached_tokens=cost.usage.prompt_tokens_details.cached_tokens,
-        total_s=time.monotonic() - started_at,
-        request_id=cost.request_id,
-    )
 
 
 def _sum(scores: Sequence[TokenLogprob]) -> float:

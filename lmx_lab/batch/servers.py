@@ -316,18 +316,15 @@ class ServerRun(ABC, Generic[ItemT]):
             try:
                 return await request()
             except UnavailableError as exc:
-                if not self._can_retry(exc) or (self._has_others(server) and not waits):
+                is_lost = isinstance(exc, UnreachableError) and not isinstance(exc, WrongServerError)
+                is_late = time.monotonic() - self._progress_at >= RETRY_S
+                can_retry = isinstance(exc, QueueFullError) or (
+                    (is_lost or exc.retry_after_s is not None) and not is_late
+                )
+                if not can_retry or (self._has_others(server) and not waits):
                     raise
                 pause_s = _pause_s(exc)
             await asyncio.sleep(pause_s)
-
-    def _can_retry(self, error: UnavailableError) -> bool:
-        if isinstance(error, QueueFullError):
-            return True
-        is_lost = isinstance(error, UnreachableError) and not isinstance(error, WrongServerError)
-        if not is_lost and error.retry_after_s is None:
-            return False
-        return time.monotonic() - self._progress_at < RETRY_S
 
     def _has_others(self, server: RowServer) -> bool:
         """Return whether other servers get rows."""

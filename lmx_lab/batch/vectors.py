@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from lmx_lab.backend import Backend
-from lmx_lab.batch.answers import RowAnswer, RowSource
+from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import is_missing
 from lmx_lab.batch.run import UNFINISHED, Errors
 from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, identify
 from lmx_lab.errors import EngineDeadError, EngineError, InvalidRequestError, LabError, NotLoadedError
+from lmx_lab.results.frames import RowSource
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.wire.embeddings import EmbeddingsBody
 
@@ -178,10 +179,16 @@ class EmbeddingRun(ServerRun[list[str]]):
         return _is_same(await self._probe(server), self._expected)
 
     async def _compute(self, item: list[str], server: RowServer) -> None:
-        try:
-            missing = await self._find_missing(item)
-        except LabError as exc:
-            raise self._stopping_error(exc) from exc
+        if self._cache is not None:
+            try:
+                found = await self._cache.find([self._key_of(text) for text in item])
+            except LabError as exc:
+                raise self._stopping_error(exc) from exc
+            for text in item:
+                if (answer := found.get(self._key_of(text))) is not None:
+                    self._vectors[text] = np.frombuffer(base64.b64decode(answer.text or ""), dtype="<f4")
+                    self.done += 1
+        missing = [text for text in item if text not in self._vectors]
         if not missing:
             return
         body = self._make_body(missing)
@@ -193,16 +200,6 @@ class EmbeddingRun(ServerRun[list[str]]):
         server.count(len(missing))
         await self._store(self._add(missing, vectors))
 
-    async def _find_missing(self, texts: Sequence[str]) -> list[str]:
-        """Read vectors from the cache, and return the texts whose vectors it does not contain."""
-        if self._cache is not None:
-            found = await self._cache.find([self._key_of(text) for text in texts])
-            for text in texts:
-                if (answer := found.get(self._key_of(text))) is not None:
-                    self._vectors[text] = np.frombuffer(base64.b64decode(answer.text or ""), dtype="<f4")
-                    self.done += 1
-        return [text for text in texts if text not in self._vectors]
-
     async def _add(self, texts: Sequence[str], vectors: Iterable[Vectors]) -> None:
         """Store vectors in the cache, and add them to the result."""
         found = dict(zip(texts, vectors, strict=True))
@@ -210,8 +207,12 @@ class EmbeddingRun(ServerRun[list[str]]):
         self.done += len(found)
         self._progress_at = time.monotonic()
         if self._cache is not None:
+            answers = {}
+            for text, vector in found.items():
+                content = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
+                answers[self._key_of(text)] = RowAnswer(text=content)
             try:
-                await self._cache.add_all({self._key_of(text): _stored(found[text]) for text in texts}, self._key)
+                await self._cache.add_all(answers, self._key)
             except LabError as exc:
                 raise self._stopping_error(exc) from exc
 
@@ -256,10 +257,10 @@ class EmbeddingRun(ServerRun[list[str]]):
 
     def errors(self) -> list[str | None]:
         """Return for each text why it has no vector; None if it has one."""
-        return [_problem(text) or self._error_of(text) for text in self._texts]
-
-    def _error_of(self, text: str) -> str | None:
-        return None if text in self._vectors else self._failures.get(text, UNFINISHED.error)
+        return [
+            _problem(text) or (None if text in self._vectors else self._failures.get(text, UNFINISHED.error))
+            for text in self._texts
+        ]
 
 
 def matrix_of(vectors: Iterable[Any]) -> Vectors:
@@ -317,7 +318,3 @@ def _problem(text: Any) -> str | None:
             return "the text is missing"
         return f"the value is {text!r:.40}, not a text; convert the column with .astype(str)"
     return None if text else "the text is empty"
-
-
-def _stored(vector: Vectors) -> RowAnswer:
-    return RowAnswer(text=base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode())

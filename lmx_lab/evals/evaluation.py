@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from lmx_lab.backend import Backend
-from lmx_lab.batch.prompts import Prompt
 from lmx_lab.batch.run import plain_text, text_tokens
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb, write_inspect_log
@@ -19,7 +20,7 @@ from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, mean_scor
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RecordedRequest, RequestList
-from lmx_lab.results.frames import Dtype, dtypes_of, make_table, make_table_of_columns
+from lmx_lab.results.frames import Dtype, dtypes_of, make_table
 from lmx_lab.results.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
 from lmx_lab.results.tables import html_table
 from lmx_lab.wire.base import ANY_MODEL
@@ -141,8 +142,8 @@ class Evaluation:
             dtypes["verdict"] = "text"
         dtypes |= {"finish_reason": "text", "prompt_tokens": "Int64", "output_tokens": "Int64", "total_s": "float64"}
         dtypes["request_id"] = "text"
-        columns = {name: [getattr(row, name) for row in rows] for name in dtypes}
-        frame: pd.DataFrame = make_table_of_columns(columns, dtypes, index=[row.label for row in rows])
+        cells = [{**row.to_fields(), "probability": row.probability} for row in rows]
+        frame: pd.DataFrame = make_table(cells, dtypes, index=[row.label for row in rows])
         return frame
 
     # Comparison and calibration
@@ -161,7 +162,9 @@ class Evaluation:
         if not isinstance(other, Evaluation):
             raise InvalidRequestError(f"other is {other!r:.80}; pass another result of lab.evaluate", param="other")
         pairs = self._pairs(other)
-        different = next((one for [one, *_], [its, *_] in pairs if _expected(one) != _expected(its)), None)
+        different = next(
+            (one for [one, *_], [its, *_] in pairs if to_json(one.expected) != to_json(its.expected)), None
+        )
         if different is not None:
             raise InvalidRequestError(
                 f"row {different.label!r:.80} has different expected values; compare evaluations of the same table"
@@ -173,7 +176,7 @@ class Evaluation:
     def _pairs(self, other: Evaluation) -> list[tuple[list[EvaluatedRow], list[EvaluatedRow]]]:
         """Return the answers of both evaluations to each row of the table that they share."""
         rows, others = self._by_row, other._by_row
-        labels, its_labels = ([_comparable(answers[0].label) for answers in each] for each in (rows, others))
+        labels, its_labels = ([to_json(answers[0].label) for answers in each] for each in (rows, others))
         if labels == its_labels:
             return list(zip(rows, others, strict=True))
         its_rows = dict(zip(its_labels, others, strict=True))
@@ -324,7 +327,7 @@ class Evaluation:
         if position is not None:
             found = self.rows[position : position + 1] if isinstance(position, int) and position >= 0 else []
         else:
-            found = [row for row in self.rows if _comparable(row.label) == _comparable(label)]
+            found = [row for row in self.rows if to_json(row.label) == to_json(label)]
         if len(found) != 1:
             raise InvalidRequestError(
                 f"{len(found)} rows have the label {label!r:.80}; pass one of df.index, or position=0 to "
@@ -335,10 +338,10 @@ class Evaluation:
 
     def _recorded(self, row: EvaluatedRow) -> RecordedRequest | None:
         """Return the recorded request that generated the answer; None if there is none."""
-        if self._requests is None or row.request_id is None or row.choices:
+        if self._requests is None or row.answered.request_id is None or row.choices:
             return None
         try:
-            return self._requests[row.request_id]
+            return self._requests[row.answered.request_id]
         except KeyError:
             return None
 
@@ -354,7 +357,16 @@ class Evaluation:
             raise InvalidRequestError(f"row {row.label!r:.80} has no answer: {row.error or 'its text is empty'}")
         if self.facts.weights:
             await backend.require_weights(self.facts.model, self.facts.weights)
-        request = self._request(row.prompt)
+        parameters: Mapping[str, Any] = self.facts.settings.get("parameters", {})
+        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+        if (system := parameters.get("system")) is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        fields = {name: parameters[name] for name in ("chat_template_kwargs",) if name in parameters}
+        try:
+            request = ChatRequest.model_validate({"model": ANY_MODEL, "messages": messages, **fields})
+        except ValidationError as exc:
+            # A prompt function can return anything; the row has an error then.
+            raise InvalidRequestError(f"row {row.label!r:.80} has no valid prompt: {row.error or exc}") from exc
         if self.facts.settings.get("metric", {}).get("chat_template", True):
             prompt, tokens = await backend.encode(request), await backend.encode(text, special=False)
         else:
@@ -367,14 +379,6 @@ class Evaluation:
             distributions=color == "entropy",
         )
         return TokenLens(scores, source="scoring", color=color)
-
-    def _request(self, prompt: Prompt) -> ChatRequest:
-        parameters: Mapping[str, Any] = self.facts.settings.get("parameters", {})
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if (system := parameters.get("system")) is not None:
-            messages = [{"role": "system", "content": system}, *messages]
-        fields = {name: parameters[name] for name in ("chat_template_kwargs",) if name in parameters}
-        return ChatRequest.model_validate({"model": ANY_MODEL, "messages": messages, **fields})
 
     # Display
 
@@ -394,15 +398,6 @@ class Evaluation:
         shown = [[_cell(getattr(row, name)) for name in names] for row in self._failed()[:SHOWN_FAILURES]]
         table = html_table(names, shown, style="text-align:left;vertical-align:top") if shown else ""
         return "".join(f"<div>{html.escape(line)}</div>" for line in repr(self).splitlines()) + table
-
-
-def _expected(row: EvaluatedRow) -> str:
-    return _comparable(row.expected)
-
-
-def _comparable(value: Any) -> str:
-    """Return a string that is equal for equal values, even if one of them was stored as JSON."""
-    return to_json(value)
 
 
 def _cell(value: Any) -> str:

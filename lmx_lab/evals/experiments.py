@@ -5,17 +5,17 @@ The file is opened for each operation, so several notebooks can use it, and no c
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import numbers
 import operator
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
 from lmx_lab.evals.evaluation import Evaluation
@@ -29,7 +29,6 @@ from lmx_lab.results.tables import align_columns, html_table
 if TYPE_CHECKING:
     import pandas as pd
 
-T = TypeVar("T")
 FILE = "experiments.db"
 """Name of the file in the lab's home."""
 APPLICATION = 0x4C4D5845
@@ -64,6 +63,8 @@ CREATE TABLE experiments (
     data BLOB NOT NULL
 );
 """
+FACTS = tuple(each.name for each in fields(RunFacts))
+"""Columns with the facts of an evaluation."""
 REMEDY = "check its permissions and the free space, or move it elsewhere"
 """What the user can do if the file cannot be used."""
 SHOWN = ("id", "at", "name", "model", "metric", "rows", "score", "low", "high")
@@ -93,12 +94,10 @@ class Experiments(Sequence[Evaluation]):
             LabError: the file cannot be used.
         """
         facts, score = evaluation.facts, evaluation.score
-        rows = [vars(row) for row in evaluation.rows]
         values = {
-            "at": facts.at,
-            "name": facts.name,
-            "model": facts.model,
-            "engine": facts.engine,
+            **vars(facts),
+            "settings": to_json(facts.settings),
+            "versions": to_json(facts.versions),
             "metric": str(facts.settings.get("metric", {}).get("name", "")),
             "rows": len(evaluation.rows),
             "errors": evaluation.errors,
@@ -106,24 +105,15 @@ class Experiments(Sequence[Evaluation]):
             "low": score.low if score.n else None,
             "high": score.high if score.n else None,
             "method": score.method,
-            "weights": facts.weights,
-            "frame": facts.frame,
-            "settings": to_json(facts.settings),
-            "versions": to_json(facts.versions),
-            "machine": facts.machine,
-            "data": zlib.compress(to_json(rows).encode()),
+            "data": zlib.compress(to_json([row.to_fields() for row in evaluation.rows]).encode()),
         }
         sql = f"INSERT INTO experiments ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})"
-
-        def insert(connection: sqlite3.Connection) -> int:
-            with connection:
-                return int(connection.execute(sql, tuple(values.values())).lastrowid or 0)
-
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as exc:
             raise LabError(f"the folder {self.path.parent} cannot be created: {exc.strerror}; {REMEDY}") from exc
-        return self._run(insert)
+        with self._open() as connection:
+            return int(connection.execute(sql, tuple(values.values())).lastrowid or 0)
 
     def delete(self, *ids: int) -> None:
         """Delete the experiments with these ids. Ids that do not exist are ignored.
@@ -138,15 +128,12 @@ class Experiments(Sequence[Evaluation]):
                     f"{each!r} is not the id of an experiment; the index of .df lists the ids", param="ids"
                 )
 
-        def delete(connection: sqlite3.Connection) -> None:
-            with connection:
+        if self.path.exists():
+            with self._open() as connection:
                 connection.executemany("DELETE FROM experiments WHERE id = ?", [(int(id_),) for id_ in ids])
 
-        if self.path.exists():
-            self._run(delete)
-
     def __len__(self) -> int:
-        return int(self._select("SELECT count(*) FROM experiments")[0][0]) if self.path.exists() else 0
+        return sum(count for (count,) in self._select("SELECT count(*) FROM experiments"))
 
     @overload
     def __getitem__(self, at: int | str) -> Evaluation: ...
@@ -158,7 +145,7 @@ class Experiments(Sequence[Evaluation]):
         if isinstance(at, str):
             found = self._read("WHERE name = ? ORDER BY id DESC LIMIT 1", at)
             if not found:
-                names = self._select("SELECT DISTINCT name FROM experiments") if self.path.exists() else []
+                names = self._select("SELECT DISTINCT name FROM experiments")
                 raise KeyError(f"there is no experiment {at!r:.80}{did_you_mean(at, [name for (name,) in names])}")
             return found[0]
         position = operator.index(at)
@@ -180,58 +167,50 @@ class Experiments(Sequence[Evaluation]):
             MissingPackageError: pandas is not installed.
         """
         sql = f"SELECT {', '.join(COLUMNS)} FROM experiments ORDER BY id"
-        rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._select(sql)] if self.path.exists() else []
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._select(sql)]
         for row in rows:
             row |= {name: json.loads(row[name]) for name in ("settings", "versions")}
         frame: pd.DataFrame = make_table(rows, COLUMNS).set_index("id")
         return frame
 
     def _read(self, clause: str, *parameters: object) -> list[Evaluation]:
-        if not self.path.exists():
-            return []
-        names = "id, at, name, model, engine, weights, settings, frame, versions, machine, data"
-        sql = f"SELECT {names} FROM experiments {clause}"
-        return [self._evaluation(*row) for row in self._select(sql, *parameters)]
-
-    def _evaluation(self, id_: int, *values: Any) -> Evaluation:
-        at, name, model, engine, weights, settings, frame, versions, machine, data = values
-        try:
-            rows = [_row(fields) for fields in json.loads(zlib.decompress(data))]
-        except (zlib.error, ValueError, TypeError) as exc:
-            raise LabError(
-                f"the rows of the experiment {id_} in {self.path} are damaged: {exc}; delete it: "
-                f"lab.experiments.delete({id_})"
-            ) from exc
-        facts = RunFacts(
-            at=at,
-            name=name,
-            model=model,
-            engine=engine,
-            weights=weights,
-            settings=json.loads(settings),
-            frame=frame,
-            versions=json.loads(versions),
-            machine=machine,
-        )
-        return Evaluation(facts, rows, id=id_, lab=self._lab, requests=self._requests)
+        found = []
+        sql = f"SELECT id, data, {', '.join(FACTS)} FROM experiments {clause}"
+        for id_, data, *values in self._select(sql, *parameters):
+            try:
+                rows = list(map(EvaluatedRow.of_fields, json.loads(zlib.decompress(data))))
+            except (zlib.error, ValueError, TypeError, KeyError) as exc:
+                raise LabError(
+                    f"the rows of the experiment {id_} in {self.path} are damaged: {exc}; delete it: "
+                    f"lab.experiments.delete({id_})"
+                ) from exc
+            facts = dict(zip(FACTS, values, strict=True))
+            facts |= {name: json.loads(facts[name]) for name in ("settings", "versions")}
+            found.append(Evaluation(RunFacts(**facts), rows, id=id_, lab=self._lab, requests=self._requests))
+        return found
 
     def _select(self, sql: str, *parameters: object) -> list[tuple[Any, ...]]:
-        return self._run(lambda connection: connection.execute(sql, parameters).fetchall())
+        """Return the rows of a query; none if the file does not exist."""
+        if not self.path.exists():
+            return []
+        with self._open() as connection:
+            return connection.execute(sql, parameters).fetchall()
 
-    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """Open the file for one transaction."""
         try:
-            with closing(
-                open_database(
-                    self.path,
-                    SCHEMA,
-                    application=APPLICATION,
-                    version=VERSION,
-                    purpose="a file of experiments",
-                    param="home",
-                    remedy=REMEDY,
-                )
-            ) as connection:
-                return work(connection)
+            opened = open_database(
+                self.path,
+                SCHEMA,
+                application=APPLICATION,
+                version=VERSION,
+                purpose="a file of experiments",
+                param="home",
+                remedy=REMEDY,
+            )
+            with closing(opened) as connection, connection:
+                yield connection
         except sqlite3.Error as exc:
             raise LabError(f"the experiments in {self.path} cannot be used: {exc}; {REMEDY}") from exc
 
@@ -246,21 +225,12 @@ class Experiments(Sequence[Evaluation]):
 
     def _shown(self) -> list[tuple[str, ...]]:
         sql = f"SELECT {', '.join(SHOWN)} FROM experiments ORDER BY id DESC LIMIT ?"
-        rows = self._select(sql, SHOWN_ROWS) if self.path.exists() else []
-        return [tuple(map(_cell, SHOWN, row)) for row in rows[::-1]]
+        return [tuple(map(_cell, SHOWN, row)) for row in self._select(sql, SHOWN_ROWS)[::-1]]
 
     def _footer(self) -> str:
         count = len(self)
         rest = f"; the newest {SHOWN_ROWS} are shown, .df contains all" if count > SHOWN_ROWS else ""
         return f"stored experiments: {count}{rest}"
-
-
-def _row(fields: Mapping[str, Any]) -> EvaluatedRow:
-    """Return a row that was stored as JSON. Labels of a multi-level index become tuples again."""
-    known = {each.name for each in dataclasses.fields(EvaluatedRow)}
-    values = {name: value for name, value in fields.items() if name in known}
-    label = values.get("label")
-    return EvaluatedRow(**{**values, "label": tuple(label) if isinstance(label, list) else label})
 
 
 def _cell(name: str, value: Any) -> str:

@@ -27,8 +27,8 @@ PARAMETER_CHARACTERS = 6000
 SUFFIX = ".eval"
 STOP_REASONS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
 """Inspect's stop reasons by finish reason."""
-ROLES = {"developer": "system"}
-"""Inspect's replacements for roles that it does not support."""
+ROLES = {**{role: role for role in ("system", "user", "assistant", "tool")}, "developer": "system"}
+"""Inspect's roles by the role of a message. Messages without one of them are those of a user."""
 CONFIG = {
     "stop": "stop_seqs",
     **{
@@ -116,7 +116,7 @@ def write_inspect_log(run: ExportedRun, rows: Sequence[EvaluatedRow], path: str 
     if file.exists():
         raise InvalidRequestError(f"{file} exists already; give another path, or delete it", param="path")
     log = import_optional("inspect_ai.log", "to_inspect")
-    made = log.EvalLog.model_validate(_log(run, rows))
+    made = log.EvalLog.model_validate(inspect_log(run, rows))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # On a thread, because Inspect runs an event loop, and a notebook has one already.
@@ -127,21 +127,31 @@ def write_inspect_log(run: ExportedRun, rows: Sequence[EvaluatedRow], path: str 
     return file
 
 
-def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
+def inspect_log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
     """Return the log as the values of Inspect's classes."""
     facts = run.facts
     metric: Mapping[str, Any] = facts.settings.get("metric", {})
     name, model = str(metric.get("name", PROJECT)), f"{PROJECT}/{facts.model}"
     # The end of the run is not stored. Without an end, the viewer shows NaN.
-    longest_s = max((row.total_s or 0.0 for row in rows), default=0.0)
+    longest_s = max((row.answered.total_s or 0.0 for row in rows), default=0.0)
     began, ended = (datetime.fromtimestamp(at, UTC).isoformat() for at in (facts.at, facts.at + longest_s))
     parameters: Mapping[str, Any] = facts.settings.get("parameters", {})
+    config = {CONFIG[key]: value for key, value in parameters.items() if key in CONFIG}
+    if isinstance(config.get("stop_seqs"), str):
+        config["stop_seqs"] = [config["stop_seqs"]]
+    groups = answers_by_row(rows)
+    labels = [str(to_plain(answers[0].label)) for answers in groups]
+    # If labels are not unique, the ids are positions. The metadata of each sample contains its label.
+    ids = labels if len(set(labels)) == len(labels) else [str(at) for at in range(len(labels))]
     samples = [
-        {"id": id_, "epoch": epoch, **_sample(row, metric=name, model=model, system=parameters.get("system"))}
-        for row, id_, epoch in _numbered(rows)
+        {
+            "id": id_,
+            "epoch": 1 + (row.sample or 0),
+            **_sample(row, metric=name, model=model, system=parameters.get("system")),
+        }
+        for id_, answers in zip(ids, groups, strict=True)
+        for row in answers
     ]
-    ids = list(dict.fromkeys(sample["id"] for sample in samples))
-    options = {key: value for key, value in metric.items() if key != "name"}
     return {
         "status": "success",
         "eval": {
@@ -152,7 +162,7 @@ def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
             "task_args": {"prompt": to_plain(facts.settings.get("prompt"))},
             "dataset": {"samples": len(ids), "sample_ids": ids},
             "model": model,
-            "model_generate_config": _config(parameters),
+            "model_generate_config": config,
             "config": {"epochs": max((sample["epoch"] for sample in samples), default=1)},
             "packages": dict(facts.versions),
             "metadata": {
@@ -162,7 +172,9 @@ def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
                 "machine": facts.machine,
                 "settings": to_plain(facts.settings),
             },
-            "scorers": [{"name": name, "options": to_plain(options)}],
+            "scorers": [
+                {"name": name, "options": to_plain({key: each for key, each in metric.items() if key != "name"})}
+            ],
         },
         "results": _results(run, len(rows), name),
         "stats": {"started_at": began, "completed_at": ended, "model_usage": {model: _usage(rows)}},
@@ -190,40 +202,26 @@ def _results(run: ExportedRun, samples: int, scorer: str) -> dict[str, Any]:
     }
 
 
-def _config(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    config = {CONFIG[name]: value for name, value in parameters.items() if name in CONFIG}
-    if isinstance(config.get("stop_seqs"), str):
-        config["stop_seqs"] = [config["stop_seqs"]]
-    return config
-
-
-def _numbered(rows: Sequence[EvaluatedRow]) -> list[tuple[EvaluatedRow, str, int]]:
-    """Return each row with the unique id of its sample, and its epoch."""
-    groups = answers_by_row(rows)
-    labels = [str(to_plain(answers[0].label)) for answers in groups]
-    # If labels are not unique, the ids are positions. The metadata of each sample contains its label.
-    ids = labels if len(set(labels)) == len(labels) else [str(at) for at in range(len(labels))]
-    return [(row, id_, 1 + (row.sample or 0)) for id_, answers in zip(ids, groups, strict=True) for row in answers]
-
-
 def _sample(row: EvaluatedRow, *, metric: str, model: str, system: str | None) -> dict[str, Any]:
-    messages = _messages(row, system)
+    prompt = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt or ()
+    first = [] if system is None or row.prompt is None else [{"role": "system", "content": system}]
+    messages = list(map(_message, [*first, *prompt]))
     usage = _usage([row])
     answer = {"role": "assistant", "content": row.answer or "", "model": model, "source": "generate"}
-    reason = STOP_REASONS.get(row.finish_reason or "", "unknown")
+    reason = STOP_REASONS.get(row.answered.finish_reason or "", "unknown")
     sample: dict[str, Any] = {
         "input": row.prompt if isinstance(row.prompt, str) else messages or "",
         "choices": list(row.choices) or None,
         "target": _target(row),
         "messages": messages,
-        "metadata": {"label": to_plain(row.label), "request_id": row.request_id},
+        "metadata": {"label": to_plain(row.label), "request_id": row.answered.request_id},
         "model_usage": {model: usage},
-        "total_time": row.total_s,
+        "total_time": row.answered.total_s,
     }
     if row.answer is not None:
         sample["messages"] = [*messages, answer]
         choice = {"message": answer, "stop_reason": reason}
-        sample["output"] = {"model": model, "choices": [choice], "usage": usage, "time": row.total_s}
+        sample["output"] = {"model": model, "choices": [choice], "usage": usage, "time": row.answered.total_s}
     if row.score is not None:
         found = {"logprobs": list(row.logprobs), "probability": row.probability} if row.logprobs else None
         sample["scores"] = {
@@ -234,25 +232,18 @@ def _sample(row: EvaluatedRow, *, metric: str, model: str, system: str | None) -
     return sample
 
 
-def _messages(row: EvaluatedRow, system: str | None) -> list[dict[str, Any]]:
-    if row.prompt is None:
-        return []
-    first = [] if system is None else [{"role": "system", "content": system}]
-    given = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-    return [
-        *first,
-        *(
-            {"role": ROLES.get(each["role"], each["role"]), "content": _message_text(each.get("content"))}
-            for each in given
-        ),
-    ]
-
-
-def _message_text(content: Any) -> str:
-    """Return the text of a message, whose content may consist of parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+def _message(given: Any) -> dict[str, Any]:
+    """Return a message of Inspect. If the row has an error, the message can be anything that a prompt function
+    returned.
+    """
+    message = given if isinstance(given, Mapping) else {"content": given}
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return {
+        "role": ROLES.get(str(message.get("role")), "user"),
+        "content": "".join(str(text) for text in texts if text is not None),
+    }
 
 
 def _target(row: EvaluatedRow) -> str | list[str]:
@@ -265,5 +256,7 @@ def _target(row: EvaluatedRow) -> str | list[str]:
 
 
 def _usage(rows: Sequence[EvaluatedRow]) -> dict[str, int]:
-    prompt, answer = (sum(getattr(row, name) or 0 for row in rows) for name in ("prompt_tokens", "output_tokens"))
+    prompt, answer = (
+        sum(getattr(row.answered, name) or 0 for row in rows) for name in ("prompt_tokens", "output_tokens")
+    )
     return {"input_tokens": prompt, "output_tokens": answer, "total_tokens": prompt + answer}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from lmx_lab.batch.prompts import RowPrompts
 from lmx_lab.errors import InvalidRequestError, did_you_mean
@@ -20,10 +20,13 @@ ROUNDING = 1e-6
 class Metric:
     """A metric. ``score`` returns 1 for a right answer, 0 for a wrong one, or a number in between."""
 
+    name: ClassVar[str]
+
     @property
     def settings(self) -> dict[str, Any]:
         """The name of the metric and its options as JSON values, for stored experiments."""
-        raise NotImplementedError
+        options = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        return {"name": self.name, **options}
 
     def check(self, columns: Sequence[str]) -> None:
         """Check the options against the columns of the table.
@@ -65,11 +68,8 @@ class Metric:
 class ExactMatch(Metric):
     """The answer equals the expected text, apart from spaces at both ends."""
 
+    name: ClassVar[str] = "exact_match"
     ignore_case: bool = False
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"name": "exact_match", "ignore_case": self.ignore_case}
 
     def score(self, answer: str, expected: Any) -> float:
         given = _fold(answer, self.ignore_case)
@@ -80,11 +80,8 @@ class ExactMatch(Metric):
 class Contains(Metric):
     """The answer contains the expected text."""
 
+    name: ClassVar[str] = "contains"
     ignore_case: bool = False
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"name": "contains", "ignore_case": self.ignore_case}
 
     def score(self, answer: str, expected: Any) -> float:
         given = _fold(answer, self.ignore_case)
@@ -104,15 +101,12 @@ class Regex(Metric):
             expression, and the answer must contain a match.
     """
 
+    name: ClassVar[str] = "regex"
     pattern: str | None = None
 
     def __post_init__(self) -> None:
         if self.pattern is not None:
             _compile(self.pattern)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"name": "regex", "pattern": self.pattern}
 
     def score(self, answer: str, expected: Any) -> float:
         if self.pattern is None:
@@ -133,6 +127,7 @@ class Numeric(Metric):
         absolute: Maximum difference. The larger of both limits applies.
     """
 
+    name: ClassVar[str] = "numeric"
     relative: float = 1e-6
     absolute: float = 0.0
 
@@ -141,10 +136,6 @@ class Numeric(Metric):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise InvalidRequestError(f"{name} is {value!r:.40}; it must be a number, 0 or more", param=name)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"name": "numeric", "relative": self.relative, "absolute": self.absolute}
 
     def score(self, answer: str, expected: Any) -> float:
         wanted = _number(str(expected))
@@ -172,6 +163,7 @@ class Choice(Metric):
             that the choice continues; begin the choices with a space if the prompt does not end with one.
     """
 
+    name: ClassVar[str] = "choice"
     choices: Sequence[str] | str
     normalize: bool = field(default=False, kw_only=True)
     chat_template: bool = field(default=True, kw_only=True)
@@ -183,12 +175,7 @@ class Choice(Metric):
     @property
     def settings(self) -> dict[str, Any]:
         choices = self.choices if isinstance(self.choices, str) else list(self.choices)
-        return {
-            "name": "choice",
-            "choices": choices,
-            "normalize": self.normalize,
-            "chat_template": self.chat_template,
-        }
+        return {**super().settings, "choices": choices}
 
     def check(self, columns: Sequence[str]) -> None:
         if isinstance(self.choices, str) and self.choices not in columns:
@@ -223,7 +210,8 @@ class Choice(Metric):
         Raises:
             InvalidRequestError: the expected value is not one of them.
         """
-        if expected in choices:
+        # An array would be compared with each choice, element by element.
+        if isinstance(expected, str) and expected in choices:
             return choices.index(expected)
         # Floats are accepted, because pandas converts a column of integers to floats if a value is missing.
         is_number = isinstance(expected, Real) and not isinstance(expected, bool)
@@ -250,6 +238,7 @@ class Judge(Metric):
         system: System prompt of the judge.
     """
 
+    name: ClassVar[str] = "judge"
     prompt: Any
     verdicts: Mapping[str, float] = field(default_factory=lambda: {"correct": 1.0, "incorrect": 0.0}, kw_only=True)
     lab: Any = field(default=None, kw_only=True)
@@ -276,7 +265,7 @@ class Judge(Metric):
     @property
     def settings(self) -> dict[str, Any]:
         return {
-            "name": "judge",
+            "name": self.name,
             "prompt": described_prompt(self.prompt),
             "verdicts": dict(self.verdicts),
             "system": self.system,
@@ -287,23 +276,19 @@ class Judge(Metric):
 class FunctionMetric(Metric):
     """A function of the answer and the expected value. ``checked_score`` checks what it returns."""
 
+    name: ClassVar[str] = "function"
     function: Callable[[str, Any], Any]
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"name": "function", "function": getattr(self.function, "__qualname__", repr(self.function)[:80])}
+        return {"name": self.name, "function": getattr(self.function, "__qualname__", repr(self.function)[:80])}
 
     def score(self, answer: str, expected: Any) -> float:
         returned: float = self.function(answer, expected)
         return returned
 
 
-NAMED: Mapping[str, type[ExactMatch] | type[Contains] | type[Regex] | type[Numeric]] = {
-    "exact_match": ExactMatch,
-    "contains": Contains,
-    "regex": Regex,
-    "numeric": Numeric,
-}
+NAMED = {each.name: each for each in (ExactMatch, Contains, Regex, Numeric)}
 """The metrics that can be selected by name, without options."""
 WITH_OPTIONS: Mapping[str, str] = {
     "choice": "it needs the choices; pass Choice([...]) from lmx_lab.evals",

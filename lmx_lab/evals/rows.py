@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.prompts import Prompt
+
+MEASURED = ("finish_reason", "prompt_tokens", "output_tokens", "total_s", "request_id")
+"""Fields of the model's answer that are stored and shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +32,15 @@ class EvaluatedRow:
     """None if the row has an error."""
     error: str | None = None
     choices: Sequence[str] = ()
-    logprobs: Sequence[float] = ()
-    """Log-probability of each choice after the prompt."""
     verdict: str | None = None
     """Verdict of the judge."""
-    finish_reason: str | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    total_s: float | None = None
-    request_id: str | None = None
-    """Id of the request: ``lab.requests[request_id]`` returns its record."""
+    answered: RowAnswer = field(default_factory=RowAnswer)
+    """The answer of the model, or the log-probabilities of the choices, with token counts and times."""
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """Log-probability of each choice after the prompt."""
+        return (self.answered.logprobs or ()) if self.choices else ()
 
     @property
     def probability(self) -> float | None:
@@ -47,6 +50,24 @@ class EvaluatedRow:
         highest = max(self.logprobs)
         weights = [math.exp(logprob - highest) for logprob in self.logprobs]
         return weights[list(self.choices).index(self.answer)] / math.fsum(weights)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the row as it is stored, as one flat dictionary."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "answered"}
+        measured = {name: getattr(self.answered, name) for name in MEASURED}
+        return {**own, "logprobs": self.logprobs, **measured}
+
+    @classmethod
+    def of_fields(cls, values: Mapping[str, Any]) -> EvaluatedRow:
+        """Return the row of ``to_fields`` after it was stored as JSON. Fields of newer versions are ignored.
+
+        Labels of a multi-level index become tuples again.
+        """
+        own = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        answered = {name: values[name] for name in ("logprobs", *MEASURED) if name in values}
+        label = values["label"]
+        own["label"] = tuple(label) if isinstance(label, list) else label
+        return cls(**{**own, "answered": RowAnswer(**answered)})
 
 
 def answers_by_row(rows: Sequence[EvaluatedRow]) -> list[list[EvaluatedRow]]:

@@ -25,7 +25,7 @@ from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer, chosen_token, continue_answer, generate
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of, scored_lens
 from lmx_lab.instrument.traces import ActivationCache, Traced, activation_fields, traced_answer
-from lmx_lab.results.figures import write_text_file
+from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Continuation
@@ -376,7 +376,7 @@ class AnswerTree:
         Raises:
             InvalidRequestError: the file cannot be written.
         """
-        return write_text_file(path, self.to_json())
+        return write_file(path, self.to_json().encode())
 
     def __repr__(self) -> str:
         return "\n".join(f"{'  ' * depth}{_line(branch)}" for depth, branch in self.walk())

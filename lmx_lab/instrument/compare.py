@@ -28,7 +28,7 @@ from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
-from lmx_lab.results.figures import write_text_file
+from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.values.models import LoadOptions, LoadSpec
@@ -442,7 +442,7 @@ class Comparison:
         Raises:
             InvalidRequestError: the file cannot be written.
         """
-        return write_text_file(path, PAGE.format(content=self._grid(len(self.prompts))))
+        return write_file(path, PAGE.format(content=self._grid(len(self.prompts))).encode())
 
     def _answered(self) -> list[Cell]:
         return [cell for cell in self._run.cells if cell.key in self._run.records]

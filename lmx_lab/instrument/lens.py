@@ -17,7 +17,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
-from lmx_lab.results.figures import write_text_file
+from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.tables import align_columns, html_table
 from lmx_lab.values.outputs import TokenLogprob
@@ -231,7 +231,7 @@ class TokenLens(TokenTable):
             # The values are shown while the token is selected.
             tokens += f"<span tabindex='0' style='{style}'>{_visible_html(token)}<span>{head}{bars}</span></span>"
         body = f"{_legend(self.color)}<main style='{TEXT_STYLE}'>{tokens}</main>"
-        return write_text_file(path, PAGE.format(body=body))
+        return write_file(path, PAGE.format(body=body).encode())
 
 
 def rank_of(token: TokenLogprob) -> int | None:

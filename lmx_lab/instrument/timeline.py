@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.results.figures import write_text_file
+from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.recording import Record
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Span, others_during, phase_durations
@@ -149,7 +149,7 @@ class Timeline(Sequence[RequestTimeline]):
         Raises:
             InvalidRequestError: the file cannot be written.
         """
-        return write_text_file(path, json.dumps(self.trace_events()))
+        return write_file(path, json.dumps(self.trace_events()).encode())
 
     def trace_events(self) -> dict[str, Any]:
         """Return the content of the file that ``save`` writes. Times are in microseconds since the oldest arrival."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from lmx_lab.batch.answers import LOGPROBS, SAMPLE, RowSource, read_source
+from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import PromptSource, Row, RowPrompts, is_missing
 from lmx_lab.batch.run import UNFINISHED, BatchOptions, BatchRun
@@ -24,17 +24,15 @@ from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, described_prompt, read_metric
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.extras import installed_version
+from lmx_lab.extras import import_optional, installed_version
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
-from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, check_parameters, request_maker
+from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, check_parameters, prepare_run, request_maker
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop, on_other
-from lmx_lab.results.frames import make_table
+from lmx_lab.results.frames import RowSource, read_source
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from lmx_lab.notebook.local import LocalServer
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp", "numpy", "pandas")
@@ -114,14 +112,15 @@ class EvaluateVerbs:
             lab = _judging_lab(self, table.metric)
             judging = await on_other(lab, _loaded(lab))
         if isinstance(table.metric, Choice):
-            answers = await _score_choices(self, table, loaded, **parameters)
+            run, stored = await _scoring_run(self, table, loaded, **parameters)
         else:
-            answers = await MapVerbs._map(self, table.given, prompt, **parameters)
+            run, stored = await prepare_run(self, table.source, table.prompts, None, **parameters)
+        interrupted = await answer_all(run, table.source, None, stored, self.workbench)
         requests = None if self._local is None else self.requests
         facts = table.facts(loaded, prompt, parameters, started_at=started_at, name=name, judging=judging)
         result = Evaluation(facts, [], lab=self._access, requests=requests)
-        result.rows, stopped = await table.evaluated(answers)
-        interrupted = stopped or answers.attrs["interrupted"]
+        result.rows, stopped = await table.evaluated([answer for answer, _ in run.answers()])
+        interrupted = stopped or interrupted
         _raise_first(result.rows, parameters, interrupted)
         if isinstance(table.metric, Judge):
             interrupted = interrupted or await _judge_all(self, table, result, parameters)
@@ -168,7 +167,6 @@ class _Table:
             raise InvalidRequestError("the rows are an iterable; pass a data frame or a list", param="frame")
         self.metric = metric
         self.columns = list(source.columns)
-        self.index = source.index
         names = ", ".join(self.columns)
         if answer is not None and answer not in self.columns:
             raise InvalidRequestError(
@@ -188,31 +186,41 @@ class _Table:
         self._answer = answer
         self.prompts = RowPrompts(prompt)
         self.prompts.check(self.columns)
+        import_optional("pandas", "evaluate")
         self.labelled = list(source.rows)
-        rows = [row for _, row in self.labelled] or make_table((), dict.fromkeys(self.columns), needed_by="evaluate")
-        self.given = frame if source.library is None else rows
-        """The rows for ``map``, in a form for which ``map`` returns a pandas data frame."""
+        self.source = RowSource(rows=iter(self.labelled), columns=self.columns, index=source.index)
+        """The rows to answer, for which the error of a run that has ended contains a pandas data frame."""
 
-    def source(self) -> RowSource:
-        return RowSource(rows=iter(self.labelled), columns=self.columns, index=self.index)
-
-    async def evaluated(self, answers: pd.DataFrame) -> tuple[list[EvaluatedRow], bool]:
+    async def evaluated(self, answers: Sequence[RowAnswer]) -> tuple[list[EvaluatedRow], bool]:
         """Return the rows, and whether scoring was interrupted. With a judge, no row has a score. Runs as a verb."""
-        records = answers.astype(object).where(answers.notna(), None).to_dict("records")
+        several = len(answers) // len(self.labelled) if answers else 1
         rows: list[EvaluatedRow] = []
         paused_at = time.monotonic()
         interrupted = False
-        for at, record in enumerate(records):
-            label, row = self.row_of(at, len(records))
+        for at, answer in enumerate(answers):
+            label, row = self.row_of(at, len(answers))
+            prompt = None
+            with suppress(InvalidRequestError):
+                prompt = self.prompts.prompt(row)
+            found = EvaluatedRow(
+                label=label,
+                sample=at % several if several > 1 else None,
+                prompt=prompt,
+                expected=None if self._answer is None else row.get(self._answer),
+                answer=answer.text if answer.error is None else None,
+                score=None,
+                error=answer.error,
+                answered=answer,
+            )
             try:
                 if not interrupted and time.monotonic() - paused_at > SCORING_S:
                     # An interrupt is raised only while a verb waits for the event loop.
                     await on_loop(asyncio.sleep(0))
                     paused_at = time.monotonic()
-                scored = self._evaluated(label, row, record, NOT_SCORED if interrupted else None)
+                scored = self._scored(found, row, NOT_SCORED if interrupted else None)
             except KeyboardInterrupt:
                 interrupted = True
-                scored = self._evaluated(label, row, record, NOT_SCORED)
+                scored = self._scored(found, row, NOT_SCORED)
             rows.append(scored)
         return rows, interrupted
 
@@ -220,38 +228,24 @@ class _Table:
         """Return the label and the row of an answer by its position. All rows have the same number of answers."""
         return self.labelled[at * len(self.labelled) // answers]
 
-    def _evaluated(self, label: Any, row: Row, answered: Mapping[str, Any], not_scored: str | None) -> EvaluatedRow:
+    def _scored(self, found: EvaluatedRow, row: Row, not_scored: str | None) -> EvaluatedRow:
         """Return a row with its score, or with ``not_scored`` as its error."""
-        metric, expected = self.metric, row if self._answer is None else row.get(self._answer)
-        prompt = None
-        with suppress(InvalidRequestError):
-            prompt = self.prompts.prompt(row)
-        names = ("answer", "error", "finish_reason", "prompt_tokens", "output_tokens", "total_s", "request_id")
-        found = EvaluatedRow(
-            label=label,
-            sample=answered.get(SAMPLE),
-            prompt=prompt,
-            expected=None if self._answer is None else expected,
-            score=None,
-            **{name: answered[name] for name in names},
-        )
-        if found.error is not None:
-            return replace(found, answer=None)
-        if not_scored is not None:
-            return replace(found, error=not_scored)
+        metric, expected = self.metric, row if self._answer is None else found.expected
+        if found.error is not None or not_scored is not None:
+            return replace(found, error=found.error or not_scored)
         try:
             if self._answer is not None and is_missing(expected):
                 raise InvalidRequestError(
                     f"the column {self._answer} has no value in this row; remove the row, or add the expected answer"
                 )
+            if isinstance(metric, Choice):
+                choices = metric.of_row(row)
+                best = metric.best(choices, found.answered.logprobs or ())
+                score = float(best == metric.right(choices, expected))
+                return replace(found, answer=choices[best], choices=choices, score=score)
             if isinstance(metric, Judge):
                 return found
-            if not isinstance(metric, Choice):
-                return replace(found, score=metric.checked_score(found.answer or "", expected))
-            choices, logprobs = metric.of_row(row), tuple(answered[LOGPROBS])
-            best = metric.best(choices, logprobs)
-            found = replace(found, answer=choices[best], choices=choices, logprobs=logprobs)
-            return replace(found, score=float(best == metric.right(choices, expected)))
+            return replace(found, score=metric.checked_score(found.answer or "", expected))
         except InvalidRequestError as exc:
             return replace(found, error=exc.message)
 
@@ -289,7 +283,7 @@ class _Table:
         )
 
 
-async def _score_choices(
+async def _scoring_run(
     owner: EvaluateOwner,
     table: _Table,
     loaded: LoadedModel,
@@ -298,8 +292,8 @@ async def _score_choices(
     errors: Literal["row", "raise"] = "row",
     retry: Literal["errors"] | None = None,
     **parameters: Any,
-) -> pd.DataFrame:
-    """Score the choices of all rows, and return the table of their log-probabilities. Runs as a verb."""
+) -> tuple[BatchRun, AnswerCache | None]:
+    """Check the arguments, and return the run that scores the choices of all rows, and its cache. Runs as a verb."""
     metric = table.metric
     assert isinstance(metric, Choice)
     if "n" in parameters:
@@ -320,10 +314,8 @@ async def _score_choices(
         errors=errors,
         retry=retry,
     )
-    source = table.source()
     stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
-    run = BatchRun(owner._backend, loaded, source, options, cache=stored)
-    return await answer_all(run, source, None, stored, owner.workbench)
+    return BatchRun(owner._backend, loaded, table.source, options, cache=stored), stored
 
 
 async def _loaded(owner: EvaluateOwner) -> LoadedModel:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmx_lab.backend import Backend
-from lmx_lab.batch.answers import RowSource, answer_table, check_names, read_source
+from lmx_lab.batch.answers import answer_table, check_names
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
@@ -20,6 +20,7 @@ from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.verbs import LoopPortal, PortalOwner, awaited, blocking, in_thread, on_loop
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.progress import counter
+from lmx_lab.results.frames import RowSource, read_source
 from lmx_lab.wire.chat import ChatRequest
 
 if TYPE_CHECKING:
@@ -141,40 +142,75 @@ class MapVerbs:
         source, prompts = read_source(frame), RowPrompts(prompt)
         if source.columns is not None:
             prompts.check(source.columns)
-        columns, typed = None, dict[str, Any]()
-        if schema is not None:
-            columns = TypedColumns.of(schema)
+        columns = None if schema is None else TypedColumns.of(schema)
+        if columns is not None:
             check_names(columns)
-            json_schema = {"name": "row", "schema": dict(columns.json_schema)}
-            typed = {"response_format": {"type": "json_schema", "json_schema": json_schema}}
-        check_parameters(parameters, n=n, seed=seed, errors=errors, retry=retry)
-        find = partial(loaded_model, hashed=cache is not None)
-        loaded, others = await on_loop(same_models(backends_of(self, labs), find))
-        options = BatchOptions(
-            prompts=prompts,
-            make_request=request_maker({**parameters, "model": loaded.id, **typed}),
-            parameters=frozenset([*parameters, *typed]),
-            columns=columns,
+        run, stored = await prepare_run(
+            self,
+            source,
+            prompts,
+            columns,
             n=n,
             seed=seed,
             errors=errors,
+            cache=cache,
             retry=retry,
+            labs=labs,
+            **parameters,
         )
-        stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
-        run = BatchRun(self._backend, loaded, source, options, cache=stored, others=others)
         if source.index is None:
             return RowAnswers(run, self._portal, stored)
-        return await answer_all(run, source, columns, stored, self.workbench)
+        interrupted = await answer_all(run, source, columns, stored, self.workbench)
+        table = _answers_of(run, source, columns)
+        if source.library is None:
+            table.attrs["interrupted"] = interrupted
+        return table
 
     map = blocking(_map)
     amap = awaited(_map)
 
 
+async def prepare_run(
+    owner: MapOwner,
+    source: RowSource,
+    prompts: RowPrompts,
+    columns: TypedColumns | None,
+    /,
+    *,
+    n: int = 1,
+    seed: int | None = None,
+    errors: Errors = "row",
+    cache: str | os.PathLike[str] | None = None,
+    retry: Retry | None = None,
+    labs: Sequence[MapOwner] = (),
+    **parameters: Any,
+) -> tuple[BatchRun, AnswerCache | None]:
+    """Check the arguments of ``map``, and return the run and its cache. Runs as a verb."""
+    check_parameters(parameters, n=n, seed=seed, errors=errors, retry=retry)
+    find = partial(loaded_model, hashed=cache is not None)
+    loaded, others = await on_loop(same_models(backends_of(owner, labs), find))
+    if columns is not None:
+        schema = {"name": "row", "schema": dict(columns.json_schema)}
+        parameters["response_format"] = {"type": "json_schema", "json_schema": schema}
+    options = BatchOptions(
+        prompts=prompts,
+        make_request=request_maker({**parameters, "model": loaded.id}),
+        parameters=frozenset(parameters),
+        columns=columns,
+        n=n,
+        seed=seed,
+        errors=errors,
+        retry=retry,
+    )
+    stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
+    return BatchRun(owner._backend, loaded, source, options, cache=stored, others=others), stored
+
+
 async def answer_all(
     run: BatchRun, source: RowSource, columns: TypedColumns | None, cache: AnswerCache | None, workbench: Workbench
-) -> Any:
-    """Answer all rows, close the cache, and return the table. Runs as a verb."""
-    interrupted, total, started_at = False, len(source.index) * run.options.n, time.monotonic()
+) -> bool:
+    """Answer all rows, close the cache, and return whether the run was interrupted. Runs as a verb."""
+    started_at, total = time.monotonic(), len(source.index) * run.options.n
     try:
         with counter("map") as bar:
             while run.read():
@@ -185,7 +221,7 @@ async def answer_all(
                 bar.show(text, run.done, total)
                 workbench.job = f"Map, {run.done} of {total}: {text}"
     except KeyboardInterrupt:
-        interrupted = True
+        return True
     except BatchStoppedError as exc:
         exc.frame = _answers_of(run, source, columns)
         raise
@@ -196,10 +232,7 @@ async def answer_all(
         finally:
             if cache is not None:
                 await in_thread(cache.close)
-    table = _answers_of(run, source, columns)
-    if source.library is None:
-        table.attrs["interrupted"] = interrupted
-    return table
+    return False
 
 
 def _answers_of(run: BatchRun, source: RowSource, columns: TypedColumns | None) -> Any:

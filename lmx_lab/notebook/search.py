@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.batch.answers import TEXT, RowSource, read_source, select_rows, vector_table
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.run import Errors
 from lmx_lab.batch.servers import same_models
@@ -26,7 +25,7 @@ from lmx_lab.notebook.arguments import embeddings_body, rerank_body
 from lmx_lab.notebook.map import MapOwner, backends_of
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
-from lmx_lab.results.frames import make_table
+from lmx_lab.results.frames import TEXT, RowSource, make_table, read_source, select_rows, vector_table
 from lmx_lab.values.outputs import InputType
 
 if TYPE_CHECKING:

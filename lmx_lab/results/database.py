@@ -55,7 +55,9 @@ def open_database(
                 os.close(os.open(absolute, os.O_CREAT | os.O_EXCL, 0o600))
 
     def is_ours(connection: sqlite3.Connection) -> bool:
-        """Return whether the tables exist; False if there are none."""
+        """Return whether the tables exist; False if there are none. Must run in a transaction, because another process
+        could create the tables between two statements.
+        """
         names = ("application_id", "user_version")
         found = [int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in names]
         if found == [application, version]:
@@ -68,12 +70,13 @@ def open_database(
         with contextlib.ExitStack() as opened:
             connection = sqlite3.connect(name, uri=path is not None, timeout=BUSY_S, check_same_thread=False)
             opened.callback(connection.close)
+            connection.execute("BEGIN")
             exists = is_ours(connection)
+            connection.commit()
             for pragma in () if read_only else pragmas:
                 connection.execute(f"PRAGMA {pragma}")
             if not exists:
                 connection.execute("BEGIN IMMEDIATE")
-                # Another process may have created the tables meanwhile.
                 if not is_ours(connection):
                     marks = f"PRAGMA application_id = {application}; PRAGMA user_version = {version}"
                     for statement in filter(str.strip, f"{schema}; {marks}".split(";")):

@@ -186,7 +186,7 @@ class _Plot:
         return HEIGHT - BOTTOM - max(0.0, value) / self.ticks[-1] * (HEIGHT - TOP - BOTTOM)
 
     def value_axis(self) -> list[str]:
-        decimals = _decimals(self.ticks[1])
+        decimals = max(0, -math.floor(math.log10(self.ticks[1]) + 1e-9))
         parts = []
         for tick in self.ticks:
             y = self.y(tick)
@@ -279,10 +279,6 @@ def format_number(value: float) -> str:
     """Format a number with about three digits."""
     size = abs(value)
     return f"{value:,.{0 if size >= 100 or value == int(value) else 1 if size >= 10 else 2}f}"
-
-
-def _decimals(step: float) -> int:
-    return max(0, -math.floor(math.log10(step) + 1e-9))
 
 
 def _legend(all_series: Sequence[Series]) -> list[str]:
@@ -422,11 +418,6 @@ def _color(value: float, limit: float) -> str:
 
 
 # Files
-
-
-def write_text_file(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a text to a file, and return its path. See ``write_file`` for errors."""
-    return write_file(path, text.encode())
 
 
 def write_file(path: str | os.PathLike[str], content: bytes) -> Path:

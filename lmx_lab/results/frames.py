@@ -1,4 +1,4 @@
-"""Make typed tables of pandas, polars or pyarrow.
+"""Make typed tables of pandas, polars or pyarrow, and read the rows of tables.
 
 pandas is optional and takes half a second to import, so it is imported when a table is made. polars and pyarrow are not
 imported: a caller who passes one of their tables has imported them.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import numbers
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional
 
 Dtype = Literal["int64", "Int64", "float32", "float64", "bool", "boolean", "str", "text", "object", "time"]
@@ -22,6 +24,12 @@ not allow. ``str`` and ``text`` are texts; in pandas, ``text`` has the dtype ``o
 given in seconds since 1970 or as text in ISO 8601, and stored in UTC with microseconds."""
 Library = Literal["polars", "pyarrow"]
 """A library of tables other than pandas."""
+TEXT = "text"
+"""Name of the column if the rows are texts or a series without a name."""
+VECTOR, ERROR = "embedding", "error"
+"""The columns of a table of vectors."""
+ARROW_ROWS = 1000
+"""Number of rows of a pyarrow table that are converted to Python values in one step."""
 _DTYPES: Mapping[Any, tuple[Dtype, Dtype]] = {
     bool: ("bool", "boolean"),
     int: ("int64", "Int64"),
@@ -33,15 +41,14 @@ _DTYPES: Mapping[Any, tuple[Dtype, Dtype]] = {
 
 def dtypes_of(shape: type) -> dict[str, Dtype]:
     """Return the column types of the fields of a dataclass or a pydantic model, in their order."""
-    return {name: _dtype_of(hint) for name, hint in get_type_hints(shape).items()}
-
-
-def _dtype_of(hint: Any) -> Dtype:
-    kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
-    is_optional = NoneType in kinds
-    kinds = [type(get_args(kind)[0]) if get_origin(kind) is Literal else kind for kind in kinds if kind is not NoneType]
-    required, optional = _DTYPES.get(kinds[0] if len(kinds) == 1 else None, ("object", "object"))
-    return optional if is_optional else required
+    dtypes: dict[str, Dtype] = {}
+    for name, hint in get_type_hints(shape).items():
+        hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = [type(get_args(kind)[0]) if get_origin(kind) is Literal else kind for kind in hints]
+        known = [kind for kind in kinds if kind is not NoneType]
+        required, optional = _DTYPES.get(known[0] if len(known) == 1 else None, ("object", "object"))
+        dtypes[name] = required if len(known) == len(kinds) else optional
+    return dtypes
 
 
 def optional_dtype(values: Iterable[Any]) -> Dtype | None:
@@ -106,9 +113,31 @@ def make_table_of_columns(
         MissingPackageError: pandas is needed and not installed.
     """
     if library == "polars":
-        return _polars_table(sys.modules["polars"], columns, dtypes)
+        polars = sys.modules["polars"]
+        kinds = {
+            **dict.fromkeys(("int64", "Int64"), polars.Int64),
+            **dict.fromkeys(("bool", "boolean"), polars.Boolean),
+            **dict.fromkeys(("str", "text", "object"), polars.String),
+            "float32": polars.Float32,
+            "float64": polars.Float64,
+            "time": polars.Datetime("us", "UTC"),
+        }
+        return polars.DataFrame(
+            [polars.Series(name, _plain(columns[name], dtype), dtype=kinds[dtype]) for name, dtype in dtypes.items()]
+        )
     if library == "pyarrow":
-        return _arrow_table(sys.modules["pyarrow"], columns, dtypes)
+        pyarrow = sys.modules["pyarrow"]
+        kinds = {
+            **dict.fromkeys(("int64", "Int64"), pyarrow.int64()),
+            **dict.fromkeys(("bool", "boolean"), pyarrow.bool_()),
+            **dict.fromkeys(("str", "text", "object"), pyarrow.string()),
+            "float32": pyarrow.float32(),
+            "float64": pyarrow.float64(),
+            "time": pyarrow.timestamp("us", "UTC"),
+        }
+        return pyarrow.table(
+            {name: pyarrow.array(_plain(columns[name], dtype), type=kinds[dtype]) for name, dtype in dtypes.items()}
+        )
     pandas = import_optional("pandas", needed_by)
     table = pandas.DataFrame({name: _pandas_series(pandas, columns[name], dtype) for name, dtype in dtypes.items()})
     if index is not None:
@@ -126,47 +155,16 @@ def _pandas_series(pandas: Any, values: Sequence[Any], dtype: Any) -> Any:
     try:
         return pandas.Series(values, dtype="object" if dtype == "text" else dtype)
     except (OverflowError, TypeError):
-        if dtype not in ("int64", "Int64") or not _has_large_integer(values):
+        is_large = any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values)
+        if dtype not in ("int64", "Int64") or not is_large:
             raise
         return pandas.Series([pandas.NA if value is None else value for value in values], dtype="object")
-
-
-def _has_large_integer(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values)
 
 
 def _time(value: float | str | None) -> datetime | None:
     if isinstance(value, str):
         return datetime.fromisoformat(value).astimezone(UTC)
     return None if value is None else datetime.fromtimestamp(value, UTC)
-
-
-def _polars_table(polars: Any, columns: Mapping[str, Sequence[Any]], dtypes: Mapping[str, Dtype]) -> Any:
-    kinds = {
-        **dict.fromkeys(("int64", "Int64"), polars.Int64),
-        **dict.fromkeys(("bool", "boolean"), polars.Boolean),
-        **dict.fromkeys(("str", "text", "object"), polars.String),
-        "float32": polars.Float32,
-        "float64": polars.Float64,
-        "time": polars.Datetime("us", "UTC"),
-    }
-    return polars.DataFrame(
-        [polars.Series(name, _plain(columns[name], dtype), dtype=kinds[dtype]) for name, dtype in dtypes.items()]
-    )
-
-
-def _arrow_table(pyarrow: Any, columns: Mapping[str, Sequence[Any]], dtypes: Mapping[str, Dtype]) -> Any:
-    kinds = {
-        **dict.fromkeys(("int64", "Int64"), pyarrow.int64()),
-        **dict.fromkeys(("bool", "boolean"), pyarrow.bool_()),
-        **dict.fromkeys(("str", "text", "object"), pyarrow.string()),
-        "float32": pyarrow.float32(),
-        "float64": pyarrow.float64(),
-        "time": pyarrow.timestamp("us", "UTC"),
-    }
-    return pyarrow.table(
-        {name: pyarrow.array(_plain(columns[name], dtype), type=kinds[dtype]) for name, dtype in dtypes.items()}
-    )
 
 
 def _plain(values: Sequence[Any], dtype: Dtype) -> Sequence[Any]:
@@ -178,3 +176,121 @@ def _plain(values: Sequence[Any], dtype: Dtype) -> Sequence[Any]:
     if dtype != "object" or all(value is None or isinstance(value, str) for value in values):
         return values
     return [None if value is None else json.dumps(value, default=str) for value in values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSource:
+    """The rows of a table, or of an iterable."""
+
+    rows: Iterator[tuple[Any, Mapping[str, Any]]]
+    """Pairs of an index label and a row."""
+    columns: Sequence[str] | None
+    """Names of the columns; None if they are not known before the first row is read."""
+    index: Any = None
+    """The labels of the rows, for pandas; None for an iterable, whose rows are read one by one."""
+    library: Library | None = None
+    """The library of the table; None for pandas."""
+
+
+def read_source(data: Any) -> RowSource:
+    """Return the rows of a data frame, a series, a table or a column of pyarrow, a text, a sequence or an iterable.
+
+    Raises:
+        InvalidRequestError: the data is none of these, or two columns have the same name.
+        MissingPackageError: the data is a list, and pandas is not installed.
+    """
+    rows: Iterator[tuple[Any, Mapping[str, Any]]]
+    pandas = sys.modules.get("pandas")
+    polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
+    if pandas is not None and isinstance(data, pandas.DataFrame):
+        columns = [str(name) for name in data.columns]
+        values = data.itertuples(index=False, name=None)
+        rows = ((label, dict(zip(columns, row, strict=True))) for label, row in zip(data.index, values, strict=True))
+        return _checked(RowSource(rows=rows, columns=columns, index=data.index))
+    if pandas is not None and isinstance(data, pandas.Series):
+        name = str(data.name) if data.name is not None else TEXT
+        rows = ((label, {name: value}) for label, value in data.items())
+        return RowSource(rows=rows, columns=[name], index=data.index)
+    if polars is not None and isinstance(data, polars.DataFrame | polars.Series):
+        data = _to_table(data)
+        rows = enumerate(data.iter_rows(named=True))
+        return RowSource(rows=rows, columns=data.columns, index=range(data.height), library="polars")
+    data = _to_table(data)
+    if pyarrow is not None and isinstance(data, pyarrow.Table):
+        batches = data.to_batches(max_chunksize=ARROW_ROWS)
+        rows = enumerate(row for batch in batches for row in batch.to_pylist())
+        names = data.column_names
+        return _checked(RowSource(rows=rows, columns=names, index=range(data.num_rows), library="pyarrow"))
+    if isinstance(data, str):
+        data = [data]
+    if isinstance(data, bytes | Mapping) or not isinstance(data, Iterable) or hasattr(data, "columns"):
+        raise InvalidRequestError(
+            f"the rows are a {type(data).__name__}; pass a data frame of pandas or polars, one of its columns, a "
+            "pyarrow table, a list of texts or dictionaries, or an iterable of them",
+            param="frame",
+        )
+    mappings = (value if isinstance(value, Mapping) else {TEXT: value} for value in data)
+    if not isinstance(data, Sequence):
+        return RowSource(rows=enumerate(mappings), columns=None)
+    listed = list(mappings)
+    columns = list(dict.fromkeys(name for row in listed for name in row)) or [TEXT]
+    index = import_optional("pandas", "map").RangeIndex(len(listed))
+    return RowSource(rows=enumerate(listed), columns=columns, index=index)
+
+
+def _checked(source: RowSource) -> RowSource:
+    columns = source.columns or ()
+    if len(set(columns)) < len(columns):
+        raise InvalidRequestError(f"two columns have the same name: {', '.join(columns)}; rename one", param="frame")
+    return source
+
+
+def _to_table(data: Any) -> Any:
+    """Convert a column of polars, or a column or a record batch of pyarrow, to a table. Other data is returned
+    unchanged."""
+    polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
+    if polars is not None and isinstance(data, polars.Series):
+        return data.to_frame(data.name or TEXT)
+    if pyarrow is not None and isinstance(data, pyarrow.RecordBatch):
+        return pyarrow.Table.from_batches([data])
+    if pyarrow is not None and isinstance(data, pyarrow.Array | pyarrow.ChunkedArray):
+        return pyarrow.table({TEXT: data})
+    return data
+
+
+def vector_table(vectors: Sequence[Any], errors: Sequence[str | None], source: RowSource) -> Any:
+    """Return vectors as a table of the same library as that of the rows. A row without a vector has an error."""
+    if source.library is None:
+        columns = {VECTOR: vectors, ERROR: errors}
+        dtypes = {VECTOR: "object", ERROR: "text"}
+        return make_table_of_columns(columns, dtypes, index=source.index, needed_by="embed_frame")
+    width = next((len(vector) for vector in vectors if vector is not None), 0)
+    lists = [None if vector is None else vector.tolist() for vector in vectors]
+    if source.library == "polars":
+        polars: Any = sys.modules["polars"]
+        kind = polars.Array(polars.Float32, width) if width else polars.List(polars.Float32)
+        return polars.DataFrame(
+            [polars.Series(VECTOR, lists, dtype=kind), polars.Series(ERROR, errors, dtype=polars.String)]
+        )
+    pyarrow: Any = sys.modules["pyarrow"]
+    kind = pyarrow.list_(pyarrow.float32(), width or -1)
+    return pyarrow.table({VECTOR: pyarrow.array(lists, type=kind), ERROR: pyarrow.array(errors, type=pyarrow.string())})
+
+
+def select_rows(data: Any, source: RowSource, order: Sequence[int], added: Mapping[str, Sequence[float]]) -> Any:
+    """Return some rows of a table in this order, with further columns of numbers.
+
+    Args:
+        data: The table from which ``source`` was read: a polars or pyarrow table, or a pandas data frame.
+    """
+    if source.library is None:
+        return data.iloc[list(order)].assign(**added)
+    if source.library == "polars":
+        polars: Any = sys.modules["polars"]
+        found = _to_table(data).select(polars.all().gather(polars.Series(order, dtype=polars.UInt32)))
+        return found.with_columns(polars.Series(name, each, dtype=polars.Float64) for name, each in added.items())
+    pyarrow: Any = sys.modules["pyarrow"]
+    table = _to_table(data).take(pyarrow.array(order, type=pyarrow.int64()))
+    for name, each in added.items():
+        table = table.append_column(name, pyarrow.array(each, type=pyarrow.float64()))
+    return table

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks import curves, page
 from benchmarks.rows import Row
+from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.bench import by_concurrency, by_prompt_length
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts
@@ -359,7 +360,7 @@ class Calibration(Matplotlib):
                 answer="a",
                 score=value,
                 choices=["a", "b"],
-                logprobs=[math.log(probability), math.log(1 - probability)],
+                answered=RowAnswer(logprobs=[math.log(probability), math.log(1 - probability)]),
             )
             for at, value in enumerate(values)
             for probability in [0.05 + 0.1 * at]

@@ -7,6 +7,7 @@ import json
 import signal
 import sqlite3
 import time
+import zlib
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
 from lmx_lab.evals import Choice, Judge, Metric
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import Experiments
+from lmx_lab.evals.rows import EvaluatedRow
 from lmx_lab.notebook.evaluate import SCORING_S
 from lmx_lab.notebook.remote import attach
 from lmx_lab.results.statistics import BOOTSTRAP, MCNEMAR, WILSON
@@ -67,6 +69,10 @@ def test_rows_are_scored_except_rows_with_errors(lab):
         result.lens("c")
     with pytest.raises(InvalidRequestError, match="0 rows have the label 'z'"):
         result.lens("z")
+    without_role = lab.evaluate(["a"], lambda row: [{"content": row["text"]}], answer="text", store=False)
+    with pytest.raises(InvalidRequestError, match=r"row 0 has no valid prompt: .*role"):
+        without_role.lens(0, choice="a")
+    assert "list of messages" in lab.evaluate(["a"], lambda row: [row["text"]], answer="text").df.loc[0, "error"]
     with pytest.raises(InvalidRequestError, match="'c'"):
         lab.evaluate(FRAME, "{text}", answer="answer", errors="raise")
 
@@ -384,17 +390,8 @@ def test_an_evaluation_that_cannot_be_stored_is_returned(lab, monkeypatch):
         assert lab.evaluate(["a"], "{text}", answer="text").id is None
 
 
-def test_two_programs_create_the_file_and_damaged_rows_are_named(lab, tmp_path):
-    class Later(Experiments):
-        def _is_created(self, connection: sqlite3.Connection) -> bool:
-            is_created = super()._is_created(connection)
-            if not is_created and not connection.in_transaction:
-                len(Experiments(self.path))  # Another program creates the tables at this moment.
-            return is_created
-
+def test_damaged_rows_are_named(lab, tmp_path):
     path = tmp_path / "experiments.db"
-    path.touch()
-    assert len(Later(path)) == 0
     Experiments(path).add(lab.evaluate(["a"], "{text}", answer="text", store=False))
     connection = sqlite3.connect(path)
     with connection:
@@ -405,14 +402,61 @@ def test_two_programs_create_the_file_and_damaged_rows_are_named(lab, tmp_path):
         Experiments(path)[0]
 
 
+def test_rows_are_stored_as_flat_objects(lab, tmp_path):
+    """Files of earlier versions have this form."""
+    rows = [{"text": "a", "right": "b"}]
+    result = lab.evaluate(rows, "{text}", answer="right", metric=Choice(["a", "b"]), store=False)
+    experiments = Experiments(tmp_path / "experiments.db")
+    experiments.add(result)
+    connection = sqlite3.connect(experiments.path)
+    (data,) = connection.execute("SELECT data FROM experiments").fetchone()
+    connection.close()
+    (stored,) = json.loads(zlib.decompress(data))
+    (row,) = result.rows
+    assert stored == {
+        **{"label": 0, "sample": None, "prompt": "a", "expected": "b", "answer": row.answer, "score": row.score},
+        **{"error": None, "choices": ["a", "b"], "logprobs": list(row.logprobs), "verdict": None},
+        **{"finish_reason": None, "prompt_tokens": row.answered.prompt_tokens, "output_tokens": None},
+        **{"total_s": row.answered.total_s, "request_id": row.answered.request_id},
+    }
+    again = EvaluatedRow.of_fields({**stored, "new": 1})
+    assert again.to_fields() == {**row.to_fields(), "choices": ["a", "b"], "logprobs": stored["logprobs"]}
+    assert again.probability == row.probability
+
+
 def test_values_of_any_type_are_stored(lab):
     frame = pd.DataFrame({"text": ["a"], "array": [np.array([[1, 2]])], "odd": [{(1, 2): {3}}]})
     result = lab.evaluate(frame, "{text}", answer="array", metric=lambda answer, array: array.size == 2)
     assert result.score.mean == 1
     assert lab.experiments[-1].rows[0].expected == [[1, 2]]
+    chosen = lab.evaluate(frame, "{text}", answer="array", metric=Choice(["a", "b"]), store=False)
+    assert "one of the choices" in chosen.df.loc[0, "error"]
 
 
 def test_settings_are_json(lab):
     judge = Judge(partial(str), verdicts={"a": 1, "b": 0})
     for metric in (judge, Choice("o"), Choice(["a", "b"])):
         assert json.loads(json.dumps(metric.settings)) == metric.settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", ["tiny", "tiny_gguf"])
+def test_the_log_probability_of_a_choice_is_that_of_its_tokens(files, request, tmp_path):
+    found = request.getfixturevalue(files)
+    options = [["cold", "a warm place"], ["wet", "dry", "old"]]
+    frame = pd.DataFrame({"text": ["The sea", "A stone"], "options": options, "right": 0})
+    with lmx_lab.Lab(Settings(home=tmp_path, port=0, slots=4, threads=1), loop="thread") as lab:
+        lab.load(getattr(found, "path", found))
+        result = lab.evaluate(frame, "{text} is ", answer="right", metric=Choice("options", chat_template=False))
+        assert result.df["error"].isna().all(), result.df["error"].tolist()
+        for label, row in result.df.iterrows():
+            for choice, logprob in zip(row["choices"], row["logprobs"], strict=True):
+                lens = result.lens(label, choice=choice)
+                # The space at the end of the prompt belongs to the choice.
+                assert "".join(lens.df["token"]) == f" {choice}"
+                assert lens.logprob == pytest.approx(logprob, abs=1e-3)
+        chat = lab.evaluate(frame, "{text}?", answer="right", metric=Choice(["a", "b", "c"]))
+        assert chat.df["request_id"].notna().all()  # Choices of one token were scored by one request.
+        for label, row in chat.df.iterrows():
+            lens = [chat.lens(label, choice=choice).logprob for choice in "abc"]
+            assert row["logprobs"] == pytest.approx(lens, abs=1e-3)

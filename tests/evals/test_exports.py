@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.evaluation import Evaluation
+from lmx_lab.evals.exports import ExportedRun, inspect_log
+from lmx_lab.results.statistics import score_of
 from tests.support.samples import FACTS, ROWS
 
 
@@ -53,9 +56,8 @@ def test_a_log_of_inspect_contains_the_evaluation(tmp_path):
     log = pytest.importorskip("inspect_ai.log")
     parameters = {"temperature": 0, "stop": "\n", "system": "Be brief.", "n": 2}
     facts = replace(FACTS, settings={**FACTS.settings, "parameters": parameters})
-    answered = replace(
-        ROWS[0], sample=0, finish_reason="length", prompt_tokens=7, output_tokens=2, total_s=0.5, request_id="row_1"
-    )
+    found = RowAnswer(finish_reason="length", prompt_tokens=7, output_tokens=2, total_s=0.5, request_id="row_1")
+    answered = replace(ROWS[0], sample=0, answered=found)
     chat = [
         {"role": "developer", "content": "Name a city."},
         {"role": "user", "content": [{"type": "text", "text": "Japan"}]},
@@ -63,7 +65,14 @@ def test_a_log_of_inspect_contains_the_evaluation(tmp_path):
     rows = [
         answered,
         replace(answered, sample=1, answer="Lyon", score=0.5, verdict="close"),
-        replace(ROWS[1], sample=0, prompt=chat, choices=("Tokyo", "Kyoto"), logprobs=(-2.0, -1.0), expected=0),
+        replace(
+            ROWS[1],
+            sample=0,
+            prompt=chat,
+            choices=("Tokyo", "Kyoto"),
+            expected=0,
+            answered=RowAnswer(logprobs=(-2.0, -1.0)),
+        ),
         replace(ROWS[1], sample=1, prompt=chat),
         replace(ROWS[2], sample=0),
         replace(ROWS[2], sample=1),
@@ -126,6 +135,22 @@ def test_samples_with_the_same_label_and_evaluations_without_a_score_have_a_log(
     Evaluation(FACTS, [ROWS[2]]).to_inspect(tmp_path / "errors.eval")
     (score,) = log.read_eval_log(str(tmp_path / "errors.eval")).results.scores
     assert (score.metrics, score.unscored_samples) == ({}, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "messages"),
+    [
+        ([{"content": "Name a city."}], [("user", "Name a city.")]),
+        ([{"role": "critic", "content": 5}], [("user", "5")]),
+        ([{"role": ["user"], "content": [{"type": "text"}, None, "a", 1]}], [("user", "a1")]),
+        (["hi", {"role": "developer"}], [("user", "hi"), ("system", "")]),
+    ],
+)
+def test_a_log_of_inspect_contains_rows_whose_prompt_is_not_valid(prompt, messages):
+    row = replace(ROWS[2], prompt=prompt)
+    run = ExportedRun(facts=FACTS, score=score_of([]), errors=1, frame=Evaluation(FACTS, [row]).df)
+    (sample,) = inspect_log(run, [row])["samples"]
+    assert [(each["role"], each["content"]) for each in sample["messages"]] == messages
 
 
 def test_a_log_of_inspect_needs_a_new_file_of_its_kind(tmp_path):

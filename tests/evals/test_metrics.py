@@ -59,7 +59,7 @@ def test_choices_are_compared_by_log_probability_or_by_log_probability_per_chara
     assert plain.best(choices, [-3, -3]) == 0
     assert [plain.right(choices, expected) for expected in ("certainly", 1, np.int64(0), " no")] == [1, 1, 0, 0]
     assert [plain.right(choices, expected) for expected in (1.0, np.float32(0))] == [1, 0]
-    for expected in ("perhaps", 2, -1, True, 0.5):
+    for expected in ("perhaps", 2, -1, True, 0.5, np.array([0, 1]), np.array(["no", "yes"]), [0], None):
         with pytest.raises(InvalidRequestError, match="one of the choices"):
             plain.right(choices, expected)
     by_row = Choice("options")

@@ -1,7 +1,5 @@
 """Test rerank results as rows, data frames and tables; the text of documents is untrusted."""
 
-import sys
-
 import pytest
 
 from lmx_lab.backend import Ranking
@@ -35,12 +33,6 @@ def test_the_data_frame_has_the_same_rows():
     assert list(frame.columns) == list(COLUMNS)
     assert frame.values.tolist() == [[1, 0.5, 1, "b"], [2, 0.25, 0, "a"]]
     assert result([], []).df.dtypes.to_dict() == frame.dtypes.to_dict()
-
-
-def test_without_pandas_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install"):
-        _ = result(["a"], [1]).df
 
 
 def test_the_text_is_a_table():

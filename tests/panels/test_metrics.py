@@ -216,12 +216,6 @@ def test_without_samples_the_data_frame_has_the_same_columns_and_types(watched):
     assert [str(frame[name].dtype) for name in ("time", "active_requests")] == ["datetime64[us, UTC]", "int64"]
 
 
-def test_without_pandas_the_error_says_what_to_install(watched, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install"):
-        _ = watched.panel.df
-
-
 @pytest.mark.slow
 def test_the_panel_does_not_import_pandas():
     program = "import sys, lmx_lab.panels.metrics; sys.exit('pandas' in sys.modules)"
