@@ -156,7 +156,7 @@ $(AGENTS_STAMP): tests/other_clients/agents.json
 
 harnesses: setup $(HARNESSES_STAMP)
 	$(BIN)/python -m tests.other_clients.try_harnesses $(HARNESSES)
-	$(HARNESSES)/bin/python -m pytest -q -n 0 tests/evals/test_exports.py tests/batch/test_tables.py
+	$(HARNESSES)/bin/python -m pytest -q -n 0 tests/evals/test_exports.py
 
 # Three packages of lm-eval have no wheels. The project's own constraints do not apply: s3fs requires other versions.
 $(HARNESSES_STAMP): pyproject.toml $(CONSTRAINTS)/harnesses.txt
