@@ -32,13 +32,14 @@ complete run without errors also writes ``docs/benchmark-results.md`` and its ch
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -325,10 +326,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, earlier = report.read(stored)
         again = {"started_at": facts["started_at"], "commit": facts["commit"], **settings}
         facts = earlier | {"again": [*earlier.get("again", ()), again]}
-    for measured in _measure(chosen.only or list(FIGURES), chosen.model or list(MODELS), quick=chosen.quick):
-        rows = report.merge(rows, measured)
-        # After each figure, so that an interrupted run keeps the figures before it.
-        report.store(rows, facts, stored)
+    for model, name in itertools.product(chosen.model or MODELS, chosen.only or FIGURES):
+        if model in FIGURES[name].models:
+            measured = _rows(name, Bench(model=model, folder=folder_of(model), quick=chosen.quick))
+            rows = report.merge(rows, measured)
+            # After each figure, so that an interrupted run keeps the figures before it.
+            report.store(rows, facts, stored)
     report.print_table(rows)
     report.say(f"stored in build/bench/{stored.name}")
     if not any(facts["settings"].values()) and all(row.verdict != "ERROR" for row in rows):
@@ -367,21 +370,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(names: list[str], models: list[Model], *, quick: bool) -> Iterator[list[Row]]:
-    for model in models:
-        for name in names:
-            if model in FIGURES[name].models:
-                bench = Bench(model=model, folder=folder_of(model), quick=quick)
-                yield _rows(name, bench)
-
-
 def _rows(name: str, bench: Bench) -> list[Row]:
     """Measure a figure and return its rows. A failed measurement gives a row with the error."""
     started, load = time.perf_counter(), Load()
     try:
         rows = FIGURES[name].measure(bench)
     except (BenchError, LabError, OSError, EOFError) as exc:
-        rows = [_failed(FIGURES[name].title, bench, exc)]
+        title = FIGURES[name].title
+        rows = [Row(figure=title, case="", model=bench.model, value=math.nan, summary=str(exc)[:500])]
     rows = [replace(row, others_cores=load.others_cores()) for row in rows]
     values = ", ".join(report.value_of(row) for row in rows)
     report.say(f"{name}, {bench.model}: {values}  ({time.perf_counter() - started:.0f} s)")
@@ -412,10 +408,6 @@ def _all_busy_s() -> float:
 def _own_busy_s() -> float:
     now = os.times()
     return now.user + now.system + now.children_user + now.children_system
-
-
-def _failed(title: str, bench: Bench, exc: Exception) -> Row:
-    return Row(figure=title, case="", model=bench.model, value=math.nan, summary=str(exc)[:500])
 
 
 if __name__ == "__main__":

@@ -43,7 +43,17 @@ def write(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     """
     previous = path.read_text(encoding="utf-8") if path.exists() else ""
     _, heading, sections = previous.partition("\n## ")
-    page = f"{HEAD}\n{_facts(facts)}\n\n{_charts(rows, path)}{_table(rows)}\n\n{_summary(rows)}\n"
+    paths.IMAGES.mkdir(parents=True, exist_ok=True)
+    charts = ""
+    for figure, name in CHARTS.items():
+        if points := [row for row in rows if row.figure == figure]:
+            image = paths.IMAGES / name
+            with mpl.rc_context(STYLE):
+                chart(figure, points).savefig(image, metadata={"Date": None, "Title": figure})
+            charts += f"![{image.stem}]({image.relative_to(path.parent).as_posix()})\n\n"
+    binding = [row for row in rows if row.verdict in {"pass", *report.BAD}]
+    summary = f"{sum(row.verdict == 'pass' for row in binding)} of {len(binding)} binding limits hold."
+    page = f"{HEAD}\n{_facts(facts)}\n\n{charts}{_table(rows)}\n\n{summary}\n"
     path.write_text(page + heading + sections, encoding="utf-8")
 
 
@@ -53,60 +63,28 @@ def _facts(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {packages[name]}" for name in VERSIONS if packages.get(name))
     computer = f"{machine['cpu'] or machine['architecture']}, {machine['threads']} threads"
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
-    return "\n".join(
-        [
-            f"- date: {facts['started_at']}",
-            f"- commit: {commit}",
-            f"- machine: {computer}, {memory}, {machine['system']} {machine['architecture']}, {facts['mlx_device']}",
-            f"- software: Python {facts['python']}, {versions}",
-            *(_again(again) for again in facts.get("again", ())),
-        ]
-    )
-
-
-def _again(again: dict[str, Any]) -> str:
-    """Describe figures that were measured again after the run."""
-    figures = ", ".join(f"`{name}`" for name in again["only"] or ["all figures"])
-    models = f" with {', '.join(again['models'])}" if again["models"] else ""
-    return f"- measured again: {figures}{models}; {again['started_at']}, commit {(again['commit'] or 'unknown')[:12]}"
-
-
-def _charts(rows: Sequence[Row], path: Path) -> str:
-    """Draw the charts, and return the lines that show them."""
-    drawn = _draw(rows, paths.IMAGES)
-    return "".join(f"![{image.stem}]({image.relative_to(path.parent).as_posix()})\n\n" for image in drawn)
+    lines = [
+        f"- date: {facts['started_at']}",
+        f"- commit: {commit}",
+        f"- machine: {computer}, {memory}, {machine['system']} {machine['architecture']}, {facts['mlx_device']}",
+        f"- software: Python {facts['python']}, {versions}",
+    ]
+    for again in facts.get("again", ()):
+        figures = ", ".join(f"`{name}`" for name in again["only"] or ["all figures"])
+        models = f" with {', '.join(again['models'])}" if again["models"] else ""
+        commit = (again["commit"] or "unknown")[:12]
+        lines.append(f"- measured again: {figures}{models}; {again['started_at']}, commit {commit}")
+    return "\n".join(lines)
 
 
 def _table(rows: Iterable[Row]) -> str:
-    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *(_cells(row) for row in rows)]
-    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in cells)} |" for cells in lines)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    verdict = f"**{row.verdict}**" if row.verdict in report.BAD else row.verdict
-    named = (row.figure, row.case, row.model, report.value_of(row), report.limit_of(row), verdict)
-    return (*named, f"{row.others_cores:.1f}", row.summary)
-
-
-def _escaped(cell: str) -> str:
-    return " ".join(cell.split()).replace("|", r"\|")
-
-
-def _summary(rows: Sequence[Row]) -> str:
-    binding = [row for row in rows if row.verdict in {"pass", *report.BAD}]
-    return f"{sum(row.verdict == 'pass' for row in binding)} of {len(binding)} binding limits hold."
-
-
-def _draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write an SVG for each figure of ``curves`` that the rows contain, and return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
-    for figure, name in CHARTS.items():
-        if points := [row for row in rows if row.figure == figure]:
-            drawn.append(folder / name)
-            with mpl.rc_context(STYLE):
-                chart(figure, points).savefig(drawn[-1], metadata={"Date": None, "Title": figure})
-    return drawn
+    lines = [COLUMNS, tuple("---" for _ in COLUMNS)]
+    for row in rows:
+        verdict = f"**{row.verdict}**" if row.verdict in report.BAD else row.verdict
+        named = (row.figure, row.case, row.model, report.value_of(row), report.limit_of(row), verdict)
+        cells = (*named, f"{row.others_cores:.1f}", row.summary)
+        lines.append(tuple(" ".join(cell.split()).replace("|", r"\|") for cell in cells))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def chart(name: str, rows: Sequence[Row]) -> Figure:

@@ -54,14 +54,25 @@ def new_path() -> Path:
 def store(rows: Iterable[Row], facts: dict[str, Any], path: Path) -> None:
     """Write the results and the provenance, in place of an earlier version of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = facts | {"rows": [_plain(row) for row in rows]}
+    plain = []
+    for row in rows:
+        value = None if math.isnan(row.value) else row.value
+        plain.append(asdict(row) | {"value": value, "limit": str(row.limit or ""), "verdict": row.verdict})
+    content = facts | {"rows": plain}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> tuple[list[Row], dict[str, Any]]:
     """Return the results and the provenance of an earlier run."""
     facts: dict[str, Any] = json.loads(path.read_text())
-    return [_row(plain) for plain in facts.pop("rows")], facts
+    rows = []
+    for plain in facts.pop("rows"):
+        sign, _, bound = plain.pop("limit").partition(" ")
+        limit = Limit(sign=sign, bound=float(bound)) if bound else None
+        value = math.nan if plain["value"] is None else plain["value"]
+        del plain["verdict"]
+        rows.append(Row(**plain | {"value": value, "limit": limit}))
+    return rows, facts
 
 
 def merge(rows: Iterable[Row], newer: Iterable[Row]) -> list[Row]:
@@ -71,15 +82,3 @@ def merge(rows: Iterable[Row], newer: Iterable[Row]) -> list[Row]:
     # A failed measurement has no case.
     kept = [row for row in rows if not (row.verdict == "ERROR" and (row.figure, row.model) in succeeded)]
     return [found.pop((row.figure, row.case, row.model), row) for row in kept] + list(found.values())
-
-
-def _row(plain: dict[str, Any]) -> Row:
-    sign, _, bound = plain["limit"].partition(" ")
-    limit = Limit(sign=sign, bound=float(bound)) if bound else None
-    named = {name: value for name, value in plain.items() if name != "verdict"}
-    return Row(**named | {"value": math.nan if plain["value"] is None else plain["value"], "limit": limit})
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    value = None if math.isnan(row.value) else row.value
-    return asdict(row) | {"value": value, "limit": str(row.limit or ""), "verdict": row.verdict}

@@ -53,8 +53,7 @@ import psutil
 from benchmarks.models import folder_of
 from lmx_lab.results.provenance import provenance
 from soak import report
-from soak.row import Row
-from soak.soak import Soak
+from soak.report import Row, Soak
 
 PARTS = ("fuzz", "bodies", "hostile", "load", "connections", "cycles", "kills", "files", "mutations")
 """Modules of this package with a ``run``."""

@@ -27,9 +27,8 @@ from soak.hostile_bodies import CHATS, DAEMON, OTHERS, REPORTED, TOO_LONG, Hosti
 from soak.models import write_models
 from soak.probe import PROBE_S, TIMEOUT_S
 from soak.programs import SMALL_CACHE, Command, Daemon, Home, Server, end_and_check, wait_until
+from soak.report import Row, Soak, SoakError
 from soak.resources import ResourceMonitor
-from soak.row import Row
-from soak.soak import Soak, SoakError
 
 AT_ONCE = 6
 ROUNDS_S = 2.0

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from benchmarks import client, prompts
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError
-from soak.row import Row
+from soak.report import Row
 
 Body = dict[str, Any]
 Mode = Literal["SSE", "WebSocket", "whole"]

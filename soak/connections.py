@@ -16,9 +16,8 @@ from websockets.exceptions import ConnectionClosed
 
 from soak.chat_requests import TIMEOUT_S, ChatResult, ReferenceChat, record_reference
 from soak.programs import SMALL_CACHE, Daemon, Home, Server, end_and_check, wait_until
+from soak.report import Row, Soak
 from soak.resources import Allowance, ResourceMonitor
-from soak.row import Row
-from soak.soak import Soak
 from tests.support.model_server import Scripted, says
 
 IDLE, QUICK_IDLE = 256, 64

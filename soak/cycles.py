@@ -13,9 +13,8 @@ import httpx2
 from soak.chat_requests import TIMEOUT_S, ReferenceChat, record_reference
 from soak.models import Engine, on_each_engine
 from soak.programs import SMALL_CACHE, Home, Server, end_and_check, wait_until
+from soak.report import Row, Soak
 from soak.resources import POOL, Allowance, ResourceMonitor
-from soak.row import Row
-from soak.soak import Soak
 
 CYCLES: Mapping[Engine, int] = {"MLX": 1000, "llama.cpp": 200}
 QUICK_CYCLES: Mapping[Engine, int] = {"MLX": 50, "llama.cpp": 5}

@@ -15,9 +15,8 @@ import httpx2
 from soak.chat_requests import ReferenceChat, record_reference
 from soak.models import tiny
 from soak.programs import Home, Server, end_and_check
+from soak.report import Row, Soak
 from soak.resources import Allowance, ResourceMonitor
-from soak.row import Row
-from soak.soak import Soak
 
 ROUNDS, QUICK_ROUNDS = 20, 3
 AT_ONCE = 40

@@ -29,10 +29,8 @@ from soak.fuzzing.requests import Case
 from soak.fuzzing.values import draw_cases
 from soak.models import Engine, on_each_engine, write_models
 from soak.programs import Command, Daemon, Home, Server, end_and_check, wait_until
-from soak.report import print_line
+from soak.report import Row, Soak, SoakError, print_line
 from soak.resources import POOL, Allowance, ResourceMonitor
-from soak.row import Row
-from soak.soak import Soak, SoakError
 
 FuzzedEngine = Engine | Literal["echo"]
 SHARES: Mapping[FuzzedEngine, float] = {"echo": 0.5, "MLX": 1.0, "llama.cpp": 0.25}

@@ -27,9 +27,8 @@ from soak.chat_requests import (
 )
 from soak.models import Engine, on_each_engine
 from soak.programs import SMALL_CACHE, Home, Server, end_and_check
+from soak.report import Row, Soak
 from soak.resources import SETTLED_SERVER, Allowance, ResourceMonitor
-from soak.row import Row
-from soak.soak import Soak
 
 CLIENTS = 200
 PATIENCE_S = 0.5

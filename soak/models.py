@@ -12,8 +12,7 @@ from typing import Literal, get_args
 
 from benchmarks.models import minilm
 from benchmarks.paths import ROOT
-from soak.row import Row
-from soak.soak import Soak
+from soak.report import Row, Soak
 from tests.support.gguf import kept, starter_gguf, with_values, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
 from tests.support.models import teach_thinking, write_tiny_bert, write_tiny_llama
 

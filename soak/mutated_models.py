@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from soak.fuzzing.values import Raw, changed_body, to_json
 from soak.models import is_installed, write_models
-from soak.soak import Soak
+from soak.report import Soak
 from tests.support.gguf import TEMPLATE_KEY, GgufFile, read_gguf
 from tests.support.models import THINKER_TEMPLATE
 

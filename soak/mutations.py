@@ -25,9 +25,7 @@ from soak.chat_requests import ReferenceChat
 from soak.fuzz import COMPLAINT, COMPLAINT_CHARACTERS
 from soak.mutated_models import MutatedModels
 from soak.programs import SMALL_CACHE, Home, Server, end_and_check
-from soak.report import print_line
-from soak.row import Row
-from soak.soak import Soak
+from soak.report import Row, Soak, print_line
 
 COUNT, QUICK_COUNT = 200, 33
 ANSWER_S = 30.0

@@ -20,9 +20,8 @@ import psutil
 
 from benchmarks.paths import ROOT
 from lmx_lab.wire.daemon import StateFile
+from soak.report import Row, SoakError
 from soak.resources import FREE_MEMORY_ON_SIGNAL
-from soak.row import Row
-from soak.soak import SoakError
 
 START_S = 120.0
 END_S = 60.0

@@ -1,4 +1,4 @@
-"""Print the table of results, and store them as a JSON file."""
+"""Define the settings of a run and the rows of its results, print them as a table, and store them as a JSON file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.paths import ROOT
-from soak.row import COLUMNS, Row
 
 BUILD = ROOT / "build" / "soak"
 SHOWN_WRONG = 20
@@ -32,6 +31,67 @@ TITLES = {
 console = Console(width=None if sys.stdout.isatty() else 220)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Soak:
+    """The settings of a run, the same for every part."""
+
+    folder: Path
+    """Folder of the tiny model: a two-layer llama with random weights and a real tokenizer."""
+    quick: bool = False
+    """Whether to run a small version, which takes a minute or two."""
+    seed: int = 0
+    """Seed of all random choices, to repeat a failure."""
+    kills: int | None = None
+    """Number of kills of the daemon. If given, the part ``kills`` kills nothing else."""
+    count: int | None = None
+    """Number of models in the part ``mutations``, or of requests in the part ``fuzz``; None for the default."""
+
+
+class SoakError(Exception):
+    """A part could not be run; the programs under test did not fail."""
+
+
+@dataclass(kw_only=True)
+class Row:
+    """The result of one part of a run. Every count after ``faults`` is zero if the part has passed."""
+
+    part: str
+    """Name of the part and of what it did, such as ``fuzz: chat``."""
+    requests: int = 0
+    """Number of requests, WebSockets, connections, loads and unloads."""
+    faults: int = 0
+    """Number of injected faults: kills, disconnects, invalid bodies."""
+    lost: int = 0
+    """Number of accepted requests that did not end, and of incorrect answers."""
+    doubled: int = 0
+    """Number of things that were done or reported twice."""
+    hung: int = 0
+    """Number of requests and programs that were not answered, or did not end, in time."""
+    leaked_mb: float = 0.0
+    """Growth of resident memory beyond what the part allows, in 10^6 bytes; ``notes`` has the allowance."""
+    leaked_descriptors: int = 0
+    leaked_threads: int = 0
+    leaked_processes: int = 0
+    """Number of processes left after their program had ended, or in addition to those before."""
+    slowest_s: float = 0.0
+    """Duration of the slowest correct answer, in seconds."""
+    wrong: list[str] = field(default_factory=list)
+    """A sentence for each problem, including those without a column, such as an undeclared status."""
+    notes: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """Data for the JSON file only: what is needed to repeat a failure, and figures without a column."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether there was no problem."""
+        counts = (self.lost, self.doubled, self.hung, self.leaked_mb, self.leaked_descriptors)
+        return not any((*counts, self.leaked_threads, self.leaked_processes, self.wrong))
+
+
+COLUMNS = tuple(each.name for each in fields(Row) if each.name not in ("wrong", "notes", "detail"))
+ZERO = frozenset(COLUMNS) - {"part", "requests", "faults", "slowest_s"}
+
+
 def print_line(text: str) -> None:
     console.print(text, markup=False, highlight=False)
 
@@ -40,7 +100,12 @@ def print_table(rows: Sequence[Row]) -> None:
     """Print the table, then a line for each problem."""
     table = Table(*(TITLES.get(name, name) for name in COLUMNS), "notes", box=None)
     for row in rows:
-        table.add_row(*(_cell(name, getattr(row, name)) for name in COLUMNS), escape(row.notes))
+        cells = []
+        for name in COLUMNS:
+            value: Any = getattr(row, name)
+            text = f"{value:.2f}" if isinstance(value, float) and value else str(value or 0)
+            cells.append(f"[bold red]{text}[/]" if value and name in ZERO else escape(text))
+        table.add_row(*cells, escape(row.notes))
     console.print(table, highlight=False)
     for row in rows:
         for text in row.wrong[:SHOWN_WRONG]:
@@ -57,15 +122,6 @@ def print_columns(rows: Sequence[Mapping[str, str]]) -> None:
     for row in rows:
         table.add_row(*map(escape, row.values()))
     console.print(table, highlight=False)
-
-
-def _cell(name: str, value: Any) -> str:
-    bad = value and name in ZERO
-    text = f"{value:.2f}" if isinstance(value, float) and value else f"{value:g}" if value != str(value) else value
-    return f"[bold red]{text}[/]" if bad else escape(text)
-
-
-ZERO = frozenset(COLUMNS) - {"part", "requests", "faults", "slowest_s"}
 
 
 def store(rows: Iterable[Row], facts: dict[str, Any], folder: Path = BUILD) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from lmx_lab.settings import Settings
-from soak.row import Row
+from soak.report import Row
 
 POLL_S = 0.1
 ASKED_S = 1.0

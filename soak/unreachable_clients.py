@@ -28,8 +28,7 @@ import psutil
 from benchmarks.paths import ROOT
 from soak.chat_requests import Body, ReferenceChat, long_body
 from soak.programs import Daemon, Home, Server, end_and_check, wait_until
-from soak.row import Row
-from soak.soak import Soak
+from soak.report import Row, Soak
 from tests.support.models import write_tiny_llama
 
 NOTICED_S = 30.0

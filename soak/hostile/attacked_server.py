@@ -20,9 +20,7 @@ from soak.hostile.attacks import ATTACKS, BUSY, LOAD, Attack, loads
 from soak.hostile.models import EMBEDDER, NORMALIZER, VALID, write_hostile_models
 from soak.hostile.senders import CHAT, Answer, chat_of, describe, together
 from soak.programs import SMALL_CACHE, Daemon, Home, Server, end_and_check, wait_until
-from soak.report import print_columns, print_line
-from soak.row import Row
-from soak.soak import Soak, SoakError
+from soak.report import Row, Soak, SoakError, print_columns, print_line
 
 ALONE_S, QUICK_ALONE_S = 3.0, 1.0
 """Duration for which chats and health requests are measured before an attack."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from soak.fuzzing.values import Raw, to_json
 from soak.models import is_installed, tiny
-from soak.soak import Soak
+from soak.report import Soak
 from tests.support.gguf import with_template
 from tests.support.models import THINKER_TEMPLATE, teach_thinking, write_tiny_bert, write_tiny_llama
 

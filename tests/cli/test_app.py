@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -14,13 +15,16 @@ import typer
 
 from lmx_lab.cli import app as application
 from lmx_lab.cli.app import run
+from lmx_lab.cli.event_printer import as_line_of_json
+from lmx_lab.cli.terminal import single_line
+from lmx_lab.errors import LabError
+from lmx_lab.wire.events import Envelope
 from tests.support.commands import CLOSED, WAIT_S, Running, environment, run_command
 
 COMMANDS = ("serve", "daemon", "chat", "events", "bench", "pull", "models", "doctor")
 PROGRAM = [sys.executable, "-m", "lmx_lab"]
 BLOCKS = "import sys\nprint('importing', flush=True)\nsys.stdin.read()\n"
 FULL = Path("/dev/full")
-needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 
 
 @pytest.fixture
@@ -136,16 +140,11 @@ def test_an_unused_token_of_the_environment_is_reported(monkeypatch, capsys):
     assert failed.startswith("unreachable: no daemon of this user is running")
 
 
-def started(home, *arguments):
-    """Run a command in a process of its own."""
-    return subprocess.run(
-        [*PROGRAM, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=environment(home), check=False
-    )
-
-
 @pytest.mark.slow
 def test_the_help_names_every_command(tmp_path):
-    done = started(tmp_path, "--help")
+    done = subprocess.run(
+        [*PROGRAM, "--help"], capture_output=True, text=True, timeout=WAIT_S, env=environment(tmp_path), check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert all(name in done.stdout for name in COMMANDS)
 
@@ -208,8 +207,9 @@ def test_ctrl_c_during_the_import_of_typer_has_no_traceback(tmp_path):
 def test_ctrl_c_during_the_imports_of_a_command_has_no_traceback(tmp_path, monkeypatch):
     (tmp_path / "psutil.py").write_text(BLOCKS)
     monkeypatch.syspath_prepend(tmp_path)
-    for module in [name for name in sys.modules if name.partition(".")[0] == "psutil" or in_doctor(name)]:
-        monkeypatch.delitem(sys.modules, module)
+    for module in list(sys.modules):
+        if module.partition(".")[0] == "psutil" or f"{module}.".startswith("lmx_lab.doctor."):
+            monkeypatch.delitem(sys.modules, module)
     reading, writing = os.pipe()
 
     def interrupt(running: Running) -> None:
@@ -224,13 +224,9 @@ def test_ctrl_c_during_the_imports_of_a_command_has_no_traceback(tmp_path, monke
     assert (ended.status, ended.stdout, ended.stderr) == (130, "importing\n", "")
 
 
-def in_doctor(module):
-    return module == "lmx_lab.doctor" or module.startswith("lmx_lab.doctor.")
-
-
-@needs_full
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
-def test_a_full_disk_is_one_line_and_a_failure(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_full_disk_is_one_line_and_a_failure(tmp_path, arguments):
     with FULL.open("wb") as full:
         ended = run_command(tmp_path, *arguments, stdout=full)
         assert (ended.status, ended.stderr) == (1, "the output cannot be written: No space left on device\n")
@@ -311,3 +307,33 @@ def test_the_help_shows_options_as_they_are_typed(capsys, name):
     assert "--help" in output
     assert "<bool>" not in output
     assert "list[" not in output.partition("Options")[2]
+
+
+def test_nothing_is_broken_on_this_machine(tiny_home):
+    result = run_command(tiny_home, "doctor", "--json")
+    assert (result.status, result.stderr) == (0, "")
+    document = json.loads(result.stdout)
+    assert document["broken"] == 0
+    assert {*document["findings"][0]} == {"topic", "verdict", "found", "means", "remedy"}
+    topics = {finding["topic"] for finding in document["findings"]}
+    assert {"python", "kernel", "mlx", "device", "memory", "blas", "disk", "models", "hub", "port", "labs"} <= topics
+
+
+def test_an_event_as_json_is_ascii_and_can_be_parsed():
+    data = {"text": "\x9b2J é \u202e", "nothing": None}
+    event = Envelope(event="new.kind", seq=1, at="2026-11-21T10:00:00.123Z", stream_id="stm", data=data)
+    assert as_line_of_json(event).isascii()
+    assert Envelope.model_validate_json(as_line_of_json(event)) == event
+
+
+def test_control_characters_in_an_error_are_escaped(monkeypatch, capsys):
+    def fail(_: object) -> None:
+        raise LabError("gone\x1b[2J")
+
+    monkeypatch.setattr(application, "app", fail)
+    assert run() == 1
+    assert "gone\\x1b[2J" in capsys.readouterr().err
+
+
+def test_a_text_is_shortened_to_one_line():
+    assert single_line("a\n b" + "c" * 200, most=10) == "a bcccccc…"

@@ -25,9 +25,6 @@ RUN_PAGES = [
     if page.name not in TESTED_ELSEWHERE
     and any(not block.not_run for block in code_blocks(page) if block.language not in NO_CODE)
 ]
-LANGUAGES = {"bash", "python"} | NO_CODE
-MAX_NOT_RUN = 8
-"""Blocks that are not run: what installs the package, and ``make bench``."""
 
 
 @pytest.fixture(scope="session")
@@ -44,25 +41,22 @@ def models(smollm2, minilm, smollm2_gguf, tmp_path_factory):
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, models, tmp_path):
     with PageRunner(tmp_path, models) as runner:
-        for block in blocks_to_run(page):
+        for block in [it for it in code_blocks(page) if it.not_run is None and it.language not in NO_CODE]:
             try:
                 runner.run(block)
             except AssertionError as exc:
                 raise AssertionError(f"{block.location} fails: {exc}") from exc
 
 
-def blocks_to_run(page):
-    return [block for block in code_blocks(page) if block.not_run is None and block.language not in NO_CODE]
-
-
 def test_few_blocks_are_not_run_and_each_gives_a_reason():
     not_run = [block for page in RUN_PAGES for block in code_blocks(page) if block.not_run is not None]
     assert all(len(block.not_run or "") > 10 for block in not_run)
-    assert len(not_run) <= MAX_NOT_RUN, [block.location for block in not_run]
+    # What installs the package, and ``make bench``.
+    assert len(not_run) <= 8, [block.location for block in not_run]
     comments = sum(page.read_text(encoding="utf-8").count("<!-- not run") for page in RUN_PAGES)
     assert comments == len(not_run), "the comment must be on the line before its block, with the reason after a colon"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_declares_its_language(page):
-    assert {block.language for block in code_blocks(page)} <= LANGUAGES
+    assert {block.language for block in code_blocks(page)} <= {"bash", "python"} | NO_CODE

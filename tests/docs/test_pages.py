@@ -29,8 +29,6 @@ from tests.support.docs import (
     table_rows,
 )
 
-README_LINES = 120
-"""Two screens; everything longer belongs in ``docs``."""
 OTHER_FLAGS = {
     "--json",
     "--raw",
@@ -52,7 +50,7 @@ def page_name(page):
 
 
 def test_the_readme_is_two_screens_long():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= README_LINES
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", [README, DOCS / "install.md", DOCS / "contributing.md"], ids=page_name)
@@ -75,14 +73,11 @@ def test_ci_runs_the_targets_that_are_named_with_all_tests_of_the_second_command
 
 @pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=page_name)
 def test_the_target_of_every_link_and_image_exists(page):
-    broken = [link for link in links(page) if not link.startswith("https://") and not target_exists(page, link)]
-    assert not broken
-
-
-def target_exists(page, link):
-    path, _, anchor = link.partition("#")
-    target = (page.parent / path).resolve() if path else page
-    return target.exists() and (not anchor or anchor in anchors(target))
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        exists = link.startswith("https://") or (target.exists() and (not anchor or anchor in anchors(target)))
+        assert exists, link
 
 
 def test_the_readme_links_every_page():
@@ -158,3 +153,37 @@ def test_the_table_of_dependencies_is_complete():
     required = {re.split(r"[\[<>=; ]", text)[0] for text in (*project["dependencies"], *extras["lab"], *extras["gguf"])}
     cells = [re.sub(r"\(.*?\)", "", row["package"]) for row in table_rows(DOCS / "dependencies.md", "package")]
     assert required <= {name.strip() for names in cells for name in names.split(",")}
+
+
+# The page for contributors
+
+
+PAGE = DOCS / "contributing.md"
+
+
+def test_every_package_and_module_is_described():
+    rows = {row["package"].strip("`") for row in table_rows(PAGE, "package")}
+    folders = {path.parent.name for path in (ROOT / "lmx_lab").glob("*/__init__.py")}
+    assert folders <= rows
+    modules = {path.stem for path in (ROOT / "lmx_lab").glob("*.py")}
+    assert folders | modules - {"__init__", "__main__"} <= rows | set(inline_code(PAGE))
+
+
+def test_the_modules_of_a_package_are_in_its_folder():
+    for row in table_rows(PAGE, "package"):
+        folder = ROOT / "lmx_lab" / row["package"].strip("`")
+        for name in re.findall(r"`(\w+)`", row["its modules and folders, or their subjects"]):
+            assert (folder / name).is_dir() or (folder / f"{name}.py").is_file(), f"{row['package']}: {name}"
+
+
+def test_the_table_of_the_repository_has_all_that_is_visible_in_it():
+    rows = [name for row in table_rows(PAGE, "path") for name in re.findall(r"`(.+?)`", row["path"])]
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert set(rows) == {name.partition("/")[0] for name in listed.splitlines() if not name.startswith(".")}
+
+
+def test_every_file_that_is_named_exists():
+    for text in inline_code(PAGE):
+        if re.fullmatch(r"[\w/]+\.(py|md|js|css)|(lmx_lab|tests|docs)/[\w/]+", text):
+            name = "lmx_lab/panels/panel.css" if text == "panel.css" else text
+            assert any((folder / name).exists() for folder in (ROOT, ROOT / "lmx_lab", ROOT / "lmx_lab/engine")), text

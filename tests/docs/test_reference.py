@@ -19,7 +19,6 @@ from lmx_lab.values.models import LoadOptions
 from tests.support.docs import DOCS, ROOT, inline_code, table_rows
 
 CONFIGURATION = DOCS / "configuration.md"
-TROUBLESHOOTING = DOCS / "troubleshooting.md"
 SETTINGS = {row["setting"].strip("`"): row for row in table_rows(CONFIGURATION, "setting")}
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 OTHER_OPTIONS = {"serve": {"model", "quiet", *LoadOptions.__annotations__}, "daemon": {"mcp_config", "yes"}}
@@ -115,7 +114,7 @@ def test_every_variable_that_the_package_reads_is_documented():
 
 # Error codes
 
-CODES = list(table_rows(TROUBLESHOOTING, "code"))
+CODES = list(table_rows(DOCS / "troubleshooting.md", "code"))
 
 
 def error_classes(root=LabError):

@@ -40,7 +40,6 @@ ANSWERS = {
     "12_compare_servers": "2 at once: lab on MLX has ",
 }
 BLOCK = "import sys\nfor name in {}:\n    sys.modules.setdefault(name, None)"
-HIDE_LLAMA = "import sys\nsys.modules['xllamacpp'] = None"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -79,7 +78,7 @@ def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(stem
     notebook = nbformat.read(NOTEBOOK_FOLDER / f"{stem}.ipynb", as_version=4)
     replace_parameters(notebook, {"model": "tiny", **SMALL[stem]})
     # Simulate that the extra is not installed.
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(HIDE_LLAMA))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("import sys\nsys.modules['xllamacpp'] = None"))
     shown = outputs_of(notebook, tiny_home, tmp_path)
     assert any("image/png" in output.get("data", ()) for output in shown)
     last = [output["text"] for output in shown if output["output_type"] == "stream"][-1]

@@ -12,7 +12,7 @@ from soak.hostile.models import CONFIGS, TEMPLATES, VALID, write_hostile_models
 from soak.hostile.senders import Answer
 from soak.mutated_models import PARTS, MutatedModels
 from soak.mutations import MutatedLoads
-from soak.soak import Soak
+from soak.report import Soak
 from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.long

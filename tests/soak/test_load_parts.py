@@ -5,17 +5,20 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
 
-from soak import bodies, connections, cycles, killed_daemons, killed_pulls, killed_servers, load, unreachable_clients
+from lmx_lab.daemon.limits import Limits
+from soak import bodies, connections, cycles, load, unreachable_clients
 from soak.chat_requests import CUT, HUNG, ChatResult, ReferenceChat, record_reference, reference_body, send_chat
 from soak.hostile_bodies import REPORTED, HostileBody
-from soak.programs import SMALL_CACHE, Command, Home, Server, end_and_check, record_leftovers
-from soak.row import Row
+from soak.kills import daemons, pulls, servers
+from soak.programs import SMALL_CACHE, Command, Daemon, Home, Server, end_and_check, record_leftovers
+from soak.report import Row, Soak
 from soak.slow_hub import SlowHub
-from soak.soak import Soak
 from tests.support.models import write_tiny_llama
 from tests.support.sockets import answering, streamed, whole
 
@@ -92,22 +95,31 @@ def test_loads_and_unloads_leave_no_process_and_no_socket(tiny_gguf, monkeypatch
 
 
 def test_servers_that_are_terminated_and_killed(soak, monkeypatch):
-    monkeypatch.setattr(killed_servers, "QUICK_KILLS", 1)
-    monkeypatch.setattr(killed_servers, "QUICK_TERMS", 1)
-    monkeypatch.setattr(killed_servers, "AT_ONCE", 9)
-    check(killed_servers.terminated_under_load(soak), killed_servers.killed_with_streams(soak))
+    monkeypatch.setattr(servers, "QUICK_KILLS", 1)
+    monkeypatch.setattr(servers, "QUICK_TERMS", 1)
+    monkeypatch.setattr(servers, "AT_ONCE", 9)
+    check(servers.terminated_under_load(soak), servers.killed_with_streams(soak))
 
 
-def test_a_daemon_that_is_killed_during_turns(soak, monkeypatch):
-    monkeypatch.setattr(killed_daemons, "QUICK_KILLS", 2)
-    check(*killed_daemons.run(soak))
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_daemon_that_is_killed_during_turns(soak, monkeypatch, deletes):
+    if deletes:
+        # Tokens that the log has deleted are not missed.
+        delete_early = (
+            "from lmx_lab.daemon.limits import Limits; from lmx_lab.daemon.storage import retention; "
+            "Limits.__init__.__kwdefaults__['fold_after_s'] = 0.5; "
+            "retention.run_retention.__kwdefaults__['interval_s'] = 0.2"
+        )
+        monkeypatch.setattr(daemons, "Daemon", partial(Daemon, code=delete_early))
+        monkeypatch.setattr(daemons, "Limits", partial(Limits, fold_after_s=0.5))
+    check(*daemons.run(replace(soak, kills=2)))
 
 
 def test_a_download_that_is_killed(soak, tmp_path):
-    starter, wheels = killed_pulls.build_wheel(soak.folder, tmp_path / "wheels")
+    starter, wheels = pulls.build_wheel(soak.folder, tmp_path / "wheels")
     with SlowHub(soak.folder, wheels=wheels, whole_s=0.5) as hub:
-        from_hub = next(killed_pulls.pulls(soak, hub, starter))
-        row = killed_pulls.killed(soak, from_hub)
+        from_hub = next(pulls.pulls(soak, hub, starter))
+        row = pulls.killed(soak, from_hub)
     check(row)
     assert row.faults == 1
 
@@ -126,15 +138,15 @@ def test_a_process_left_running_is_detected_and_killed(tmp_path):
 
 @pytest.mark.anyio
 async def test_a_process_that_outlives_a_killed_daemon_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(killed_daemons, "SERVERS_S", 0.1)
+    monkeypatch.setattr(daemons, "SERVERS_S", 0.1)
     home, row = Home(tmp_path), Row(part="left")
-    program = killed_daemons._RestartedDaemon(home, "http://127.0.0.1:1")
+    program = daemons._RestartedDaemon(home, "http://127.0.0.1:1")
     command = [sys.executable, "-c", "input()"]
     process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, env=home.environment())
     before = psutil.Process(process.pid).create_time()
-    await killed_daemons._check_servers_end(program, before, time.monotonic(), row)
+    await daemons._check_servers_end(program, before, time.monotonic(), row)
     assert row.leaked_processes == 0, "a process of the next daemon is not counted"
-    await killed_daemons._check_servers_end(program, before + 1, time.monotonic(), row)
+    await daemons._check_servers_end(program, before + 1, time.monotonic(), row)
     await process.communicate(b"\n")
     assert row.leaked_processes == 1
     assert str(process.pid) in row.wrong[0]

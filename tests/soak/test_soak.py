@@ -13,9 +13,8 @@ import pytest
 from soak.__main__ import PARTS, carry_out, main
 from soak.fuzz import fuzz
 from soak.fuzzing.families import families
+from soak.report import COLUMNS, Row, Soak
 from soak.resources import FREE_MEMORY_ON_SIGNAL, NO_EXCESS, Allowance, ResourceMonitor
-from soak.row import COLUMNS, Row
-from soak.soak import Soak
 
 pytestmark = pytest.mark.long
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from lmx_lab.weights.locations import join_formats
 from tests.support.gguf import EXACT, LOSSY, store_copy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-MakeModel = Callable[..., Path]
 
 
 def put_in_hub_cache(make_model, hub, repo):

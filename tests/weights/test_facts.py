@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.models import ECHO, ModelEntry
+from lmx_lab.values.models import ECHO
 from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.tokenizer_files import NAMES, InfillTokens, can_infill, find_infill_tokens
 from tests.support.gguf import random_tensor
 
-Gguf = Callable[..., bytes]
-WriteSplit = Callable[..., list[Path]]
-Listed = Callable[[Mapping[str, Any], Mapping[str, Any]], list[ModelEntry]]
 VOCABULARY = {"tokenizer.ggml.model": "bert"}
 TENSOR = {"token_embd.weight": random_tensor("F32", 32)}
-
-
 FILE = "reranker-embedding-chat.gguf"
 
 
@@ -30,7 +22,7 @@ FILE = "reranker-embedding-chat.gguf"
 def listed(catalog, tmp_path, gguf):
     """Return the entry of a file with the given metadata and tensors, under a name without information."""
 
-    def make(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[ModelEntry]:
+    def make(metadata, tensors):
         put(tmp_path / "extra" / FILE, gguf(metadata, tensors))
         return catalog.scan()
 

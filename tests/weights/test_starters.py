@@ -10,21 +10,19 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
 from lmx_lab.errors import DownloadError, LabError, StorageFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, Progress
-from lmx_lab.weights.starters import STARTERS, Starter
+from lmx_lab.weights.starters import STARTERS
 from lmx_lab.weights.store import lock_model
 
 pytestmark = pytest.mark.slow
-MakeStarter = Callable[..., Starter]
 
 FETCH = """
 import json, sys
@@ -39,12 +37,6 @@ sys.stdin.readline()
 entry = Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("tiny", seen.append)
 print(json.dumps([entry.id, any(progress.stage == "download" for progress in seen)]))
 """
-
-
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
 
 
 def leftovers(home):
@@ -167,7 +159,7 @@ def test_a_starter_that_is_not_a_valid_model_is_not_stored(catalog, tmp_path, ma
 def test_a_disk_without_enough_space_is_an_error_before_the_download(catalog, tmp_path, make_starter, monkeypatch):
     starter = make_starter()
     free = starter.needed_bytes - 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     seen = []
     with pytest.raises(StorageFullError, match=rf"{starter.needed_bytes}.*{free}"):
         catalog.fetch("tiny", seen.append)
@@ -214,21 +206,13 @@ def test_only_one_of_two_processes_downloads(tmp_path, make_starter):
     starter = json.dumps(asdict(make_starter()))
     command = [sys.executable, "-c", FETCH, str(tmp_path / "home"), starter]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    answers = release_together(processes)
-    assert sorted(answers) == [["tiny", False], ["tiny", True]]
-
-
-def release_together(processes):
+    assert [process.stdout.readline() for process in processes] == ["ready\n", "ready\n"]
     for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    outputs = [process.communicate() for process in processes]
+    outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    return [json.loads(output) for output, _ in outputs]
+    assert sorted(map(json.loads, outputs)) == [["tiny", False], ["tiny", True]]
 
 
 def test_a_thread_that_waited_for_the_download_of_another_uses_its_result(catalog, tmp_path, make_starter, make_model):

@@ -19,9 +19,8 @@ from lmx_lab.weights.starters import Starter
 from soak.chat_requests import TIMEOUT_S, ReferenceChat, record_reference
 from soak.models import is_installed, tiny
 from soak.programs import Command, Home, Server, end_and_check, end_program, record_leftovers, wait_until
-from soak.row import Row
+from soak.report import Row, Soak
 from soak.slow_hub import MODEL, SlowHub
-from soak.soak import Soak
 
 KILLS, QUICK_KILLS = 10, 1
 """Kills for each kind of download."""

@@ -30,8 +30,7 @@ from soak.chat_requests import (
 )
 from soak.models import ENGINES, Engine, is_installed, on_each_engine, tiny
 from soak.programs import Home, Server, end_and_check, record_leftovers, wait_until
-from soak.row import Row
-from soak.soak import Soak
+from soak.report import Row, Soak
 
 KILLS, QUICK_KILLS = 30, 3
 TERMS, QUICK_TERMS = 10, 2

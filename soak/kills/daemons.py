@@ -24,9 +24,7 @@ from benchmarks.paths import ROOT
 from lmx_lab.daemon.encoding import timestamp
 from lmx_lab.daemon.limits import Limits
 from soak.programs import END_S, Command, Daemon, Home, record_leftovers, wait_until
-from soak.report import print_line
-from soak.row import Row
-from soak.soak import Soak
+from soak.report import Row, Soak, print_line
 from tests.support.daemons import TERMINAL, Follower, Program, check_log, whole_log
 from tests.support.model_server import Scripted, calls, says
 
