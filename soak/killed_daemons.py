@@ -27,7 +27,7 @@ from soak.programs import END_S, Command, Daemon, Home, record_leftovers, wait_u
 from soak.report import print_line
 from soak.row import Row
 from soak.soak import Soak
-from tests.support.daemons import TERMINAL, Follower, Program, check_invariants, whole_log
+from tests.support.daemons import TERMINAL, Follower, Program, check_log, whole_log
 from tests.support.model_server import Scripted, calls, says
 
 KILLS, QUICK_KILLS = 100, 3
@@ -247,7 +247,7 @@ async def _check(
     if set(codes) - {"daemon-restarted"}:
         row.wrong.append(f"turns ended with {dict(codes)}")
     try:
-        check_invariants(whole, without_tokens=expired)
+        check_log(whole, without_tokens=expired)
     except AssertionError as exc:
         row.wrong.append(f"the log violates an invariant: {exc!s:.300}")
     return {"turns": len(submitted), "succeeded": len(done), "interrupted": codes.total(), "events": len(whole)}

@@ -3,7 +3,7 @@
 import pytest
 
 from lmx_lab.daemon.storage.store import Store
-from tests.support.daemons import check_invariants, daemon
+from tests.support.daemons import check_log, daemon
 from tests.support.model_server import Scripted
 
 
@@ -25,4 +25,4 @@ async def here(tmp_path, upstream):
     """Turns that use this upstream. At the end, the invariants of the log are checked."""
     async with daemon(tmp_path, upstream) as here:
         yield here
-        check_invariants(await here.events())
+        check_log(await here.events())

@@ -11,7 +11,7 @@ from collections import Counter
 import httpx2
 import pytest
 
-from tests.support.daemons import PROCESS_WAIT_S, Follower, Program, check_invariants, whole_log
+from tests.support.daemons import PROCESS_WAIT_S, Follower, Program, check_log, whole_log
 from tests.support.mcp import COUNTING
 from tests.support.model_server import Scripted, calls, says
 
@@ -118,7 +118,7 @@ async def set_up(program, notes):
 
 
 async def check(program, follower, submitted, notes):
-    check_invariants(follower.events)
+    check_log(follower.events)
     async with program.client() as http:
         whole = await whole_log(http)
     seen = {event["seq"]: event for event in follower.events}

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.support.daemons import Follower, Program, check_invariants
+from tests.support.daemons import Follower, Program, check_log
 from tests.support.model_server import Gate, Scripted, counted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
@@ -56,7 +56,7 @@ async def test_fifty_reconnects_during_one_turn_receive_the_complete_text(progra
     last.open()
     async with follower.following():
         await follower.until_ended(["t"])
-    check_invariants(follower.events)
+    check_log(follower.events)
     text = text_of(follower.events)
     assert text == await text_of_the_record(program)
     assert text.startswith(EXPECTED)

@@ -10,7 +10,7 @@ import pytest
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.support.daemons import check_invariants, client
+from tests.support.daemons import check_log, client
 
 pytestmark = pytest.mark.long
 
@@ -45,7 +45,7 @@ def turn(daemon, session_id, content, **overrides):
 def events(daemon, session_id):
     with client(daemon) as http:
         found = http.get(f"/v3/sessions/{session_id}/events", params={"after": 0}).json()["events"]
-    check_invariants(found)
+    check_log(found)
     return list(found)
 
 

@@ -247,6 +247,56 @@ class Follower:
                 await asyncio.wait_for(more, PROCESS_WAIT_S)
 
 
+def check_log(events: Sequence[Mapping[str, Any]], *, without_tokens: Set[str] = frozenset()) -> None:
+    """Check the invariants of a log, for every turn that was accepted.
+
+    Args:
+        without_tokens: Ids of turns whose token events may have been deleted, because the turns ended long ago.
+    """
+    seqs = [event["seq"] for event in events]
+    assert seqs == sorted(set(seqs)), "in order, and each once"
+    turns: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["turn_id"] is not None:
+            turns[event["session_id"], event["turn_id"]].append(event)
+    for (_, turn_id), of_turn in turns.items():
+        _check_turn(of_turn, has_tokens=turn_id not in without_tokens)
+
+
+def _check_turn(events: list[Mapping[str, Any]], *, has_tokens: bool) -> None:
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "turn.queued", kinds
+    assert [kind for kind in kinds if kind in TERMINAL] == [kinds[-1]], f"exactly one end, at the end: {kinds}"
+
+    def data(kind: str) -> list[Any]:
+        return [event["data"] for event in events if event["event"] == kind]
+
+    messages = [found["message"] for found in data("message.done")]
+    started, ended = (Counter(found["call_id"] for found in data(kind)) for kind in ("tool.start", "tool.end"))
+    assert max([*started.values(), *ended.values()], default=1) == 1
+    assert set(started) <= set(ended), "all that began has ended"
+    assert ended == Counter(call["call_id"] for message in messages for call in message["tool_calls"])
+    requested, resolved = (
+        Counter(found["permission"]["permission_id"] for found in data(kind))
+        for kind in ("permission.request", "permission.resolved")
+    )
+    assert requested == resolved
+    assert max(resolved.values(), default=1) == 1
+    streamed: dict[tuple[str, str], str] = defaultdict(str)
+    for kind in ("turn.token", "turn.thinking"):
+        for found in data(kind):
+            assert found["text"]
+            streamed[kind, found["message_id"]] += found["text"]
+    done = {
+        (kind, message["message_id"]): message[field]
+        for message in messages
+        for kind, field in (("turn.token", "content"), ("turn.thinking", "reasoning_content"))
+        if message[field]
+    }
+    assert streamed == done or not has_tokens
+    assert events[-1]["data"]["text"] in ({messages[-1]["content"]} if messages else set()) | {""}
+
+
 async def whole_log(http: httpx2.AsyncClient) -> list[dict[str, Any]]:
     """Return all events, read by polling."""
     events: list[dict[str, Any]] = []
@@ -386,44 +436,3 @@ async def daemon(
         await made.turns.stop(mode="now", grace_s=0)
         await far.aclose()
         await store.close()
-
-
-def check_invariants(events: Sequence[Mapping[str, Any]], *, without_tokens: Set[str] = frozenset()) -> None:
-    """Check the invariants of a log: its order, and for every turn the events from its start to its only end.
-
-    Args:
-        without_tokens: Ids of turns whose token events may have been deleted, because the turns ended long ago.
-    """
-    seqs = [event["seq"] for event in events]
-    assert seqs == sorted(set(seqs)), "in order, and each once"
-    turns: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for event in events:
-        if event["turn_id"] is not None:
-            turns[event["session_id"], event["turn_id"]].append(event)
-    for (_, turn_id), of_turn in turns.items():
-        kinds = [event["event"] for event in of_turn]
-        assert kinds[0] == "turn.queued", kinds
-        assert [kind for kind in kinds if kind in TERMINAL] == [kinds[-1]], f"exactly one end, at the end: {kinds}"
-        data: dict[str, list[Any]] = defaultdict(list)
-        for event in of_turn:
-            data[event["event"]].append(event["data"])
-        messages = [each["message"] for each in data["message.done"]]
-        started, ended = (Counter(each["call_id"] for each in data[kind]) for kind in ("tool.start", "tool.end"))
-        assert max([*started.values(), *ended.values()], default=1) == 1
-        assert set(started) <= set(ended)
-        assert ended == Counter(call["call_id"] for message in messages for call in message["tool_calls"])
-        requested, resolved = (
-            Counter(each["permission"]["permission_id"] for each in data[f"permission.{kind}"])
-            for kind in ("request", "resolved")
-        )
-        assert requested == resolved
-        assert max(resolved.values(), default=1) == 1
-        assert data[kinds[-1]][0]["text"] in {message["content"] for message in messages[-1:]} | {""}
-        if turn_id in without_tokens:
-            continue
-        for kind, member in (("turn.token", "content"), ("turn.thinking", "reasoning_content")):
-            streamed: dict[str, str] = defaultdict(str)
-            for piece in data[kind]:
-                assert piece["text"]
-                streamed[piece["message_id"]] += piece["text"]
-            assert streamed == {each["message_id"]: each[member] for each in messages if each[member]}

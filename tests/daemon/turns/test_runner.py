@@ -11,7 +11,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
 from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage, SubmitTurn, TurnOverrides
-from tests.support.daemons import ASKS, FREE, ScriptedToolbox, check_invariants, daemon
+from tests.support.daemons import ASKS, FREE, ScriptedToolbox, check_log, daemon
 from tests.support.labs import serving
 from tests.support.model_server import (
     DROP,
@@ -177,7 +177,7 @@ async def test_an_unreachable_model_server_is_an_error_and_an_event(tmp_path):
         assert (record.error.code, record.error.retryable) == ("upstream-unreachable", True)
         (status,) = await here.seen("model.status")
         assert (status["data"]["reachable"], status["data"]["model"]) == (False, None)
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 async def test_after_an_error_the_history_has_the_question_and_the_partial_answer(here, upstream):
@@ -200,7 +200,7 @@ async def test_a_turn_ends_at_its_time_limit(tmp_path, upstream):
         assert record.error is not None
         assert (record.error.code, record.text) == ("turn-timeout", "Hel")
         await upstream.until(lambda: upstream.left == 1)
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 async def test_a_turn_can_override_its_time_limit(here, upstream):
@@ -272,7 +272,7 @@ async def test_a_turn_runs_a_limited_number_of_tools_at_once(tmp_path, upstream)
     async with daemon(tmp_path, upstream, toolbox, parallel_tools=2) as here:
         await here.run(await here.session())
         assert (len(toolbox.called), toolbox.most_running) == (6, 2)
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 async def test_ids_of_calls_are_unique_in_a_session(here, upstream):
@@ -596,4 +596,4 @@ async def test_a_labs_server_runs_turns_with_tools(tmp_path, lab):
         unknown = await here.run(session, overrides=TurnOverrides(model="nope"))
         assert unknown.error is not None
         assert unknown.error.code == "model-not-found"
-        check_invariants(await here.events())
+        check_log(await here.events())

@@ -14,7 +14,7 @@ from lmx_lab.daemon.turns import records as turn_records
 from lmx_lab.daemon.turns import runner
 from lmx_lab.daemon.turns import writer as turn_writer
 from lmx_lab.wire.sessions import CancelTurns, Decision
-from tests.support.daemons import ASKS, FREE, WAIT_S, ScriptedToolbox, check_invariants, daemon
+from tests.support.daemons import ASKS, FREE, WAIT_S, ScriptedToolbox, check_log, daemon
 from tests.support.model_server import DROP, STALL, Gate, calls, says, thought, token
 from tests.support.waiting import auntil
 
@@ -146,7 +146,7 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path, upstream):
         assert (await here.run(session)).text == "next"
         gate.open()
         await auntil(lambda: not here.turns._adopted_tasks)
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 # --- permissions
@@ -196,7 +196,7 @@ async def test_a_permission_without_a_decision_is_denied(tmp_path, upstream):
         assert here.toolbox.called == []
         with pytest.raises(errors.PermissionExpiredError, match="it expired"):
             await here.turns.decide(permission["permission_id"], ALLOW)
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 async def test_the_first_of_two_decisions_counts(here, upstream):
@@ -324,7 +324,7 @@ async def test_a_session_can_be_deleted_while_all_slots_are_taken(tmp_path, upst
         await here.seen("turn.started")
         await here.submit(other)
         await asyncio.wait_for(here.turns.delete_session(other), WAIT_S)
-        check_invariants(await here.events(other))
+        check_log(await here.events(other))
         await here.turns.cancel(busy, CancelTurns())
 
 
@@ -348,7 +348,7 @@ async def test_stopping_ends_running_turns_and_keeps_queued_ones_for_the_next_st
     await upstream.until(lambda: upstream.left == 1)
     async with daemon(tmp_path, upstream) as here:
         assert (await here.ended(session, second)).text == "later"
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 async def test_draining_completes_running_turns_and_starts_none(tmp_path, upstream):
@@ -401,7 +401,7 @@ async def test_a_tool_that_runs_during_a_stop_is_interrupted(tmp_path, upstream)
         await here.turns.stop(mode="now", grace_s=0)
         (end,) = await here.seen("tool.end")
         assert end["data"]["status"] == "interrupted"
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 async def test_after_a_crash_started_turns_end_tools_do_not_run_again_and_queued_turns_run(tmp_path, upstream):
@@ -419,7 +419,7 @@ async def test_after_a_crash_started_turns_end_tools_do_not_run_again_and_queued
         assert (record.error.code, record.text) == ("daemon-restarted", "Let me.")
         assert (await here.ended(session, second)).text == "later"
         events = await here.events()
-        check_invariants(events)
+        check_log(events)
         ends = [item["data"] for item in events if item["event"] == "tool.end"]
         assert [end["status"] for end in ends] == ["interrupted", "interrupted"]
         assert here.toolbox.called == []
@@ -477,7 +477,7 @@ async def test_after_a_crash_the_text_in_the_log_is_kept(tmp_path, upstream):
         await here.seen("turn.token")
     async with daemon(tmp_path, upstream) as here:
         assert (await here.ended(session, turn)).text == "Hel"
-        check_invariants(await here.events())
+        check_log(await here.events())
         answer = (await here.snapshot(session)).messages[-1]
         assert (answer.content, answer.reasoning_content) == ("Hel", "Hm")
 
@@ -618,7 +618,7 @@ async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(tmp_path, 
         record = await here.ended(session, turn)
         assert record.error is not None
         assert record.error.code == "daemon-restarted"
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 async def test_a_start_on_a_full_disk_recovers_when_there_is_space(tmp_path, upstream, monkeypatch):
@@ -641,7 +641,7 @@ async def test_a_start_on_a_full_disk_recovers_when_there_is_space(tmp_path, ups
         full = False
         assert (await here.ended(session, second)).text == "later"
         assert (await here.turns.read(session, first)).status == "error"
-        check_invariants(await here.events())
+        check_log(await here.events())
 
 
 async def test_a_turn_ends_even_after_an_unexpected_exception(here, upstream, monkeypatch, caplog):

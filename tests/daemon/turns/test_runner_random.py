@@ -14,7 +14,7 @@ import pytest
 from lmx_lab.daemon.turns.queue import list_unfinished
 from lmx_lab.errors import LabError, NotFoundError, StoppingError
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
-from tests.support.daemons import ASKS, FREE, TERMINAL, WAIT_S, ScriptedToolbox, TurnHarness, check_invariants, daemon
+from tests.support.daemons import ASKS, FREE, TERMINAL, WAIT_S, ScriptedToolbox, TurnHarness, check_log, daemon
 from tests.support.model_server import DROP, STALL, Scripted, Step, call, chunk, ending, refuses, thought, token
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
@@ -145,7 +145,7 @@ async def last_life(world, folder, upstream):
         await asyncio.wait([watching])
         assert here.turns.counts()[1] == 0
         events = await here.events()
-        check_invariants(events)
+        check_log(events)
         turns = {(event["session_id"], event["turn_id"]) for event in events if event["turn_id"] is not None}
         assert turns == world.accepted
         assert max(world.called.values(), default=1) == 1, "no tool ran twice"
