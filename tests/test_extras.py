@@ -5,7 +5,6 @@ import functools
 import importlib
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.support.extras import (
     names,
     packages_of_modules,
 )
+from tests.support.programs import script_result
 
 ROOT = Path(__file__).parent.parent
 WITHOUT_ERROR = {"IPython", "jupyter_core", "minify", "segno"}
@@ -126,8 +126,7 @@ def test_each_package_of_an_extra_that_is_imported_can_be_named(extra):
 @pytest.mark.long
 @pytest.mark.parametrize("module", USES)
 def test_without_a_package_its_use_is_one_line_with_the_command_that_installs_it(module, tmp_path):
-    command = [sys.executable, "-c", PROGRAM, module, USES[module], tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = script_result(PROGRAM, module, USES[module], str(tmp_path))
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     package = "llama.cpp" if module == "xllamacpp" else OPTIONAL[module][0]

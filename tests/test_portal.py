@@ -306,7 +306,7 @@ async def thread_name():
     return threading.current_thread().name
 
 
-def hosted_main(function):
+def hosted_main(function, *, loop_factory=None):
     """Run a function on a loop that hosts another one, in the main thread, as a notebook's kernel does."""
 
     async def main():
@@ -317,7 +317,8 @@ def hosted_main(function):
         finally:
             await asyncio.to_thread(hosted.stop)
 
-    return asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main())
 
 
 def test_a_free_host_runs_the_steps():
@@ -425,17 +426,11 @@ def test_a_loop_outlives_its_host():
 def test_uvloop_can_be_the_host():
     uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed")
 
-    async def names():
-        hosted = HostedLoop(asyncio.get_running_loop(), "test-hosted")
-        hosted.start()
-        try:
-            awaited = {await receive(hosted.submit(thread_name())) for _ in range(20)}
-            return "MainThread" in awaited, hosted.run(thread_name())
-        finally:
-            await asyncio.to_thread(hosted.stop)
+    async def names(hosted):
+        awaited = {await receive(hosted.submit(thread_name())) for _ in range(20)}
+        return "MainThread" in awaited, hosted.run(thread_name())
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(names()) == (True, "test-hosted")
+    assert hosted_main(names, loop_factory=uvloop.new_event_loop) == (True, "test-hosted")
 
 
 def test_code_of_the_loop_cannot_wait_for_the_loop_in_either_driver():

@@ -36,24 +36,14 @@ from tests.support.browser import FOREIGN, WAIT_MS
 from tests.support.sockets import free_port
 
 START_S = 180
-
-
 PORTS_TRIED = 3
-
-
 KERNEL_ATTEMPTS = 3
-
-
 LOG_CHARACTERS = 4000
-
-
 # Errors that JupyterLab itself writes to the console for any notebook.
 BENIGN: tuple[str, ...] = (
     # From its debugger, some time after a connection was cut.
     "Could not restore the debugger state",
 )
-
-
 SETTINGS = {
     # No requests for news and versions to other hosts.
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
@@ -62,8 +52,6 @@ SETTINGS = {
     # No dialog about closing a kernel, which would wait forever.
     "docmanager-extension/plugin": {"autosave": False},
 }
-
-
 OPEN = """async ([path, wanted, attempts, patience]) => {
     const app = window.jupyterapp;
     await app.restored;
@@ -83,11 +71,7 @@ OPEN = """async ([path, wanted, attempts, patience]) => {
     }
     throw new Error(`the kernel is ${kernel.status}, ${kernel.connectionStatus}, and does not say what it is`);
 }"""
-
-
 CURRENT = "const app = window.jupyterapp, panel = app.shell.currentWidget;"
-
-
 RUN = """async ([index, wait]) => {
     const app = window.jupyterapp, panel = app.shell.currentWidget;
     panel.content.activeCellIndex = index;
@@ -98,8 +82,6 @@ RUN = """async ([index, wait]) => {
     const error = panel.content.widgets[index].model.outputs.toJSON().find((each) => each.output_type === "error");
     return error ? error.ename + ": " + error.evalue : null;
 }"""
-
-
 KERNEL = """async (code) => {
     const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
     const future = kernel.requestExecute({code, store_history: false, silent: false});
@@ -395,12 +377,8 @@ def kernel_message(frame: bytes) -> dict[str, Any] | None:
 
 
 LAUNCH = "import lmx_lab, os, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"
-
-
 SLEEP = "until = time.time() + 200\nwhile time.time() < until and not os.path.exists('awake'): time.sleep(0.05)"
 """A cell that sleeps until a file exists in the notebook's folder."""
-
-
 SLEEPING = 2
 """Index of the cell that sleeps."""
 
@@ -475,8 +453,6 @@ def model_button(tab: Tab, name: str) -> Locator:
 
 QUERIES = (f"where is the cat, number {number}" for number in itertools.count())
 """A new query for each ranking, so that a test does not accept the result of an earlier one."""
-
-
 DOCUMENTS = ["the dog runs", "the cat sits on the mat", "berlin is the capital of germany"]
 
 
@@ -501,8 +477,6 @@ def panel_names(tab: Tab) -> dict[str, str]:
 
 MIN_CONTRAST = 4.5
 """WCAG 2.2, 1.4.3, level AA."""
-
-
 # Returns the contrast of each visible text to its background. Colours are painted on a canvas, to convert any notation
 # to numbers and to blend translucent colours with the colours behind them.
 CONTRASTS = """(root) => {
@@ -547,11 +521,7 @@ CONTRASTS = """(root) => {
     }
     return found;
 }"""
-
-
 NEXT_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
-
-
 # Marks each visible control of a panel with its number in the order of the document, and returns their number.
 MARK_CONTROLS = """(root) => {
     const controls = root.querySelectorAll("button, input, select, textarea, summary, [tabindex='0']");
@@ -560,21 +530,13 @@ MARK_CONTROLS = """(root) => {
     visible[0].focus();
     return visible.length;
 }"""
-
-
 FOCUSED_CONTROL = """() => {
     const {dataset, tagName} = document.activeElement;
     return dataset.number === undefined ? null : [Number(dataset.number), tagName];
 }"""
-
-
 CONTROL = re.compile(r"- \'?(button|textbox|searchbox|combobox|checkbox|spinbutton)(?: \"([^\"]*))?", re.MULTILINE)
 """A control in a snapshot of the accessibility tree: its role and its name."""
-
-
 OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
-
-
 SCRIPTED_EVENTS = """
 import os, time
 from lmx_lab.panels.layout import compose_panels
@@ -588,8 +550,6 @@ async def put(*events):
     for event in events: daemon.given.put_nowait(event)
 give = lambda *events: bench.submit(put(*events)).result(30)
 """
-
-
 RESET_EVENTS = """
 daemon, log = ScriptedDaemon(), ScriptedLog(f"log-{time.time_ns()}")
 bench.follow_events(daemon)
@@ -599,8 +559,6 @@ while panel._source is not daemon or panel.connection["state"] != "live": time.s
 bench.submit(panel.do_filter({"groups": list(GROUPS), "session": "", "text": ""})).result(30)
 bench.submit(panel.do_clear({})).result(30)
 """
-
-
 ALL_EVENTS = """
 failed = {"code": "lmx-timeout", "message": "the model's server has not answered", "type": "x"}
 call = {"call_id": "c", "name": "weather", "arguments": {"city": "Ulm"}}
@@ -613,6 +571,4 @@ give(log.created(), log.event("turn.started", {"model": "tiny"}), log.token("Let
      log.reset(500), log.snapshot(500, partial="It is"), LIVE, log.token(" sunny, and warm."), log.permission_request(),
      log.permission_request("per-2", tool="files__write", arguments={"path": "notes.txt", "text": "one\\ntwo"}))
 """
-
-
 EVENT_IMPORTS = "from lmx_lab.client.subscription import ConnectionState\nfrom lmx_lab.errors import UnreachableError\n"

@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
@@ -30,6 +29,7 @@ from lmx_lab.notebook.report import CSS as PAGE_CSS
 from lmx_lab.results.figures import CSS, MAX_SERIES, LineChart, Series
 from tests.contract.figures import RENDERERS, Cells, Html, Line, Matplotlib, Renderer, parse_svg, pixels_of
 from tests.support.browser import chromium
+from tests.support.programs import run_script
 from tests.support.samples import run_of
 
 pytestmark = pytest.mark.slow
@@ -260,8 +260,7 @@ def test_figures_need_neither_pyplot_nor_another_host():
         "print({figure._repr_png_()[:4] for _, figure in drawn if hasattr(figure, '_repr_png_')});"
         "print('matplotlib.pyplot' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == "{b'\\x89PNG'}\nFalse\n"
+    assert run_script(code) == "{b'\\x89PNG'}\nFalse\n"
     for renderer in RENDERERS:
         if isinstance(renderer, Html):
             figure = renderer.draw([0.5, 1.0])

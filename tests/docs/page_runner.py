@@ -24,8 +24,6 @@ SERVER_OF_ADDRESS = {
     "127.0.0.1:8401": "daemon",
 }
 """Which server of the page replaces an address: the last one that was started, or the first."""
-
-
 REPLACEMENTS: Mapping[str, Mapping[str, str]] = {
     # Tests listen on loopback only.
     "*": {"--host 0.0.0.0": "--host 127.0.0.1"},
@@ -44,19 +42,11 @@ REPLACEMENTS: Mapping[str, Mapping[str, str]] = {
         "bench --model tiny": "bench --model tiny -p 16 -n 4 --requests 2",
     },
 }
-
-
 PROGRAM = re.compile(r"# (\w+\.py)$")
 """First line of a block that is a program in a file of this name, not a notebook cell."""
-
-
 SERVICE = re.compile(r"(?:\w+=\S+ )*lmx-lab (serve|daemon)\b[^\n]*$")
 """A block with a command that runs until it is stopped."""
-
-
 READY = re.compile(r"(?:LMX Lab|The daemon) is ready at http://(\S+?),? ")
-
-
 LMX_LAB = f"""\
 #!{sys.executable}
 import sys
@@ -69,8 +59,6 @@ from lmx_lab.cli import main
 
 main()
 """
-
-
 BEFORE_LAUNCH = "from tests.docs.short_answers import limit_answers; limit_answers(); del limit_answers"
 """Runs in a kernel before its first cell that launches a lab."""
 

@@ -21,6 +21,7 @@ from lmx_lab.wire.sessions import CreateSession, Decision
 from tests.support.daemons import ASKS, check_log, daemon
 from tests.support.engines import entry_of, finish, request, run
 from tests.support.model_server import Scripted, calls, says
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -53,8 +54,7 @@ async def test_deadlines_and_idle_timeouts_do_not_depend_on_the_wall_clock(longs
             await finish(stream)
         assert time.perf_counter() - begun > 0.05
         used = time.perf_counter()
-        while manager.snapshot.state == "ready":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await auntil(lambda: manager.snapshot.state != "ready")
         assert time.perf_counter() - used > 0.3
         assert manager.snapshot.unload_cause == "idle"
 

@@ -26,7 +26,7 @@ from lmx_lab.engine.mlx.model import AnswerText, PromptTokenizer
 from lmx_lab.engine.mlx.sampling import RandomSampler
 from lmx_lab.errors import EngineError
 from lmx_lab.settings import Settings
-from tests.support.asking import CHAT_WAIT_S
+from tests.support.asking import CHAT_WAIT_S, refused
 from tests.support.engines import fail_next_step, finish, mlx_thread, numbers, process_of, request, run, until_idle
 from tests.support.formats import Chat, Format, Problem, Request, Socket
 from tests.support.labs import serving, wait_until_idle
@@ -253,10 +253,9 @@ def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(tiny_hom
             assert end.problem.code == "internal-error"
             assert "load a model" in end.problem.message
             assert (end.status, end.problem.retryable) == (503 if way == "whole" else None, False)
-        refused = http.post("/v1/chat/completions", json=Chat().body(Request(), stream=False))
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "internal-error")
+        refused(Chat().post(http, Request()), 503, "internal-error")
         assert http.get("/readyz").status_code == 503
         assert http.get("/healthz").status_code == 200
         assert http.post("/admin/models/load", json={"model": name}).status_code == 200
         assert http.get("/readyz").status_code == 200
-        assert http.post("/v1/chat/completions", json=Chat().body(Request(), stream=False)).status_code == 200
+        assert Chat().post(http, Request()).status_code == 200

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import httpx2
 import pytest
 
-from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body
+from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
 from tests.support.commands import Serving
 from tests.support.hub import REPO, hub_with, instead
 
@@ -51,8 +51,7 @@ def test_a_model_that_two_servers_need_is_downloaded_once_and_can_be_deleted_whi
         assert [model["loaded"] for model in second.get("/admin/models").json()["models"]] == [True]
         assert first.get("/admin/models").json()["models"] == []
         for each in servers:
-            gone = each.post("/admin/models/load", json={"model": REPO})
-            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model-not-found")
+            refused(each.post("/admin/models/load", json={"model": REPO}), 404, "model-not-found")
         assert second.post(CHAT, json=body).status_code == 200
         server.faults.clear()
         assert first.post("/admin/models/load", json={"model": REPO}).status_code == 200

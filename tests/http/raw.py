@@ -13,14 +13,8 @@ from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
 from tests.support.waiting import WAIT_S
 
 SHORT_S = 0.2
-
-
 READ_LATER_S = 3.5 * SHORT_S
-
-
 GET = b"GET /read HTTP/1.1\r\nhost: localhost\r\n\r\n"
-
-
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
@@ -141,28 +135,23 @@ async def stream(receive: Any, send: Any) -> None:
 
 
 async def no_content(scope: Any, receive: Any, send: Any) -> None:
-    if scope["type"] == "http":
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body"})
+    if scope["type"] == "lifespan":
+        await lifespan(receive, send)
         return
-    for what in ("startup", "shutdown"):
-        await receive()
-        await send({"type": f"lifespan.{what}.complete"})
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body"})
 
 
 async def answer_to(*pieces: str) -> bytes:
     """Send a request in pieces, and read until the connection is closed, or until the end of the response head."""
-    host = await serve(no_content, bind("127.0.0.1", 0, explicit=True))
-    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-    for piece in pieces:
-        writer.write(piece.encode())
-        await asyncio.sleep(SHORT_S if len(pieces) > 1 else 0)
-    async with asyncio.timeout(20):
-        answer = await reader.readuntil(b"\r\n\r\n")
-        if b"connection: close" in answer:
-            answer += await reader.read()
-    writer.close()
-    await host.stop()
+    async with running(no_content) as host, connect_raw(host) as client:
+        for piece in pieces:
+            client.send(piece.encode())
+            await asyncio.sleep(SHORT_S if len(pieces) > 1 else 0)
+        async with asyncio.timeout(WAIT_S):
+            answer = await client.reader.readuntil(b"\r\n\r\n")
+            if b"connection: close" in answer:
+                answer += await client.reader.read()
     return answer
 
 
@@ -181,16 +170,10 @@ async def report_length(scope: Any, receive: Any, send: Any) -> None:
         while (message := await receive())["type"] == "websocket.receive":
             await send({"type": "websocket.send", "text": f"{len(message['text'])} characters"})
     else:
-        await no_content(scope, receive, send)
+        await lifespan(receive, send)
 
 
 @asynccontextmanager
 async def opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    host = await serve(report_length, bind("127.0.0.1", 0, explicit=True))
-    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-    try:
-        async with asyncio.timeout(30):
-            yield reader, writer
-    finally:
-        writer.close()
-        await host.stop()
+    async with running(report_length) as host, connect_raw(host) as client, asyncio.timeout(30):
+        yield client.reader, client.writer

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.commands import status
-from tests.support.kernels import setting
+from tests.support.kernels import healthz, setting
 
 SETUP = """
 import asyncio, os, threading, psutil, lmx_lab
@@ -80,7 +79,7 @@ def launch(notebook, arguments="port=0"):
 def test_the_kernels_loop_serves_on_loopback_and_on_the_lan(notebook):
     assert notebook.run("lab = lmx_lab.launch(port=0); print(lab.mode, lab.lan_url)") == "kernel None"
     assert notebook.run("lab = lmx_lab.launch(port=0, lan=True); print(lab.mode)") == "kernel"
-    assert status(int(notebook.run("print(lab.port)")), "/healthz") == 200
+    assert healthz(int(notebook.run("print(lab.port)"))) == 200
 
 
 def test_the_launch_cell_run_again_gives_the_same_lab(lab):
@@ -94,14 +93,14 @@ def test_changed_arguments_restart_in_place_on_the_same_port(lab):
     assert lab.run("print(old.running, lab.settings.slots, listening().count(lab.port), sorted(threads()))") == (
         "False 2 1 ['lmx-lab-panels', 'lmx-lab-server']"
     )
-    assert status(lab.port, "/healthz") == 200
+    assert healthz(lab.port) == 200
 
 
 def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab):
     lab.run("import socket; other = socket.create_server(('127.0.0.1', 0))")
     output = lab.fail("lmx_lab.launch(port=other.getsockname()[1])")
     assert (output.error, "another program" in output.message) == ("PortTakenError", True)
-    assert status(lab.port, "/healthz") == 200
+    assert healthz(lab.port) == 200
     assert lab.run("other.close(); print(lab.chat(hi, max_tokens=1).usage.completion_tokens)") == "1"
 
 
@@ -113,7 +112,7 @@ def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab, form):
     assert lab.run("print(lmx_lab.current() is lab, lab.engine.residents.main is before, bool(next(stream)))") == (
         "True True True"
     )
-    assert status(lab.port, "/healthz") == 200
+    assert healthz(lab.port) == 200
     lab.run("stream = None")
 
 
@@ -134,7 +133,7 @@ def test_the_stop_button_during_the_checks_of_a_launch_leaves_the_lab_as_it_is(l
     assert lab.run("print(lmx_lab.current() is lab, lab.engine.residents.main is before, bool(next(stream)))") == (
         "True True True"
     )
-    assert status(lab.port, "/healthz") == 200
+    assert healthz(lab.port) == 200
     lab.run("stream = None")
 
 
@@ -161,7 +160,7 @@ def test_a_failing_start_is_an_error_in_the_cell_and_releases_everything(noteboo
     assert notebook.fail(launch(notebook)).error in ("ZeroDivisionError", "HostingError")
     notebook.run("local.serve = real" if "local.serve" in fault else "ModelManager.start = real")
     assert notebook.run("print(lmx_lab.current(), threads(), sorted(listening()) == before)") == "None set() True"
-    assert status(int(notebook.run(launch(notebook))), "/healthz") == 200
+    assert healthz(int(notebook.run(launch(notebook)))) == 200
 
 
 def test_a_request_during_the_blocking_launch_cell_is_answered(notebook):
@@ -264,7 +263,7 @@ def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook):
 def test_other_clients_are_answered_while_a_cell_chats(lab):
     lab.start("print('started', flush=True)\nwhile True: lab.chat(hi)")
     lab.read(until="started")
-    assert status(lab.port, "/healthz") == 200
+    assert healthz(lab.port) == 200
     lab.manager.interrupt_kernel()
     assert lab.read().error == "KeyboardInterrupt"
 
@@ -353,7 +352,7 @@ def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_no
     fresh_notebook.manager.shutdown_kernel()
     assert fresh_notebook.process.wait(60) == 0
     with pytest.raises(ConnectionRefusedError):
-        status(port, "/healthz")
+        healthz(port)
 
 
 @pytest.mark.long
@@ -362,7 +361,7 @@ def test_a_restarted_kernel_gets_its_port_back(fresh_notebook):
     fresh_notebook.manager.restart_kernel()
     fresh_notebook.client.wait_for_ready(timeout=60)
     assert fresh_notebook.run(f"import lmx_lab; print(lmx_lab.launch(port={port}).port)") == str(port)
-    assert status(port, "/healthz") == 200
+    assert healthz(port) == 200
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.commands import status
+from tests.support.kernels import healthz
 
 if TYPE_CHECKING:
     from tests.support.kernels import Notebook
@@ -145,7 +145,7 @@ def test_the_stop_button_ends_the_cell_and_its_thread_still_prints_into_it(noteb
 def test_other_clients_are_answered_while_an_offloaded_cell_is_busy(port, cells, gate):
     cell = cells.start(f"%%offload\nprint('started', flush=True)\n{gate.wait}")
     cells.until(lambda: "started" in cell.text())
-    assert status(port, "/healthz") == 200
+    assert healthz(port) == 200
     assert not cell.ended
     gate.open()
     cells.until(lambda: cell.ended)
@@ -238,4 +238,4 @@ def test_the_stop_button_ends_an_answer_and_its_text_stays(notebook, port, cells
     assert cell.error is not None
     assert cell.error[0] == "KeyboardInterrupt"
     assert "clear_output" not in cell.kinds
-    assert status(port, "/healthz") == 200
+    assert healthz(port) == 200

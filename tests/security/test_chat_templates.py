@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -246,14 +245,11 @@ def test_other_requests_are_answered_while_a_template_loops(malicious_lab):
 
 
 def test_rendering_does_not_start_a_process_each_time(process):
-    """The time limit is generous: it only detects that a process is started for each rendering."""
     variables = {"messages": CONVERSATION, "tools": None, "add_generation_prompt": True}
     process.render(THINKER_TEMPLATE, variables)
     before = {child.pid for child in psutil.Process(os.getpid()).children()}
-    started = time.perf_counter()
-    for _ in range(200):
+    for _ in range(20):
         process.render(THINKER_TEMPLATE, variables)
-    assert (time.perf_counter() - started) / 200 < 0.05
     assert {child.pid for child in psutil.Process(os.getpid()).children()} == before
 
 

@@ -8,13 +8,12 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
-from typing import Any
 
 import httpx2
 import pytest
 from websockets.sync.client import connect
 
+from tests.support.asking import refused
 from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
@@ -52,10 +51,9 @@ def watched(lab, headers):
 
 
 def test_the_error_of_a_failed_load_contains_the_reason_but_no_path(lab, folder):
-    def load(**headers: str) -> str:
+    def load(**headers):
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": "damaged"}, headers=headers)
-        assert answer.status_code == 400
-        return str(answer.json()["error"]["message"])
+        return refused(answer, 400, "invalid-request")["message"]
 
     assert str(folder) in load()
     message = load(**ELSEWHERE)
@@ -67,15 +65,12 @@ def test_the_error_of_a_failed_load_contains_the_reason_but_no_path(lab, folder)
 def test_remote_callers_cannot_use_paths_or_download_even_with_lan_admin(lab, folder):
     for name in (str(folder / "mine"), str(folder / "listed" / "damaged"), "org/name", "smollm2-135m"):
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": name}, headers=ELSEWHERE)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model-not-found")
+        refused(answer, 404, "model-not-found")
 
 
 def test_events_contain_no_paths(lab, folder):
-    def failed(events: Iterator[Any]) -> Any:
+    def failed(events):
         return next(event for event in events if event["type"] == "model" and event["stage"] == "failed")
-
-    def ended(events: Iterator[Any]) -> Any:
-        return next(event for event in events if event["type"] == "request")
 
     with watched(lab, {}) as own, watched(lab, ELSEWHERE) as others:
         httpx2.post(f"{lab.url}/admin/models/load", json={"model": str(folder / "listed" / "damaged")})
@@ -84,7 +79,8 @@ def test_events_contain_no_paths(lab, folder):
         assert event["model"] == "damaged"
         assert str(folder) not in event["message"]
         httpx2.post(f"{lab.url}/v1/chat/completions", json=CHAT)
-        assert (ended(own)["model"], ended(others)["model"]) == (str(folder / "mine"), "mine")
+        ended = [next(event for event in events if event["type"] == "request") for events in (own, others)]
+        assert [event["model"] for event in ended] == [str(folder / "mine"), "mine"]
 
 
 @pytest.mark.parametrize(

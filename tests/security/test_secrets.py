@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -28,6 +27,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from tests.support.commands import serving
 from tests.support.labs import KEY
+from tests.support.programs import script_result
 from tests.support.sockets import HANDSHAKE, post, send
 from tests.support.waiting import until
 
@@ -188,8 +188,8 @@ lab.stop()
 @pytest.mark.slow
 def test_requested_paths_do_not_control_the_terminal_of_a_script(tmp_path):
     text = f"{ESCAPES}\n2026-01-01 INFO forged"
-    script = LAUNCHED.format(home=str(tmp_path), text=text)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = script_result(LAUNCHED.format(home=str(tmp_path), text=text))
+    assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "refused" in line]
     assert "forged" in line
     assert not set(done.stderr.replace("\n", "")) & CONTROLS

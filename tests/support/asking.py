@@ -71,9 +71,8 @@ def refused(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
 
 
 def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert error["code"] == code
+    """Check that an answer is this error, after which the same request can never succeed, and return it."""
+    error = refused(response, status, code)
     assert error["message"]
     assert set(error) == {"code", "message", "type", "param", "retryable", "request_id"}
     assert not error["retryable"], "the same request can never succeed"

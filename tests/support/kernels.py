@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import subprocess
@@ -134,3 +135,12 @@ class Notebook:
                 self.process.wait(WAIT_S)
             self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
+
+
+def healthz(port: int) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+    finally:
+        connection.close()

@@ -13,14 +13,15 @@ ROOT = Path(__file__).parents[2]
 """The working directory of scripts that import from ``tests``."""
 
 
-def script_result(source: str, *options: str) -> subprocess.CompletedProcess[str]:
+def script_result(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script, which can import from ``tests``, in a new process."""
-    command = [sys.executable, *options, "-c", source]
+    command = [sys.executable, "-c", source, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
 
 
-def run_script(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+def run_script(source: str, *arguments: str) -> str:
+    """Return what a script prints, which must neither fail nor write to standard error."""
+    done = script_result(source, *arguments)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
 
