@@ -15,11 +15,12 @@ MAX_LANES = 20
 
 def test_requests_are_explained_and_the_view_is_paused_by_keyboard(one_panel):
     panel, page = one_panel.panel("Timeline"), one_panel.page
-    expect(panel.get_by_text("No request has run yet")).to_be_visible()
+    # Before the first request, the load of the model is shown.
+    expect(panel.get_by_role("listitem")).to_contain_text("load echo")
+    expect(panel.get_by_text("No request has run yet")).to_be_hidden()
     one_panel.kernel(CHATS.format(count=1))
     lanes = panel.get_by_role("listitem").filter(has_text="tokens")
     expect(lanes).to_have_count(1)
-    expect(panel.get_by_text("No request has run yet")).to_be_hidden()
     # A slow step divides the decode steps into two parts.
     expect(lanes.first.locator(".decode").first).to_be_visible()
     assert "queued" in (lanes.first.get_by_role("img").get_attribute("aria-label") or "")

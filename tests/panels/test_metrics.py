@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 from lmx_lab.panels import assets
+from lmx_lab.panels.charts import segments
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_columns, window
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import RequestEvent, Sample
@@ -176,6 +177,13 @@ def test_a_paused_view_does_not_change_while_samples_are_recorded(watched):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("distance_s", "parts"), [(1.9, 1), (2.1, 2), (2.9, 2), (3.1, 2)])
+def test_the_panel_and_the_charts_of_reports_leave_the_same_gaps(distance_s, parts):
+    samples = [sample(NOON), sample(NOON + distance_s)]
+    gaps = [row for row in window(samples, window_s=60) if math.isnan(row[1])]
+    assert len(gaps) + 1 == len(segments([each.at for each in samples], [1.0, 1.0])) == parts
+
+
 def test_a_stopped_server_has_no_values_and_a_gap_precedes_new_ones(watched, backend):
     watched.take(seconds(4))
     watched.ends_at(NOON + 1.5)

@@ -10,6 +10,7 @@ import pytest
 
 from lmx_lab.errors import NotLoadedError, OutOfMemoryError
 from lmx_lab.panels.models import MAX_ROWS, ModelsPanel
+from lmx_lab.panels.panel import BUG
 from lmx_lab.values.models import Unloading
 from lmx_lab.wire.admin import ModelEvent, Preference
 from tests.support.gguf import EXACT, LOSSY
@@ -160,10 +161,13 @@ def test_a_second_load_is_refused(reader, backend):
     assert not reader.panel.error
 
 
-def test_a_failed_load_shows_the_reason_until_it_is_dismissed(reader, backend):
+@pytest.mark.parametrize(
+    ("error", "reason"), [(OutOfMemoryError("huge needs 80 GB"), "huge needs 80 GB"), (ValueError("x"), BUG)]
+)
+def test_a_failed_load_shows_the_reason_until_it_is_dismissed(reader, backend, error, reason):
     reader.ask("load", model="huge")
-    reader.give(backend.loads, OutOfMemoryError("huge needs 80 GB, and 16 GB are free"))
-    reader.until(lambda panel: panel.error == "huge was not loaded: huge needs 80 GB, and 16 GB are free")
+    reader.give(backend.loads, error)
+    reader.until(lambda panel: panel.error == f"huge was not loaded: {reason}")
     reader.until(lambda panel: not panel.jobs)
     reader.ask("dismiss")
     reader.until(lambda panel: not panel.error)
