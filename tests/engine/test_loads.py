@@ -218,19 +218,24 @@ async def test_the_model_that_a_load_replaces_is_unloading_and_can_be_stopped_by
         assert stages[-4:] == [("two", "load"), ("one", "unloading"), ("one", "unloaded"), ("two", "loaded")]
 
 
-async def test_waiting_for_a_load_to_replace_a_model_ends_if_the_load_is_cancelled():
+@pytest.mark.parametrize("by_name", [False, True])
+async def test_a_model_stays_if_the_load_that_waits_for_its_answers_is_cancelled(by_name):
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
         load = await start_unload(lab, lab.manager.load(LoadSpec(model="two")))
         waiting = asyncio.create_task(lab.manager.unload("one", wait=True))
         await auntil(lambda: reported(lab)[-1] == ("one", 1, False))
-        assert await lab.manager.unload() == 0, "cancels the load"
+        if by_name:
+            await lab.manager.cancel_load("two")
+        else:
+            assert await lab.manager.unload() == 0
         with pytest.raises(NotLoadedError, match="the load of two was cancelled; one is still loaded"):
             await load
         assert await waiting == 0
         await anext(stream)
         assert lab.manager.snapshot.unloading is None
+        assert await answer(lab) == "one"
         await stream.aclose()
 
 

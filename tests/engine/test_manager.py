@@ -164,22 +164,6 @@ async def test_a_load_is_cancelled_by_its_name_while_an_engine_performs_it(lab):
     assert lab.manager.snapshot.state == "empty"
 
 
-async def test_a_model_stays_loaded_if_the_load_that_waits_for_its_requests_is_cancelled():
-    async with running(replace(SETTINGS, drain_s=600)) as lab:
-        await lab.manager.load(LoadSpec(model="one"))
-        stream = await start_answer(lab)
-        load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
-        await auntil(
-            lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining"
-        )
-        await lab.manager.cancel_load("two")
-        with pytest.raises(NotLoadedError, match="the load of two was cancelled; one is still loaded"):
-            await load
-        await anext(stream)
-        assert await answer(lab) == "one"
-        stream.close()
-
-
 @pytest.mark.long
 @pytest.mark.slow
 async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded_again():

@@ -27,12 +27,6 @@ V1_NONE = "9223372036854771712"
 HUB = {"JUPYTERHUB_SERVICE_PREFIX": "/user/ada/"}
 OWN_V2 = "0::/user.slice/notebook.service\n"
 OWN_V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/pods/mine\n1:name=systemd:/pods/mine\n"
-PROGRAM = """
-import json, os
-from lmx_lab.engine import memory
-from lmx_lab.engine.mlx import memory as mlx_memory
-print(json.dumps([mlx_memory.total_bytes(), mlx_memory.limit_bytes(None), memory.free_bytes()]))
-"""
 
 
 def tree(root, files, own):
@@ -192,8 +186,14 @@ def small_group():
 def test_a_process_in_a_real_group_reads_the_limit_of_the_group(small_group):
     group, limit = small_group
     join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    program = """
+import json
+from lmx_lab.engine import memory
+from lmx_lab.engine.mlx import memory as mlx_memory
+print(json.dumps([mlx_memory.total_bytes(), mlx_memory.limit_bytes(None), memory.free_bytes()]))
+"""
     asked = subprocess.run(
-        ["sh", "-c", join, "sh", sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
+        ["sh", "-c", join, "sh", sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert asked.returncode == 0, asked.stderr
     total, allowed, free = json.loads(asked.stdout)

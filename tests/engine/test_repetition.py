@@ -11,20 +11,9 @@ from lmx_lab.values.models import LoadSpec
 from tests.support.engines import entry_of, finish_with_logprobs
 
 pytestmark = pytest.mark.anyio
-TOPICS = (
-    "the sea",
-    "a lighthouse",
-    "mountains in winter",
-    "a clockmaker",
-    "the invention of paper",
-    "bread",
-    "two brothers",
-    "a lost letter",
-)
-"""Topics of prompts of different lengths, one for each slot."""
-
-
-LONG = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the weather. " * 26
+# Topics of prompts of different lengths, one for each slot.
+TOPICS = ("the sea", "a lighthouse", "mountains in winter", "a clockmaker")
+TOPICS += ("the invention of paper", "bread", "two brothers", "a lost letter")
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
@@ -71,8 +60,9 @@ async def test_64_greedy_answers_and_24_seeded_ones_repeat(manager):
 @pytest.mark.long
 async def test_long_prompts_give_the_same_bits_on_llama_cpp_after_a_deterministic_load(smollm2, smollm2_gguf):
     """Without the option, attention depends on the number of tokens in a step and in the cache."""
+    text = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the weather. " * 26
     requests = [
-        replace(story(topic, seed=seed, max_tokens=8), prompt=TextPrompt(text=LONG[at:]))
+        replace(story(topic, seed=seed, max_tokens=8), prompt=TextPrompt(text=text[at:]))
         for at, (topic, seed) in enumerate([("the sea", None), ("bread", 3), ("paper", None)])
     ]
     entry = entry_of(smollm2_gguf, smollm2.id)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, Format, Kind, ModelEntry
+from lmx_lab.values.models import ECHO, Kind, ModelEntry
 
 CONTEXT = 8192
 SETTINGS = Settings(slots=8, queue_limit=8, threads=1, memory_limit_bytes=2**30, echo_tokens_per_s=20_000)
 FEW = replace(SETTINGS, slots=2, queue_limit=2, echo_tokens_per_s=2000)
-Entries = Mapping[Format, ModelEntry]
 
 
 def echo_entry(id_: str, *, context: int = 512, kind: Kind = "chat") -> ModelEntry:

@@ -7,7 +7,6 @@ from tests.engine.contract.entries import SETTINGS
 from tests.support.engines import DESCRIBED_TOOLS, PROMPT, TOOL_CONVERSATION, finish_with_logprobs, request
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-Both = tuple[ModelManager, ModelManager]
 
 
 @pytest.fixture(scope="module")

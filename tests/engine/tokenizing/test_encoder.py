@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -17,10 +16,10 @@ from lmx_lab.engine.tokenizing import encoder as module
 from lmx_lab.engine.tokenizing.encoder import CancelledTextError, TextEncoder, TextWork
 from lmx_lab.engine.tokenizing.worker import NICENESS
 from lmx_lab.errors import InvalidRequestError, QueueFullError
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 TEXTS = ("", "Hello  world!\n", "<|im_start|>user\nhi<|im_end|>", "[CLS] 東京 naïve 🦊 [SEP]", "\x00\x04\t", " " * 300)
-SLOW = "(a|a|aa|b)*c"
 
 
 def tokenizer_of(entry):
@@ -86,7 +85,7 @@ def test_a_text_over_the_time_limit_is_refused(slow, monkeypatch):
 
 def test_a_panic_is_an_error_of_the_request(smollm2):
     tokenizer = tokenizer_of(smollm2)
-    tokenizer.normalizer = normalizers.Replace(Regex(SLOW), "")
+    tokenizer.normalizer = normalizers.Replace(Regex("(a|a|aa|b)*c"), "")
     with pytest.raises(InvalidRequestError, match="PanicException"):
         TextEncoder(tokenizer, "tiny").encode(["a" * 400 + "dc"], TextWork(), param="prompt")
 
@@ -103,13 +102,6 @@ def start(encode):
     thread = threading.Thread(target=run)
     thread.start()
     return thread, errors
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_cancelled_text_ends_while_it_is_encoded(slow):

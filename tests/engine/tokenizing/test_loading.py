@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 SLOW = {"type": "Replace", "pattern": {"Regex": "(a|a|aa|b)*c"}, "content": ""}
-Load = Callable[[dict[str, Any]], LoadedModel]
 
 
 @pytest.fixture
