@@ -47,6 +47,8 @@ def check_blas(settings: Settings) -> Iterator[Finding]:
         parts.append(f"{report.gflops:.0f} GFLOP/s")
     if report.gemv:
         parts.append("sgemv for products with one row")
+    if report.fma_exp:
+        parts.append("exp with fused multiply-add")
     if report.name != "reference":
         yield Finding(topic="blas", verdict="fine", found=", ".join(parts))
         return

@@ -27,6 +27,8 @@ class BlasReport:
     """Measured speed of a float32 matrix product in MLX."""
     gemv: bool = False
     """Whether products with a single row are computed by ``sgemv``."""
+    fma_exp: bool = False
+    """Whether MLX's ``exp`` is replaced by one with fused multiply-add."""
     threads_fixed: bool = True
     """Whether the number of threads was set explicitly. If not, ``ThreadChoice`` adapts it to the load."""
 

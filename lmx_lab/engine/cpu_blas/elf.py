@@ -1,4 +1,4 @@
-"""Finds, reads and writes the import slots of a loaded shared library. 64-bit Linux only.
+"""Finds, reads and writes the import slots and the functions of a loaded shared library. 64-bit Linux only.
 
 A library calls a function of another library through a slot in its own memory, which the dynamic linker fills
 ("relocates") with the address of the function. See the System V gABI, chapter 5, and the processor supplements for the
@@ -29,8 +29,11 @@ DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_RELA, DT_RELASZ, DT_JMPREL = 2, 5, 6, 7, 8
 ADDRESS_TAGS = {DT_STRTAB, DT_SYMTAB, DT_RELA, DT_JMPREL}
 DYNAMIC_ENTRY = struct.Struct("<qQ")
 RELA_ENTRY = struct.Struct("<QQq")
-SYMBOL_BYTES = 24
-"""Size of an entry of the symbol table, which begins with the position of the name in the table of names, 4 bytes."""
+SHT_SYMTAB = 2
+SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
+SYMBOL = struct.Struct("<IHHQQ")
+"""Index of the name, type, section, value and size."""
+SYMBOL_BYTES = SYMBOL.size
 POINTER = struct.Struct("<Q")
 PAGE_BYTES = mmap.PAGESIZE
 MAPS = Path("/proc/self/maps")
@@ -63,22 +66,24 @@ def libraries() -> list[Library]:
     """
     found = []
     for line in MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        addresses, permissions, in_file, _, _, *path = line.split(maxsplit=5)
+        addresses, permissions, offset, _, _, *path = line.split(maxsplit=5)
         # The first mapping of a library contains the headers of its file.
-        if not path or ".so" not in os.path.basename(path[0]) or permissions[0] != "r" or int(in_file, 16) != 0:
-            continue
-        address = int(addresses.partition("-")[0], 16)
-        header = ctypes.string_at(address, ELF_HEADER_BYTES)
-        if not header.startswith(b"\x7fELF\x02"):
-            continue
-        (offset,), (count,) = struct.unpack_from("<Q", header, 0x20), struct.unpack_from("<H", header, 0x38)
-        headers = ctypes.string_at(address + offset, count * PROGRAM_HEADER.size)
-        parts = [(kind, virtual) for kind, _, _, virtual, *_ in PROGRAM_HEADER.iter_unpack(headers)]
-        base = address - next((virtual for kind, virtual in parts if kind == PT_LOAD), 0)
-        dynamic = next((virtual for kind, virtual in parts if kind == PT_DYNAMIC), None)
-        if dynamic is not None:
-            found.append(Library(path=path[0], base=base, dynamic=base + dynamic))
+        if path and ".so" in os.path.basename(path[0]) and permissions.startswith("r") and int(offset, 16) == 0:
+            library = _loaded_at(int(addresses.partition("-")[0], 16), path[0])
+            found += [library] if library is not None else []
     return found
+
+
+def _loaded_at(address: int, path: str) -> Library | None:
+    header = ctypes.string_at(address, ELF_HEADER_BYTES)
+    if not header.startswith(b"\x7fELF\x02"):
+        return None
+    (offset,), (count,) = struct.unpack_from("<Q", header, 0x20), struct.unpack_from("<H", header, 0x38)
+    headers = ctypes.string_at(address + offset, count * PROGRAM_HEADER.size)
+    parts = [(kind, virtual) for kind, _, _, virtual, *_ in PROGRAM_HEADER.iter_unpack(headers)]
+    base = address - next((virtual for kind, virtual in parts if kind == PT_LOAD), 0)
+    dynamic = next((virtual for kind, virtual in parts if kind == PT_DYNAMIC), None)
+    return None if dynamic is None else Library(path=path, base=base, dynamic=base + dynamic)
 
 
 def slots(library: Library, names: Collection[str], machine: str) -> dict[str, list[int]]:
@@ -99,6 +104,24 @@ def slots(library: Library, names: Collection[str], machine: str) -> dict[str, l
             if name in encoded:
                 found.setdefault(name.decode(), []).append(library.base + offset)
     return found
+
+
+def symbol(library: Library, name: str) -> int | None:
+    """The address of a function in the symbol table of the library's file, which also contains functions that it does
+    not export; ``None`` if the file has no such table or no such function.
+    """
+    with open(library.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
+        (headers,), (count,) = struct.unpack_from("<Q", image, 0x28), struct.unpack_from("<H", image, 0x3C)
+        sections = [SECTION_HEADER.unpack_from(image, headers + at * SECTION_HEADER.size) for at in range(count)]
+        for _, kind, _, _, offset, size, strings, *_ in sections:
+            if kind != SHT_SYMTAB:
+                continue
+            names, names_bytes = sections[strings][4:6]
+            at = image.find(b"\0" + name.encode() + b"\0", names, names + names_bytes) + 1 - names
+            for index, _, _, value, _ in SYMBOL.iter_unpack(image[offset : offset + size]):
+                if index == at > 0:
+                    return int(library.base + value)
+    return None
 
 
 def handle(library: Library, machine: str) -> int | None:

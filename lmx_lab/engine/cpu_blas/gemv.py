@@ -9,13 +9,7 @@ over all layers of a model.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import platform
-
-from lmx_lab.engine.cpu_blas import elf
-
-MACHINE = "x86_64"
+from lmx_lab.engine.cpu_blas import machine_code
 
 
 def code(sgemm: int, sgemv: int) -> bytes:
@@ -69,21 +63,7 @@ def _jump(target: int) -> bytes:
 def build(sgemm: int, sgemv: int) -> int:
     """Write the instructions to a new executable page and return their address.
 
-    The page is never freed, because MLX may call the function until the process exits.
-
     Raises:
         OSError: the system does not allow executable pages (SELinux), or the processor is not x86-64.
     """
-    if platform.machine() != MACHINE:
-        raise OSError(f"the instructions are for {MACHINE} only")
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    writable, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    page = libc.mmap(None, elf.PAGE_BYTES, writable, private, -1, 0)
-    if page == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "mmap failed")
-    instructions = code(sgemm, sgemv)
-    ctypes.memmove(page, instructions, len(instructions))
-    elf.protect(page, elf.PAGE_BYTES, mmap.PROT_READ | mmap.PROT_EXEC)
-    return int(page)
+    return machine_code.place(code(sgemm, sgemv))

@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +32,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from lmx_lab.engine.cpu_blas import elf, gemv
+from lmx_lab.engine.cpu_blas import elf, gemv, machine_code
+from lmx_lab.engine.cpu_blas.exponential import Exponential
 from lmx_lab.engine.memory import default_threads, threads_from_environment
 from lmx_lab.values.engine import BlasName, BlasReport
 
@@ -83,14 +83,7 @@ class OpenBlas:
             ImportError: the package is not installed, or contains no library.
             OSError: the library cannot be loaded.
         """
-        # The package is not imported: that would load the library for the whole process.
-        spec = importlib.util.find_spec(PACKAGE)
-        if spec is None or spec.origin is None:
-            raise ImportError("the package scipy-openblas32 is not installed")
-        folder = Path(spec.origin).parent / "lib"
-        path = next(iter(sorted(folder.glob("libscipy_openblas*.so*"))), None)
-        if path is None:
-            raise ImportError(f"there is no library in {folder}")
+        path = _library_path()
         values = {"OPENBLAS_THREAD_TIMEOUT": IDLE_TIMEOUT}
         if is_narrow_avx512():
             values["OPENBLAS_CORETYPE"] = "Zen"
@@ -112,8 +105,7 @@ class OpenBlas:
         self._library.scipy_openblas_get_corename.restype = ctypes.c_char_p
         self.is_fork_safe = _disable_fork_handlers(path, machine)
         """Whether the process can fork while OpenBLAS has more than one thread."""
-        # A forked child has a single thread; OpenBLAS would wait for the others.
-        os.register_at_fork(after_in_child=partial(self._library.scipy_openblas_set_num_threads, 1))
+        os.register_at_fork(after_in_child=self._after_fork)
 
     @property
     def title(self) -> str:
@@ -140,6 +132,10 @@ class OpenBlas:
         assert address is not None
         return address
 
+    def _after_fork(self) -> None:
+        # A forked child has a single thread; OpenBLAS would wait for the others.
+        self.threads = 1
+
 
 def is_narrow_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the processor computes 512 bits in two halves: AMD's Zen 4, family 25.
@@ -153,6 +149,17 @@ def is_narrow_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return False
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return facts.get("vendor_id") == "AuthenticAMD" and facts.get("cpu family") == "25"
+
+
+def _library_path() -> Path:
+    # The package is not imported: that would load the library for the whole process.
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ImportError("the package scipy-openblas32 is not installed")
+    files = sorted((Path(spec.origin).parent / "lib").glob("libscipy_openblas*.so*"))
+    if not files:
+        raise ImportError(f"there is no library in {Path(spec.origin).parent / 'lib'}")
+    return files[0]
 
 
 def _disable_fork_handlers(path: Path, machine: str) -> bool:
@@ -222,6 +229,8 @@ class _Binding:
         self._openblas: OpenBlas | None = None
         self._functions: dict[str, int] = {}
         self._gemv = False
+        self._exponential: Exponential | None = None
+        """Set while MLX uses it."""
         self._configured: tuple[str, int | None] | None = None
         self._report = BlasReport(name="reference", detail="")
         self._measured: dict[tuple[BlasName, int | None], float] = {}
@@ -280,9 +289,7 @@ class _Binding:
             raise _NotBoundError("Accelerate, part of the system", name="system", level=logging.DEBUG)
         if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
             raise _NotBoundError("the C library of this system is not glibc")
-        library = next((found for found in elf.libraries() if Path(found.path).name == MLX_LIBRARY), None)
-        if library is None:
-            raise _NotBoundError(f"{MLX_LIBRARY} is not loaded", name="system")
+        library = _mlx_library()
         slots = elf.slots(library, FUNCTIONS, platform.machine())
         if missing := set(FUNCTIONS) - set(slots):
             raise _NotBoundError(f"this build of MLX does not call {', '.join(sorted(missing))}", name="system")
@@ -296,39 +303,67 @@ class _Binding:
         openblas = self._openblas = self._openblas or OpenBlas(count, platform.machine())
         # With its fork handler in place, a fork would hang if there is more than one thread.
         openblas.threads = count if openblas.is_fork_safe else 1
-        if not self._functions:
-            functions = {name: openblas.address(name) for name in FUNCTIONS}
-            # On arm64, OpenBLAS itself calls gemv where possible.
-            self._gemv = platform.machine() == "aarch64"
-            if platform.machine() == gemv.MACHINE:
-                try:
-                    functions["cblas_sgemm"] = gemv.build(functions["cblas_sgemm"], openblas.address("cblas_sgemv"))
-                    self._gemv = True
-                except OSError as exc:
-                    log.info("Products with a single row are computed by sgemm: %s", exc)
-            self._functions = functions
         if not self._originals:
+            self._functions = self._functions or self._find_functions(openblas)
             before = {slot: elf.read(slot) for name in FUNCTIONS for slot in slots[name]}
             elf.write({slot: self._functions[name] for name in FUNCTIONS for slot in slots[name]})
             self._originals = before
             if difference := find_difference():
                 raise _NotBoundError(f"its products differ from numpy's ({difference}); {PRELOAD}")
+            self._replace_exponential()
         return BlasReport(
             name="openblas",
             detail=openblas.title,
             threads=openblas.threads,
             gemv=self._gemv,
+            fma_exp=self._exponential is not None,
             threads_fixed=threads is not None or threads_from_environment(os.environ) is not None,
         )
+
+    def _replace_exponential(self) -> None:
+        try:
+            exponential = Exponential(_mlx_library())
+            exponential.replace()
+        except OSError as exc:
+            log.info("MLX keeps its own exp function: %s", exc)
+        else:
+            self._exponential = exponential
+
+    def _find_functions(self, openblas: OpenBlas) -> dict[str, int]:
+        functions = {name: openblas.address(name) for name in FUNCTIONS}
+        # On arm64, OpenBLAS itself calls gemv where possible.
+        self._gemv = platform.machine() == "aarch64"
+        if platform.machine() == machine_code.MACHINE:
+            try:
+                functions["cblas_sgemm"] = gemv.build(functions["cblas_sgemm"], openblas.address("cblas_sgemv"))
+                self._gemv = True
+            except OSError as exc:
+                log.info("Products with a single row are computed by sgemm: %s", exc)
+        return functions
 
     def _restore(self) -> None:
         if self._originals:
             elf.write(self._originals)
             self._originals = {}
+        if self._exponential is not None:
+            self._exponential.restore()
+            self._exponential = None
 
 
 _lock = threading.Lock()
 _binding = _Binding()
+
+
+def _mlx_library() -> elf.Library:
+    """Return the library of MLX in this process.
+
+    Raises:
+        _NotBoundError: it is not loaded under its usual name.
+    """
+    library = next((found for found in elf.libraries() if Path(found.path).name == MLX_LIBRARY), None)
+    if library is None:
+        raise _NotBoundError(f"{MLX_LIBRARY} is not loaded", name="system")
+    return library
 
 
 def _check_is_from_wheel(library: elf.Library, name: str, slot: int) -> None:
@@ -429,19 +464,20 @@ class ThreadChoice:
         """
         if lanes > 1 or not self._candidates:
             self._use(1)
-            return
-        if self._fixed:
+        elif self._fixed:
             self._use(self.max_threads)
-            return
-        now = time.perf_counter()
-        was_idle, self._used_at = now - self._used_at > PAUSE_S, now
+        else:
+            self._use(self._choose(rows))
+
+    def _choose(self, rows: int) -> int:
+        now, was_idle = time.perf_counter(), time.perf_counter() - self._used_at > PAUSE_S
+        self._used_at = now
         if rows < FEW_ROWS or (was_idle and rows < SHORT_ROWS):
-            self._use(1)
-            return
+            return 1
         interval_s = INTERVAL_S if self._fastest == self.max_threads else BUSY_INTERVAL_S
         if now - self._measured_at > interval_s:
             self._measure()
-        self._use(self._fastest)
+        return self._fastest
 
     def _measure(self) -> None:
         self.wait()

@@ -1,33 +1,23 @@
-"""MLX uses OpenBLAS or its own BLAS as a whole, and computes the same products with both, those with a single row by
-sgemv. OpenBLAS is loaded with the right kernels, the process can fork and start programs, and products have the number
-of threads that is fastest. Import slots are found, read and written, also in read-only pages.
+"""MLX uses OpenBLAS or its own BLAS as a whole, and computes the same products with both. OpenBLAS is loaded with the
+right kernels, the process can fork and start programs, and products have the number of threads that is fastest.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
-import os
 import platform
-import struct
-import subprocess
 import sys
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas, elf, gemv, openblas
+from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas, elf, openblas
 from lmx_lab.engine.cpu_blas.openblas import BUSY_INTERVAL_S, INTERVAL_S, PAUSE_S
 from lmx_lab.values.engine import BlasReport
+from tests.engine.cpu_blas.helpers import needs_slots, needs_x86, run
 
-LINUX_CPU = sys.platform == "linux" and mx.default_device() == mx.cpu
-needs_slots = pytest.mark.skipif(not LINUX_CPU, reason="MLX calls a BLAS through import slots on Linux CPUs only")
-needs_x86 = pytest.mark.skipif(
-    not LINUX_CPU or platform.machine() != gemv.MACHINE, reason="the instructions are for x86-64 only"
-)
-ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 WORKING = """
 import os, subprocess, sys, threading
 import mlx.core as mx
@@ -46,24 +36,7 @@ thread = threading.Thread(target=work)
 thread.start()
 working.wait()
 """
-
-
-def run(code, **environ):
-    """Run Python code in a new process without OPENBLAS variables; return what it prints."""
-    unset = {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, env=unset | environ, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.strip()
-
-
-@needs_slots
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python warns about every fork of a process with threads")
-def test_forks_while_mlx_computes_hang_neither_the_parent_nor_the_child():
-    run(
-        WORKING
-        + """
+FORKS = """
 for _ in range(20):
     child = os.fork()
     if not child:
@@ -71,6 +44,8 @@ for _ in range(20):
     os.waitpid(child, 0)
 working.clear()
 working.wait()
+"""
+CHILD_COMPUTES = """
 stop.set()
 thread.join()
 child = os.fork()
@@ -84,19 +59,22 @@ if not child:
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 """
-    )
-
-
-@needs_slots
-def test_programs_started_while_mlx_computes_get_the_original_environment():
-    code = """
+EXEC = """
 names = [name for name in os.environ if name.startswith("OPENBLAS")]
 command = "import os; print([name for name in os.environ if name.startswith('OPENBLAS')])"
 print(names, subprocess.check_output([sys.executable, "-c", command], text=True).strip())
-stop.set()
-thread.join()
 """
-    assert run(WORKING + code) == "[] []"
+
+
+@needs_slots
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python warns about every fork of a process with threads")
+def test_forks_while_mlx_computes_hang_neither_the_parent_nor_the_child() -> None:
+    run(WORKING + FORKS + CHILD_COMPUTES)
+
+
+@needs_slots
+def test_programs_started_while_mlx_computes_get_the_original_environment() -> None:
+    assert run(WORKING + EXEC + "stop.set(); thread.join()") == "[] []"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +98,7 @@ def test_without_cpuinfo_no_special_kernels_are_chosen(tmp_path):
 
 
 @needs_x86
-def test_kernels_chosen_by_the_user_are_used():
+def test_kernels_chosen_by_the_user_are_used() -> None:
     assert "Nehalem" in run(
         "from lmx_lab.engine.cpu_blas import configure_blas; print(configure_blas().detail)",
         OPENBLAS_CORETYPE="Nehalem",
@@ -146,7 +124,7 @@ def slot_contents():
 
 
 @needs_slots
-def test_openblas_is_bound_and_the_original_is_restored(mlx_binding):
+def test_openblas_is_bound_and_the_original_is_restored(mlx_binding: openblas._Binding) -> None:
     installed = slot_contents()
     report = mlx_binding.configure("auto", 1)
     assert (report.name, report.threads) == ("openblas", 1)
@@ -160,7 +138,7 @@ def test_openblas_is_bound_and_the_original_is_restored(mlx_binding):
 
 
 @needs_slots
-def test_several_threads_can_configure_at_once():
+def test_several_threads_can_configure_at_once() -> None:
     code = """
 import threading, mlx.core as mx
 from lmx_lab.engine.cpu_blas import configure_blas
@@ -189,7 +167,9 @@ FAULTS = {
 
 @needs_slots
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_leaves_mlx_unchanged_and_is_logged_once(fault, mlx_binding, monkeypatch, caplog):
+def test_a_fault_leaves_mlx_unchanged_and_is_logged_once(
+    fault: str, mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     module, name, value, words = FAULTS[fault]
     installed = slot_contents()
     with monkeypatch.context() as patch:
@@ -209,7 +189,9 @@ def _refuse(*_):
 
 
 @needs_slots
-def test_pages_that_stay_read_only_leave_mlx_unchanged(mlx_binding, monkeypatch):
+def test_pages_that_stay_read_only_leave_mlx_unchanged(
+    mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed = slot_contents()
     with monkeypatch.context() as patch:
         patch.setattr(elf, "_protection", lambda _page: elf.mmap.PROT_READ)
@@ -219,7 +201,9 @@ def test_pages_that_stay_read_only_leave_mlx_unchanged(mlx_binding, monkeypatch)
 
 
 @needs_x86
-def test_without_executable_pages_a_single_row_is_computed_by_sgemm(mlx_binding, monkeypatch):
+def test_without_executable_pages_a_single_row_is_computed_by_sgemm(
+    mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(elf, "protect", _refuse)
         report = mlx_binding.configure("auto", None)
@@ -227,7 +211,9 @@ def test_without_executable_pages_a_single_row_is_computed_by_sgemm(mlx_binding,
 
 
 @needs_slots
-def test_another_blas_that_mlx_already_uses_is_kept(mlx_binding, monkeypatch):
+def test_another_blas_that_mlx_already_uses_is_kept(
+    mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed = slot_contents()
     with monkeypatch.context() as patch:
         patch.setattr(elf, "owner", lambda _address: "/usr/lib/libopenblas.so.0")
@@ -243,7 +229,7 @@ def test_nothing_is_bound_on_a_gpu(monkeypatch):
 
 @needs_slots
 @pytest.mark.parametrize("transposed", list(itertools.product((False, True), repeat=2)))
-def test_products_of_mlx_equal_those_of_numpy(transposed):
+def test_products_of_mlx_equal_those_of_numpy(transposed: tuple[bool, bool]) -> None:
     assert configure_blas("auto").name == "openblas"
     random = np.random.default_rng(1)
     for _ in range(60):
@@ -257,7 +243,7 @@ def test_products_of_mlx_equal_those_of_numpy(transposed):
 
 
 @needs_slots
-def test_a_process_exits_normally_with_either_blas():
+def test_a_process_exits_normally_with_either_blas() -> None:
     for choice in ("auto", "off"):
         run(f"from lmx_lab.engine.cpu_blas import configure_blas; configure_blas({choice!r})")
 
@@ -405,86 +391,3 @@ def test_the_number_changes_and_is_measured_only_when_the_stream_computes_nothin
         machine.now += INTERVAL_S / 4
     assert machine.measured == [1, 2]
     assert machine.in_use == 2
-
-
-# Products with a single row
-
-
-@pytest.fixture
-def product():
-    """The function that replaces sgemm."""
-    library = openblas.OpenBlas(1, platform.machine())
-    number, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
-    kind = ctypes.CFUNCTYPE(None, *[number] * 6, real, pointer, number, pointer, number, real, pointer, number)
-    return kind(gemv.build(library.address("cblas_sgemm"), library.address("cblas_sgemv")))
-
-
-@needs_x86
-def test_sgemv_gives_the_same_product_of_a_row_as_sgemm(product):
-    random = np.random.default_rng(2)
-    cases = itertools.product((1, 2), (PLAIN, TRANSPOSED), (PLAIN, TRANSPOSED), (0.0, 0.5), range(40))
-    for rows, trans_a, trans_b, beta, _ in cases:
-        inner, columns = (int(size) for size in random.integers(1, 300, 2))
-        padding_a, padding_b = (int(padding) for padding in random.integers(0, 5, 2))
-        a, b = random.random((rows, inner), np.float32), random.random((inner, columns), np.float32)
-        stored_a, stored_b = a.T if trans_a == TRANSPOSED else a, b.T if trans_b == TRANSPOSED else b
-        stored_a, stored_b = (
-            np.ascontiguousarray(np.pad(m, ((0, 0), (0, padding))))
-            for m, padding in ((stored_a, padding_a), (stored_b, padding_b))
-        )
-        # beta = 0 overwrites everything: MLX passes uninitialized memory.
-        c = np.full((rows + 1, columns), np.nan if beta == 0 else 3.0, np.float32)
-        c[rows] = 7
-        left, right = (stored_a.ctypes.data, stored_a.shape[1]), (stored_b.ctypes.data, stored_b.shape[1])
-        sizes = rows, columns, inner
-        product(ROW_MAJOR, trans_a, trans_b, *sizes, 2.0, *left, *right, beta, c.ctypes.data, columns)
-        assert np.allclose(c[:rows], 2 * (a @ b) + (3 * beta), rtol=1e-4)
-        assert (c[rows] == 7).all()
-
-
-@needs_x86
-def test_other_products_are_computed_by_sgemm(product):
-    """Column-major order, or an inner size of 0: sgemv would return another result or none."""
-    a, b, c = np.ones(3, np.float32), np.ones(6, np.float32), np.full(2, 5, np.float32)
-    product(102, PLAIN, PLAIN, 1, 2, 3, 1.0, a.ctypes.data, 1, b.ctypes.data, 3, 0.0, c.ctypes.data, 1)
-    assert c.tolist() == [3, 3]
-    product(ROW_MAJOR, PLAIN, PLAIN, 1, 2, 0, 1.0, a.ctypes.data, 3, b.ctypes.data, 2, 0.5, c.ctypes.data, 2)
-    assert c.tolist() == [1.5, 1.5]
-
-
-# Import slots
-
-
-@needs_slots
-def test_read_only_slots_are_written_and_are_read_only_again():
-    page = elf.mmap.mmap(-1, elf.PAGE_BYTES)
-    slot = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    elf.protect(slot, elf.PAGE_BYTES, elf.mmap.PROT_READ)
-    elf.write({slot: 1, slot + 8: 2**63})
-    assert (elf.read(slot), elf.read(slot + 8)) == (1, 2**63)
-    assert elf._protection(slot) == elf.mmap.PROT_READ
-    elf.protect(slot, elf.PAGE_BYTES, elf.mmap.PROT_READ | elf.mmap.PROT_WRITE)
-
-
-@pytest.mark.parametrize(("machine", "types"), list(elf.SLOT_TYPES.items()))
-@pytest.mark.parametrize("relocated", [True, False], ids=["glibc", "musl"])
-def test_slots_are_found_in_the_relocation_tables_of_a_library(machine, types, relocated):
-    names = b"\0puts\0cblas_sgemm\0"
-    symbols = b"".join(struct.pack("<I20x", at) for at in (0, 1, 6))
-    glob_dat, jump_slot = types
-    data = struct.pack("<QQq", 0x100, 2 << 32 | glob_dat, 0) + struct.pack("<QQq", 8, elf.RELATIVE_TYPES[machine], 8)
-    calls = b"".join(struct.pack("<QQq", 0x200 + 8 * at, at << 32 | jump_slot, 0) for at in (1, 2))
-    parts = {elf.DT_STRTAB: names.ljust(24, b"\0"), elf.DT_SYMTAB: symbols, elf.DT_RELA: data, elf.DT_JMPREL: calls}
-    image = b"".join(parts.values())
-    memory = ctypes.create_string_buffer(image, 1024)
-    base = ctypes.addressof(memory)
-    tags = {elf.DT_RELASZ: len(data), elf.DT_PLTRELSZ: len(calls)}
-    for tag, part in parts.items():
-        tags[tag] = image.index(part) + (base if relocated else 0)
-    dynamic = b"".join(struct.pack("<qQ", *entry) for entry in [*tags.items(), (0, 0)])
-    memory[512 : 512 + len(dynamic)] = dynamic
-    library = elf.Library(path="made.so", base=base, dynamic=base + 512)
-    assert elf.slots(library, ["cblas_sgemm", "absent"], machine) == {"cblas_sgemm": [base + 0x100, base + 0x210]}
-    assert elf.handle(library, machine) == base + 8
-    with pytest.raises(ValueError, match="riscv64"):
-        elf.slots(library, ["puts"], "riscv64")
