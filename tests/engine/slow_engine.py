@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.engine import ChatPrompt, GenerationRequest, ModelManager, TokenStream
+from lmx_lab.engine import Answer, ChatPrompt, GenerationRequest, ModelManager
 from lmx_lab.engine.echo.engine import EchoEngine
 from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.model_control import ModelControl
@@ -110,7 +110,7 @@ async def answer(lab: Lab, model: str | None = None, **options: Any) -> str:
     return stream.report.model
 
 
-async def start_answer(lab: Lab) -> TokenStream:
+async def start_answer(lab: Lab) -> Answer:
     """Return the stream of an answer that would take longer than any of the tests."""
     stream = await lab.manager.submit(request(tokens=8000))
     await anext(stream)

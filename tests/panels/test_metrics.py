@@ -13,11 +13,11 @@ from itertools import pairwise
 
 import pandas as pd
 import pytest
-from lmx_lab.panels.charts import segments
 
 from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_columns, window
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.results.figures import segments
 from lmx_lab.wire.admin import RequestEvent, Sample
 from tests.support.panels import WAIT_S, Reader, Refused, ScriptedBackend
 
