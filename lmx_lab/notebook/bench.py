@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -123,26 +123,14 @@ async def measure(
     targets = [ChatTarget(server.url, api_key=server.api_key, name="lab"), *map(as_target, others)]
     folder = record if isinstance(record, Path | str) else server.bench_folder
     run = Measurement(targets, plan, Recorder(folder, provenance={}) if record else None)
-    with run, show_progress(workbench) as show:
+    with run, counter("bench") as bar:
         try:
             while (step := await on_loop(run.step())) is not None:
-                show(step)
+                text = progress_text(step)
+                bar.show(text, step.done, step.total)
+                workbench.job = f"Measuring, {step.done} of {step.total}: {text}"
         except KeyboardInterrupt:
             run.interrupted = True
-    return run.table()
-
-
-@contextmanager
-def show_progress(workbench: Workbench) -> Iterator[Callable[[RunProgress], None]]:
-    """Yield a function that shows a step in a progress bar and in the metrics panel."""
-    with counter("bench") as bar:
-
-        def show(step: RunProgress) -> None:
-            text = progress_text(step)
-            bar.show(text, step.done, step.total)
-            workbench.job = f"Measuring, {step.done} of {step.total}: {text}"
-
-        try:
-            yield show
         finally:
             workbench.job = ""
+    return run.table()
