@@ -102,11 +102,6 @@ def decode_provenance(data: str) -> Provenance:
     return _build(Provenance, json.loads(data))
 
 
-def with_hashes(data: str, *, weights: str, template: str) -> str:
-    """Return the JSON of a provenance with the hashes of the model's files."""
-    return encode_provenance(replace(decode_provenance(data), weights=weights, template=template))
-
-
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:
     known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in known})
@@ -220,7 +215,7 @@ class RecordStore:
         def write() -> None:
             with contextlib.suppress(sqlite3.Error), self._connection:
                 (data,) = self._connection.execute("SELECT data FROM provenance WHERE id = ?", (provenance,)).fetchone()
-                changed = with_hashes(data, weights=weights, template=template)
+                changed = encode_provenance(replace(decode_provenance(data), weights=weights, template=template))
                 self._connection.execute("UPDATE provenance SET data = ? WHERE id = ?", (changed, provenance))
 
         with contextlib.suppress(RuntimeError):

@@ -151,8 +151,10 @@ class Addresses:
         if not self._uses_all_interfaces:
             return self.lan_names
         machine = socket.gethostname().lower()
-        ipv6 = ipv6_addresses() if self.settings.host.strip("[]") == "::" else []
-        return [*self.lan_names, *ipv6, machine, f"{machine}.local"]
+        ipv6 = _addresses(socket.AF_INET6) if self.settings.host.strip("[]") == "::" else []
+        # Without zone identifiers.
+        names = [address.partition("%")[0] for address in ipv6]
+        return [*self.lan_names, *(name for name in names if name != "::1"), machine, f"{machine}.local"]
 
     @property
     def _uses_all_interfaces(self) -> bool:
@@ -179,14 +181,8 @@ def lan_addresses() -> list[str]:
     return [address for address in addresses if not address.startswith(("127.", "169.254."))]
 
 
-def ipv6_addresses() -> list[str]:
-    """Return the IPv6 addresses of this machine, without zone identifiers and without loopback. Addresses of virtual
-    interfaces are last."""
-    addresses = [address.partition("%")[0] for address in _addresses(socket.AF_INET6)]
-    return [address for address in addresses if address != "::1"]
-
-
 def _addresses(family: socket.AddressFamily) -> list[str]:
+    """Return the addresses of this machine, those of virtual interfaces last."""
     addresses = [
         (name.startswith(VIRTUAL), address.address)
         for name, group in psutil.net_if_addrs().items()

@@ -41,7 +41,6 @@ VERDICT = "verdict"
 SCORING_S = 0.1
 """Maximum time between two checks for an interrupt while scores are computed, apart from the time of one row."""
 NOT_SCORED = "was not scored, because the run was interrupted"
-NOT_JUDGED = "was not judged, because the run was interrupted"
 
 
 class EvaluateOwner(MapOwner, Protocol):
@@ -125,7 +124,9 @@ class EvaluateVerbs:
         if isinstance(table.metric, Judge):
             interrupted = interrupted or await _judge_all(self, table, result, parameters)
             result.rows = [
-                replace(row, error=NOT_JUDGED) if row.score is None and row.error is None else row
+                replace(row, error="was not judged, because the run was interrupted")
+                if row.score is None and row.error is None
+                else row
                 for row in result.rows
             ]
             _raise_first(result.rows, parameters, interrupted)

@@ -512,7 +512,11 @@ class Lab(
         return "\n".join(f"{name}: {value}" for name, value in self._server.facts().items())
 
     def _repr_html_(self) -> str:
-        return facts_html(self._server.facts()) + code_html(self._backend.state().phone_code)
+        shown = facts_html(self._server.facts())
+        if code := self._backend.state().phone_code:
+            image = f"<img alt='QR code of the LAN address' src='{html.escape(code)}' width='180' height='180'>"
+            shown += f"<details><summary>QR code for phones</summary>{image}</details>"
+        return shown
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """Return the compact models panel, and the facts for other frontends and for saved notebooks."""
@@ -635,11 +639,3 @@ def facts_html(facts: Mapping[str, str]) -> str:
     """Return the lines that describe a lab as a table in HTML."""
     rows = ((name, Html(f"<code>{html.escape(value)}</code>")) for name, value in facts.items())
     return html_table((), rows, row_names=True)
-
-
-def code_html(code: str) -> str:
-    """Return a collapsed QR code in HTML; empty if there is no code."""
-    if not code:
-        return ""
-    image = f"<img alt='QR code of the LAN address' src='{html.escape(code)}' width='180' height='180'>"
-    return f"<details><summary>QR code for phones</summary>{image}</details>"

@@ -85,7 +85,7 @@ def launch(
     print_warnings(without=REQUEST_LOGGERS if "ipykernel" in sys.modules else ())
     stages = LaunchStages()
     chosen = _read_settings(lan, port, settings)
-    explicit = is_explicit(port)
+    explicit = _is_set("PORT", port)
     explicit_daemon_port = _is_set("DAEMON_PORT", settings.get("daemon_port"))
     spec = None if model is None else LoadSpec.with_options(model_name(model), {"engine": engine})
     with _exclusive_launch():
@@ -178,12 +178,8 @@ def current() -> Lab | None:
     return lab if lab is not None and lab.running else None
 
 
-def is_explicit(port: int | None) -> bool:
-    """Return whether the port was given, as an argument or in the environment, so that no other port may be used."""
-    return _is_set("PORT", port)
-
-
 def _is_set(name: str, value: object) -> bool:
+    """Return whether a setting was given, as an argument or in the environment, so that no other value may be used."""
     return value is not None or bool(os.environ.get(PREFIX + name))
 
 

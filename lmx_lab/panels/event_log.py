@@ -254,9 +254,9 @@ class EventRows:
 
     def mark(self, kind: str, text: str, tone: Tone) -> EventRow:
         """Add a mark, and return its row."""
-        row = EventRow(
-            self.count, kind, now_iso(), content=text, tone=tone, text=json.dumps({"event": kind, "data": text})
-        )
+        # In the daemon's format.
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        row = EventRow(self.count, kind, now, content=text, tone=tone, text=json.dumps({"event": kind, "data": text}))
         self._add(row)
         return row
 
@@ -335,11 +335,6 @@ class EventRows:
     def cells(self) -> Iterable[tuple[Any, ...]]:
         """Return the values of all rows in the order of ``COLUMNS``. Can be called while rows are added."""
         return [row.cells() for row in list(self._rows)]
-
-
-def now_iso() -> str:
-    """Return the current time in the daemon's format."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def short_id(session_id: str) -> str:

@@ -27,7 +27,6 @@ PANELS: dict[str, type[Panel]] = {
     "events": EventsPanel,
     "timeline": TimelinePanel,
 }
-CARD = "card"
 
 
 class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
@@ -97,7 +96,7 @@ def card(workbench: Workbench, facts: Mapping[str, str], **options: Any) -> Any:
         facts: Text and HTML for frontends without widgets.
         options: Arguments of ``_repr_mimebundle_``.
     """
-    models = panel(workbench, CARD, lambda bench: ModelsPanel(bench, compact=True))
+    models = panel(workbench, "card", lambda bench: ModelsPanel(bench, compact=True))
     widget, metadata = models._repr_mimebundle_(**options) or ({}, {})
     return {**widget, **facts}, metadata
 

@@ -12,6 +12,7 @@ from websockets.sync.client import connect
 
 from tests.support.docs import README, code_blocks
 from tests.support.kernels import WAIT_S, Notebook
+from tests.support.waiting import until
 
 SETUP = """
 import asyncio, json, pathlib, subprocess, threading, time, urllib.request
@@ -47,16 +48,7 @@ def notebook(running):
     """A kernel with a lab on its loop."""
     yield running
     assert running.run("print(lab.running, lab.chat('hi there').text)") == "True hi there"
-    wait_until(lambda: running.run("print(lab.engine.snapshot.active_requests)") == "0")
-
-
-def wait_until(condition):
-    pause = threading.Event()
-    for _ in range(WAIT_S * 20):
-        if condition():
-            return
-        pause.wait(0.05)
-    raise AssertionError("the condition did not become true")
+    until(lambda: running.run("print(lab.engine.snapshot.active_requests)") == "0")
 
 
 class Client:

@@ -13,7 +13,8 @@ from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, take_snapshot, write_report
 from lmx_lab.panels.workbench import EndedRequest
-from lmx_lab.wire.admin import Compute, ModelRecord, ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.admin import Compute, ModelRecords, RequestEvent, Sample
+from tests.support.panels import record
 
 STATE = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400", model="tiny")
 HOSTILE = "<script>alert(1)</script><img src='http://evil.example/x' onerror=\"x\">\x00\u202e\ud800&amp;"
@@ -25,14 +26,11 @@ def sample(at, **values):
     return Sample(at=at, **{**zero, **values})
 
 
-def record(name):
-    places = {"path": "/m", "loaded": True, "vram_gb": 0.27, "format": "mlx", "kind": "chat", "size_gb": 0.26}
-    return ModelRecord.model_validate({"id": name, **places, "quantization": None, "context_length": 8192})
-
-
 def snapshot(*models, state=STATE, now=None):
     compute = Compute(blas="openblas", detail="2 threads", threads=2, gflops=80.0)
-    return take_snapshot(state, ModelRecords(models=[record(name) for name in models], compute=compute), now)
+    loaded = {"loaded": True, "vram_gb": 0.27, "size_gb": 0.26, "context_length": 8192}
+    records = [record(name, **loaded) for name in models]
+    return take_snapshot(state, ModelRecords(models=records, compute=compute), now)
 
 
 def test_a_snapshot_has_server_model_measurements_machine_and_versions():

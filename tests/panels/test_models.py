@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -296,19 +294,11 @@ def test_the_snapshot_has_the_list_without_a_view(workbench, backend, compact):
     assert ("<details>" in html) == compact
 
 
-def test_requests_from_any_thread_are_answered(reader, in_thread):
-    in_thread(lambda: reader.ask("refresh"))
+def test_requests_from_any_thread_are_answered(reader):
+    thread = threading.Thread(target=lambda: reader.ask("refresh"))
+    thread.start()
+    thread.join()
     reader.until(lambda panel: len(panel.rows) == 2)
-
-
-@pytest.fixture
-def in_thread():
-    def run(work: Callable[[], Any]) -> None:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-
-    return run
 
 
 # --- over a real lab
