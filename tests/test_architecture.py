@@ -76,8 +76,8 @@ TABLE = {
     # weights: the hashes of a model's files in the provenance of records.
     # numpy: activations and vectors. pydantic: errors of the fields of a trace.
     "instrument": Row("errors extras values progress results weights wire backend", "numpy pandas pydantic"),
-    # instrument: opens SQLite files in the same way. pydantic: schemas of typed columns.
-    "batch": Row("errors extras values results wire backend instrument", "numpy pandas pydantic"),
+    # pydantic: schemas of typed columns.
+    "batch": Row("errors extras values results wire backend", "numpy pandas pydantic"),
     # pydantic: errors of a prompt. bench: the figure that notebooks display.
     "evals": Row("errors extras results wire backend instrument batch bench", "pandas pydantic"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.

@@ -9,7 +9,7 @@ import numpy as np
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.traces import token_label
 from lmx_lab.results.figures import HeatMap
-from lmx_lab.results.frames import make_table_of_columns
+from lmx_lab.results.frames import make_table
 from lmx_lab.values.tracing import Trace
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class LogitLensTable:
             self.ids.ravel(),
             self.logprobs.ravel(),
         )
-        frame: pd.DataFrame = make_table_of_columns(dict(zip(COLUMNS, columns, strict=True)), COLUMNS)
+        frame: pd.DataFrame = make_table(dict(zip(COLUMNS, columns, strict=True)), COLUMNS)
         return frame
 
     def heat_map(self) -> HeatMap:

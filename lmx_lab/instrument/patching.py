@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.traces import token_label
 from lmx_lab.results.figures import HeatMap
-from lmx_lab.results.frames import make_table_of_columns
+from lmx_lab.results.frames import make_table
 from lmx_lab.values.tracing import Trace
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class PatchSweep:
                 strict=True,
             )
         )
-        frame: pd.DataFrame = make_table_of_columns(columns, COLUMNS)
+        frame: pd.DataFrame = make_table(columns, COLUMNS)
         frame.attrs["interrupted"] = self.interrupted
         return frame
 

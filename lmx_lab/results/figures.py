@@ -118,21 +118,51 @@ class LineChart:
         """
         if not self._has_values():
             return NO_VALUES
-        plot = _Plot.of(self)
+        highest = max((summary.highest for series in self.series if (summary := series.summary())), default=0.0)
+        ticks = value_ticks(highest, whole=self.whole)
+        first, last = self.at[0], max(self.at[-1], self.at[0] + MIN_SPAN_S)
+        bottom = HEIGHT - BOTTOM
+
+        def place(at: float, value: float) -> tuple[float, float]:
+            x = LEFT + (at - first) / (last - first) * (WIDTH - LEFT - RIGHT)
+            return x, bottom - max(0.0, value) / ticks[-1] * (bottom - TOP)
+
         title_id, text_id = f"chart-{self.key}-title", f"chart-{self.key}-text"
-        return "".join(
-            [
-                f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{title_id} {text_id}">',
-                f'<title id="{title_id}">{html.escape(self.title)}</title>',
-                f'<desc id="{text_id}">{html.escape(self.description())}</desc>',
-                f'<text x="4" y="16">{html.escape(self.unit)}</text>',
-                *_legend(self.series),
-                *plot.value_axis(),
-                *plot.time_axis(),
-                *(plot.path(index, series) for index, series in enumerate(self.series)),
-                "</svg>",
-            ]
-        )
+        parts = [
+            f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{title_id} {text_id}">',
+            f'<title id="{title_id}">{html.escape(self.title)}</title>',
+            f'<desc id="{text_id}">{html.escape(self.description())}</desc>',
+            f'<text x="4" y="16">{html.escape(self.unit)}</text>',
+        ]
+        widths = [len(series.name) * LEGEND_CHARACTER_WIDTH + 52 for series in self.series]
+        left = WIDTH - RIGHT - sum(widths)
+        for index, (series, width) in enumerate(zip(self.series, widths, strict=True)):
+            parts.append(f'<path class="line line-{index}" d="M{left} 12h30"/>')
+            parts.append(f'<text x="{left + 36}" y="16">{html.escape(series.name)}</text>')
+            left += width
+        decimals = max(0, -math.floor(math.log10(ticks[1]) + 1e-9))
+        for tick in ticks:
+            _, y = place(first, tick)
+            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,.{decimals}f}</text>')
+        for moment, label in time_ticks(first, last):
+            x, _ = place(moment, 0)
+            # A centred label at an end of the axis would extend beyond the chart.
+            anchor = "start" if x < LEFT + 20 else "end" if x > WIDTH - RIGHT - 20 else "middle"
+            parts.append(f'<path class="grid" d="M{x:.1f} {bottom}v5"/>')
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="{anchor}">{label}</text>')
+        for index, series in enumerate(self.series):
+            lines, dots = "", ""
+            for segment in segments(self.at, series.values):
+                points = [f"{x:.1f} {y:.1f}" for x, y in downsample([place(*point) for point in segment])]
+                if len(points) == 1:
+                    # A line of length 0 with round ends is a dot.
+                    dots += f"M{points[0]}h0"
+                else:
+                    lines += "M" + "L".join(points)
+            drawn = {f"line line-{index}": lines, f"line line-{index} dot": dots}
+            parts += [f'<path class="{name}" d="{steps}"/>' for name, steps in drawn.items() if steps]
+        return "".join([*parts, "</svg>"])
 
     def image_html(self) -> str:
         """Return the chart as an ``img`` element with its own styles and the description as text.
@@ -162,60 +192,6 @@ class LineChart:
                 )
         gaps = sum(later - sooner > GAP_S for sooner, later in zip(self.at, self.at[1:], strict=False))
         return " ".join([*parts, *([f"Gaps without measurements: {gaps}."] if gaps else [])])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plot:
-    """The coordinates of values and times."""
-
-    chart: LineChart
-    first: float
-    last: float
-    ticks: Sequence[float]
-
-    @classmethod
-    def of(cls, chart: LineChart) -> _Plot:
-        highest = max((summary.highest for series in chart.series if (summary := series.summary())), default=0.0)
-        first, last = chart.at[0], max(chart.at[-1], chart.at[0] + MIN_SPAN_S)
-        return cls(chart=chart, first=first, last=last, ticks=value_ticks(highest, whole=chart.whole))
-
-    def x(self, at: float) -> float:
-        return LEFT + (at - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - max(0.0, value) / self.ticks[-1] * (HEIGHT - TOP - BOTTOM)
-
-    def value_axis(self) -> list[str]:
-        decimals = max(0, -math.floor(math.log10(self.ticks[1]) + 1e-9))
-        parts = []
-        for tick in self.ticks:
-            y = self.y(tick)
-            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,.{decimals}f}</text>')
-        return parts
-
-    def time_axis(self) -> list[str]:
-        bottom = HEIGHT - BOTTOM
-        parts = []
-        for tick, label in time_ticks(self.first, self.last):
-            x = self.x(tick)
-            # A centred label at an end of the axis would extend beyond the chart.
-            anchor = "start" if x < LEFT + 20 else "end" if x > WIDTH - RIGHT - 20 else "middle"
-            parts.append(f'<path class="grid" d="M{x:.1f} {bottom}v5"/>')
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="{anchor}">{label}</text>')
-        return parts
-
-    def path(self, index: int, series: Series) -> str:
-        lines, dots = "", ""
-        for segment in segments(self.chart.at, series.values):
-            points = [f"{x:.1f} {y:.1f}" for x, y in downsample([(self.x(at), self.y(value)) for at, value in segment])]
-            if len(points) == 1:
-                # A line of length 0 with round ends is a dot.
-                dots += f"M{points[0]}h0"
-            else:
-                lines += "M" + "L".join(points)
-        parts = {f"line line-{index}": lines, f"line line-{index} dot": dots}
-        return "".join(f'<path class="{name}" d="{steps}"/>' for name, steps in parts.items() if steps)
 
 
 def segments(at: Sequence[float], values: Sequence[float]) -> list[list[tuple[float, float]]]:
@@ -279,19 +255,6 @@ def format_number(value: float) -> str:
     """Format a number with about three digits."""
     size = abs(value)
     return f"{value:,.{0 if size >= 100 or value == int(value) else 1 if size >= 10 else 2}f}"
-
-
-def _legend(all_series: Sequence[Series]) -> list[str]:
-    parts, x = [], WIDTH - RIGHT - sum(_legend_width(series) for series in all_series)
-    for index, series in enumerate(all_series):
-        parts.append(f'<path class="line line-{index}" d="M{x} 12h30"/>')
-        parts.append(f'<text x="{x + 36}" y="16">{html.escape(series.name)}</text>')
-        x += _legend_width(series)
-    return parts
-
-
-def _legend_width(series: Series) -> int:
-    return len(series.name) * LEGEND_CHARACTER_WIDTH + 52
 
 
 # Heat maps

@@ -65,44 +65,20 @@ def optional_dtype(values: Iterable[Any]) -> Dtype | None:
 
 
 def make_table(
-    rows: Iterable[Mapping[str, Any]] | Iterable[Sequence[Any]],
+    rows: Iterable[Mapping[str, Any]] | Iterable[Sequence[Any]] | Mapping[str, Any],
     dtypes: Mapping[str, Any],
     *,
     index: Any = None,
     library: Library | None = None,
     needed_by: str = "df",
 ) -> Any:
-    """Return rows as a table. Its columns and their types do not depend on the rows.
-
-    Args:
-        rows: Mappings, in which absent values are missing, or sequences of values in the order of ``dtypes``.
-        dtypes, index, library, needed_by: As for ``make_table_of_columns``.
-
-    Raises:
-        MissingPackageError: as ``make_table_of_columns``.
-    """
-    given: list[Any] = list(rows)
-    if given and isinstance(given[0], Mapping):
-        columns = {name: [row.get(name) for row in given] for name in dtypes}
-    else:
-        columns = {name: [row[at] for row in given] for at, name in enumerate(dtypes)}
-    return make_table_of_columns(columns, dtypes, index=index, library=library, needed_by=needed_by)
-
-
-def make_table_of_columns(
-    columns: Mapping[str, Any],
-    dtypes: Mapping[str, Any],
-    *,
-    index: Any = None,
-    library: Library | None = None,
-    needed_by: str = "df",
-) -> Any:
-    """Return columns of the same length as a table.
+    """Return rows or columns as a table. Its columns and their types do not depend on the values.
 
     Integers are exact. In pandas, a column with an integer of more than 64 bits has the dtype ``object``.
 
     Args:
-        columns: The values of each column: a sequence or an array.
+        rows: Mappings, in which absent values are missing, or sequences of values in the order of ``dtypes``; or a
+            mapping of each column's name to its values, a sequence or an array.
         dtypes: The ``Dtype`` of each column, in the order of the table. For pandas, it can also be one of its own
             types, or None, which infers the type from the values.
         index: The labels of the rows, for pandas; by default their positions.
@@ -112,6 +88,14 @@ def make_table_of_columns(
     Raises:
         MissingPackageError: pandas is needed and not installed.
     """
+    if isinstance(rows, Mapping):
+        columns: Mapping[str, Any] = rows
+    else:
+        given: list[Any] = list(rows)
+        if given and isinstance(given[0], Mapping):
+            columns = {name: [row.get(name) for row in given] for name in dtypes}
+        else:
+            columns = {name: [row[at] for row in given] for at, name in enumerate(dtypes)}
     if library == "polars":
         polars = sys.modules["polars"]
         kinds = {
@@ -263,7 +247,7 @@ def vector_table(vectors: Sequence[Any], errors: Sequence[str | None], source: R
     if source.library is None:
         columns = {VECTOR: vectors, ERROR: errors}
         dtypes = {VECTOR: "object", ERROR: "text"}
-        return make_table_of_columns(columns, dtypes, index=source.index, needed_by="embed_frame")
+        return make_table(columns, dtypes, index=source.index, needed_by="embed_frame")
     width = next((len(vector) for vector in vectors if vector is not None), 0)
     lists = [None if vector is None else vector.tolist() for vector in vectors]
     if source.library == "polars":

@@ -13,7 +13,6 @@ from lmx_lab.results.frames import (
     Dtype,
     dtypes_of,
     make_table,
-    make_table_of_columns,
     optional_dtype,
 )
 from lmx_lab.results.tables import Html, align_columns, html_table
@@ -79,7 +78,7 @@ def test_labels_are_kept():
 
 def test_types_without_a_name_are_inferred_without_rounding():
     columns = {"n": [LARGE, None], "yes": [None, True], "x": [1, 0.5], "name": ["a", None], "none": [None, None]}
-    table = make_table_of_columns(columns, dict.fromkeys(columns))
+    table = make_table(columns, dict.fromkeys(columns))
     assert [str(dtype) for dtype in table.dtypes] == ["Int64", "boolean", "float64", "str", "object"]
     assert table["n"][0] == LARGE
     assert make_table([{"n": LARGE}, {}], {"n": None})["n"].tolist() == [LARGE, pd.NA]
@@ -88,7 +87,7 @@ def test_types_without_a_name_are_inferred_without_rounding():
 
 
 def test_columns_can_be_arrays():
-    table = make_table_of_columns({"n": np.arange(2), "x": np.zeros(2, np.float32)}, {"n": "int64", "x": "float32"})
+    table = make_table({"n": np.arange(2), "x": np.zeros(2, np.float32)}, {"n": "int64", "x": "float32"})
     assert table["n"].tolist() == [0, 1]
     assert table["x"].dtype == "float32"
 
