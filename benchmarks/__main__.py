@@ -83,7 +83,7 @@ from benchmarks import (
 )
 from benchmarks.bench import Bench, BenchError, Model
 from benchmarks.models import folder_of
-from benchmarks.rows import Row
+from benchmarks.report import Row
 from lmx_lab.errors import LabError
 from lmx_lab.results.provenance import provenance
 

@@ -16,7 +16,7 @@ from benchmarks import client, prompts
 from benchmarks.bench import Bench
 from benchmarks.models import expanded
 from benchmarks.rates import overall_rate
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import lab_server, mlx_lm_server
 
 STREAMS = 8

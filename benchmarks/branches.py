@@ -13,7 +13,7 @@ from typing import Any
 import lmx_lab
 from benchmarks.bench import Bench
 from benchmarks.models import gguf_starter
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from lmx_lab.settings import Settings
 
 BRANCH = "first token of a branch ÷ decode step"

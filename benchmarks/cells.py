@@ -15,7 +15,7 @@ import websockets
 from jupyter_client.manager import KernelManager
 
 from benchmarks.bench import Bench, BenchError
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from lmx_lab.notebook.local import LoopChoice
 
 FIGURE = "longest gap of other clients while a cell sleeps"

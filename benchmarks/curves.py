@@ -16,7 +16,7 @@ from benchmarks import client, prompts
 from benchmarks.bench import Bench
 from benchmarks.models import gguf_starter, quantized_starter
 from benchmarks.rates import overall_rate
-from benchmarks.rows import Row
+from benchmarks.report import Row
 from benchmarks.servers import lab_server, llama_server, mlx_lm_server
 
 FIGURE = STREAMS = "tok/s of all streams"

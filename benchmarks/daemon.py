@@ -20,7 +20,7 @@ from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.processes import Worker
 from benchmarks.rates import quantile
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import lab_server
 
 FIGURE = "daemon"

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from benchmarks import prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.prompts import Message
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, lab_server
 
 FIGURE = "CPU time of a token, request format ÷ chat format"

@@ -13,7 +13,7 @@ from websockets.asyncio.client import connect
 from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.processes import Reply
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, is_idle, lab_server
 from lmx_lab.errors import LabError
 

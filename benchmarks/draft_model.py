@@ -14,7 +14,7 @@ from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.gguf import QUICK_ROUNDS, ROUNDS, run_rounds
 from benchmarks.models import deepened_starter, gguf_starter
-from benchmarks.rows import Row
+from benchmarks.report import Row
 from benchmarks.servers import lab_server
 
 FIGURE = "gguf: decode tok/s with a draft model ÷ without"

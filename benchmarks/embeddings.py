@@ -11,7 +11,7 @@ from benchmarks.bench import Bench
 from benchmarks.models import minilm
 from benchmarks.paths import ROOT
 from benchmarks.processes import Worker, folder_argument
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 
 FIGURE = "MiniLM embeddings ÷ stock MLX"
 TORCH_FIGURE = "MiniLM embeddings ÷ torch"

@@ -16,7 +16,7 @@ from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.models import gguf_starter
 from benchmarks.rates import decode_window, overall_rate, timeline
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, lab_server, llama_server
 
 DECODE = "gguf: decode tok/s ÷ llama.cpp's server"

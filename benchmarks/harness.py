@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.bench import Bench, BenchError
 from benchmarks.processes import Worker
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from lmx_lab.bench import Case, ChatTarget, RequestSample, drive
 
 FIGURE = "harness"

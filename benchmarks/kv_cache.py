@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.bench import Bench, BenchError
 from benchmarks.models import gguf_starter
 from benchmarks.paths import ROOT
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from lmx_lab.engine.llama_cpp.memory_plan import kv_bytes_per_token
 from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
 from lmx_lab.engine.memory import limit_bytes, total_bytes

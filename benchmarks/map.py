@@ -14,7 +14,7 @@ from benchmarks import prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.models import gguf_starter, tiny_gguf
 from benchmarks.processes import Reply, Worker
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, lab_server
 from lmx_lab.bench import Case, ChatTarget, RequestSample, drive, summary
 from lmx_lab.bench.case import prompt

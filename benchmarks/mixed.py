@@ -15,7 +15,7 @@ from benchmarks.embeddings import TEXTS, WORDS
 from benchmarks.models import minilm
 from benchmarks.processes import folder_argument
 from benchmarks.rates import quantile
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, lab_server
 from lmx_lab.client.lab import AsyncLabClient
 from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks import curves, paths, report
-from benchmarks.rows import Row
+from benchmarks.report import Row
 
 HEAD = """\
 # Benchmarks

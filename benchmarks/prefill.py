@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.processes import Worker, folder_argument
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import lab_server
 
 FIGURE = "prefill of 156 tokens ÷ stock MLX"

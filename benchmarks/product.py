@@ -6,7 +6,7 @@ from statistics import median
 
 from benchmarks.bench import Bench
 from benchmarks.processes import Worker
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 
 FIGURE = "MLX 1024³ product ÷ numpy's"
 ROUNDS = 9

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.rates import decode_window, timeline
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, lab_server
 
 FIGURE = "decode tok/s with prompt lookup ÷ without"

@@ -18,7 +18,7 @@ from benchmarks.gguf import (
     send_prompt,
 )
 from benchmarks.models import gguf_starter, quantized_starter
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import lab_server, llama_server
 from lmx_lab.values.models import MAX_AUTO_KL
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import client, prompts
 from benchmarks.bench import Bench
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, lab_server
 
 FIGURE = "CPU time of a token, recorded ÷ not recorded"

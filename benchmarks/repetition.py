@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import client, prompts
 from benchmarks.bench import Bench
 from benchmarks.models import gguf_starter
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import lab_server
 
 FIGURE = "repetition: same answers alone and in parallel"

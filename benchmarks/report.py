@@ -1,4 +1,4 @@
-"""Print the table of results, and write them to a JSON file."""
+"""Define a row of the results with its limit, print the table of results, and write them to a JSON file."""
 
 from __future__ import annotations
 
@@ -7,21 +7,76 @@ import math
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.paths import BUILD
-from benchmarks.rows import Limit, Row
 
 BAD = frozenset({"FAIL", "ERROR"})
 STYLES = {"pass": "green"} | dict.fromkeys(BAD, "bold red")
 # Lines in files are not wrapped.
 console = Console(width=None if sys.stdout.isatty() else 220)
+
+
+Verdict = Literal["pass", "FAIL", "(pass)", "(miss)", "shown", "ERROR"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A limit for the value of a figure."""
+
+    sign: Literal["≥", "≤", ">"]
+    bound: float
+
+    def holds(self, value: float) -> bool:
+        match self.sign:
+            case "≥":
+                return value >= self.bound
+            case "≤":
+                return value <= self.bound
+            case ">":
+                return value > self.bound
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.bound:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured value."""
+
+    figure: str
+    case: str
+    model: str
+    value: float
+    """In ``unit``, or a ratio without unit; NaN if the measurement failed."""
+    limit: Limit | None = None
+    """``None`` for figures without a limit and for failed measurements."""
+    binding: bool = True
+    """Whether the limit applies to this model. Otherwise the row is informative only."""
+    unit: str = ""
+    summary: str = ""
+    """The absolute numbers behind the value."""
+    others_cores: float = 0.0
+    """Number of cores that other programs used during the measurement."""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """All samples, for the JSON file."""
+
+    @property
+    def verdict(self) -> Verdict:
+        if math.isnan(self.value):
+            return "ERROR"
+        if self.limit is None:
+            return "shown"
+        holds = self.limit.holds(self.value)
+        if self.binding:
+            return "pass" if holds else "FAIL"
+        return "(pass)" if holds else "(miss)"
 
 
 def say(text: str) -> None:

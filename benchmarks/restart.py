@@ -14,7 +14,7 @@ from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.models import gguf_starter
 from benchmarks.rates import overall_rate
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.second_turn import facts_of
 from benchmarks.servers import LabServer, lab_server
 

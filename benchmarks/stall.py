@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.rates import quantile
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, lab_server
 
 FIGURE = "p99 gap during a prefill ÷ alone"

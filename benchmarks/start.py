@@ -14,7 +14,7 @@ from statistics import median
 
 from benchmarks.bench import Bench, BenchError
 from benchmarks.models import gguf_starter
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 
 FIGURE = "start"
 ROUNDS, QUICK_ROUNDS = 7, 3

@@ -11,7 +11,7 @@ from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.processes import Worker
 from benchmarks.rates import Timeline, decode_window, timeline
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, bare_generator, lab_server
 
 FIGURE = "stream tok/s ÷ bare BatchGenerator"

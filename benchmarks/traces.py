@@ -15,7 +15,7 @@ import lmx_lab
 from benchmarks.bench import Bench
 from benchmarks.branches import PROMPT, start_lab
 from benchmarks.rates import quantile
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 
 TRACE = "trace of all hook_resid_post ÷ prefill"
 PATCH = "one pass for each cell ÷ patch sweep"

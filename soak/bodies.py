@@ -230,26 +230,23 @@ def _send_at_once(target: Target, exchange: Exchange, body: HostileBody, count: 
             row.hung += 1
             row.wrong.append(f"not answered: {exc!r}")
             continue
-        row.notes = f"{status} {_message(text)[:100]!r}"
-        if (problem := _problem(body, status, text)) is not None:
+        error = _error(text)
+        row.notes = f"{status} {error.get('message', '')[:100]!r}"
+        code = error.get("code", "")
+        if not body.refused:
+            fine = status in (200, 201, 1000) or code not in ("", "internal-error")
+        elif status == 1011:
+            # A WebSocket sends an error before it closes.
+            fine = code in ("invalid-request", "body-too-large")
+        else:
+            fine = status in (400, 413)
+        if not fine:
             row.lost += 1
-            row.wrong.append(problem)
+            row.wrong.append(f"answered with {status}: {text[:200]}")
     if body.refused and took_s > ANSWER_S:
         row.hung += 1
         row.wrong.append(f"{count} at once: answered after {took_s:.1f} s")
     return took_s
-
-
-def _problem(body: HostileBody, status: int, text: str) -> str | None:
-    """Return what is wrong with an answer, or None. A WebSocket sends an error before it closes with 1011."""
-    code = _code(text)
-    if not body.refused:
-        fine = status in (200, 201, 1000) or code not in ("", "internal-error")
-    elif status == 1011:
-        fine = code in ("invalid-request", "body-too-large")
-    else:
-        fine = status in (400, 413)
-    return None if fine else f"answered with {status}: {text[:200]}"
 
 
 def _error(text: str) -> dict[str, str]:
@@ -259,11 +256,3 @@ def _error(text: str) -> dict[str, str]:
         return {}
     error = document.get("error") if isinstance(document, dict) else None
     return error if isinstance(error, dict) else {}
-
-
-def _code(text: str) -> str:
-    return _error(text).get("code", "")
-
-
-def _message(text: str) -> str:
-    return _error(text).get("message", "")

@@ -83,23 +83,24 @@ def flood(soak: Soak, server: Server, reference: ReferenceChat, engine: Engine =
 
 
 async def _flood_once(server: Server, seed: int, reference: ReferenceChat, row: Row, outcomes: Counter[str]) -> None:
-    results = await asyncio.gather(*(_impatient_chat(server.url, seed + number) for number in range(CLIENTS)))
+    impatient = (
+        send_chat(
+            server.url,
+            long_body(each, LONG_TOKENS, words=LONG_WORDS),
+            mode="SSE" if each % 2 else "whole",
+            limit_s=PATIENCE_S,
+        )
+        for each in range(seed, seed + CLIENTS)
+    )
+    results = await asyncio.gather(*impatient)
     row.requests += CLIENTS
     row.faults += sum(result.outcome == HUNG for result in results)
     outcomes.update("disconnected" if result.outcome == HUNG else result.outcome for result in results)
-    row.wrong += sorted({f"a request was {result.outcome}" for result in results if not _is_expected(result)})
+    unexpected = (result for result in results if not result.finished and result.outcome not in (HUNG, "queue-full"))
+    row.wrong += sorted({f"a request was {result.outcome}" for result in unexpected})
     result, waited_s = await _reference_once_accepted(server.url, reference)
     row.requests += 1
     record_reference(row, ChatResult(outcome=result.outcome, text=result.text, seconds=waited_s))
-
-
-async def _impatient_chat(url: str, seed: int) -> ChatResult:
-    body = long_body(seed, LONG_TOKENS, words=LONG_WORDS)
-    return await send_chat(url, body, mode="SSE" if seed % 2 else "whole", limit_s=PATIENCE_S)
-
-
-def _is_expected(result: ChatResult) -> bool:
-    return result.finished or result.outcome in (HUNG, "queue-full")
 
 
 async def _reference_once_accepted(url: str, reference: ReferenceChat) -> tuple[ChatResult, float]:

@@ -144,7 +144,9 @@ class _CheckedServer(Server):
             if loaded := answer.status_code == 200:
                 for route, body in REQUESTS:
                     self._check(route, self._post(route, {"model": "default", **body}))
-                self._expect_loaded(self._post(LOAD, {"model": str(self._valid)}))
+                again = self._post(LOAD, {"model": str(self._valid)})
+                if again.status_code != 200:
+                    self.problems.append(f"the valid model cannot be loaded: {again.text[:300]}")
             else:
                 self._check(LOAD, answer)
             self.requests += 1
@@ -190,10 +192,6 @@ class _CheckedServer(Server):
             return
         if what == LOAD and status not in (200, 400, 503):
             self.problems.append(f"{what}: status {status}, {problem}")
-
-    def _expect_loaded(self, answer: httpx2.Response) -> None:
-        if answer.status_code != 200:
-            self.problems.append(f"the valid model cannot be loaded: {answer.text[:300]}")
 
     def _find_problems(self) -> Iterator[str]:
         """Yield the new output of the server that must not occur for any model, such as a traceback."""

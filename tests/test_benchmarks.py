@@ -13,7 +13,7 @@ from benchmarks import __main__ as program
 from benchmarks import curves, gguf, harness, page, paths, report
 from benchmarks.bench import Bench, BenchError
 from benchmarks.rates import Timeline, decode_window, quantile
-from benchmarks.rows import Limit, Row
+from benchmarks.report import Limit, Row
 from soak import __main__ as soak
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.config_check import check_quantized
@@ -57,7 +56,21 @@ def read_summary(path: Path) -> SafetensorsSummary:
 # The size and the time are part of the cache key, so that a listing does not parse unchanged headers again.
 @lru_cache(maxsize=1024)
 def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
-    header, data_start = _read_header(path, size)
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise UnusableModelError(
+                f"{path} is truncated or not a safetensors file: it has {size} bytes, and a header of {length}; "
+                "fetch it again"
+            )
+        try:
+            header = json.loads(file.read(length))
+        except (ValueError, RecursionError) as exc:
+            raise UnusableModelError(
+                f"{path} is not a safetensors file: its header is not JSON; fetch it again"
+            ) from exc
+    if not isinstance(header, dict):
+        raise UnusableModelError(f"{path} is not a safetensors file: its header is not a JSON object; fetch it again")
     tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
     bytes_of: Counter[str] = Counter()
     end = 0
@@ -80,29 +93,9 @@ def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
         raise UnusableModelError(
             f"{path} is not a safetensors file: its header is invalid ({exc!r}); fetch it again"
         ) from exc
-    if size != data_start + end:
-        state = "truncated" if size < data_start + end else "too long"
-        raise UnusableModelError(
-            f"{path} is {state}: it has {size} bytes, and {data_start + end} by its header; fetch it again"
-        )
+    whole = 8 + length + end
+    if size != whole:
+        state = "truncated" if size < whole else "too long"
+        raise UnusableModelError(f"{path} is {state}: it has {size} bytes, and {whole} by its header; fetch it again")
     dtype = bytes_of.most_common(1)[0][0] if bytes_of else None
     return SafetensorsSummary(size_bytes=size, dtype=DTYPE_NAMES.get(dtype) if dtype else None)
-
-
-def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    with open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise UnusableModelError(
-                f"{path} is truncated or not a safetensors file: it has {size} bytes, and a header of {length}; "
-                "fetch it again"
-            )
-        try:
-            header = json.loads(file.read(length))
-        except (ValueError, RecursionError) as exc:
-            raise UnusableModelError(
-                f"{path} is not a safetensors file: its header is not JSON; fetch it again"
-            ) from exc
-    if not isinstance(header, dict):
-        raise UnusableModelError(f"{path} is not a safetensors file: its header is not a JSON object; fetch it again")
-    return header, 8 + length

@@ -65,16 +65,12 @@ def _content_problems(method: str, outcome: Outcome, refusals: frozenset[tuple[i
     elif kind == "application/x-ndjson":
         yield from _lines_problems(body, refusals)
     elif kind == "application/x-safetensors":
-        yield from _tensor_problems(body)
+        try:
+            load(body)
+        except SafetensorError as exc:
+            yield f"not a safetensors document: {exc}"
     elif kind not in ("text/html", "text/plain", "text/javascript", "text/css") or not 200 <= status < 400:
         yield f"status {status} with content type {kind!r}"
-
-
-def _tensor_problems(body: bytes) -> Iterator[str]:
-    try:
-        load(body)
-    except SafetensorError as exc:
-        yield f"not a safetensors document: {exc}"
 
 
 def _error_problems(status: int, body: bytes, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:

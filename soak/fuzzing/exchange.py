@@ -252,29 +252,22 @@ class _SocketExchange:
         sending = asyncio.create_task(self._connection.send(self._case.frames))
         try:
             if self._case.answered:
-                await self._read_until_answered()
+                while not any(map(_is_last, self._outcome.messages)):
+                    if await self._read_frame() is None:
+                        break
             await self._close(sending)
-            while await self._read_frame() is not None:
-                pass
+            await self._read_to_end()
             if self._outcome.ended != "broken":
                 self._outcome.ended = "answered"
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
 
-    async def _read_until_answered(self) -> None:
-        def is_last(message: Any) -> bool:
-            return isinstance(message, dict) and ("done" in message or "error" in message or "event" in message)
-
-        while not any(is_last(message) for message in self._outcome.messages):
-            if await self._read_frame() is None:
-                return
-
     async def _close(self, sending: asyncio.Task[None]) -> None:
         if self._case.end == "wait":
             return
         # A server that has closed reads no more, so that sending the rest would never end.
-        receiving = asyncio.create_task(self._read_until_closed())
+        receiving = asyncio.create_task(self._read_to_end())
         await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
         receiving.cancel()
         await asyncio.gather(receiving, return_exceptions=True)
@@ -287,7 +280,7 @@ class _SocketExchange:
         else:
             await self._connection.close(reset=True)
 
-    async def _read_until_closed(self) -> None:
+    async def _read_to_end(self) -> None:
         while await self._read_frame() is not None:
             pass
 
@@ -322,3 +315,7 @@ class _SocketExchange:
 
     def _record_violation(self, why: str) -> None:
         self._outcome.ended, self._outcome.detail = "broken", why
+
+
+def _is_last(message: Any) -> bool:
+    return isinstance(message, dict) and ("done" in message or "error" in message or "event" in message)

@@ -7,8 +7,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -176,12 +177,13 @@ class AttackedServer:
             # Some models need a process for their tokenizer, so the processes are compared with those of this model.
             before = self._own_before + self._memory_bytes()[1]
             began = time.monotonic()
-            answers = together([_sender(attack, self.server.url) for attack in attacks])
+            answers = together([partial(attack.send, self.server.url) for attack in attacks])
             took_s = time.monotonic() - began
             time.sleep(AFTER_S)
             chats, health = client.since(began), probe.seconds(began)
         for attack, each in zip(attacks, answers, strict=True):
-            _check_answers(attack if len(attacks) == 1 else _beside_others(attack), each, row)
+            beside = replace(attack, answers=attack.answers | BUSY, limit_s=attack.limit_s + WAITS_S)
+            _check_answers(attack if len(attacks) == 1 else beside, each, row)
         effects = _Effects(chats=chats, chats_alone=chats_alone, health=health, health_alone=health_alone)
         effects.check(row)
         wait_until(lambda: sum(self._memory_bytes()) <= GROWTH * before, SETTLED_S, every_s=0.2)
@@ -247,14 +249,6 @@ class _Effects:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
-
-
-def _sender(attack: Attack, url: str) -> Callable[[], list[Answer]]:
-    return lambda: attack.send(url)
-
-
-def _beside_others(attack: Attack) -> Attack:
-    return replace(attack, answers=attack.answers | BUSY, limit_s=attack.limit_s + WAITS_S)
 
 
 def _check_answers(attack: Attack, answers: Sequence[Answer], row: Row) -> None:

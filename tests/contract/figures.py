@@ -19,7 +19,7 @@ from matplotlib.text import Text
 from numpy.typing import NDArray
 
 from benchmarks import curves, page
-from benchmarks.rows import Row
+from benchmarks.report import Row
 from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.bench import by_concurrency, by_prompt_length
 from lmx_lab.evals.evaluation import Evaluation

@@ -21,7 +21,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from benchmarks import curves, page
-from benchmarks.rows import Row
+from benchmarks.report import Row
 from lmx_lab.bench import by_concurrency
 from lmx_lab.bench.plots import MAX_LINES
 from lmx_lab.errors import InvalidRequestError

@@ -186,10 +186,6 @@ def _gpt2_split() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
-def _digits_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
-
-
 def _llama3_split() -> pre_tokenizers.PreTokenizer:
     words = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated")
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -201,7 +197,7 @@ LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2_split,
     "gpt-2": _gpt2_split,
-    "smollm": _digits_split,
+    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()]),
     **dict.fromkeys(LLAMA3_NAMES, _llama3_split),
 }
 BUILDERS: dict[str, Callable[[GgufVocabulary], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
