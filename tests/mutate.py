@@ -54,6 +54,8 @@ def main() -> None:
     patience = "seconds by which the tests of a mutant may take longer than usual before it counts as killed"
     parser.add_argument("--patience", type=float, default=60.0, help=patience)
     given = parser.parse_args()
+    if unknown := set(given.modules) - set(MODULES):
+        parser.error(f"the table has no {', '.join(sorted(unknown))}; it has {', '.join(MODULES)}")
     results = dict(re.findall(r"^(\S+): (.*?)(?=^\S|\Z)", RESULTS.read_text() if RESULTS.exists() else "", re.M | re.S))
     for module in given.modules or MODULES:
         results[module] = try_mutants(module, given.patience)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutate import MODULES
 from tests.support.docs import DOCS, code_blocks
 
 # `make check` runs these tests.
@@ -325,6 +326,13 @@ def test_no_test_imports_a_test():
                 if not (f"{module}.".startswith("tests.support.") or is_helper or is_itself):
                     wrong.append(f"{place} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_modules_that_are_mutated_exist_with_their_tests():
+    paths = [f"lmx_lab/{module}.py" for module in MODULES] + [
+        path for tests, _ in MODULES.values() for path in tests.split()
+    ]
+    assert [path for path in paths if not (ROOT.parent / path).exists()] == []
 
 
 @functools.cache

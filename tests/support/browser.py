@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,24 +51,18 @@ def machine_only(browser: Browser, **options: Any) -> Iterator[BrowserContext]:
         context.close()
 
 
-IMPACTS = ("serious", "critical")
 RUN_AXE = """async (selector) => (await axe.run(selector ?? document, {resultTypes: ["violations"]})).violations"""
-
-
-@cache
-def _source() -> str:
-    return (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
 
 
 def serious_violations(page: Page, selector: str | None = None) -> list[str]:
     """Return the serious and critical violations in the page, or in all elements that match a selector."""
     if not page.evaluate("typeof axe === 'object'"):
-        page.evaluate(_source())
+        page.evaluate(Path(axe_playwright_python.__file__).with_name("axe.min.js").read_text(encoding="utf-8"))
     found: list[dict[str, Any]] = page.evaluate(RUN_AXE, selector)
     return [
         f"{violation['id']}: {node['html'][:200]}: {node['failureSummary']}"
         for violation in found
-        if violation["impact"] in IMPACTS
+        if violation["impact"] in ("serious", "critical")
         for node in violation["nodes"]
     ]
 

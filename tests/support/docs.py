@@ -14,10 +14,6 @@ README = ROOT / "README.md"
 PAGES = (README, *sorted(DOCS.glob("*.md")))
 PAGES_WITH_LINKS = (*PAGES, *sorted(ROOT.glob("[A-Z]*.md")))
 """All pages whose links are checked, including those at the root that are no documentation."""
-FENCE = re.compile(r"```(\w*)$")
-NOT_RUN = re.compile(r"<!-- not run: (.*?) *-->$")
-LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
-INLINE_CODE = re.compile(r"`([^`\n]+)`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +39,10 @@ def code_blocks(page: Path) -> list[Block]:
     lines = page.read_text(encoding="utf-8").splitlines()
     start: int | None = None
     for number, line in enumerate(lines):
-        if start is None and (opened := FENCE.match(line)):
+        if start is None and (opened := re.match(r"```(\w*)$", line)):
             start, language = number, opened[1]
         elif start is not None and line == "```":
-            reason = NOT_RUN.match(lines[start - 1]) if start else None
+            reason = re.match(r"<!-- not run: (.*?) *-->$", lines[start - 1]) if start else None
             text = "\n".join(lines[start + 1 : number])
             blocks.append(Block(page=page, line=start + 1, language=language, text=text, not_run=reason and reason[1]))
             start = None
@@ -61,12 +57,12 @@ def prose(page: Path) -> str:
 
 def links(page: Path) -> list[str]:
     """Return the targets of the page's links and images."""
-    return LINK.findall(prose(page))
+    return re.findall(r"!?\[[^\]]*\]\(([^()\s]+)\)", prose(page))
 
 
 def inline_code(page: Path) -> list[str]:
     """Return the texts in single backticks."""
-    return INLINE_CODE.findall(prose(page))
+    return re.findall(r"`([^`\n]+)`", prose(page))
 
 
 def anchors(page: Path) -> set[str]:

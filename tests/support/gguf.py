@@ -291,11 +291,12 @@ def write_tiny_gguf(target: Path, starter: Path, tokenizer_from: Path, *, seed: 
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    # The rows of each head, from MLX's two halves to llama.cpp's pairs that are rotated together.
+    for key in (key for key in weights if key.endswith(("q_proj.weight", "k_proj.weight"))):
+        halves = weights[key].reshape(config["num_attention_heads"], 2, -1, config["hidden_size"])
+        weights[key] = halves.swapaxes(1, 2).reshape(weights[key].shape)
     for key, array in weights.items():
-        rotated = key.endswith(("q_proj.weight", "k_proj.weight"))
-        writer.add_tensor(
-            _name(key, MODEL_ARCH.LLAMA), _paired(array, config["num_attention_heads"]) if rotated else array
-        )
+        writer.add_tensor(_name(key, MODEL_ARCH.LLAMA), array)
     _finish(writer)
     tokenizer = {key: value for key, value in read_gguf(starter).values.items() if key.startswith("tokenizer.")}
     written = read_gguf(target)
@@ -386,12 +387,6 @@ def _name(key: str, architecture: MODEL_ARCH) -> str:
     name = TensorNameMap(architecture, 32).get_name(key, try_suffixes=(".weight", ".bias"))
     assert name is not None, f"gguf has no tensor name for {key}"
     return name
-
-
-def _paired(array: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Reorder the rows of each head from MLX's two halves to llama.cpp's pairs that are rotated together."""
-    rows, width = array.shape
-    return array.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 _TOOLS = """\

@@ -98,13 +98,11 @@ class Notebook:
                 pass  # An update of an earlier output.
             elif kind in ("display_data", "execute_result", "update_display_data"):
                 output.shown.append(content["data"])
-            elif kind == "status" and content["execution_state"] == "idle" and self._is_of_cell(message):
+            # During the start, several requests have asked whether the kernel is ready; their replies are skipped.
+            is_of_cell = message["parent_header"].get("msg_id") == self._asked
+            if kind == "status" and content["execution_state"] == "idle" and is_of_cell:
                 break
         return output
-
-    def _is_of_cell(self, message: dict[str, Any]) -> bool:
-        # During the start, several requests have asked whether the kernel is ready; their replies are skipped.
-        return bool(message["parent_header"].get("msg_id") == self._asked)
 
     def run(self, code: str) -> str:
         """Return the printed text of a cell that must not fail."""

@@ -27,7 +27,6 @@ from lmx_lab.wire.events import EVENT_CLASSES
 from lmx_lab.wire.rerank import RerankBody
 
 WAIT_S = 60.0
-LOOK_S = 0.1
 
 
 class ScriptedAnswer:
@@ -210,7 +209,7 @@ class Reader:
         deadline = time.monotonic() + WAIT_S
         with self._changed:
             while not (met := condition(self.panel)) and time.monotonic() < deadline:
-                self._changed.wait(LOOK_S)
+                self._changed.wait(0.1)
         state = {name: getattr(self.panel, name) for name in self.panel.trait_names(sync=True) if name[0] != "_"}
         assert met, f"the condition was never true; the panel has {state}"
 
