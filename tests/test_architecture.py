@@ -35,7 +35,7 @@ TABLE = {
     "errors": Row(),
     # numpy: the type of vectors.
     # pydantic: the form of steps in JSON.
-    "values": Row("errors", "numpy pydantic"),
+    "values": Row("errors", "numpy pydantic_core"),
     "settings": Row("errors"),
     "urls": Row("errors extras"),
     "broadcast": Row(),

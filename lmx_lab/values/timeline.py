@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema
-
 from lmx_lab.values.models import LoadStage
 
 StepKind = Literal["queued", "prefill", "decode", "paused"]
@@ -141,16 +139,12 @@ def decode_steps(columns: Sequence[Sequence[int]]) -> tuple[EngineStep, ...]:
     )
 
 
-_COLUMNS = TypeAdapter(list[list[int]])
-
-
-def _read_steps(columns: Any) -> tuple[EngineStep, ...]:
+def _read_steps(columns: Sequence[Sequence[int]]) -> tuple[EngineStep, ...]:
     """Return the steps of a server of this or another version, whose columns may be wrong or more.
 
     Raises:
         ValueError: they are wrong.
     """
-    columns = _COLUMNS.validate_python(columns)
     if columns and len(columns) < FIELDS:
         raise ValueError(f"has {len(columns)} columns; there must be at least {FIELDS}")
     if len({len(column) for column in columns}) > 1:
@@ -160,12 +154,24 @@ def _read_steps(columns: Any) -> tuple[EngineStep, ...]:
     return decode_steps(columns[:FIELDS])
 
 
-Steps = Annotated[
-    tuple[EngineStep, ...],
-    PlainValidator(_read_steps),
-    PlainSerializer(encode_steps),
-    WithJsonSchema({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "title": "Steps"}),
-]
+class _StepColumns:
+    """Tells pydantic how the steps of a request are read and written."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(source: Any, handler: Any) -> Any:
+        # Imported here, because a server starts to load its model before it imports pydantic.
+        from pydantic_core import core_schema
+
+        columns = core_schema.list_schema(core_schema.list_schema(core_schema.int_schema()))
+        written = core_schema.plain_serializer_function_ser_schema(encode_steps)
+        return core_schema.no_info_after_validator_function(_read_steps, columns, serialization=written)
+
+    @staticmethod
+    def __get_pydantic_json_schema__(schema: Any, handler: Any) -> dict[str, Any]:
+        return {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "title": "Steps"}
+
+
+Steps = Annotated[tuple[EngineStep, ...], _StepColumns]
 """The steps of a request. In JSON, these are columns with one number for each step: its kind (0 is ``queued``, 1
 ``prefill``, 2 ``decode``, 3 ``paused``), its beginning in microseconds since the arrival, its duration in microseconds,
 its number of tokens, the number of the engine's step, the number of requests that had a slot, and the bytes of their KV
