@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, Progress, hub_download
 from lmx_lab.weights.hub import MARKER, mark_unverified
 from tests.support.hub import REPO, Handler, Hub, Sends, git_id, hub_with, instead, whole
-from tests.support.models import LLAMA, safetensors_bytes
+from tests.support.models import LLAMA, safetensors_bytes, write_json
 from tests.support.waiting import until
 
 
@@ -66,12 +65,7 @@ Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("org/tiny"
 def small(tmp_path_factory):
     """Return a model folder that passes every check but is never loaded."""
     folder = tmp_path_factory.mktemp("small")
-    for name, content in (
-        ("config.json", LLAMA),
-        ("tokenizer.json", {}),
-        ("tokenizer_config.json", {"model_max_length": 9}),
-    ):
-        (folder / name).write_text(json.dumps(content))
+    write_json(folder, {"config.json": LLAMA, "tokenizer.json": {}, "tokenizer_config.json": {"model_max_length": 9}})
     (folder / WEIGHTS).write_bytes(safetensors_bytes(count=2**18))
     return folder
 
@@ -268,7 +262,6 @@ def download_unverified(server, home):
     environ = {**os.environ, "HF_ENDPOINT": server.url}
     with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == b"verify\n"
             yield process
         finally:

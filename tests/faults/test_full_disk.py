@@ -147,7 +147,6 @@ def test_a_prefix_cache_on_a_disk_that_is_full_or_read_only_keeps_its_files_and_
     later = PrefixFiles(disk.folder / "cache", limit_bytes=64 * MIB, reserve_bytes=0)
     later.open(with_marks(tiny), [])
     found, tokens = later.best(np.arange(20, dtype=np.int32))
-    assert found is not None
     assert (tokens, len(later.read(found)["x"])) == (10, 2 * MIB)
     subprocess.run(["mount", "-o", "remount,rw", str(disk.folder)], check=True)
     assert files.write(prefix(100), [bytes(2 * MIB)])
@@ -196,7 +195,6 @@ async def test_events_on_a_full_disk_are_complete_or_missing_and_turns_can_still
     assert await store.write(long_event) > ended
     assert store.path.with_suffix(".reserve").exists()
     check = await store.read(lambda reading: reading.fetch_one("PRAGMA integrity_check"))
-    assert check is not None
     assert tuple(check) == ("ok",)
     await store.close()
 

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
-from tests.support.commands import Serving
+from tests.support.commands import serving
 from tests.support.hub import REPO, hub_with, instead
 
 pytestmark = pytest.mark.long
@@ -27,9 +27,7 @@ def server(tiny, monkeypatch):
 def two_servers(home, *arguments):
     """Start two servers at the same time and wait until both are ready."""
     with ExitStack() as stack:
-        started = [Serving(home, "--port", "0", *arguments) for _ in range(2)]
-        for each in started:
-            stack.callback(each.close)
+        started = [stack.enter_context(serving(home, "--port", "0", *arguments)) for _ in range(2)]
         yield [
             stack.enter_context(httpx2.Client(base_url=f"http://127.0.0.1:{each.port}", timeout=CHAT_WAIT_S))
             for each in started
@@ -75,11 +73,9 @@ def test_a_file_that_two_processes_convert_at_the_same_time_is_converted_once(tm
     command = [sys.executable, "-c", CONVERT, str(tmp_path), str(tiny_gguf)]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     outputs = []
     for process in processes:
-        assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
     for process in processes:

@@ -70,8 +70,6 @@ class Machine:
 @contextlib.contextmanager
 def machine():
     holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdin is not None
-    assert holder.stdout is not None
     try:
         # Its output comes from inside the namespace.
         with contextlib.suppress(BrokenPipeError):
