@@ -145,10 +145,10 @@ _COLUMNS = TypeAdapter(list[list[int]])
 
 
 def _read_steps(columns: Any) -> tuple[EngineStep, ...]:
-    """Return the steps of a server of this or another version, whose columns may be wrong or more.
+    """Return the steps that a server of this or another version has sent. Additional columns are ignored.
 
     Raises:
-        ValueError: they are wrong.
+        ValueError: the columns are invalid.
     """
     columns = _COLUMNS.validate_python(columns)
     if columns and len(columns) < FIELDS:
