@@ -21,7 +21,7 @@ INTERVAL_S = 60.0
 BATCH = 2000
 """Maximum number of events that one transaction deletes, because other writers wait for it."""
 COUNTED_AT_ONCE = 50_000
-"""Maximum number of events that are counted at once, because other readers wait for it, about 10 ms."""
+"""Maximum number of events that are counted at once. Other readers wait for the count, about 10 ms."""
 DAY_S = 86_400.0
 TOKEN_EVENTS = "event IN ('turn.token', 'turn.thinking')"
 STEP_S = 60.0
