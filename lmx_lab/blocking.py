@@ -371,7 +371,7 @@ def twin(method: Callable[..., Any], wrap: Callable[[Any, Any], Any] | None = No
     """Return the method that waits for a coroutine function. An interrupt (Ctrl-C) cancels the coroutine.
 
     Args:
-        wrap: Makes the result, from the object and the result of the coroutine.
+        wrap: Returns the result of the method, given the object and the result of the coroutine.
     """
 
     def call(self: Twin[Any], /, *args: Any, **kwargs: Any) -> Any:

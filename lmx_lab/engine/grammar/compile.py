@@ -1,7 +1,7 @@
 """Check grammars in a sandboxed process, compile them for one model's vocabulary with llguidance, and cache them.
 
-Callers write grammars. Some crash the compiler, and others take forever to compile. They are checked one after the
-other, and those that would wait too long are refused.
+Callers write grammars, of which some crash the compiler and others take forever to compile. Grammars are checked one
+after the other, and those that would wait too long are refused.
 """
 
 from __future__ import annotations
