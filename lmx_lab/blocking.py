@@ -187,7 +187,7 @@ END = _End.END
 class _PulledIterator(Generic[Item]):
     """An async iterator on a portal's loop, whose next item is requested only when the caller needs it.
 
-    It is one task from start to end, as cancel scopes require.
+    One task runs the source from start to end, as cancel scopes require.
     """
 
     def __init__(self, thread: LoopThread, source: Source[Item]) -> None:
@@ -371,7 +371,7 @@ def twin(method: Callable[..., Any], wrap: Callable[[Any, Any], Any] | None = No
     """Return the method that waits for a coroutine function. An interrupt (Ctrl-C) cancels the coroutine.
 
     Args:
-        wrap: Makes the result, from the object and the result of the coroutine.
+        wrap: Returns the result of the method, given the object and the result of the coroutine.
     """
 
     def call(self: Twin[Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -430,7 +430,7 @@ def _described(function: Function, method: Callable[..., Any]) -> Function:
 
 
 def expand_keywords(parameter: inspect.Parameter, function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the keywords that ``**options: Unpack[SomeTypedDict]`` stands for; of another parameter, itself.
+    """Return the keywords that ``**options: Unpack[SomeTypedDict]`` stands for, or another parameter unchanged.
 
     Editors and IPython complete only keywords that a signature names.
     """

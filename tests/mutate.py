@@ -27,7 +27,7 @@ PROMPTS = "tests/engine/contract/test_prompts.py tests/engine/contract/test_form
 MODULES: Mapping[str, tuple[str, int | None]] = {
     "engine/scheduler": ("tests/engine/test_scheduler.py", None),
     "engine/text/splitter": ("tests/engine/text/test_splitter.py", None),
-    "daemon/turns/turn": ("tests/daemon/turns/test_turn.py", None),
+    "daemon/turns/machine": ("tests/daemon/turns/test_machine.py", None),
     "http/guard": ("tests/http/test_guard.py tests/security/test_access.py tests/security/test_headers.py", None),
     "server/messages": (f"{FORMATS} tests/flows/test_messages.py", 120),
     "server/responses/writer": (f"{FORMATS} tests/flows/test_responses.py", 120),

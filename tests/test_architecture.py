@@ -34,7 +34,7 @@ TABLE = {
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
-    # pydantic: the form of steps in JSON.
+    # pydantic_core: the form of steps in JSON.
     "values": Row("errors", "numpy pydantic_core"),
     "settings": Row("errors"),
     "urls": Row("errors extras"),

@@ -91,7 +91,7 @@ def run(
 class Measurement:
     """One run, as a context manager. ``step`` and ``wait`` wait for the next result; ``table`` returns all so far.
 
-    The requests are sent from a thread of its own: a client on the event loop of a server would receive its answers
+    The requests are sent from a separate thread: a client on the event loop of a server would receive its answers
     late, and the results would depend on this loop.
 
     Args:

@@ -126,7 +126,7 @@ class ChatTarget:
                 names = await client.models()
                 self._is_lab = client.is_lab
             except LabError as exc:
-                # So that the list is not requested again before each request.
+                # Store the kind of server, so that the list is not requested again before each request.
                 if was_sent(exc):
                     self._is_lab = bool(client.is_lab)
                 # For example, mlx_lm.server lists the hub cache only, and fails if there is none.

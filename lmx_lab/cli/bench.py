@@ -124,7 +124,7 @@ def bench(
         cache="warm" if warm else "cold",
         seed=seed,
     )
-    # Before the measurement: that the tables and the plot can be made.
+    # Check before the measurement that the tables and the plot can be made.
     benchmark.frame(())
     if plot is not None:
         import lmx_lab.bench.plots  # noqa: F401

@@ -51,7 +51,7 @@ def _beginning_with(incomplete: str, names: Iterable[str]) -> list[str]:
 
 
 def _local_models() -> set[str]:
-    """Return the ids in the lab's own folder and in additional folders. The hub's cache would take longer."""
+    """Return the ids in the lab's own folder and in additional folders. Reading the hub's cache would take longer."""
     from lmx_lab.weights.locations import folder_locations
     from lmx_lab.weights.starters import find_starter
 
@@ -60,12 +60,12 @@ def _local_models() -> set[str]:
     found = {name if (starter := find_starter(name)) is None else starter.id for name in names}
     for folder in settings.model_folders:
         found |= {location.id for location in folder_locations(folder, "folder")}
-    # Reserved for the built-in model: a folder of this name needs its path.
+    # This name is reserved for the built-in model; a folder with this name can only be loaded by its path.
     return found - {ECHO.id}
 
 
 def _sessions() -> list[dict[str, Any]]:
-    # Takes 25 ms, for which other commands should not wait.
+    # The import takes 25 ms, and other commands do not need it.
     from urllib.request import ProxyHandler, Request, build_opener
 
     # The same checks as in lmx_lab.client.credentials, whose import would take too long: only this user can have

@@ -162,9 +162,9 @@ def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_
         stopping.set()
         running.begin_stop(mode="drain" if signals == 1 else "now", grace_s=DRAIN_S)
 
-    # Before the start, so that a signal during the start also ends the daemon properly. After the first signal, turns
-    # may continue for DRAIN_S; the second one cancels them, the third one ends the process. A terminal sends SIGHUP
-    # when it is closed. Under nohup it is ignored, and stays ignored.
+    # The handlers are set before the start, so that a signal during the start also ends the daemon properly. After the
+    # first signal, turns may continue for DRAIN_S; the second one cancels them, and the third one ends the process. A
+    # terminal sends SIGHUP when it is closed. Under nohup it is ignored, and stays ignored.
     stop_on_signals(stop, numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), most=2)
     running.start()
     freeze_objects()

@@ -56,7 +56,7 @@ def events(
             try:
                 client.read_session(each)
             except SessionNotFoundError:
-                # Otherwise none of its events would ever be printed. The log may still have those of a deleted session.
+                # The log may still have events of a deleted session. If not, no event would ever be printed.
                 if not client.page(after=0, session_ids=[each], limit=1).events:
                     raise
         printer = EventPrinter(client, session_ids=sessions, types=tuple(types or ()), as_json=json)

@@ -213,7 +213,7 @@ class DaemonConnection:
             ) from exc
         if found != endpoint.daemon_id:
             raise UnreachableError(
-                f"the daemon at {connection.url} is {found!r:.80}, but the state file is of {endpoint.daemon_id}; the "
+                f"the daemon at {connection.url} is {found!r:.80}, but the state file names {endpoint.daemon_id}; the "
                 "token was not sent. It may belong to another user or another LMX_LAB_HOME; start your own with "
                 f"{DAEMON.start}"
             )

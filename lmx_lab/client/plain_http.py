@@ -250,7 +250,7 @@ class PlainTransport(httpx2.AsyncBaseTransport):
         while idle:
             until_s, connection = idle.pop()
             if now < until_s and connection.is_idle:
-                # Readable, if the server has closed it or sent data, which the event loop has not noticed yet.
+                # It is readable if the server has closed it or sent data, which the loop may not have noticed yet.
                 poll = select.poll()
                 poll.register(connection.transport.get_extra_info("socket"), select.POLLIN)
                 if not poll.poll(0):

@@ -90,9 +90,9 @@ class Subscription:
         return self._receiver.state
 
     async def states(self) -> AsyncGenerator[ConnectionState, None]:
-        """Yield the current state, then each change until the subscription is closed. Any number of readers.
+        """Yield the current state, then each change until the subscription is closed.
 
-        A slow reader misses old changes, but never the newest one.
+        There may be any number of readers. A slow one misses old changes, but never the newest.
         """
         with self._receiver.changes.subscribe(MAX_UNREAD) as changes:
             yield self.state
@@ -258,7 +258,7 @@ class EventReceiver:
         self.buffer = EventBuffer()
         self.state = ConnectionState(state="connecting")
         self.changes: Feed[ConnectionState] = Feed()
-        """The later states."""
+        """Feed of the states that follow."""
         self.tried = asyncio.Event()
         """Set when the first attempt has succeeded or failed."""
         self.connections = 0
@@ -400,7 +400,7 @@ class EventReceiver:
         self._set_state(
             ConnectionState(state="waiting", attempts=self._backoff.attempts, retry_in_s=delay_s, error=error)
         )
-        # Until the delay has passed, the machine wakes up, or the daemon's endpoint changes.
+        # Wait until the delay has passed, the machine wakes up, or the daemon's endpoint changes.
         until = now() + delay_s
         while (left_s := until - now()) > 0 and not self._woken.is_set():
             with suppress(TimeoutError):

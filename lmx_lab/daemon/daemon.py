@@ -185,7 +185,7 @@ class Lifespan:
             except LabError as exc:
                 log.warning("the event daemon.stopping could not be written: %s", exc)
             if mode == "drain":
-                # Until the running turns have ended, or ``begin_stop`` is called with ``now``.
+                # Wait until the running turns have ended, or ``begin_stop`` is called with ``now``.
                 assert self._stop_now is not None
                 drain = asyncio.ensure_future(services.turns.stop(mode="drain", grace_s=grace_s))
                 stop_now = asyncio.ensure_future(self._stop_now.wait())

@@ -37,7 +37,7 @@ def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Find
     if (missing := ENGINES["llama.cpp"].problem()) is not None:
         yield Finding(topic="llama.cpp", verdict="note", found=missing)
         return
-    # In a child process, which may crash.
+    # Import it in a child process, because the import may crash.
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", f"import {PACKAGE}"],

@@ -1,6 +1,6 @@
 """Track the loads and unloads of models from their request to their end. Used on the control loop of ``ModelManager``.
 
-One load or unload of the main model is in progress at a time. Before a model is unloaded, its requests may end.
+One load or unload of the main model is in progress at a time. Before an unload, the model's requests have time to end.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def loaded_id(name: str | None, entries: Sequence[ModelEntry], *, local: bool) -
     if name is None or any(entry.id == name for entry in entries):
         return name
     for entry in entries:
-        # The name ``org/name`` of a model ``org/name:Q4_K_M``.
+        # A model ``org/name:Q4_K_M`` is also found as ``org/name``.
         is_repository = entry.source == "hub" and entry.id.partition(":")[0] == name
         is_path = Path(name) == entry.path if local else name == public_id(entry.id, local=False)
         if entry.has_alias(name) or is_repository or is_path:

@@ -298,7 +298,7 @@ class PrefixFiles:
                 os.utime(self._folder / stored.name(self._key), ns=(now + depth, now + depth))
 
     def _prefix_of(self, name: str, header: Mapping[str, Any], tokens: bytes) -> StoredPrefix:
-        """Return the header of the file with this name as a value.
+        """Return the prefix that the header of the file with this name describes.
 
         Raises:
             DamagedFileError: the file does not belong to this model, or has another name than its content requires.

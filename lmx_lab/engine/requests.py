@@ -16,7 +16,7 @@ from lmx_lab.values.tracing import TraceWork
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Who sent a request, and what follows from it."""
+    """Who sent a request, and how it is treated."""
 
     local: bool = False
     """Whether the caller is on this machine, so that it may name models by their paths, steer, and see paths."""

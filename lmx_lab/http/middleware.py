@@ -113,7 +113,7 @@ def _refusal(error: LabError) -> ASGIApp:
 class ResponseHeaders:
     """Adds headers to every response: a request id (also in the scope), the version, and restrictions for browsers.
 
-    It is outside everything else, and therefore also adds the forms of errors to the scope.
+    It is the outermost middleware, and therefore also adds the forms of errors to the scope.
 
     Args:
         at_end: Called at the end of each request.
@@ -146,7 +146,7 @@ class ResponseHeaders:
             if message["type"].endswith((".response.start", "websocket.accept")):
                 status = message.get("status", SWITCHING_PROTOCOLS)
                 headers = [*message.get("headers", ()), id_header, *FIXED_HEADERS]
-                # Some responses have their own.
+                # Some responses have a policy of their own.
                 if not any(name.lower() == CONTENT_POLICY_HEADER for name, _ in headers):
                     headers.append((CONTENT_POLICY_HEADER, CONTENT_POLICY.encode()))
                 message = {**message, "headers": headers}

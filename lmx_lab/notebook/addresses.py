@@ -152,7 +152,7 @@ class Addresses:
             return self.lan_names
         machine = socket.gethostname().lower()
         ipv6 = _addresses(socket.AF_INET6) if self.settings.host.strip("[]") == "::" else []
-        # Without zone identifiers.
+        # Zone identifiers are removed.
         names = [address.partition("%")[0] for address in ipv6]
         return [*self.lan_names, *(name for name in names if name != "::1"), machine, f"{machine}.local"]
 

@@ -190,7 +190,7 @@ class _Table:
         import_optional("pandas", "evaluate")
         self.labelled = list(source.rows)
         self.source = RowSource(rows=iter(self.labelled), columns=self.columns, index=source.index)
-        """The rows to answer, for which the error of a run that has ended contains a pandas data frame."""
+        """The rows to answer, without the library of their table: an error of the run contains a pandas data frame."""
 
     async def evaluated(self, answers: Sequence[RowAnswer]) -> tuple[list[EvaluatedRow], bool]:
         """Return the rows, and whether scoring was interrupted. With a judge, no row has a score. Runs as a verb."""

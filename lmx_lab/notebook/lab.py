@@ -534,7 +534,7 @@ class Lab(
         self.workbench.static_views.show(self._repr_mimebundle_(), self._repr_html_)
 
     def _show_ranking(self, result: RerankResult) -> None:
-        """Display a ranking as a table that can be sorted; the same widget each time. Raises as ``_layout``."""
+        """Display a ranking as a sortable table, in the same widget each time. See ``_layout`` for the errors."""
         layout = self._layout()
         if result.widget is None or result.widget.comm is None:
             result.widget = layout.RerankPanel(self.workbench, result=result.ranking)

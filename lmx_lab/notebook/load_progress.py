@@ -47,7 +47,7 @@ class RunningChange(Generic[T]):
         """The event of the stage ``load``, until it is returned."""
         self._task = asyncio.create_task(start(steps.publish), name=name)
         self._task.add_done_callback(lambda _: steps.close())
-        # Retrieved, because the caller may have stopped waiting.
+        # The exception is retrieved, because the caller may have stopped waiting; asyncio would log it.
         self._task.add_done_callback(lambda work: work.cancelled() or work.exception())
 
     async def step(self) -> ModelEvent | None:

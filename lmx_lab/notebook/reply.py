@@ -253,7 +253,7 @@ class Reply(HasTokens):
     def _repr_markdown_(self) -> str:
         thoughts = []
         if self.reasoning:
-            # On one line, for the same reason as code.
+            # On one line, because an HTML block in a list ends where the indentation of the list ends.
             lines = "<br>".join(map(_references, self.reasoning.strip().splitlines()))
             title = _references(self._thoughts())
             thoughts = [f"<details><summary>{title}</summary><small>{lines}</small></details>"]
@@ -417,7 +417,7 @@ class LiveText:
         self._next_at = time.monotonic() + max(UPDATE_S, (len(reasoning) + len(text)) / CHARACTERS_PER_S)
 
     def _send(self, data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-        from IPython.display import publish_display_data  # As above.
+        from IPython.display import publish_display_data  # IPython is optional.
 
         is_update = self._display_id is not None
         self._display_id = self._display_id or uuid4().hex

@@ -202,7 +202,7 @@ class TraceVerbs:
                 f"positions contains {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}",
                 param="positions",
             )
-        # In ascending order, without negative ones.
+        # Positions are in ascending order, and negative ones count from the end.
         all_positions = list(range(count)) if wanted is None else sorted({at % count for at in wanted})
         sweep = PatchSweep(first, all_positions)
         left = [at for at in all_positions if at not in first.details["positions"]]

@@ -349,7 +349,7 @@ class ChatPanel(Panel):
         try:
             while True:
                 step = asyncio.create_task(next_or_none(stream))
-                # Until the answer has begun, the status is that which the server reports.
+                # Until the answer has begun, show the status that the server reports.
                 while not (await asyncio.wait({step}, timeout=None if answer.has_begun else REMARK_S))[0]:
                     answer.status = stream.status
                     self._show_live(answer)

@@ -188,7 +188,7 @@ class LensPanel(Panel):
         assert branch is not None
         self._shown = branch
         answer, lens = branch.answer, self._lens_of(branch)
-        # Of each token its text, its part of the answer, its values, its id, and its alternatives.
+        # Each row contains the text of a token, its part of the answer, its values, its id, and its alternatives.
         tokens = []
         for token, part in zip(lens[:SHOWN_TOKENS], lens.parts, strict=False):
             others = [

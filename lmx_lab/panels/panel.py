@@ -76,7 +76,7 @@ class Panel(anywidget.AnyWidget):
         self._requests = 0
         """Number of running requests."""
         self.task: asyncio.Task[Any] | None = None
-        """The job of the panel, such as an answer that is generated; None if it has none."""
+        """The job of the panel, such as the generation of an answer; None if it has none."""
         super().__init__(**{"server": asdict(workbench.backend.state()), **traits})
         # ipykernel sends a view's messages to the shell that the panel has used last. This is the shell of cells, in
         # which a click would wait for a cell that blocks. The shell that JupyterLab has opened for widgets does not.

@@ -1,1 +1,1 @@
-"""What results are made of: tables, figures, statistics, the facts of a measurement, and SQLite files."""
+"""The components of results: tables, figures, statistics, the facts of a measurement, and SQLite files."""

@@ -24,7 +24,7 @@ from lmx_lab.errors import InvalidRequestError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 LEVEL = 0.95
-"""Default level of intervals; that of all scores and differences."""
+"""Default level of intervals. The intervals of scores and differences always have this level."""
 SEED = 0
 """Default seed of random numbers, which makes results reproducible."""
 MEDIAN_DRAWS = 2000

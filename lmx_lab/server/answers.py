@@ -1,4 +1,4 @@
-"""Answer a request in any format: start its generations, and send what the format's writer makes of them.
+"""Answer a request in any format: start its generations, and send the output of the format's writer.
 
 A format consists of a parser, which returns an ``AnswerRequest``, and an ``AnswerWriter``. ``respond`` does the rest
 for all formats: clients that disconnect or accept no data, keep-alives, ignored fields, and errors before and after the
@@ -35,11 +35,11 @@ IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 IGNORED_LIMIT = 32
 """Largest number of names in the header ``x-lmx-ignored``."""
 CHAT_NAMES = FieldNames({})
-"""The fields of the chat format, which errors name already."""
+"""Errors already name the fields of the chat format."""
 
 
 class StreamWriter(Protocol):
-    """Writes one answer as a stream of framed texts. Pure code.
+    """Writes one answer as a stream of framed texts. Implementations do no I/O.
 
     ``begin``, ``delta`` and ``end`` are called for each choice, with those of other choices in between, and ``finish``
     after all of them. ``error`` replaces everything that has not been written.
@@ -58,7 +58,7 @@ class StreamWriter(Protocol):
         """Return the end of the stream.
 
         Args:
-            reports: Those of the choices of each prompt.
+            reports: The reports of the choices of each prompt.
         """
 
     def error(self, error: LabError, detail: ErrorDetail) -> Iterable[str]:
@@ -88,7 +88,7 @@ class AnswerWriter(StreamWriter, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
-    """What the parser of a format makes of a request."""
+    """The result of parsing a request in any format."""
 
     prompts: Sequence[GenerationRequest]
     """One request to the engine for each prompt. Only the completions format has several."""
@@ -213,7 +213,7 @@ class Choices:
         self.model = public_id(self._answers[0][0].model, local=self._caller.local)
 
     async def texts(self, writer: StreamWriter, describe: Describe) -> AsyncGenerator[str, None]:
-        """Yield what the writer makes of the answers as they are generated. An exception ends it with an error."""
+        """Yield the output of the writer while the answers are generated. An exception ends it with an error."""
         reports: dict[int, list[GenerationReport]] = {}
         prompts = range(len(self._prompts))
         try:
@@ -307,8 +307,8 @@ class Choices:
             answer.close()
 
 
-# Several coroutines or streams at the same time. Unlike ``asyncio.gather``, these functions end only after all of their
-# tasks have ended.
+# Functions that run several coroutines or streams at the same time. Unlike ``asyncio.gather``, they end only after all
+# of their tasks have ended.
 
 End = tuple[BaseException | None]
 """The end of a source in the queue: its error, or None."""
@@ -339,7 +339,7 @@ async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
     queue: asyncio.Queue[list[T] | End] = asyncio.Queue(len(sources))
 
     async def pump(source: AsyncGenerator[T, None]) -> None:
-        # An item is a list of one, and the end a tuple, which differs from it.
+        # An item is put as a list with one element, and the end as a tuple, to distinguish them.
         failure: BaseException | None = None
         try:
             async with aclosing(source) as items:

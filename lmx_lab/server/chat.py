@@ -44,7 +44,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        # Not the body, whose memory is released before the answer.
+        # The writer must not refer to the body, whose memory is released before the answer.
         options = {"logprobs": bool(body.logprobs), "include_usage": body.include_usage}
         wanted = AnswerRequest(
             prompts=[generation_request(body)],

@@ -69,7 +69,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        # Not the body, whose memory is released before the answer.
+        # The writer must not refer to the body, whose memory is released before the answer.
         options = {"logprobs": body.logprobs is not None, "include_usage": body.include_usage}
         wanted = AnswerRequest(
             prompts=completion_requests(body),

@@ -67,7 +67,7 @@ def validated_request(fields: dict[str, Any]) -> ChatRequest:
 
 
 def call_arguments(call: ToolCallDelta) -> Any:
-    """Return the arguments of a call in an answer as JSON values; an empty object if the answer was cut off."""
+    """Return the arguments of a call in an answer as a JSON value; an empty object if the answer was cut off."""
     try:
         return json.loads(call.arguments or "{}")
     except ValueError:

@@ -195,7 +195,7 @@ class InferenceService:
                 )
             answers = await self._manager.submit_all(request, choices, local=caller.local, patient=caller.patient)
         except (LabError, asyncio.CancelledError) as exc:
-            # Not the model in the request: a caller can choose it freely, and it is a label of a metric.
+            # The name in the request is not used: a caller can choose it freely, and it is a label of a metric.
             model = self._manager.snapshot.model or ""
             self._end_without_report("chat", caller.request_id, model, exc, request=request, index=first)
             raise
@@ -215,7 +215,7 @@ class InferenceService:
         return answers
 
     def _recorded(self, answer: Answer, choice: int, caller: Caller) -> Recorded | None:
-        """Return what the record of an answer needs; None if the model was unloaded since."""
+        """Return what the record of an answer needs; None if the model has been unloaded since."""
         model = next((each for each in self._manager.residents if each.entry.id == answer.model), None)
         if model is None:
             return None

@@ -121,7 +121,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
         now = manager.snapshot
         entry = now.entry
         if name is not None:
-            # Of a model in several formats, the one that is listed.
+            # If the model has several formats, this is the one that is listed.
             try:
                 entry = (await find_model(name, catalog, manager, local=local)).entry
             except ModelNotFoundError:
@@ -227,7 +227,7 @@ def _describe(entry: ModelEntry, context_length: int | None, *, local: bool) -> 
             capabilities.append("insert")
     if "embedding" in entry.kinds:
         capabilities.append("embedding")
-    # Under the names that GGUF files have for them.
+    # The keys are those of GGUF files.
     shared = {
         "general.architecture": architecture,
         "general.basename": name.removesuffix(":latest"),

@@ -37,7 +37,7 @@ NOT_STORED = frozenset({"request_id", "client", "timeout_s", "model", "needs_ids
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What the record of an answer needs beside the answer."""
+    """The values that the record of an answer needs in addition to the answer."""
 
     own: bool
     batch: bool = False

@@ -140,10 +140,10 @@ def decode_steps(columns: Sequence[Sequence[int]]) -> tuple[EngineStep, ...]:
 
 
 def _read_steps(columns: Sequence[Sequence[int]]) -> tuple[EngineStep, ...]:
-    """Return the steps of a server of this or another version, whose columns may be wrong or more.
+    """Return the steps that a server of this or another version has sent. Additional columns are ignored.
 
     Raises:
-        ValueError: they are wrong.
+        ValueError: the columns are invalid.
     """
     if columns and len(columns) < FIELDS:
         raise ValueError(f"has {len(columns)} columns; there must be at least {FIELDS}")

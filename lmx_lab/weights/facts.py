@@ -71,7 +71,7 @@ def read_entry(location: ModelLocation) -> ModelEntry:
         modified_at = int(os.stat(location.path).st_mtime)
     except OSError as exc:
         raise UnusableModelError(f"{location.path} cannot be read: {exc.strerror}; check its permissions") from exc
-    # The fields as they are: asdict would also convert the measurements of a copy.
+    # vars keeps the values of the fields; asdict would also convert the measurements of a copy.
     return ModelEntry(**vars(location), **vars(facts), modified_at=modified_at)
 
 

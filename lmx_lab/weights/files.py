@@ -117,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """Return what is in a folder, sorted by name; nothing if it does not exist or cannot be read."""
+    """Return the entries of a folder, sorted by name; none if it does not exist or cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -202,7 +202,7 @@ async def in_thread(work: Callable[[], T], *, name: str = "lmx-lab-disk") -> T:
     ``asyncio.to_thread`` would take a thread of the shared pool, which the process waits for at exit; a disk that does
     not respond must not delay other work or the exit. Cancelling does not stop the thread.
     """
-    # Takes 70 ms to import, which the completion of model names, for example, does not need.
+    # This import takes 70 ms, and the completion of model names, for example, does not need it.
     import asyncio
 
     return await asyncio.wrap_future(start_in_thread(work, name=name))

@@ -198,8 +198,9 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return what is in a folder and has a name that is not hidden and can be written as JSON, unlike names in other
-    encodings."""
+    """Return the entries of a folder whose names are not hidden and can be written as JSON. Names that are not valid
+    UTF-8 cannot.
+    """
     return [path for path in list_folder(folder) if not path.name.startswith(".") and path.name.isprintable()]
 
 

@@ -58,7 +58,7 @@ def lock_model(models: Path, model_id: str) -> Iterator[None]:
         raise StorageFullError(
             f"cannot write to {models}: {exc.strerror}; set LMX_LAB_HOME to a folder that you can write to"
         ) from exc
-    # Takes 30 ms to import, which the completion of model names, for example, does not need.
+    # This import takes 30 ms, and the completion of model names, for example, does not need it.
     from filelock import FileLock
 
     with FileLock(folder / f"{file_name(model_id)}.lock"):

@@ -90,7 +90,7 @@ ODD: tuple[Callable[[random.Random], Any], ...] = (
     *(lambda chance, values=values: chance.choice(values) for values in (NUMBERS, WORDS, EMPTY, DEEP)),
     lambda chance: "".join(chr(chance.randint(*chance.choice(CHARACTERS))) for _ in range(chance.randint(0, 12))),
     lambda chance: chance.choice((-1, 1)) * chance.getrandbits(chance.choice((3, 8, 16, 32, 64, 128))),
-    # Any float, also infinite ones and those that are no number.
+    # Any float, including infinities and NaN.
     lambda chance: struct.unpack("d", chance.randbytes(8))[0],
     lambda chance: [
         chance.choice(WORDS) if chance.random() < 0.5 else chance.randint(-5, 60_000)

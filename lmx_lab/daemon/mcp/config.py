@@ -262,7 +262,7 @@ def _server_config(path: Path, name: str, entry: Any) -> McpServerConfig:
     if _TRANSPORTS[transport] == "stdio":
         folder = fields.get("cwd", ".")
         fields["cwd"] = str(path.parent.absolute() / folder) if isinstance(folder, str) else folder
-    # To the characters that the daemon accepts, since projects also use spaces and dots.
+    # Keep only the characters that the daemon accepts, because projects also use spaces and dots.
     cleaned = re.sub(r"[-_]{2,}", "-", re.sub(r"[^A-Za-z0-9_-]", "-", name)).strip("-_")[:32].rstrip("-_")
     try:
         return McpServerConfig(

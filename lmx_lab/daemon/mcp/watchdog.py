@@ -1,7 +1,7 @@
 """Record the running MCP servers, so that their processes end even if the daemon is killed.
 
-A watchdog process ends them within seconds. A file is for the case that the watchdog was killed too: the next daemon
-reads it at its start.
+A watchdog process ends them within seconds. They are also recorded in a file, in case the watchdog was killed too: the
+next daemon reads it when it starts.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ async def _poll(
     if not page.events and wait_s:
         page = await services.subscribers.run_while_connected(request, wait_for_page(page)) or page
     more = "true" if page.through < events.latest_seq else "false"
-    # An ``EventPage``, of events that are JSON already.
+    # This is the JSON of an ``EventPage``, whose events are stored as JSON.
     texts = ",".join(event.text for event in page.events)
     text = f'{{"events":[{texts}],"cursor":{page.through},"more":{more}}}'
     return Response(text, media_type="application/json")
@@ -283,7 +283,7 @@ class _Stream:
                 await self._send_control_frame("stream.closing", Closing(reason="stopping", cursor=self._cursor))
                 await self._close(GOING_AWAY)
                 return
-            # Until there is something to do, or a heartbeat is due because nothing was sent for some time.
+            # Wait until there is something to do, or a heartbeat is due because nothing was sent for some time.
             timeout_s = self._sent_at + self._services.limits.heartbeat_s - self._now()
             futures = {growth, disconnected, self._services.subscribers.closing}
             done, _ = await asyncio.wait(futures, timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)

@@ -185,7 +185,7 @@ class EventLog:
         self._ring_bytes += sum(event.size_bytes for event in events)
         limits, removed = self._limits, 0
         if len(self._ring) > limits.ring_events or self._ring_bytes > limits.ring_bytes:
-            # To three quarters of the limits, so that this is not done at every event.
+            # Shrink to three quarters of the limits, so that this is not done at every event.
             while removed < len(self._ring) and (
                 len(self._ring) - removed > limits.ring_events * 3 // 4 or self._ring_bytes > limits.ring_bytes * 3 // 4
             ):

@@ -21,7 +21,7 @@ INTERVAL_S = 60.0
 BATCH = 2000
 """Maximum number of events that one transaction deletes, because other writers wait for it."""
 COUNTED_AT_ONCE = 50_000
-"""Maximum number of events that are counted at once, because other readers wait for it, about 10 ms."""
+"""Maximum number of events that are counted at once. Other readers wait for the count, about 10 ms."""
 DAY_S = 86_400.0
 TOKEN_EVENTS = "event IN ('turn.token', 'turn.thinking')"
 STEP_S = 60.0
@@ -136,8 +136,8 @@ def _delete_events_of_deleted_session(tx: Transaction, deleted_before: str) -> b
 async def _find_first_kept(store: Store, keep_events: int) -> int:
     """Return the lowest ``seq`` of the newest ``keep_events`` events, or 0 if there are no more events than that.
 
-    The events have to be counted, since some were deleted in between. Counting a million takes 0.2 s, so it is done in
-    parts, between which others can read, and not in a transaction, for which all writers would wait.
+    The events have to be counted, because some between them were deleted. Counting a million takes 0.2 s. It is done in
+    parts, so that others can read in between, and without a transaction, because all writers would wait for it.
     """
     oldest = await store.read(lambda view: view.fetch_one("SELECT seq FROM events ORDER BY seq LIMIT 1"))
     if oldest is None or store.issued_seq - oldest["seq"] < keep_events:

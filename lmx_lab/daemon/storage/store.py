@@ -186,7 +186,7 @@ class Store:
         try:
             _check_size(self.path)
         except FileNotFoundError:
-            # Under a temporary name: SQLite starts with an empty file, which ``_check_size`` refuses.
+            # Create it under a temporary name: SQLite starts with an empty file, which ``_check_size`` refuses.
             new = self.path.with_suffix(".new")
             new.unlink(missing_ok=True)
             os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))

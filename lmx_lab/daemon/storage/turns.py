@@ -321,8 +321,8 @@ class StartedTurn:
     session: SessionRecord
     overrides: TurnOverrides
     history: list[str]
-    """The history of the session as JSON, because transactions of other turns wait until this one ends. The last
-    message is the turn's own."""
+    """The history of the session, with the turn's own message at its end. It is not parsed here, because other
+    transactions wait for this one."""
     granted: frozenset[str]
     """Names of the tools that the session may call without a permission."""
 

@@ -57,7 +57,7 @@ PROGRESS_PER_BATCH = 100
 """Maximum number of messages of progress of tools in one batch. Further messages are dropped."""
 PARSED_ON_LOOP = 100
 """Maximum number of messages of a history that is parsed on the event loop. A longer one is parsed in a thread: 2,000
-messages take 21 to 37 ms, for which all other turns and connections would wait."""
+messages take 21 to 37 ms, during which all other turns and connections would wait."""
 TOOLS_SHARE_OF_CANCEL = 0.8
 """Share of ``limits.cancel_s`` within which tools have to end. The rest is for writing the end of the turn."""
 Change = Callable[[Transaction], object]
@@ -181,7 +181,7 @@ class ActiveTurn:
             log.warning("turn %s is ended by the next start of the daemon: the database is closed", self.key.turn_id)
         except Exception as exc:
             log.exception("turn %s raised an exception", self.key.turn_id)
-            # From its rows: every turn must end, even after a bug or an error of the database.
+            # End the turn from its rows: every turn must end, even after a bug or an error of the database.
             error = (
                 exc if isinstance(exc, LabError) else TurnError("a bug in the daemon ended this turn; see daemon.log")
             )
@@ -283,7 +283,7 @@ class ActiveTurn:
                 if (task := self._tool_tasks.get(action.call_id)) is not None:
                     task.cancel()
                 else:
-                    # It was not started because of an error.
+                    # The tool was not started because of an error.
                     self._report_stopped(action.call_id)
             case EndToolCall():
                 call_id = action.call.call_id

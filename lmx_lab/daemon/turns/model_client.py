@@ -100,7 +100,7 @@ class ModelClient:
             if isinstance(exc, ModelNotFoundError | UnreachableError):
                 self._choice = None
             if isinstance(exc, ConnectionLostError):
-                raise  # Whether the server is still reachable is found out by the next call.
+                raise  # The next call finds out whether the server is still reachable.
             if isinstance(exc, UnreachableError):
                 self._set_state(reachable=False, error=exc.message)
                 raise UpstreamUnreachableError(f"the model server: {exc.message}") from exc

@@ -106,7 +106,7 @@ def chat_messages(system_prompt: str | None, history: Sequence[SessionMessage]) 
                 function = {"name": call.name, "arguments": call.arguments if is_object else "{}"}
                 calls.append({"id": call.call_id, "type": "function", "function": function})
             messages.append({"role": "assistant", "content": message.content, "tool_calls": calls})
-            # In the order of the calls, not in that of their ends.
+            # The results have the order of the calls, not that in which the calls ended.
             messages += [
                 _chat_result(call.call_id, results.get(call.call_id, "there is no result"))
                 for call in message.tool_calls

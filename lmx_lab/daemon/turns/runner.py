@@ -117,7 +117,7 @@ class TurnRunner:
         if self._recovery is not None:
             self._recovery.cancel()
         for worker in list(self._workers.values()):
-            # A turn that is just being started becomes active first.
+            # The lock waits for a turn that is being started to become active.
             async with worker.lock:
                 if worker.active is None and worker.task is not None:
                     worker.task.cancel()

@@ -60,10 +60,10 @@ NO_LIMIT_TOKENS = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How an encoder is made from the tensors of its files."""
+    """Describes how an encoder is built from the tensors of its files."""
 
     rename: Callable[[str], str]
-    """Returns the name of a tensor that ``network`` and ``head`` use for a name in the files."""
+    """Returns the name that ``network`` and ``head`` use for a tensor, given its name in the files."""
     ignored: str
     """Pattern of the names of tensors that are not used."""
     network: Callable[[Tensors, ModelConfig], Network]

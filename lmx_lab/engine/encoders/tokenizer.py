@@ -194,7 +194,7 @@ class TextTokenizer:
         skipped_tokens = 0
         if prompt and not self._rules.include_prompt:
             prompt_ids = self._encoder.encode([prompt], work, param="input")[0].ids
-            # A special token at the beginning belongs to the prompt, one at its end does not.
+            # A special token at the beginning belongs to the prompt; one at the end does not.
             skipped_tokens = len(prompt_ids) - bool(prompt_ids and prompt_ids[-1] in self._special)
         texts = {at: prompt + text for at, text in enumerate(inputs) if isinstance(text, str)}
         for at, text in texts.items():

@@ -1,7 +1,7 @@
 """Check grammars in a sandboxed process, compile them for one model's vocabulary with llguidance, and cache them.
 
-Callers write grammars. Some crash the compiler, and others take forever to compile. They are checked one after the
-other, and those that would wait too long are refused.
+Callers write grammars, of which some crash the compiler and others take forever to compile. Grammars are checked one
+after the other, and those that would wait too long are refused.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class GrammarCompiler:
             reason, at = self._sandbox.find_problem(self._table, [text, *map(as_grammar, parts)], left_s)
             if not reason:
                 return text
-            # The part that is invalid by itself, if one is.
+            # ``at`` is the index of the part that is invalid on its own, if there is one.
             what, param = ("the format of the answer", None) if at is None else ("this format", "response_format")
             call = re.fullmatch(r"call_(\d+)_arguments", parts[at]["name"]) if at is not None else None
             if at is not None and call is not None and tools is not None:

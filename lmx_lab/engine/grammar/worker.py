@@ -116,7 +116,7 @@ def _walk(matcher: LLMatcher, rng: random.Random) -> str:
         started = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if mask and not matcher.is_error():
-            # One of the allowed tokens: the first one at or after a random position.
+            # Choose the first allowed token at or after a random position.
             position = rng.randrange(mask.bit_length())
             rest = mask >> position
             matcher.consume_token(position + (rest & -rest).bit_length() - 1)

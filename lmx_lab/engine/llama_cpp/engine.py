@@ -425,7 +425,7 @@ class LlamaCppCore:
                 self._publish()
 
     def _measure(self) -> None:
-        # Not in ``_refresh``, whose variables would keep a model in memory after its unload.
+        # This is not part of ``_refresh``, because its variables would keep a model in memory after the unload.
         for resident in self._residents():
             resident.hosted.measure()
 

@@ -79,7 +79,7 @@ class LlamaTexts:
             if not is_cut:
                 documents.append(text)
                 continue
-            # Without the special tokens at both ends.
+            # The special tokens at both ends are left out.
             response = await self._hosted.connection.post("/detokenize", {"tokens": list(tokens[1:-1])})
             documents.append(str(response["content"]))
         return documents

@@ -239,7 +239,7 @@ class Batch:
         sampler = generation.sampler
         if generation.constraint is not None:
             sampler = ConstrainedSampler(generation.constraint, sampler, normalize=request.sampling.top_p < 1)
-        stop_sequences = None  # those of the model
+        stop_sequences = None  # None selects those of the model.
         if request.ignore_eos:
             stop_sequences = [NO_STOP]
         elif isinstance(request.prompt, InfillPrompt):

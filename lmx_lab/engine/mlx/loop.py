@@ -379,7 +379,7 @@ class GenerationLoop:
         self._outbox.post(generation.mailbox, item)
 
     def cancel(self, generation: MlxGeneration) -> None:
-        """Stop a generation without an end for its reader, and free its slot."""
+        """Stop a generation and free its slot. The reader does not receive an end."""
         self._scheduler.remove(generation)
         if self.batch is not None:
             self.batch.remove(generation)

@@ -59,7 +59,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
 
     Args:
         limit_bytes: Memory that all models and requests may use.
-        used_bytes: Returns how much of it they use now, on all engines.
+        used_bytes: Returns how much memory they use now, on all engines.
         trace_bytes: See ``Settings``.
         make_room: Called with the number of bytes that a job needs beyond the memory limit; frees cached memory.
         note_peak: Called with the peak memory of each step.

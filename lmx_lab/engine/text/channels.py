@@ -210,7 +210,7 @@ class ChannelParser:
         before = self.state
         in_string = self._call is not None and self._call.in_string
         if in_string or (before == CONTENT and after == REASONING and not self._may_reason):
-            # It is ordinary text: an argument can contain the end marker, content that of reasoning.
+            # It is ordinary text: an argument can contain the end marker, and content the start marker of reasoning.
             self._read += len(marker)
             self._process(before, marker)
             return

@@ -268,7 +268,7 @@ class ParsedCallReader(CallReader):
 
 
 def _check_call(call: Any) -> tuple[str, str, str | None]:
-    """Return the name, the arguments as JSON, and the own id of a call.
+    """Return the name of a call, its arguments as JSON, and the id that the model gave it, or None.
 
     Raises:
         ValueError, TypeError, KeyError: it is not a valid call.

@@ -1,8 +1,8 @@
 """Encode texts with a model's tokenizer: in this process if that is certain to be quick, or in a sandbox process.
 
 The sandbox process has a deadline, encodes the shortest text first, and ends when the caller of its text is cancelled.
-Short texts of tokenizers whose time is bounded never wait for it. Whether the time is bounded, and how much text a
-token can stand for, is read from the steps of the tokenizer. A step is the JSON object of a normalizer, a
+Short texts never wait for it if the time of their tokenizer is bounded. Whether the time is bounded, and how much text
+a token can stand for, is read from the steps of the tokenizer. A step is the JSON object of a normalizer, a
 pre-tokenizer or a decoder in ``tokenizer.json``.
 """
 

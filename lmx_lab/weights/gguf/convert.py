@@ -94,7 +94,7 @@ def _refuse_variant(header: GgufHeader) -> None:
 
 
 def _refuse_tensors(header: GgufHeader) -> None:
-    """Check that MLX's llama has all tensors, that none is missing, and that all have the shapes of the metadata."""
+    """Check that MLX's llama knows each tensor, that none is missing, and that their shapes match the metadata."""
     tensors = [tensor for tensor in header.tensors if tensor.name != ROPE_FACTORS]
     for tensor in tensors:
         if mlx_name(tensor.name) is None:

@@ -87,8 +87,8 @@ def most_likely(logits: Array, top: int) -> tuple[Array, Array]:
     ids, logprobs = np.empty((len(logits), top), np.int32), np.empty((len(logits), top), np.float32)
     # Row by row, so that the intermediate values of a row stay in the processor's cache.
     for at, row in enumerate(logits):
-        # The values that reach the smallest of the ``top`` largest maxima of groups, which are found faster than a
-        # partition of all values.
+        # The candidates are the values that reach the smallest of the ``top`` largest maxima of groups. Finding them is
+        # faster than partitioning all values.
         groups, found = len(row) // GROUP_SIZE, np.empty(0, np.int64)
         if groups >= top:
             maxima = row[: groups * GROUP_SIZE].reshape(GROUP_SIZE, groups).max(axis=0)

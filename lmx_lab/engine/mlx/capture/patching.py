@@ -223,8 +223,8 @@ class _Sweep:
     def _functions(
         self, cells: Sequence[_Cell], at: int, end: int, place: Sequence[int]
     ) -> dict[HookPoint, HookFunction]:
-        """Return the functions that replace the values of rows at the positions from ``at`` to ``end``, exclusive, and
-        with which rows that start at their block join the batch with the values of the text at these positions.
+        """Return the functions for the positions from ``at`` to ``end``, exclusive. They replace values of rows. At the
+        block where a row starts, they also add it to the batch, with the values of the text at these positions.
         """
         positions = [position for position in place if at <= position < end]
         rows_at: dict[HookPoint, list[int]] = {}

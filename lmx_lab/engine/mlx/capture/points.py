@@ -161,8 +161,8 @@ def _candidates(part: Any | None, block: Any, names: Sequence[str]) -> list[Any]
 
 
 def logits_of(parts: Parts, values: mx.array, side: Side = "input") -> mx.array:
-    """Return the logits of any inputs of the final norm, which are values of the residual stream after the last block,
-    or of any of its outputs.
+    """Return the logits of inputs or outputs of the final norm. Its inputs are values of the residual stream after the
+    last block.
 
     The model is called with other values at its final norm, because families scale and cap logits in different ways.
     Its blocks are not computed, because no value depends on them.
