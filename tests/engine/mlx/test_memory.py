@@ -62,7 +62,7 @@ class SharedMemory:
         self._admission = AdmissionControl(tiny.id, limit=2)
 
     def permit(self):
-        (permit,) = self._admission.admit(1, retry_after_s=1.0)
+        (permit,) = self._admission.admit(1)
         return permit
 
     async def answer(self):
