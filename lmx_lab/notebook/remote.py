@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from lmx_lab.backend import AnswerCost, AnswerRecorder, AnswerStream, Progress, Ranking, ServerState, next_or_none
+from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.client import AsyncLabClient, Remark, as_array
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
 from lmx_lab.notebook.arguments import Prompt
 from lmx_lab.notebook.discovery import find_address, is_name
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.lab_server import LabServer
-from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
 from lmx_lab.portal import LoopThread
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
@@ -70,7 +70,7 @@ class RemoteAnswer:
     thread, because asyncio closes a generator without references on the generator's own loop.
     """
 
-    def __init__(self, client: AsyncLabClient, request: ChatRequest, portal: LoopPortal) -> None:
+    def __init__(self, client: AsyncLabClient, request: ChatRequest, portal: Portal) -> None:
         options = {"stream_options": StreamOptions(include_usage=True)}
         self._url = client.url
         self._portal = portal
@@ -173,7 +173,7 @@ class RemoteBackend:
         is_open: Whether the connection is still in use.
     """
 
-    def __init__(self, client: AsyncLabClient, portal: LoopPortal, *, is_open: Callable[[], bool]) -> None:
+    def __init__(self, client: AsyncLabClient, portal: Portal, *, is_open: Callable[[], bool]) -> None:
         self._client = client
         self._is_open = is_open
         self._portal = portal
@@ -432,14 +432,14 @@ class RemoteServer(LabServer):
         # messages.
         self._on_delete = weakref.finalize(self, _close_later, self._end, self._callbacks)
         self._on_delete.atexit = False
-        self._portal = LoopPortal(self._thread, check=functools.partial(_check_open, self._end))
+        self._portal = Portal(self._thread, check=functools.partial(_check_open, self._end))
 
     def backend(self) -> RemoteBackend:
         end = self._end
         return RemoteBackend(self._client, self._portal, is_open=lambda: end.alive)
 
     @property
-    def portal(self) -> LoopPortal:
+    def portal(self) -> Portal:
         """The loop of the connection."""
         return self._portal
 
@@ -455,7 +455,7 @@ class RemoteServer(LabServer):
         _check_open(self._end)
         if not self._version:
             self._thread.start()
-            self._version = await on_loop(self._greet())
+            self._version = await on_loop(self._portal, self._greet())
 
     async def _greet(self) -> str:
         version = await self._client.version()
