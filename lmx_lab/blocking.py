@@ -57,23 +57,20 @@ class Portal:
     """Runs coroutines on the loop of one thread, for callers on any thread and any loop.
 
     Args:
-        thread: The thread of the loop.
-        check: Called before each call; raises ``HostingError`` if the loop is no longer in use.
+        thread: Returns the thread of the loop; raises ``HostingError`` if the loop is not in use.
     """
 
-    def __init__(self, thread: LoopThread, *, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, thread: Callable[[], LoopThread]) -> None:
         self._thread = thread
-        self._check = check
 
     @property
     def thread(self) -> LoopThread:
         """The thread of the loop.
 
         Raises:
-            HostingError: as ``check``.
+            HostingError: the loop is not in use.
         """
-        self._check()
-        return self._thread
+        return self._thread()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine and wait for its result. An interrupt (Ctrl-C) cancels it, and is raised when it has ended.

@@ -45,7 +45,7 @@ class Counter:
     """An object with steps on the loop of a thread."""
 
     def __init__(self, thread: LoopThread) -> None:
-        self._portal = Portal(thread, check=self._check)
+        self._portal = Portal(lambda: self._checked(thread))
         self.in_use = True
         self.threads: list[str] = []
         self.started = threading.Event()
@@ -53,9 +53,10 @@ class Counter:
         self.results: list[Result] = []
         self.work: Coroutine[Any, Any, int]
 
-    def _check(self) -> None:
+    def _checked(self, thread: LoopThread) -> LoopThread:
         if not self.in_use:
             raise HostingError("not in use")
+        return thread
 
     def _note_thread(self) -> None:
         self.threads.append(threading.current_thread().name)
@@ -132,7 +133,7 @@ def counter(thread):
 
 @pytest.fixture
 def portal(thread):
-    return Portal(thread)
+    return Portal(lambda: thread)
 
 
 # --- forms

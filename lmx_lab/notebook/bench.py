@@ -26,7 +26,7 @@ async def measure(
     record: bool | Path | str,
     workbench: Workbench,
 ) -> pd.DataFrame:
-    """Measure the server of a lab, show the progress, and return the table of results. Runs as a verb.
+    """Measure the server of a lab, show the progress, and return the table of results. Has steps.
 
     The requests are sent over HTTP, like those of other programs. An interrupt stops running requests, and the table
     has the results so far.

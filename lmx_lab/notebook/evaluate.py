@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from lmx_lab.backend import LabAccess
 from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import PromptSource, Row, RowPrompts, is_missing
@@ -26,7 +27,6 @@ from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, described_prompt, read_metric
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.extras import import_optional, installed_version
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, check_parameters, prepare_run, request_maker
 from lmx_lab.results.frames import RowSource, read_source
@@ -191,7 +191,7 @@ class _Table:
         """The rows to answer, for which the error of a run that has ended contains a pandas data frame."""
 
     async def evaluated(self, portal: Portal, answers: Sequence[RowAnswer]) -> tuple[list[EvaluatedRow], bool]:
-        """Return the rows, and whether scoring was interrupted. With a judge, no row has a score. Runs as a verb."""
+        """Return the rows, and whether scoring was interrupted. With a judge, no row has a score. Has steps."""
         several = len(answers) // len(self.labelled) if answers else 1
         rows: list[EvaluatedRow] = []
         paused_at = time.monotonic()
@@ -292,7 +292,7 @@ async def _scoring_run(
     retry: Literal["errors"] | None = None,
     **parameters: Any,
 ) -> tuple[BatchRun, AnswerCache | None]:
-    """Check the arguments, and return the run that scores the choices of all rows, and its cache. Runs as a verb."""
+    """Check the arguments, and return the run that scores the choices of all rows, and its cache. Has steps."""
     metric = table.metric
     assert isinstance(metric, Choice)
     if "n" in parameters:
@@ -318,7 +318,7 @@ async def _scoring_run(
 
 
 async def _loaded(owner: EvaluateOwner) -> LoadedModel:
-    """Return the loaded model of a lab. Runs as a verb."""
+    """Return the loaded model of a lab. Has steps."""
     return await on_loop(owner._portal, loaded_model(owner._backend, hashed=True))
 
 
@@ -335,7 +335,7 @@ def _judging_lab(owner: EvaluateOwner, judge: Judge) -> EvaluateOwner:
 
 
 async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, parameters: Mapping[str, Any]) -> bool:
-    """Add the verdicts of a judge to the rows of a result, and return whether judging was interrupted. Runs as a verb.
+    """Add the verdicts of a judge to the rows of a result, and return whether judging was interrupted. Has steps.
 
     Raises:
         BatchStoppedError: the judge cannot continue. The error contains the answers, so that they are not lost.

@@ -16,12 +16,11 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, LabAccess
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
 from lmx_lab.blocking import Portal, awaited, both, on_loop, run_steps
 from lmx_lab.errors import MissingPackageError
 from lmx_lab.extras import optional_imports
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.branches import AnswerTree, explore
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.verbs import InstrumentVerbs
@@ -125,10 +124,9 @@ class Lab(
     def _portal(self) -> Portal:
         return self._server.portal
 
-    @functools.cached_property
+    @property
     def _access(self) -> LabAccess:
-        server = self._server
-        return LabAccess(self._backend, lambda: server.portal)
+        return LabAccess(self._backend, self._portal)
 
     # Lifetime
 

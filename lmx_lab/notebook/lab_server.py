@@ -28,7 +28,7 @@ class LabServer(Protocol):
 
     @property
     def portal(self) -> Portal:
-        """The loop of the server or of the connection."""
+        """The loop of the server or of the connection, which the portal keeps open."""
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...

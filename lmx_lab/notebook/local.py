@@ -118,7 +118,6 @@ class LocalServer(LabServer):
         """The Python functions of the daemon, even if it could not be started."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that serves; None before the start."""
-        self._portal: Portal | None = None
         self.thread: LoopThread | None = None
         """The thread that runs the loop, alone or together with the kernel's loop; None before the start."""
         self._host: RunningServer | None = None
@@ -160,14 +159,13 @@ class LocalServer(LabServer):
             self.thread = HostedLoop(asyncio.get_running_loop()) if self.mode == "kernel" else LoopThread()
             self.thread.start()
             self.loop = self.thread.loop
-            self._portal = Portal(self.thread, check=self.check_running)
             self.engine.start()
             # Registered after the engine's own function, and therefore called before it: requests end first.
             atexit.register(self._stop_at_exit)
             announcement = self._new_announcement()
             max_bytes, pong_s = self.settings.max_body_bytes, self.settings.slow_client_s
             serving = serve(self.services.asgi, sock, ws_max_bytes=max_bytes, ws_pong_s=pong_s)
-            self._host = await on_loop(self._portal, serving)
+            self._host = await on_loop(self.portal, serving)
             if announcement is not None:
                 self._announcement = announcement
                 self.announced_name = await in_thread(announcement.start)
@@ -260,14 +258,13 @@ class LocalServer(LabServer):
 
     @property
     def portal(self) -> Portal:
-        """The event loop of the server.
+        """The event loop of the server. Its calls raise ``HostingError`` before the start and after the stop."""
+        return Portal(self._running_thread)
 
-        Raises:
-            HostingError: the server was stopped, or not started.
-        """
+    def _running_thread(self) -> LoopThread:
         self.check_running()
-        assert self._portal is not None
-        return self._portal
+        assert self.thread is not None
+        return self.thread
 
     def check_running(self) -> None:
         """Check that the server can be used.

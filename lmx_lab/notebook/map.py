@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, HasBackend
 from lmx_lab.batch.answers import answer_table, check_names
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
@@ -35,13 +35,8 @@ NOT_USED = {
 """Parameters of ``chat`` that ``map`` does not accept, with the alternative to each."""
 
 
-class MapOwner(Protocol):
+class MapOwner(HasBackend, Protocol):
     """A lab."""
-
-    _backend: Backend
-
-    @property
-    def _portal(self) -> Portal: ...
 
     @property
     def url(self) -> str: ...

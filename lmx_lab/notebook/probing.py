@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
-from lmx_lab.backend import Backend
-from lmx_lab.blocking import Portal, both, in_thread, on_loop
+from lmx_lab.backend import Backend, HasBackend
+from lmx_lab.blocking import both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError
 from lmx_lab.instrument.probe import FOLDS, LayerActivations, Probe, ProbeRun
 from lmx_lab.instrument.steering import Steer, mean_difference
@@ -24,20 +24,11 @@ Position = int | Literal["last", "mean"]
 RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_post")
 
 
-class ProbeOwner(Protocol):
-    """An object with a backend and its loop."""
-
-    @property
-    def _portal(self) -> Portal: ...
-    @property
-    def _backend(self) -> Backend: ...
-
-
 class ProbeVerbs:
     """The methods of ``Lab`` that use the activations of many texts."""
 
     async def _steering_vector(
-        self: ProbeOwner,
+        self: HasBackend,
         positive: Iterable[What],
         negative: Iterable[What],
         layer: int,
@@ -78,7 +69,7 @@ class ProbeVerbs:
     steering_vector, asteering_vector = both(_steering_vector)
 
     async def _probe(
-        self: ProbeOwner,
+        self: HasBackend,
         texts: Iterable[What],
         labels: Iterable[Any],
         *,

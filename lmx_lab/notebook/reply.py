@@ -14,9 +14,8 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
-from lmx_lab.backend import AnswerCost, AnswerStream, Backend, next_or_none, read_answer
+from lmx_lab.backend import AnswerCost, AnswerStream, Backend, LabAccess, next_or_none, read_answer
 from lmx_lab.blocking import Portal
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.lens import TokenTable

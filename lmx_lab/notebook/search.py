@@ -191,7 +191,7 @@ async def _embed_texts(
     labels: Sequence[Any] | None = None,
     labs: Sequence[MapOwner] = (),
 ) -> tuple[EmbeddingRun, bool]:
-    """Compute the vectors of texts, and return the run and whether it was interrupted. Runs as a verb.
+    """Compute the vectors of texts, and return the run and whether it was interrupted. Has steps.
 
     Args:
         source: The rows from which the texts were read.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from lmx_lab.backend import Backend
-from lmx_lab.blocking import Portal, both, in_thread, on_loop
+from lmx_lab.backend import HasBackend
+from lmx_lab.blocking import both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.attention import AttentionPattern
 from lmx_lab.instrument.attribution import LogitAttribution
@@ -33,22 +33,13 @@ STEP_S = 1.0
 """Time between two updates of the progress of a sweep."""
 
 
-class TraceOwner(Protocol):
-    """A lab."""
-
-    _backend: Backend
-
-    @property
-    def _portal(self) -> Portal: ...
-
-
 class TraceVerbs:
     """The methods of ``Lab`` that inspect the model.
 
     The text of a trace is read in another thread, because a recorded request reads its answer from the recording.
     """
 
-    async def _hooks(self: TraceOwner) -> HookTable:
+    async def _hooks(self: HasBackend) -> HookTable:
         """Return the names of the values that can be read while the loaded model computes, with their shapes.
 
         The names are those of TransformerLens.
@@ -63,7 +54,7 @@ class TraceVerbs:
     hooks, ahooks = both(_hooks)
 
     async def _trace(
-        self: TraceOwner, what: What, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
+        self: HasBackend, what: What, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
     ) -> ActivationCache:
         """Compute a text, and return the values of hooks at its positions as float32 arrays.
 
@@ -89,7 +80,7 @@ class TraceVerbs:
     trace, atrace = both(_trace)
 
     async def _logit_lens(
-        self: TraceOwner, what: What, *, top: int = 5, positions: int | Sequence[int] | None = None
+        self: HasBackend, what: What, *, top: int = 5, positions: int | Sequence[int] | None = None
     ) -> LogitLensTable:
         """Return the tokens that the model would predict after each of its blocks, at each position of a text.
 
@@ -109,7 +100,7 @@ class TraceVerbs:
 
     logit_lens, alogit_lens = both(_logit_lens)
 
-    async def _attention(self: TraceOwner, what: What, layer: int, head: int = 0) -> AttentionPattern:
+    async def _attention(self: HasBackend, what: What, layer: int, head: int = 0) -> AttentionPattern:
         """Return how much each token of a text attends to the preceding tokens, in all heads of a block.
 
         Args:
@@ -129,7 +120,7 @@ class TraceVerbs:
     attention, aattention = both(_attention)
 
     async def _direct_logit_attribution(
-        self: TraceOwner, what: What, token: Token, *, other: Token | None = None
+        self: HasBackend, what: What, token: Token, *, other: Token | None = None
     ) -> LogitAttribution:
         """Return the contribution of each block, and each of its attention heads, to the logit of the next token.
 
@@ -151,7 +142,7 @@ class TraceVerbs:
     direct_logit_attribution, adirect_logit_attribution = both(_direct_logit_attribution)
 
     async def _patch(
-        self: TraceOwner,
+        self: HasBackend,
         clean: What,
         corrupt: What,
         *,

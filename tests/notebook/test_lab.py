@@ -17,6 +17,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import (
+    ArgumentError,
     HostingError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -25,6 +26,8 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.instrument.requests import RecordedRequest
+from lmx_lab.notebook.reply import Reply
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.models import LoadOptions
@@ -234,7 +237,10 @@ def test_the_signature_of_load_names_each_option_for_completion():
     assert list(inspect.signature(lmx_lab.Lab.load).parameters) == ["self", "model", *LoadOptions.__annotations__]
 
 
-PAIRS = ["aload", "aunload", "amodels", "aembed", "arerank", "abench", "apin_encoders", "astart", "astop"]
+PAIRS = [
+    *("aload", "aunload", "amodels", "aembed", "arerank", "abench", "apin_encoders", "astart", "astop"),
+    *("atimeline", "acompare"),
+]
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -244,6 +250,15 @@ def test_each_method_of_a_lab_has_two_documented_forms_with_the_same_parameters(
     assert inspect.signature(awaitable) == inspect.signature(plain)
     assert awaitable.__doc__
     assert inspect.iscoroutinefunction(awaitable)
+
+
+METHODS = [lmx_lab.Lab.timeline, lmx_lab.Lab.compare, *(getattr(Reply, name) for name in ("branch", "lens", "trace"))]
+
+
+@pytest.mark.parametrize("method", [*METHODS, RecordedRequest.replay], ids=lambda method: method.__qualname__)
+def test_an_argument_that_a_method_of_a_lab_or_a_result_does_not_have_is_named(method):
+    with pytest.raises(ArgumentError, match=rf"^{method.__name__}\(\) has no argument 'nothing'"):
+        method(None, nothing=1)
 
 
 # --- imports

@@ -265,7 +265,7 @@ class ScriptedStream:
 def portal():
     thread = LoopThread()
     thread.start()
-    yield Portal(thread)
+    yield Portal(lambda: thread)
     thread.stop()
 
 
