@@ -1,7 +1,7 @@
 """Define what a lab can do, wherever its server runs.
 
 ``notebook.local.LocalBackend`` implements the protocol in this process, ``notebook.remote.RemoteBackend`` over HTTP.
-The lab's verbs and the panels use nothing else.
+The lab's methods and the panels use nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, TypeVar
 
+from lmx_lab.blocking import Portal
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.outputs import (
     Delta,
@@ -272,3 +273,24 @@ async def read_answer(backend: Backend, request: ChatRequest, *, batch: bool = F
 async def next_or_none(items: AsyncIterator[T]) -> T | None:
     """Return the next item, or None at the end, as a coroutine, which a portal or a task can run."""
     return await anext(items, None)
+
+
+@dataclass(frozen=True)
+class LabAccess:
+    """What results keep of their lab: its backend, and the loop that uses it.
+
+    It keeps the connection of an attached lab open.
+    """
+
+    backend: Backend
+    portal: Portal
+    """Raises ``HostingError`` in each call if the lab was stopped."""
+
+
+class HasBackend(Protocol):
+    """A lab, for its methods."""
+
+    @property
+    def _backend(self) -> Backend: ...
+    @property
+    def _portal(self) -> Portal: ...

@@ -1,32 +1,42 @@
 """Make blocking methods and streams from coroutine functions and async generator functions.
 
-A ``Portal`` runs the coroutines on the loop of one thread. ``twin`` and ``twin_stream`` derive the methods of a
-blocking class from those of an async class, with their types, signatures and docstrings.
+A ``Portal`` runs the coroutines on the loop of one thread.
+
+``both`` derives a blocking and an awaitable method from one coroutine function. Its own code, such as checks of
+arguments, progress bars and functions of the user, runs in the caller's thread in both forms. It awaits only
+``on_loop(...)``, ``in_thread(...)`` and other such functions: the blocking form waits in each of these steps, and the
+awaitable form suspends the caller's task. This is the pattern of httpx's ``Auth.auth_flow``.
+
+``twin`` and ``twin_stream`` derive the methods of a blocking class from those of an async class, with their types,
+signatures and docstrings. The whole coroutine runs on the portal's loop, and only callbacks in the caller's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from enum import Enum, auto
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, overload
 
-from lmx_lab.errors import HostingError
-from lmx_lab.portal import LoopThread, receive
+from lmx_lab.errors import ArgumentError, HostingError
+from lmx_lab.portal import Interrupts, LoopThread, close_result, receive
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Made = TypeVar("Made")
 Item = TypeVar("Item")
+Owner = TypeVar("Owner")
 Async = TypeVar("Async")
+Function = TypeVar("Function", bound=Callable[..., Any])
 Async_co = TypeVar("Async_co", covariant=True)
 Call = Callable[[], object]
 END_S = 5.0
@@ -47,23 +57,20 @@ class Portal:
     """Runs coroutines on the loop of one thread, for callers on any thread and any loop.
 
     Args:
-        thread: The thread of the loop.
-        check: Called before each call; raises ``HostingError`` if the loop is no longer in use.
+        thread: Returns the thread of the loop; raises ``HostingError`` if the loop is not in use.
     """
 
-    def __init__(self, thread: LoopThread, *, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, thread: Callable[[], LoopThread]) -> None:
         self._thread = thread
-        self._check = check
 
     @property
     def thread(self) -> LoopThread:
         """The thread of the loop.
 
         Raises:
-            HostingError: as ``check``.
+            HostingError: the loop is not in use.
         """
-        self._check()
-        return self._thread
+        return self._thread()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine and wait for its result. An interrupt (Ctrl-C) cancels it, and is raised when it has ended.
@@ -96,6 +103,160 @@ class Portal:
         except BaseException:
             work.close()
             raise
+
+
+# Both forms of a coroutine function
+
+_waiting_task: contextvars.ContextVar[asyncio.Task[Any] | Literal[False] | None] = contextvars.ContextVar(
+    "waiting_task", default=False
+)
+"""While ``run_steps`` runs code of a coroutine: the task that calls it, or None if it is not called in a task."""
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    return None if asyncio._get_running_loop() is None else asyncio.current_task()
+
+
+class Step(Generic[T]):
+    """An operation that a coroutine awaits. ``run_steps`` calls ``run``; everywhere else, ``call()`` is awaited.
+
+    Args:
+        close: Releases the operation if it is not started, because the coroutine was interrupted.
+    """
+
+    def __init__(
+        self, run: Callable[[], T], call: Callable[[], Coroutine[Any, Any, T]], close: Callable[[], None]
+    ) -> None:
+        self.run, self.call, self.close = run, call, close
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        # A task that code of the coroutine creates has a copy of the context, but is another task.
+        if _waiting_task.get() is _current_task():
+            result: T = yield self
+            return result
+        return (yield from self.call().__await__())
+
+
+def on_loop(portal: Portal, work: Coroutine[Any, Any, T]) -> Step[T]:
+    """Run a coroutine on the loop of a portal."""
+    return Step(lambda: portal.run(work), lambda: portal.call(work), work.close)
+
+
+def in_thread(function: Callable[[], T]) -> Step[T]:
+    """Call a function that may block; the awaitable form calls it in another thread."""
+    return Step(function, lambda: asyncio.to_thread(function), lambda: None)
+
+
+def run_steps(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in this thread, and wait in each of its steps.
+
+    An interrupt (Ctrl-C) cancels the running step and is raised in the coroutine, between two steps instead of the next
+    step. A second one is raised immediately.
+    """
+    # IPython omits frames with this variable from tracebacks.
+    __tracebackhide__ = True
+    result: list[T] = []
+    try:
+        with Interrupts() as interrupts:
+            result.append(_run_steps(work, interrupts))
+    except KeyboardInterrupt:
+        close_result(result)
+        raise
+    return result[0]
+
+
+def _run_steps(work: Coroutine[Any, Any, T], interrupts: Interrupts) -> T:
+    __tracebackhide__ = True
+    task = _current_task()
+    resume: Callable[[Any], Step[Any]] = work.send
+    value: Any = None
+    try:
+        while True:
+            # Not in the copies of the context that tasks on the portal's loop get.
+            token = _waiting_task.set(task)
+            try:
+                step = resume(value)
+            finally:
+                _waiting_task.reset(token)
+            try:
+                try:
+                    interrupts.check()
+                except KeyboardInterrupt:
+                    step.close()
+                    raise
+                resume, value = work.send, step.run()
+            except BaseException as exc:
+                resume, value = work.throw, exc
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    finally:
+        # An exception refers to this frame, which must not refer to it.
+        del resume, value
+
+
+def blocking(function: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Owner, P], T]:
+    """Return the blocking form of a coroutine function. Ctrl-C cancels its running step, which raises
+    ``KeyboardInterrupt``."""
+
+    @functools.wraps(function)
+    def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        return run_steps(_begin(call, function, owner, *args, **kwargs))
+
+    return _describe_form(call, function, function.__name__.lstrip("_"))
+
+
+def awaited(
+    function: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]:
+    """Return the awaitable form of a coroutine function, for any event loop. Cancelling it cancels its running step."""
+
+    @functools.wraps(function)
+    async def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        return await _begin(call, function, owner, *args, **kwargs)
+
+    return _describe_form(call, function, f"a{function.__name__.lstrip('_')}")
+
+
+def both(
+    function: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
+) -> tuple[Callable[Concatenate[Owner, P], T], Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]]:
+    """Return the blocking and the awaitable form of a coroutine function: ``load, aload = both(_load)``."""
+    return blocking(function), awaited(function)
+
+
+def _begin(
+    form: Callable[..., Any],
+    function: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
+    owner: Owner,
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Coroutine[Any, Any, T]:
+    """Return the coroutine of a function that was called in one of its forms.
+
+    Raises:
+        ArgumentError: the arguments do not fit the signature.
+    """
+    __tracebackhide__ = True
+    try:
+        return function(owner, *args, **kwargs)
+    except TypeError as exc:  # This is an error in the arguments: the body has not started.
+        parameters = inspect.signature(form).parameters
+        names = [name for name in parameters if name != "self"]
+        if (unknown := kwargs.keys() - names) and all(it.kind != it.VAR_KEYWORD for it in parameters.values()):
+            raise ArgumentError.unknown(form.__name__, min(unknown), names) from None
+        raise ArgumentError(str(exc).replace(function.__qualname__, form.__name__)) from None
+
+
+def _describe_form(form: Function, function: Callable[..., Any], name: str) -> Function:
+    """Give a form of a function its name, and the function's signature with its keywords."""
+    form.__name__ = name
+    form.__qualname__ = f"{form.__qualname__.rpartition('.')[0]}.{name}"
+    form.__signature__ = with_keywords(function)  # type: ignore[attr-defined]
+    return form
 
 
 # Callbacks
@@ -409,9 +570,6 @@ def _with_callbacks(
     return method(owner, *args, **wrapped)
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 def _described(function: Function, method: Callable[..., Any]) -> Function:
     """Give a blocking method the name, the signature and the docstring of its coroutine function."""
     functools.update_wrapper(function, method)
@@ -419,28 +577,29 @@ def _described(function: Function, method: Callable[..., Any]) -> Function:
     for word, replacement in BLOCKING_WORDS:
         doc = doc.replace(word, replacement)
     function.__doc__ = doc
-    signature = inspect.signature(method)
+    signature = with_keywords(method)
     items = re.fullmatch(r"AsyncGenerator\[(.*), None\]", str(signature.return_annotation))
     returned = signature.return_annotation if items is None else f"BlockingStream[{items[1]}]"
-    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[each for it in signature.parameters.values() for each in expand_keywords(it, method)],
-        return_annotation=returned,
-    )
+    function.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
     return function
 
 
-def expand_keywords(parameter: inspect.Parameter, function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the keywords that ``**options: Unpack[SomeTypedDict]`` stands for, or another parameter unchanged.
+def with_keywords(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, with the keywords that ``**options: Unpack[SomeTypedDict]`` stands for.
 
     Editors and IPython complete only keywords that a signature names.
     """
-    options = UNPACKED.fullmatch(str(parameter.annotation))
-    if options is None:
-        return [parameter]
-    keywords: dict[str, Any] = function.__globals__[options[1]].__annotations__
-    return [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=getattr(it, "__forward_arg__", it)
-        )
-        for name, it in keywords.items()
-    ]
+    signature = inspect.signature(function)
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        options = UNPACKED.fullmatch(str(parameter.annotation))
+        if options is None:
+            parameters.append(parameter)
+            continue
+        keywords: dict[str, Any] = function.__globals__[options[1]].__annotations__
+        for name, it in keywords.items():
+            annotation = getattr(it, "__forward_arg__", it)
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=annotation)
+            )
+    return signature.replace(parameters=parameters)

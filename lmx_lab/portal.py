@@ -365,7 +365,7 @@ class Interrupts:
 
     An immediate interrupt would be raised in whatever the loop runs at that moment, such as the request
     of another client. In cells with ``await``, ipykernel's own handler does not raise it at all, so that a blocking
-    verb could not be stopped.
+    call could not be stopped.
     """
 
     def __init__(self) -> None:

@@ -73,14 +73,14 @@ TABLE = {
         "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil docstring_parser",
     ),
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
-    "backend": Row("broadcast values wire"),
+    "backend": Row("blocking broadcast values wire"),
     # weights: the hashes of a model's files in the provenance of records.
     # numpy: activations and vectors. pydantic: errors of the fields of a trace.
-    "instrument": Row("errors extras values progress results weights wire backend", "numpy pandas pydantic"),
+    "instrument": Row("errors extras values progress blocking results weights wire backend", "numpy pandas pydantic"),
     # pydantic: schemas of typed columns.
     "batch": Row("errors extras values results wire backend", "numpy pandas pydantic"),
     # pydantic: errors of a prompt. bench: the figure that notebooks display.
-    "evals": Row("errors extras results wire backend instrument batch bench", "pandas pydantic"),
+    "evals": Row("errors extras blocking results wire backend instrument batch bench", "pandas pydantic"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
@@ -137,8 +137,8 @@ SUBJECTS = {
     "engine.llama_cpp.scoring": "an algorithm: log-probabilities of prompts",
     "engine.llama_cpp.texts": "embedding and ranking on llama.cpp",
     "http.paced_transport": "received data in pieces, so that no connection occupies the loop",
-    "notebook.bench": "a verb of a lab",
-    "notebook.rerank_result": "the result of a verb",
+    "notebook.bench": "a method of a lab",
+    "notebook.rerank_result": "the result of a method",
     "panels.static_views": "how panels are displayed without a kernel",
     "panels.timeline": "a panel",
     "server.chat": "the chat format",

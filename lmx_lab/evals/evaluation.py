@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import html
 import os
 import textwrap
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, LabAccess
 from lmx_lab.batch.run import plain_text, text_tokens
+from lmx_lab.blocking import both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb, write_inspect_log
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, mean_score, to_json
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RecordedRequest, RequestList
 from lmx_lab.results.frames import Dtype, dtypes_of, make_table
@@ -281,7 +280,7 @@ class Evaluation:
 
     # Tokens
 
-    def lens(
+    async def _lens(
         self,
         label: Any = None,
         *,
@@ -305,23 +304,13 @@ class Evaluation:
             NotLoadedError: another model is loaded.
         """
         row = self._row(label, position)
-        if choice is None and (recorded := self._recorded(row)) is not None:
-            return recorded.lens(color=color)
-        return self._access.run(lambda backend: self._scored_lens(backend, row, choice, color))
-
-    async def alens(
-        self,
-        label: Any = None,
-        *,
-        position: int | None = None,
-        choice: str | None = None,
-        color: ColorBy = "probability",
-    ) -> TokenLens:
-        """Return the same as ``lens``, for use in a coroutine."""
-        row = self._row(label, position)
-        if choice is None and (recorded := await asyncio.to_thread(self._recorded, row)) is not None:
+        if choice is None and (recorded := await in_thread(lambda: self._recorded(row))) is not None:
             return await recorded.alens(color=color)
-        return await self._access.call(lambda backend: self._scored_lens(backend, row, choice, color))
+        if self._lab is None:
+            raise InvalidRequestError(NO_LAB)
+        return await on_loop(self._lab.portal, self._scored_lens(self._lab.backend, row, choice, color))
+
+    lens, alens = both(_lens)
 
     def _row(self, label: Any, position: int | None) -> EvaluatedRow:
         if position is not None:
@@ -344,12 +333,6 @@ class Evaluation:
             return self._requests[row.answered.request_id]
         except KeyError:
             return None
-
-    @property
-    def _access(self) -> LabAccess:
-        if self._lab is None:
-            raise InvalidRequestError(NO_LAB)
-        return self._lab
 
     async def _scored_lens(self, backend: Backend, row: EvaluatedRow, choice: str | None, color: ColorBy) -> TokenLens:
         text = row.answer if choice is None else choice

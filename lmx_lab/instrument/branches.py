@@ -19,12 +19,12 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmx_lab.backend import Backend, read_answer
+from lmx_lab.backend import Backend, LabAccess, read_answer
+from lmx_lab.blocking import blocking, both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer, chosen_token, continue_answer, generate
-from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of, scored_lens
-from lmx_lab.instrument.traces import ActivationCache, Traced, activation_fields, traced_answer
+from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
+from lmx_lab.instrument.traces import ActivationCache, activation_fields, traced_answer
 from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.outputs import TokenLogprob
@@ -62,7 +62,7 @@ class CanBranch(ABC):
     def _start(self) -> Branch:
         """The answer in its tree."""
 
-    def branch(
+    async def _branch(
         self,
         at: int,
         token: int | str,
@@ -88,30 +88,15 @@ class CanBranch(ABC):
                 answer is a forced tool call, or the files of the loaded model have changed.
             NotLoadedError: another model is loaded.
         """
-        start = self._start
+        # In another thread, because a recorded request reads its answer from the recording.
+        start = await in_thread(lambda: self._start)
         lab = start._tree._require_lab(name)
-        answer = lab.run(
-            lambda backend: continue_answer(backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
+        answer = await on_loop(
+            lab.portal, continue_answer(lab.backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
         )
         return start._tree.add(start, at, token, answer=answer, name=name)
 
-    async def abranch(
-        self,
-        at: int,
-        token: int | str,
-        *,
-        name: str | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-    ) -> Branch:
-        """Return the same as ``branch``, for use in a coroutine."""
-        # In another thread, because a recorded request reads its answer from the recording.
-        start = await asyncio.to_thread(lambda: self._start)
-        lab = start._tree._require_lab(name)
-        answer = await lab.call(
-            lambda backend: continue_answer(backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
-        )
-        return start._tree.add(start, at, token, answer=answer, name=name)
+    branch, abranch = both(_branch)
 
 
 class Branch(CanBranch):
@@ -179,7 +164,7 @@ class Branch(CanBranch):
         """How the answer ended."""
         return self.answer.finish_reason
 
-    def lens(self, *, color: ColorBy = "probability") -> TokenLens:
+    async def _lens(self, *, color: ColorBy = "probability") -> TokenLens:
         """Return the probabilities of all tokens of the answer; see ``Reply.lens``.
 
         Raises:
@@ -189,8 +174,10 @@ class Branch(CanBranch):
         scored = self._scored
         # llama.cpp computes entropies only if they are requested.
         if scored is None or (color == "entropy" and any(token.entropy is None for token in scored)):
-            scored = self._scored = lens_of(self._tree._lab, self.answer, color=color)
+            scored = self._scored = await lens_of(self._tree._lab, self.answer, color=color)
         return scored.colored(color)
+
+    lens = blocking(_lens)
 
     @property
     def logprob(self) -> float:
@@ -225,7 +212,7 @@ class HasTokens(CanBranch):
     def _tokens(self) -> TokenAnswer:
         """The answer with its tokens."""
 
-    def lens(self, *, color: ColorBy = "probability") -> TokenLens:
+    async def _lens(self, *, color: ColorBy = "probability") -> TokenLens:
         """Return the probabilities of the answer's tokens.
 
         They are those of the answer if the request contains ``logprobs``. Otherwise, the same tokens are scored, which
@@ -238,38 +225,28 @@ class HasTokens(CanBranch):
             NotLoadedError: another model is loaded.
             InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
         """
-        return lens_of(self._lab, self._tokens, color=color)
-
-    async def alens(self, *, color: ColorBy = "probability") -> TokenLens:
-        """Do the same as ``lens``, for use in a coroutine."""
         # In another thread, because a recorded request reads its answer from the recording.
-        answer, lab = await asyncio.to_thread(lambda: self._tokens), self._lab
-        if answer.logprobs or lab is None:
-            return lens_of(lab, answer, color=color)
-        return await lab.call(lambda backend: scored_lens(backend, answer, color=color))
+        return await lens_of(self._lab, await in_thread(lambda: self._tokens), color=color)
 
-    def trace(self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None) -> ActivationCache:
+    lens, alens = both(_lens)
+
+    async def _trace(
+        self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
+    ) -> ActivationCache:
         """Compute the prompt and the answer again, and return internal values of the model; see ``Lab.trace``.
 
         Raises:
             NotLoadedError: another model is loaded.
             InvalidRequestError: the tokens of the answer are not known, or a hook or position does not exist.
         """
-        lab, text = self._traced()
-        return ActivationCache(lab.run(lambda backend: text.run(backend, activation_fields(hooks, positions))))
-
-    async def atrace(
-        self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
-    ) -> ActivationCache:
-        """Do the same as ``trace``, for use in a coroutine."""
-        lab, text = await asyncio.to_thread(self._traced)
-        return ActivationCache(await lab.call(lambda backend: text.run(backend, activation_fields(hooks, positions))))
-
-    def _traced(self) -> tuple[LabAccess, Traced]:
-        """Return the lab that computes a trace, and the text to trace."""
-        if self._lab is None:
+        lab = self._lab
+        if lab is None:
             raise InvalidRequestError("there is no lab that can compute the tokens of this answer; use lab.trace(...)")
-        return self._lab, traced_answer(self._tokens)
+        text = await in_thread(lambda: traced_answer(self._tokens))
+        fields = activation_fields(hooks, positions)
+        return ActivationCache(await on_loop(lab.portal, text.run(lab.backend, fields)))
+
+    trace, atrace = both(_trace)
 
     def tree(self) -> AnswerTree:
         """Return the answer with the branches that were generated from this object."""

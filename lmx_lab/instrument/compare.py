@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from lmx_lab.backend import AnswerRecorder, Backend
+from lmx_lab.backend import AnswerRecorder, Backend, LabAccess
+from lmx_lab.blocking import in_thread
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
@@ -150,21 +150,15 @@ class ComparisonRun:
         self.records = {record.request_id: record for record in self.store}
         """Answers and scores by their ids."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Both wait until all finished work is written, so that the same comparison can be continued immediately.
-        if kind is not None:
-            self.store.close()
-        else:
-            len(self.store)
-
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        await asyncio.to_thread(self.__exit__, kind)
+        # Both wait until all finished work is written, so that the same comparison can be continued immediately.
+        if kind is not None:
+            await in_thread(self.store.close)
+        else:
+            await in_thread(lambda: len(self.store))
 
     def cells_of(self, prompt: int) -> list[Cell]:
         """Return the cells of a prompt, in the order of the settings."""

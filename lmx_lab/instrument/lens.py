@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, LabAccess
+from lmx_lab.blocking import on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
@@ -324,8 +324,8 @@ def parts_of(tokens: Sequence[TokenLogprob], answer: TokenAnswer) -> list[Part]:
     return parts
 
 
-def lens_of(lab: LabAccess | None, answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
-    """Return the lens of an answer. If its log-probabilities are not known, its tokens are scored now.
+async def lens_of(lab: LabAccess | None, answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
+    """Return the lens of an answer. If its log-probabilities are not known, its tokens are scored now, as a step.
 
     Args:
         lab: The lab that scores; None if there is none.
@@ -334,11 +334,11 @@ def lens_of(lab: LabAccess | None, answer: TokenAnswer, *, color: ColorBy = "pro
         NotLoadedError: another model is loaded.
         InvalidRequestError: the tokens cannot be scored.
     """
-    if not answer.logprobs and lab is None:
-        raise InvalidRequestError(f"the answer has no log-probabilities, and no lab can score its tokens; {ASK}")
-    if answer.logprobs or lab is None:
+    if answer.logprobs:
         return known_lens(answer, color=color)
-    return lab.run(lambda backend: scored_lens(backend, answer, color=color))
+    if lab is None:
+        raise InvalidRequestError(f"the answer has no log-probabilities, and no lab can score its tokens; {ASK}")
+    return await on_loop(lab.portal, scored_lens(lab.backend, answer, color=color))
 
 
 def known_lens(answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:

@@ -5,7 +5,6 @@ A ``Replay`` compares an answer that was generated again with the recorded one.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import operator
 import os
@@ -15,8 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from lmx_lab.backend import LabAccess
+from lmx_lab.blocking import both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.store import COLUMNS, RecordStore
@@ -64,7 +64,7 @@ class RecordedRequest(HasTokens):
         """Token ids of the answer; None if the engine did not return all of them."""
         return self.record.answer
 
-    def replay(self) -> Replay:
+    async def _replay(self) -> Replay:
         """Generate the answer again from the same tokens, settings and seed, and compare both answers.
 
         The new answer is not recorded.
@@ -73,13 +73,12 @@ class RecordedRequest(HasTokens):
             NotLoadedError: another model is loaded; load the model of the record first.
             InvalidRequestError: the recording was loaded without a lab.
         """
-        replayed = self._access.run(lambda backend: backend.regenerate(self.record))
-        return Replay(recorded=self._newest, replayed=replayed)
+        if self._lab is None:
+            raise InvalidRequestError(NO_LAB)
+        replayed = await on_loop(self._lab.portal, self._lab.backend.regenerate(self.record))
+        return Replay(recorded=await in_thread(lambda: self._newest), replayed=replayed)
 
-    async def areplay(self) -> Replay:
-        """Return the same as ``replay``, for use in a coroutine."""
-        replayed = await self._access.call(lambda backend: backend.regenerate(self.record))
-        return Replay(recorded=await asyncio.to_thread(lambda: self._newest), replayed=replayed)
+    replay, areplay = both(_replay)
 
     def timeline(self) -> Timeline:
         """Return the timeline of the request: the times of its wait, prefill and decode steps.
@@ -92,12 +91,6 @@ class RecordedRequest(HasTokens):
     def delete(self) -> None:
         """Delete the record. Its content is overwritten in the file."""
         self._store.delete([self.record.id])
-
-    @property
-    def _access(self) -> LabAccess:
-        if self._lab is None:
-            raise InvalidRequestError(NO_LAB)
-        return self._lab
 
     @property
     def _newest(self) -> Record:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
+from lmx_lab.backend import HasBackend, LabAccess
+from lmx_lab.blocking import both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.compare import Comparison, ComparisonRun, Prompt
 from lmx_lab.instrument.timeline import Timeline
 from lmx_lab.progress import counter
-from lmx_lab.values.timeline import ServerTimeline
 
 Settings = Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
 DEFAULT_TIMELINE_S = 60.0
 
 
-class InstrumentOwner(Protocol):
-    """An object with access to a lab."""
-
-    @property
-    def _access(self) -> LabAccess: ...
-
-
 class InstrumentVerbs:
     """The methods of ``Lab`` that compare settings and show timelines."""
 
-    def timeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
+    async def _timeline(self: HasBackend, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
         """Return the timeline of the requests of all clients, and of loads, in the last ``last_s`` seconds.
 
         The server keeps the last 256 requests, including running ones, and the last 64 loads and unloads. A timeline
@@ -38,16 +31,17 @@ class InstrumentVerbs:
         Raises:
             InvalidRequestError: ``last_s`` is not a number of seconds.
         """
-        _check_seconds(last_s)
-        return _timeline(self._access.run(lambda backend: backend.timeline(last_s)))
+        if isinstance(last_s, bool) or not isinstance(last_s, int | float) or not 0 <= last_s < math.inf:
+            raise InvalidRequestError(
+                f"last_s is {last_s!r:.40}; it must be a number of seconds, 0 or more", param="last_s"
+            )
+        found = await on_loop(self._portal, self._backend.timeline(last_s))
+        return Timeline(found.requests, found.models)
 
-    async def atimeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
-        """Return the same as ``timeline``, for use in a coroutine."""
-        _check_seconds(last_s)
-        return _timeline(await self._access.call(lambda backend: backend.timeline(last_s)))
+    timeline, atimeline = both(_timeline)
 
-    def compare(
-        self: InstrumentOwner,
+    async def _compare(
+        self: HasBackend,
         prompts: Sequence[Prompt],
         settings: Settings,
         *,
@@ -70,42 +64,14 @@ class InstrumentVerbs:
             InvalidRequestError: a prompt or a setting is invalid, or the server runs in another process.
             NotLoadedError: no setting names a model, and none is loaded.
         """
-        access = self._access
-        run = ComparisonRun(access.backend, prompts, settings, path=path, all_scores=all_scores)
-        with run, counter("compare") as shown:
-            for text, work in run.remaining():
-                shown.show(text, run.done, run.total)
-                access.run(work)
-        return Comparison(run, access)
-
-    async def acompare(
-        self: InstrumentOwner,
-        prompts: Sequence[Prompt],
-        settings: Settings,
-        *,
-        path: str | os.PathLike[str] | None = None,
-        all_scores: bool = False,
-    ) -> Comparison:
-        """Return the same as ``compare``, for use in a coroutine."""
-        access = self._access
+        backend, portal = self._backend, self._portal
         # In another thread, because opening and closing the file wait for the disk.
-        run = await asyncio.to_thread(
-            ComparisonRun, access.backend, prompts, settings, path=path, all_scores=all_scores
-        )
+        run = await in_thread(partial(ComparisonRun, backend, prompts, settings, path=path, all_scores=all_scores))
         async with run:
             with counter("compare") as shown:
                 for text, work in run.remaining():
                     shown.show(text, run.done, run.total)
-                    await access.call(work)
-        return Comparison(run, access)
+                    await on_loop(portal, work(backend))
+        return Comparison(run, LabAccess(backend, portal))
 
-
-def _check_seconds(last_s: object) -> None:
-    if isinstance(last_s, bool) or not isinstance(last_s, int | float) or not 0 <= last_s < math.inf:
-        raise InvalidRequestError(
-            f"last_s is {last_s!r:.40}; it must be a number of seconds, 0 or more", param="last_s"
-        )
-
-
-def _timeline(found: ServerTimeline) -> Timeline:
-    return Timeline(found.requests, found.models)
+    compare, acompare = both(_compare)

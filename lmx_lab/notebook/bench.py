@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lmx_lab.bench.case import Case
 from lmx_lab.bench.runner import Measured, Measurement, progress_text
 from lmx_lab.bench.targets import ChatTarget
+from lmx_lab.blocking import on_loop
 from lmx_lab.notebook.lab_server import LabServer
-from lmx_lab.notebook.verbs import on_loop
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.progress import counter
 
@@ -26,7 +26,7 @@ async def measure(
     record: bool | Path | str,
     workbench: Workbench,
 ) -> pd.DataFrame:
-    """Measure the server of a lab, show the progress, and return the table of results. Runs as a verb.
+    """Measure the server of a lab, show the progress, and return the table of results. Has steps.
 
     The requests are sent over HTTP, like those of other programs. An interrupt stops running requests, and the table
     has the results so far.
@@ -40,7 +40,7 @@ async def measure(
     run = Measurement(targets, plan, record=record, folder=server.bench_folder, required=True)
     with run, counter("bench") as bar:
         try:
-            while (step := await on_loop(run.step())) is not None:
+            while (step := await on_loop(server.portal, run.step())) is not None:
                 text = progress_text(step)
                 bar.show(text, step.done, step.total)
                 workbench.job = f"Measuring, {step.done} of {step.total}: {text}"

@@ -14,21 +14,21 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from lmx_lab.backend import LabAccess
 from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import PromptSource, Row, RowPrompts, is_missing
 from lmx_lab.batch.run import UNFINISHED, BatchOptions, BatchRun
 from lmx_lab.batch.servers import LoadedModel, loaded_model
+from lmx_lab.blocking import Portal, both, in_thread, on_loop
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, described_prompt, read_metric
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.extras import import_optional, installed_version
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, check_parameters, prepare_run, request_maker
-from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop, on_other
 from lmx_lab.results.frames import RowSource, read_source
 from lmx_lab.settings import Settings
 
@@ -109,16 +109,16 @@ class EvaluateVerbs:
         if isinstance(table.metric, Judge):
             # Before the first row is answered, because there are no scores without a judge.
             lab = _judging_lab(self, table.metric)
-            judging = await on_other(lab, _loaded(lab))
+            judging = await _loaded(lab)
         if isinstance(table.metric, Choice):
             run, stored = await _scoring_run(self, table, loaded, **parameters)
         else:
             run, stored = await prepare_run(self, table.source, table.prompts, None, **parameters)
-        interrupted = await answer_all(run, table.source, None, stored, self.workbench)
+        interrupted = await answer_all(self, run, table.source, None, stored)
         requests = None if self._local is None else self.requests
         facts = table.facts(loaded, prompt, parameters, started_at=started_at, name=name, judging=judging)
         result = Evaluation(facts, [], lab=self._access, requests=requests)
-        result.rows, stopped = await table.evaluated([answer for answer, _ in run.answers()])
+        result.rows, stopped = await table.evaluated(self._portal, [answer for answer, _ in run.answers()])
         interrupted = stopped or interrupted
         _raise_first(result.rows, parameters, interrupted)
         if isinstance(table.metric, Judge):
@@ -140,8 +140,7 @@ class EvaluateVerbs:
                 warnings.warn("the evaluation is not stored, because it was interrupted", RuntimeWarning, stacklevel=2)
         return result
 
-    evaluate = blocking(_evaluate)
-    aevaluate = awaited(_evaluate)
+    evaluate, aevaluate = both(_evaluate)
 
     @property
     def experiments(self: EvaluateOwner) -> Experiments:
@@ -192,8 +191,8 @@ class _Table:
         self.source = RowSource(rows=iter(self.labelled), columns=self.columns, index=source.index)
         """The rows to answer, without the library of their table: an error of the run contains a pandas data frame."""
 
-    async def evaluated(self, answers: Sequence[RowAnswer]) -> tuple[list[EvaluatedRow], bool]:
-        """Return the rows, and whether scoring was interrupted. With a judge, no row has a score. Runs as a verb."""
+    async def evaluated(self, portal: Portal, answers: Sequence[RowAnswer]) -> tuple[list[EvaluatedRow], bool]:
+        """Return the rows, and whether scoring was interrupted. With a judge, no row has a score. Has steps."""
         several = len(answers) // len(self.labelled) if answers else 1
         rows: list[EvaluatedRow] = []
         paused_at = time.monotonic()
@@ -215,8 +214,8 @@ class _Table:
             )
             try:
                 if not interrupted and time.monotonic() - paused_at > SCORING_S:
-                    # An interrupt is raised only while a verb waits for the event loop.
-                    await on_loop(asyncio.sleep(0))
+                    # An interrupt is raised only in a step.
+                    await on_loop(portal, asyncio.sleep(0))
                     paused_at = time.monotonic()
                 scored = self._scored(found, row, NOT_SCORED if interrupted else None)
             except KeyboardInterrupt:
@@ -294,7 +293,7 @@ async def _scoring_run(
     retry: Literal["errors"] | None = None,
     **parameters: Any,
 ) -> tuple[BatchRun, AnswerCache | None]:
-    """Check the arguments, and return the run that scores the choices of all rows, and its cache. Runs as a verb."""
+    """Check the arguments, and return the run that scores the choices of all rows, and its cache. Has steps."""
     metric = table.metric
     assert isinstance(metric, Choice)
     if "n" in parameters:
@@ -320,8 +319,8 @@ async def _scoring_run(
 
 
 async def _loaded(owner: EvaluateOwner) -> LoadedModel:
-    """Return the loaded model of a lab. Runs as a verb."""
-    return await on_loop(loaded_model(owner._backend, hashed=True))
+    """Return the loaded model of a lab. Has steps."""
+    return await on_loop(owner._portal, loaded_model(owner._backend, hashed=True))
 
 
 def _judging_lab(owner: EvaluateOwner, judge: Judge) -> EvaluateOwner:
@@ -337,7 +336,7 @@ def _judging_lab(owner: EvaluateOwner, judge: Judge) -> EvaluateOwner:
 
 
 async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, parameters: Mapping[str, Any]) -> bool:
-    """Add the verdicts of a judge to the rows of a result, and return whether judging was interrupted. Runs as a verb.
+    """Add the verdicts of a judge to the rows of a result, and return whether judging was interrupted. Has steps.
 
     Raises:
         BatchStoppedError: the judge cannot continue. The error contains the answers, so that they are not lost.
@@ -354,10 +353,11 @@ async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, pa
     lab = _judging_lab(owner, judge)
     options = {name: parameters[name] for name in ("cache", "retry") if name in parameters}
     schema = {VERDICT: Literal[tuple(judge.verdicts)]}
-    work = MapVerbs._map(lab, given, judge.prompt, schema=schema, system=judge.system, temperature=0, **options)
     stopped: LabError | None = None
     try:
-        verdicts: Any = await on_other(lab, work)
+        verdicts: Any = await MapVerbs._map(
+            lab, given, judge.prompt, schema=schema, system=judge.system, temperature=0, **options
+        )
     except KeyboardInterrupt:
         return True
     except LabError as exc:

@@ -1,6 +1,6 @@
 """Define ``Lab``: the methods that use and display an inference server, in this process or another.
 
-Methods that use the server are called verbs. Every verb is written once, as a coroutine, from which ``notebook.verbs``
+Every method that uses the server is written once, as a coroutine function, from which ``lmx_lab.blocking.both``
 derives a blocking and an awaitable method. Importing this module imports neither the engine nor the server, nor the
 widgets, which are optional.
 """
@@ -16,11 +16,11 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, LabAccess
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
+from lmx_lab.blocking import Portal, awaited, both, on_loop, run_steps
 from lmx_lab.errors import MissingPackageError
 from lmx_lab.extras import optional_imports
-from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.branches import AnswerTree, explore
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.verbs import InstrumentVerbs
@@ -43,7 +43,6 @@ from lmx_lab.notebook.report import Snapshot, report_html, take_snapshot, write_
 from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.notebook.search import SearchVerbs
 from lmx_lab.notebook.tracing import TraceVerbs
-from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.settings import Settings
@@ -122,13 +121,12 @@ class Lab(
         self._backend = backend
 
     @property
-    def _portal(self) -> LoopPortal:
+    def _portal(self) -> Portal:
         return self._server.portal
 
-    @functools.cached_property
+    @property
     def _access(self) -> LabAccess:
-        server = self._server
-        return LabAccess(self._backend, lambda: server.portal)
+        return LabAccess(self._backend, self._portal)
 
     # Lifetime
 
@@ -147,8 +145,7 @@ class Lab(
         else:
             await self.server.start(sock)
 
-    start = blocking(_start)
-    astart = awaited(_start)
+    start, astart = both(_start)
 
     async def _stop(self) -> None:
         """Stop a server of this process: unload its models and free its port. Running requests have 2.5 s to end.
@@ -158,8 +155,7 @@ class Lab(
         """
         await self._server.stop()
 
-    stop = close = blocking(_stop)
-    astop = aclose = awaited(_stop)
+    stop, astop = close, aclose = both(_stop)
 
     async def _enter(self) -> Lab:
         await self._start()
@@ -173,10 +169,8 @@ class Lab(
     async def _exit(self, *exc_info: object) -> None:
         await self._stop()
 
-    __enter__ = blocking(_enter)
-    __exit__ = blocking(_exit)
-    __aenter__ = awaited(_enter)
-    __aexit__ = awaited(_exit)
+    __enter__, __aenter__ = both(_enter)
+    __exit__, __aexit__ = both(_exit)
 
     def __await__(self) -> Generator[Any, None, Lab]:
         return self.__aenter__().__await__()
@@ -206,10 +200,9 @@ class Lab(
             AdminForbiddenError: the server allows this only to callers on its machine.
             LabError: the load has failed; the message contains the reason, and the model that is now loaded.
         """
-        return await show_load(self._backend, LoadSpec.with_options(model_name(model), options))
+        return await show_load(self._portal, self._backend, LoadSpec.with_options(model_name(model), options))
 
-    load = blocking(_load)
-    aload = awaited(_load)
+    load, aload = both(_load)
 
     async def _pin_encoders(self) -> None:
         """Load the models that the settings ``embedder`` and ``reranker`` name, and keep them in memory.
@@ -220,10 +213,9 @@ class Lab(
             LabError: one of them could not be loaded; the server still runs.
         """
         for spec in self._server.unpinned():
-            await show_load(self._backend, spec)
+            await show_load(self._portal, self._backend, spec)
 
-    pin_encoders = blocking(_pin_encoders)
-    apin_encoders = awaited(_pin_encoders)
+    pin_encoders, apin_encoders = both(_pin_encoders)
 
     async def _unload(self, model: str | os.PathLike[str] | None = None, *, wait: bool | None = None) -> float:
         """Unload the model, and show how many running answers are left; returns the freed memory in GB (10^9 bytes).
@@ -242,28 +234,28 @@ class Lab(
             ModelBusyError: a model is being loaded in place of the named one.
         """
         name = None if model is None else model_name(model)
-        return await show_unload(self._backend, name, wait=wait)
+        return await show_unload(self._portal, self._backend, name, wait=wait)
 
-    unload = blocking(_unload)
-    aunload = awaited(_unload)
+    unload, aunload = both(_unload)
 
     async def _models(self) -> ModelList:
         """List the models on the server's disk, and which of them are loaded."""
-        return ModelList.of(await on_loop(self._backend.models()))
+        return ModelList.of(await on_loop(self._portal, self._backend.models()))
 
-    models = blocking(_models)
-    amodels = awaited(_models)
+    models, amodels = both(_models)
 
     # Chat
 
     async def _chat(self, /, prompt: Prompt, **parameters: Any) -> Reply:
         """Ask the loaded model, and return the complete reply. The parameters are those of ``chat``."""
         shape = json_shape(parameters.get("response_format"))
-        return await on_loop(read_reply(self._backend, chat_request(prompt, parameters), shape, lab=self._access))
+        return await on_loop(
+            self._portal, read_reply(self._backend, chat_request(prompt, parameters), shape, lab=self._access)
+        )
 
     async def _stream(self, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
         """Stream a reply: ``async for piece in await lab.astream("…")``. The parameters are those of ``chat``."""
-        stream = await on_loop(self._backend.generate(chat_request(prompt, parameters)))
+        stream = await on_loop(self._portal, self._backend.generate(chat_request(prompt, parameters)))
         return ReplyStream(stream, self._portal, json_shape(parameters.get("response_format")), lab=self._access)
 
     achat = awaited(_chat)
@@ -292,8 +284,8 @@ class Lab(
             InvalidRequestError: a parameter does not exist or is out of range.
         """
         if stream:
-            return run_verb(self, self._stream(prompt, **parameters))
-        return run_verb(self, self._chat(prompt, **parameters))
+            return run_steps(self._stream(prompt, **parameters))
+        return run_steps(self._chat(prompt, **parameters))
 
     async def _explore(
         self, /, prompt: Prompt, *, width: int = 3, depth: int = 2, max_tokens: int = 64, **parameters: Any
@@ -314,11 +306,12 @@ class Lab(
             InvalidRequestError: a parameter does not exist or is out of range, or the server runs in another process.
         """
         request = chat_request(prompt, parameters)
-        work = explore(self._backend, request, self._access, width=width, depth=depth, max_tokens=max_tokens)
-        return await on_loop(work)
+        return await on_loop(
+            self._portal,
+            explore(self._backend, request, self._access, width=width, depth=depth, max_tokens=max_tokens),
+        )
 
-    explore = blocking(_explore)
-    aexplore = awaited(_explore)
+    explore, aexplore = both(_explore)
 
     # Vectors and scores
 
@@ -344,10 +337,9 @@ class Lab(
             ContextLengthError: a text is too long.
         """
         body = embeddings_body(texts, model=model, dimensions=dimensions, input_type=input_type, truncate=truncate)
-        return await on_loop(self._backend.embed(body))
+        return await on_loop(self._portal, self._backend.embed(body))
 
-    embed = blocking(_embed)
-    aembed = awaited(_embed)
+    embed, aembed = both(_embed)
 
     async def _rerank(
         self,
@@ -371,11 +363,10 @@ class Lab(
             ContextLengthError: a document is too long.
         """
         body = rerank_body(query, documents, top_n=top_n, model=model, truncate=truncate)
-        ranking = await on_loop(self._backend.rerank(body))
+        ranking = await on_loop(self._portal, self._backend.rerank(body))
         return RerankResult(ranking, show=self._show_ranking)
 
-    rerank = blocking(_rerank)
-    arerank = awaited(_rerank)
+    rerank, arerank = both(_rerank)
 
     # Speed
 
@@ -431,8 +422,7 @@ class Lab(
 
         return await measure(self._server, plan, compare=compare, record=record, workbench=self.workbench)
 
-    bench = blocking(_bench)
-    abench = awaited(_bench)
+    bench, abench = both(_bench)
 
     # Addresses
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from lmx_lab.notebook.verbs import LoopPortal
+from lmx_lab.blocking import Portal
 from lmx_lab.values.models import LoadSpec
 
 
 class LabServer(Protocol):
     """A server in this process (``LocalServer``), or the connection to one in another process (``RemoteServer``).
 
-    ``start`` and ``stop`` are verbs: see ``notebook.verbs``.
+    ``start`` and ``stop`` have steps: see ``lmx_lab.blocking``.
     """
 
     @property
@@ -27,8 +27,8 @@ class LabServer(Protocol):
         """The folder in which runs of ``bench`` are stored; None selects the user's folder."""
 
     @property
-    def portal(self) -> LoopPortal:
-        """The loop of the server or of the connection."""
+    def portal(self) -> Portal:
+        """The loop of the server or of the connection, which the portal keeps open."""
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...

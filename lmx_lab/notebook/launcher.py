@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from lmx_lab.blocking import in_thread, on_loop, run_steps
 from lmx_lab.engine.model_lookup import NONE_LOADED
 from lmx_lab.errors import ArgumentError, DaemonRunningError, HostingError, InvalidRequestError, LabError
 from lmx_lab.http.uvicorn_server import REQUEST_LOGGERS, bind
@@ -24,7 +25,6 @@ from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.load_progress import show_check, show_load
 from lmx_lab.notebook.local import REQUESTS_S, LocalBackend, LoopChoice, choose_loop
-from lmx_lab.notebook.verbs import in_thread, on_loop, run_verb
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
 from lmx_lab.values.models import EngineChoice, LoadSpec, ModelEntry
@@ -209,7 +209,7 @@ def _replace(
         sock = _reserve_port(settings, old, explicit=explicit)
         if old is not None:
             specs = [*lab.server.unpinned(), *([spec] if spec is not None else [])]
-            run_verb(old, _move_models(old, lab, specs, stages))
+            run_steps(_move_models(old, lab, specs, stages))
     except BaseException:
         if sock is not None:
             sock.close()
@@ -238,12 +238,12 @@ def _reserve_port(settings: Settings, old: Lab | None, *, explicit: bool) -> soc
 
 
 async def _move_models(old: Lab, lab: Lab, specs: Sequence[LoadSpec], stages: LaunchStages) -> None:
-    """Check the models of a new lab while the old one answers, then load them in place of its models. This is a
-    verb of the old lab, whose loop continues meanwhile.
+    """Check the models of a new lab while the old one answers, then load them in place of its models. The
+    steps run on the loop of the old lab, which continues meanwhile.
     """
-    backend, entries = LocalBackend(lab.server), list[ModelEntry]()
+    portal, backend, entries = old.server.portal, LocalBackend(lab.server), list[ModelEntry]()
     for spec in specs:
-        entries.append(await show_check(backend, spec, beside=entries))
+        entries.append(await show_check(portal, backend, spec, beside=entries))
     stages.end("the checks")
     if not specs:
         return
@@ -251,11 +251,11 @@ async def _move_models(old: Lab, lab: Lab, specs: Sequence[LoadSpec], stages: La
     try:
         if daemon is not None:
             # First, because its turns send requests to the old lab.
-            await on_loop(asyncio.to_thread(daemon.stop))
-        await on_loop(old.engine.make_room(entries[-1].id, limit_s=REQUESTS_S))
+            await on_loop(portal, asyncio.to_thread(daemon.stop))
+        await on_loop(portal, old.engine.make_room(entries[-1].id, limit_s=REQUESTS_S))
         stages.end("the end of running answers")
         for spec in specs:
-            await show_load(backend, spec)
+            await show_load(portal, backend, spec)
             stages.end(spec.model)
     except LabError as exc:
         kept = await _take_back(old, daemon)
@@ -268,11 +268,11 @@ async def _move_models(old: Lab, lab: Lab, specs: Sequence[LoadSpec], stages: La
 
 
 async def _take_back(old: Lab, daemon: LabDaemon | None) -> str:
-    """Restore a lab that was not replaced: load its models and start its daemon again. This is part of a verb. Return
-    the end of the error message, which describes the result.
+    """Restore a lab that was not replaced: load its models and start its daemon again. Return the end of the error
+    message, which describes the result.
     """
     try:
-        model = await on_loop(old.engine.take_back())
+        model = await on_loop(old.server.portal, old.engine.take_back())
         kept = "the running lab was not replaced" + (f", and {model} is loaded in it again" if model else "")
     except LabError as exc:
         kept = f"the running lab was not replaced, but its model could not be loaded again: {exc.message}"

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lmx_lab.backend import Backend, Progress
+from lmx_lab.blocking import Portal, on_loop
 from lmx_lab.broadcast import Feed
-from lmx_lab.notebook.verbs import on_loop
 from lmx_lab.progress import ProgressBar, bar, status
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
@@ -117,8 +117,8 @@ class RunningLoad(RunningChange[LoadReport]):
         asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
 
 
-async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
-    """Load a model as a part of a verb (see ``notebook.verbs``).
+async def show_load(portal: Portal, backend: Backend, spec: LoadSpec) -> LoadReport:
+    """Load a model and show the progress. Has steps on the portal, as those of ``lmx_lab.blocking``.
 
     Raises:
         LabError: the load has failed.
@@ -127,29 +127,31 @@ async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
     async def start() -> RunningLoad:
         return RunningLoad(backend, spec)
 
-    load = await on_loop(start())
+    load = await on_loop(portal, start())
     try:
         # The bar is drawn in the caller's thread, because the output of another thread could appear in another cell.
         with bar(spec.model) as shown:
             before = None
-            while (step := await on_loop(load.step())) is not None:
+            while (step := await on_loop(portal, load.step())) is not None:
                 if step.unloading is not None:
                     _show_unloading(shown, f"{step.model} is {step.unloading}", step, before)
                 else:
                     # The load begins when the previous model is unloaded.
                     shown.update(step.model_copy(update={"stage": "load"}) if step.stage == "unloaded" else step)
                 before = step
-            report = await on_loop(load.result())
+            report = await on_loop(portal, load.result())
             if before is not None:  # In notebooks, the last text stays.
                 shown.show("loaded", before.total_bytes or 0, before.total_bytes)
         return report
     except (KeyboardInterrupt, asyncio.CancelledError):
-        await on_loop(load.cancel())
+        await on_loop(portal, load.cancel())
         raise
 
 
-async def show_check(backend: LocalBackend, spec: LoadSpec, *, beside: Sequence[ModelEntry]) -> ModelEntry:
-    """Check as a part of a verb that a model can be loaded, and show the progress of its download.
+async def show_check(
+    portal: Portal, backend: LocalBackend, spec: LoadSpec, *, beside: Sequence[ModelEntry]
+) -> ModelEntry:
+    """Check that a model can be loaded, and show the progress of its download. Has steps, as ``show_load``.
 
     Args:
         beside: See ``ModelManager.check``.
@@ -162,19 +164,19 @@ async def show_check(backend: LocalBackend, spec: LoadSpec, *, beside: Sequence[
         work = functools.partial(backend.check, spec, beside=beside)
         return RunningChange(lambda report: work(progress=report), f"check {spec.model:.80}")
 
-    check = await on_loop(start())
+    check = await on_loop(portal, start())
     try:
         with bar(spec.model) as shown:
-            while (step := await on_loop(check.step())) is not None:
+            while (step := await on_loop(portal, check.step())) is not None:
                 shown.update(step)
-            return await on_loop(check.result())
+            return await on_loop(portal, check.result())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        await on_loop(check.cancel())
+        await on_loop(portal, check.cancel())
         raise
 
 
-async def show_unload(backend: Backend, model: str | None, *, wait: bool | None) -> float:
-    """Unload a model as a part of a verb, and show how many answers are left. Returns the freed memory in GB.
+async def show_unload(portal: Portal, backend: Backend, model: str | None, *, wait: bool | None) -> float:
+    """Unload a model, and show how many answers are left. Returns the freed memory in GB. Has steps, as ``show_load``.
 
     Raises:
         LabError: the unload has failed.
@@ -185,14 +187,14 @@ async def show_unload(backend: Backend, model: str | None, *, wait: bool | None)
 
     unload: RunningChange[float] | None = None
     try:
-        unload = await on_loop(start())
+        unload = await on_loop(portal, start())
         with status() as shown:
             before = None
-            while (step := await on_loop(unload.step())) is not None:
+            while (step := await on_loop(portal, unload.step())) is not None:
                 if step.unloading is not None:
                     _show_unloading(shown, f"{step.model}: {step.unloading}", step, before)
                     before = step
-            freed = FreedMemory(await on_loop(unload.result()))
+            freed = FreedMemory(await on_loop(portal, unload.result()))
             if before is not None:
                 shown.show(f"{before.model}: unloaded, {freed:.2f} GB freed", 0, None)
         return freed

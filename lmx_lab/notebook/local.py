@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from lmx_lab.backend import AnswerCost, AnswerRecorder, Progress, Ranking, ServerState
+from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.engine import Answer, Caller, GenerationRequest, ModelManager, TextPrompt
 from lmx_lab.engine.registry import engine_for
 from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
@@ -28,7 +29,6 @@ from lmx_lab.instrument.recorder import RequestRecorder
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.notebook.arguments import Prompt, chat_request
 from lmx_lab.notebook.lab_server import LabServer
-from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
 from lmx_lab.portal import HostedLoop, LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.admin import model_records
@@ -118,7 +118,6 @@ class LocalServer(LabServer):
         """The Python functions of the daemon, even if it could not be started."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that serves; None before the start."""
-        self._portal: LoopPortal | None = None
         self.thread: LoopThread | None = None
         """The thread that runs the loop, alone or together with the kernel's loop; None before the start."""
         self._host: RunningServer | None = None
@@ -160,13 +159,13 @@ class LocalServer(LabServer):
             self.thread = HostedLoop(asyncio.get_running_loop()) if self.mode == "kernel" else LoopThread()
             self.thread.start()
             self.loop = self.thread.loop
-            self._portal = LoopPortal(self.thread, check=self.check_running)
             self.engine.start()
             # Registered after the engine's own function, and therefore called before it: requests end first.
             atexit.register(self._stop_at_exit)
             announcement = self._new_announcement()
             max_bytes, pong_s = self.settings.max_body_bytes, self.settings.slow_client_s
-            self._host = await on_loop(serve(self.services.asgi, sock, ws_max_bytes=max_bytes, ws_pong_s=pong_s))
+            serving = serve(self.services.asgi, sock, ws_max_bytes=max_bytes, ws_pong_s=pong_s)
+            self._host = await on_loop(self.portal, serving)
             if announcement is not None:
                 self._announcement = announcement
                 self.announced_name = await in_thread(announcement.start)
@@ -193,7 +192,7 @@ class LocalServer(LabServer):
         """Stop serving, unload the models and free the port. Running requests have 2.5 s to end. Idempotent."""
         try:
             if self.running:
-                await on_loop(self._end())
+                await on_loop(self.portal, self._end())
         finally:
             await in_thread(self._close)
 
@@ -258,15 +257,14 @@ class LocalServer(LabServer):
     # The server's loop
 
     @property
-    def portal(self) -> LoopPortal:
-        """The event loop of the server.
+    def portal(self) -> Portal:
+        """The event loop of the server. Its calls raise ``HostingError`` before the start and after the stop."""
+        return Portal(self._running_thread)
 
-        Raises:
-            HostingError: the server was stopped, or not started.
-        """
+    def _running_thread(self) -> LoopThread:
         self.check_running()
-        assert self._portal is not None
-        return self._portal
+        assert self.thread is not None
+        return self.thread
 
     def check_running(self) -> None:
         """Check that the server can be used.

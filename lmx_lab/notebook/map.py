@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, HasBackend
 from lmx_lab.batch.answers import answer_table, check_names
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
 from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, MakeRequest, Retry
 from lmx_lab.batch.servers import loaded_model, same_models
+from lmx_lab.blocking import Portal, both, in_thread, on_loop
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.notebook.verbs import LoopPortal, PortalOwner, awaited, blocking, in_thread, on_loop
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.progress import counter
 from lmx_lab.results.frames import RowSource, read_source
@@ -35,10 +35,8 @@ NOT_USED = {
 """Parameters of ``chat`` that ``map`` does not accept, with the alternative to each."""
 
 
-class MapOwner(PortalOwner, Protocol):
+class MapOwner(HasBackend, Protocol):
     """A lab."""
-
-    _backend: Backend
 
     @property
     def url(self) -> str: ...
@@ -53,7 +51,7 @@ class RowAnswers:
     cancels the running requests; deleting the iterator does the same.
     """
 
-    def __init__(self, run: BatchRun, portal: LoopPortal, cache: AnswerCache | None) -> None:
+    def __init__(self, run: BatchRun, portal: Portal, cache: AnswerCache | None) -> None:
         self._run = run
         self._portal = portal
         self._cache = cache
@@ -160,14 +158,13 @@ class MapVerbs:
         )
         if source.index is None:
             return RowAnswers(run, self._portal, stored)
-        interrupted = await answer_all(run, source, columns, stored, self.workbench)
+        interrupted = await answer_all(self, run, source, columns, stored)
         table = _answers_of(run, source, columns)
         if source.library is None:
             table.attrs["interrupted"] = interrupted
         return table
 
-    map = blocking(_map)
-    amap = awaited(_map)
+    map, amap = both(_map)
 
 
 async def prepare_run(
@@ -185,10 +182,10 @@ async def prepare_run(
     labs: Sequence[MapOwner] = (),
     **parameters: Any,
 ) -> tuple[BatchRun, AnswerCache | None]:
-    """Check the arguments of ``map``, and return the run and its cache. Runs as a verb."""
+    """Check the arguments of ``map``, and return the run and its cache. Has steps."""
     check_parameters(parameters, n=n, seed=seed, errors=errors, retry=retry)
     find = partial(loaded_model, hashed=cache is not None)
-    loaded, others = await on_loop(same_models(backends_of(owner, labs), find))
+    loaded, others = await on_loop(owner._portal, same_models(backends_of(owner, labs), find))
     if columns is not None:
         schema = {"name": "row", "schema": dict(columns.json_schema)}
         parameters["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -207,14 +204,14 @@ async def prepare_run(
 
 
 async def answer_all(
-    run: BatchRun, source: RowSource, columns: TypedColumns | None, cache: AnswerCache | None, workbench: Workbench
+    owner: MapOwner, run: BatchRun, source: RowSource, columns: TypedColumns | None, cache: AnswerCache | None
 ) -> bool:
-    """Answer all rows, close the cache, and return whether the run was interrupted. Runs as a verb."""
-    started_at, total = time.monotonic(), len(source.index) * run.options.n
+    """Answer all rows, close the cache, and return whether the run was interrupted. Has steps."""
+    started_at, total, workbench = time.monotonic(), len(source.index) * run.options.n, owner.workbench
     try:
         with counter("map") as bar:
             while run.read():
-                await on_loop(run.step())
+                await on_loop(owner._portal, run.step())
                 elapsed_s = max(time.monotonic() - started_at, 1e-3)
                 errors = f", {run.errors} errors" if run.errors else ""
                 text = f"{run.done / elapsed_s:.1f} answers/s, {run.output_tokens / elapsed_s:.0f} tok/s{errors}"
@@ -228,7 +225,7 @@ async def answer_all(
     finally:
         workbench.job = ""
         try:
-            await on_loop(run.stop())
+            await on_loop(owner._portal, run.stop())
         finally:
             if cache is not None:
                 await in_thread(cache.close)

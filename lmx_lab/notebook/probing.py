@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, HasBackend
+from lmx_lab.blocking import both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError
 from lmx_lab.instrument.probe import FOLDS, LayerActivations, Probe, ProbeRun
 from lmx_lab.instrument.steering import Steer, mean_difference
 from lmx_lab.instrument.traces import HookTable, Traced, What, activation_fields, integer, trace_body, traced
-from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.wire.base import ANY_MODEL
@@ -24,20 +24,11 @@ Position = int | Literal["last", "mean"]
 RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_post")
 
 
-class ProbeOwner(Protocol):
-    """An object with a backend and its loop."""
-
-    @property
-    def _portal(self) -> LoopPortal: ...
-    @property
-    def _backend(self) -> Backend: ...
-
-
 class ProbeVerbs:
     """The methods of ``Lab`` that use the activations of many texts."""
 
     async def _steering_vector(
-        self: ProbeOwner,
+        self: HasBackend,
         positive: Iterable[What],
         negative: Iterable[What],
         layer: int,
@@ -62,24 +53,23 @@ class ProbeVerbs:
         groups = await in_thread(
             lambda: {"positive": _texts(positive, "positive"), "negative": _texts(negative, "negative")}
         )
-        residuals = await on_loop(Residuals.of(self._backend, [layer], position))
-        weights = await on_loop(self._backend.weights_of(residuals.model))
+        residuals = await on_loop(self._portal, Residuals.of(self._backend, [layer], position))
+        weights = await on_loop(self._portal, self._backend.weights_of(residuals.model))
         found: dict[str, list[Vectors]] = {name: [] for name in groups}
         total = sum(map(len, groups.values()))
         with counter("steering vector") as bar:
             for name, texts in groups.items():
                 for at, text in enumerate(texts):
-                    found[name] += await on_loop(residuals.read(text, f"{name}[{at}]"))
+                    found[name] += await on_loop(self._portal, residuals.read(text, f"{name}[{at}]"))
                     bar.show(f"layer {layer}", sum(map(len, found.values())), total)
         made = mean_difference(residuals.layers[0], **found, normalize=normalize)
         source = {**made.source, "position": residuals.position}
         return replace(made, model=residuals.model, weights=weights, source=source)
 
-    steering_vector = blocking(_steering_vector)
-    asteering_vector = awaited(_steering_vector)
+    steering_vector, asteering_vector = both(_steering_vector)
 
     async def _probe(
-        self: ProbeOwner,
+        self: HasBackend,
         texts: Iterable[What],
         labels: Iterable[Any],
         *,
@@ -112,13 +102,13 @@ class ProbeVerbs:
             )
         keys = [json.dumps(each.text, sort_keys=True, default=str) for each in values]
         run = ProbeRun(keys, classes, folds=folds)
-        residuals = await on_loop(Residuals.of(self._backend, layer, position))
+        residuals = await on_loop(self._portal, Residuals.of(self._backend, layer, position))
         activations = LayerActivations(len(values), residuals.layers, residuals.width)
         began = time.monotonic()
         with counter("probe") as bar:
             try:
                 for done, at in enumerate(run.order, 1):
-                    activations.put(at, await on_loop(residuals.read(values[at], f"texts[{at}]")))
+                    activations.put(at, await on_loop(self._portal, residuals.read(values[at], f"texts[{at}]")))
                     bar.show(f"{done / (time.monotonic() - began):.1f} texts/s", done, len(values))
             except KeyboardInterrupt:
                 if (part := run.of(activations.texts)) is None:
@@ -135,8 +125,7 @@ class ProbeVerbs:
                     raise
         return Probe(accuracies, run, activations)
 
-    probe = blocking(_probe)
-    aprobe = awaited(_probe)
+    probe, aprobe = both(_probe)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from lmx_lab.backend import AnswerCost, AnswerRecorder, AnswerStream, Progress, Ranking, ServerState, next_or_none
+from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.client import AsyncLabClient, Remark, as_array
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
 from lmx_lab.notebook.arguments import Prompt
 from lmx_lab.notebook.discovery import find_address, is_name
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.lab_server import LabServer
-from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
 from lmx_lab.portal import LoopThread
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
@@ -70,7 +70,7 @@ class RemoteAnswer:
     thread, because asyncio closes a generator without references on the generator's own loop.
     """
 
-    def __init__(self, client: AsyncLabClient, request: ChatRequest, portal: LoopPortal) -> None:
+    def __init__(self, client: AsyncLabClient, request: ChatRequest, portal: Portal) -> None:
         options = {"stream_options": StreamOptions(include_usage=True)}
         self._url = client.url
         self._portal = portal
@@ -173,7 +173,7 @@ class RemoteBackend:
         is_open: Whether the connection is still in use.
     """
 
-    def __init__(self, client: AsyncLabClient, portal: LoopPortal, *, is_open: Callable[[], bool]) -> None:
+    def __init__(self, client: AsyncLabClient, portal: Portal, *, is_open: Callable[[], bool]) -> None:
         self._client = client
         self._is_open = is_open
         self._portal = portal
@@ -432,16 +432,16 @@ class RemoteServer(LabServer):
         # messages.
         self._on_delete = weakref.finalize(self, _close_later, self._end, self._callbacks)
         self._on_delete.atexit = False
-        self._portal = LoopPortal(self._thread, check=functools.partial(_check_open, self._end))
 
     def backend(self) -> RemoteBackend:
         end = self._end
-        return RemoteBackend(self._client, self._portal, is_open=lambda: end.alive)
+        portal = Portal(functools.partial(_open_thread, self._thread, end))
+        return RemoteBackend(self._client, portal, is_open=lambda: end.alive)
 
     @property
-    def portal(self) -> LoopPortal:
-        """The loop of the connection."""
-        return self._portal
+    def portal(self) -> Portal:
+        """The loop of the connection. It keeps this object, and so the connection."""
+        return Portal(lambda: _open_thread(self._thread, self._end))
 
     # Lifetime
 
@@ -452,10 +452,10 @@ class RemoteServer(LabServer):
             HostingError: the connection was stopped.
             LabError: as ``attach()``.
         """
-        _check_open(self._end)
+        thread = _open_thread(self._thread, self._end)
         if not self._version:
-            self._thread.start()
-            self._version = await on_loop(self._greet())
+            thread.start()
+            self._version = await on_loop(self.portal, self._greet())
 
     async def _greet(self) -> str:
         version = await self._client.version()
@@ -516,7 +516,7 @@ class RemoteServer(LabServer):
             state = "connection stopped"
         else:
             try:
-                now = self._portal.run(self._ready())
+                now = self.portal.run(self._ready())
             except (LabError, TimeoutError) as exc:
                 state = f"in another process, which does not answer: {exc}"
             else:
@@ -529,9 +529,10 @@ class RemoteServer(LabServer):
         return await asyncio.wait_for(self._client.ready(), REPR_TIMEOUT_S)
 
 
-def _check_open(end: weakref.finalize[Any, Any]) -> None:
+def _open_thread(thread: LoopThread, end: weakref.finalize[Any, Any]) -> LoopThread:
     if not end.alive:
         raise HostingError("this connection was stopped; attach() opens a new one")
+    return thread
 
 
 def _end(thread: LoopThread, client: AsyncLabClient) -> None:

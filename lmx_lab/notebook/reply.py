@@ -14,12 +14,11 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
-from lmx_lab.backend import AnswerCost, AnswerStream, Backend, next_or_none, read_answer
-from lmx_lab.instrument.access import LabAccess
+from lmx_lab.backend import AnswerCost, AnswerStream, Backend, LabAccess, next_or_none, read_answer
+from lmx_lab.blocking import Portal
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.lens import TokenTable
-from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.results.tables import align_columns, html_table
 from lmx_lab.values.outputs import (
     Delta,
@@ -288,7 +287,7 @@ class ReplyStream:
     """
 
     def __init__(
-        self, stream: AnswerStream, portal: LoopPortal, shape: JsonShape = None, *, lab: LabAccess | None = None
+        self, stream: AnswerStream, portal: Portal, shape: JsonShape = None, *, lab: LabAccess | None = None
     ) -> None:
         self._stream: AnswerStream | None = stream
         self._shape: JsonShape = shape

@@ -19,11 +19,11 @@ from lmx_lab.batch.vectors import (
     settings_key,
     texts_of,
 )
+from lmx_lab.blocking import both, in_thread, on_loop
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError
 from lmx_lab.extras import import_optional
 from lmx_lab.notebook.arguments import embeddings_body, rerank_body
 from lmx_lab.notebook.map import MapOwner, backends_of
-from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.results.frames import TEXT, RowSource, make_table, read_source, select_rows, vector_table
 from lmx_lab.values.outputs import InputType
@@ -98,8 +98,7 @@ class SearchVerbs:
             vectors.attrs["interrupted"] = interrupted
         return vectors
 
-    embed_frame = blocking(_embed_frame)
-    aembed_frame = awaited(_embed_frame)
+    embed_frame, aembed_frame = both(_embed_frame)
 
     async def _search(
         self: MapOwner,
@@ -154,7 +153,7 @@ class SearchVerbs:
         body = embeddings_body(query, model=model, input_type="query", truncate=True)
         reranker = None
         if rerank is not False:
-            records = (await on_loop(self._backend.models())).models
+            records = (await on_loop(self._portal, self._backend.models())).models
             reranker = next((each.id for each in records if each.loaded and each.kind == "rerank"), None)
             if reranker is None and rerank:
                 raise NotLoadedError(
@@ -163,13 +162,13 @@ class SearchVerbs:
         settings = {"dimensions": None, "input_type": "document", "truncate": True}
         run, interrupted = await _embed_texts(self, source, texts, model, settings, cache=cache)
         count = top_n if reranker is None else max(top_n, RERANKED)
-        similar = most_similar(matrix_of(run.vectors()), await on_loop(self._backend.embed(body)), count)
+        similar = most_similar(matrix_of(run.vectors()), await on_loop(self._portal, self._backend.embed(body)), count)
         similarities = dict(similar)
         ranked = similar
         if reranker is not None and similar:
             documents = [texts[at] for at, _ in similar]
             asked = rerank_body(query, documents, top_n=min(top_n, len(similar)), model=reranker, truncate=True)
-            ranking = await on_loop(self._backend.rerank(asked))
+            ranking = await on_loop(self._portal, self._backend.rerank(asked))
             ranked = [(similar[index][0], score) for index, score in ranking.order]
         scores = {"similarity": [similarities[at] for at, _ in ranked], "score": [score for _, score in ranked]}
         found: pd.DataFrame = select_rows(table, source, [at for at, _ in ranked], scores)
@@ -177,8 +176,7 @@ class SearchVerbs:
             found.attrs["interrupted"] = interrupted
         return found
 
-    search = blocking(_search)
-    asearch = awaited(_search)
+    search, asearch = both(_search)
 
 
 async def _embed_texts(
@@ -193,7 +191,7 @@ async def _embed_texts(
     labels: Sequence[Any] | None = None,
     labs: Sequence[MapOwner] = (),
 ) -> tuple[EmbeddingRun, bool]:
-    """Compute the vectors of texts, and return the run and whether it was interrupted. Runs as a verb.
+    """Compute the vectors of texts, and return the run and whether it was interrupted. Has steps.
 
     Args:
         source: The rows from which the texts were read.
@@ -203,7 +201,7 @@ async def _embed_texts(
     """
     backends = backends_of(owner, labs)
     hashed = cache is not None or len(backends) > 1
-    loaded, _ = await on_loop(same_models(backends, partial(embedding_model, name=model, hashed=hashed)))
+    loaded, _ = await on_loop(owner._portal, same_models(backends, partial(embedding_model, name=model, hashed=hashed)))
     embeddings_body(["x"], model=loaded.id, **settings)
     stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
     run = EmbeddingRun(
@@ -222,14 +220,14 @@ async def _embed_texts(
             run.check_values(labels)
         try:
             with counter("embed") as bar:
-                while await on_loop(run.step()):
+                while await on_loop(owner._portal, run.step()):
                     run.warn()
                     bar.show(f"{run.done / (time.monotonic() - began):.0f} texts/s", run.done, run.total)
         except KeyboardInterrupt:
             interrupted = True
         finally:
             run.warn()
-            await on_loop(run.stop())
+            await on_loop(owner._portal, run.stop())
     except BatchStoppedError as exc:
         exc.frame = _vectors_of(run, source)
         raise

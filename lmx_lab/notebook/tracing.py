@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import HasBackend
+from lmx_lab.blocking import both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.attention import AttentionPattern
 from lmx_lab.instrument.attribution import LogitAttribution
@@ -25,18 +26,11 @@ from lmx_lab.instrument.traces import (
     traced,
     traced_pair,
 )
-from lmx_lab.notebook.verbs import PortalOwner, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 
 Token = int | str
 STEP_S = 1.0
 """Time between two updates of the progress of a sweep."""
-
-
-class TraceOwner(PortalOwner, Protocol):
-    """A lab."""
-
-    _backend: Backend
 
 
 class TraceVerbs:
@@ -45,7 +39,7 @@ class TraceVerbs:
     The text of a trace is read in another thread, because a recorded request reads its answer from the recording.
     """
 
-    async def _hooks(self: TraceOwner) -> HookTable:
+    async def _hooks(self: HasBackend) -> HookTable:
         """Return the names of the values that can be read while the loaded model computes, with their shapes.
 
         The names are those of TransformerLens.
@@ -55,13 +49,12 @@ class TraceVerbs:
             InvalidRequestError: the model does not run on MLX, or has no list of blocks.
             AdminForbiddenError: the server runs on another machine.
         """
-        return HookTable(await on_loop(self._backend.trace(trace_body({"kind": "hooks"}))))
+        return HookTable(await on_loop(self._portal, self._backend.trace(trace_body({"kind": "hooks"}))))
 
-    hooks = blocking(_hooks)
-    ahooks = awaited(_hooks)
+    hooks, ahooks = both(_hooks)
 
     async def _trace(
-        self: TraceOwner, what: What, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
+        self: HasBackend, what: What, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
     ) -> ActivationCache:
         """Compute a text, and return the values of hooks at its positions as float32 arrays.
 
@@ -82,13 +75,12 @@ class TraceVerbs:
             AdminForbiddenError: the server runs on another machine.
         """
         fields, text = activation_fields(hooks, positions), await in_thread(lambda: traced(what))
-        return ActivationCache(await on_loop(text.run(self._backend, fields)))
+        return ActivationCache(await on_loop(self._portal, text.run(self._backend, fields)))
 
-    trace = blocking(_trace)
-    atrace = awaited(_trace)
+    trace, atrace = both(_trace)
 
     async def _logit_lens(
-        self: TraceOwner, what: What, *, top: int = 5, positions: int | Sequence[int] | None = None
+        self: HasBackend, what: What, *, top: int = 5, positions: int | Sequence[int] | None = None
     ) -> LogitLensTable:
         """Return the tokens that the model would predict after each of its blocks, at each position of a text.
 
@@ -104,12 +96,11 @@ class TraceVerbs:
         """
         fields = {"kind": "logit_lens", "top": top, "positions": position_list(positions)}
         text = await in_thread(lambda: traced(what))
-        return LogitLensTable(await on_loop(text.run(self._backend, fields)))
+        return LogitLensTable(await on_loop(self._portal, text.run(self._backend, fields)))
 
-    logit_lens = blocking(_logit_lens)
-    alogit_lens = awaited(_logit_lens)
+    logit_lens, alogit_lens = both(_logit_lens)
 
-    async def _attention(self: TraceOwner, what: What, layer: int, head: int = 0) -> AttentionPattern:
+    async def _attention(self: HasBackend, what: What, layer: int, head: int = 0) -> AttentionPattern:
         """Return how much each token of a text attends to the preceding tokens, in all heads of a block.
 
         Args:
@@ -123,14 +114,13 @@ class TraceVerbs:
         block, shown = _index(layer, "layer"), _index(head, "head")
         fields = activation_fields(f"blocks.{block}.attn.hook_pattern", None)
         text = await in_thread(lambda: traced(what))
-        found = await on_loop(text.run(self._backend, fields))
+        found = await on_loop(self._portal, text.run(self._backend, fields))
         return AttentionPattern(found, layer=block, head=shown)
 
-    attention = blocking(_attention)
-    aattention = awaited(_attention)
+    attention, aattention = both(_attention)
 
     async def _direct_logit_attribution(
-        self: TraceOwner, what: What, token: Token, *, other: Token | None = None
+        self: HasBackend, what: What, token: Token, *, other: Token | None = None
     ) -> LogitAttribution:
         """Return the contribution of each block, and each of its attention heads, to the logit of the next token.
 
@@ -145,15 +135,14 @@ class TraceVerbs:
         names = [token_name(token, "token"), *([] if other is None else [token_name(other, "other")])]
         fields = {"kind": "attribution", **dict(zip(("token", "other"), names, strict=False))}
         text = await in_thread(lambda: traced(what))
-        found = await on_loop(text.run(self._backend, fields))
+        found = await on_loop(self._portal, text.run(self._backend, fields))
         label = " minus ".join(map(repr, names))
         return LogitAttribution(found, label=label)
 
-    direct_logit_attribution = blocking(_direct_logit_attribution)
-    adirect_logit_attribution = awaited(_direct_logit_attribution)
+    direct_logit_attribution, adirect_logit_attribution = both(_direct_logit_attribution)
 
     async def _patch(
-        self: TraceOwner,
+        self: HasBackend,
         clean: What,
         corrupt: What,
         *,
@@ -192,9 +181,13 @@ class TraceVerbs:
         }
         wanted = position_list(positions)
         if together:
-            whole = await on_loop(text.run(self._backend, {**fields, "positions": wanted, "together": together}))
+            whole = await on_loop(
+                self._portal, text.run(self._backend, {**fields, "positions": wanted, "together": together})
+            )
             return PatchSweep(whole, together=True)
-        first = await on_loop(text.run(self._backend, {**fields, "positions": [-1] if wanted is None else wanted[:1]}))
+        first = await on_loop(
+            self._portal, text.run(self._backend, {**fields, "positions": [-1] if wanted is None else wanted[:1]})
+        )
         count = len(first.tokens)
         wrong = next((at for at in wanted or () if not -count <= at < count), None)
         if wrong is not None:
@@ -214,7 +207,7 @@ class TraceVerbs:
                     bar.show(label, values * (total - len(left)), values * total)
                     started = time.monotonic()
                     some, left = left[:size], left[size:]
-                    sweep.add(await on_loop(text.run(self._backend, {**fields, "positions": some})))
+                    sweep.add(await on_loop(self._portal, text.run(self._backend, {**fields, "positions": some})))
                     # Each request computes both texts, so fewer requests are faster.
                     size = max(1, min(4 * size, int(size * STEP_S / max(time.monotonic() - started, 1e-3))))
                 bar.show(label, values * total, values * total)
@@ -222,8 +215,7 @@ class TraceVerbs:
                 sweep.interrupted = True
         return sweep
 
-    patch = blocking(_patch)
-    apatch = awaited(_patch)
+    patch, apatch = both(_patch)
 
 
 def _index(value: object, name: str) -> int:

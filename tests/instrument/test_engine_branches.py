@@ -66,7 +66,7 @@ def test_the_beginnings_of_an_answer_are_expanded(lab):
     # One of them, because llama.cpp takes seconds to score the special tokens of a prompt.
     branch = tree["2-2-2"]
     tokens = [*greedy.prompt_ids, *branch.ids]
-    scored = lab._access.run(lambda backend: backend.score(tokens, model=None, top=1))
+    scored = lab._portal.run(lab._backend.score(tokens, model=None, top=1))
     assert branch.logprob == pytest.approx(sum(token.logprob or 0 for token in scored[-8:]), abs=1e-3)
 
 

@@ -35,7 +35,7 @@ def test_scores_equal_the_log_probabilities_of_the_answer(lab):
     assert reply.logprobs is not None
     answered, scored = (
         reply.lens(),
-        lab._access.run(lambda backend: backend.score([*reply.prompt_ids, *reply.ids], model=None, top=3))[
+        lab._portal.run(lab._backend.score([*reply.prompt_ids, *reply.ids], model=None, top=3))[
             len(reply.prompt_ids) :
         ],
     )

@@ -266,6 +266,12 @@ def test_a_deleted_lab_ends_its_connection(lab):
     thread.join()
 
 
+def test_the_answers_to_an_iterable_keep_the_connection_of_a_deleted_lab(lab):
+    rows = attach(lab.url, api_key=KEY).map(({"text": text} for text in "ab"), "{text}", max_tokens=2)
+    gc.collect()
+    assert [row["error"] for row in rows] == [None, None]
+
+
 def test_a_deleted_lab_ends_its_connection_and_its_panels(lab):
     before = set(threading.enumerate())
     far = attach(lab.url, api_key=KEY)

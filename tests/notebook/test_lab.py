@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import html
+import inspect
+import pathlib
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -13,6 +17,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import (
+    ArgumentError,
     HostingError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -21,8 +26,11 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.instrument.requests import RecordedRequest
+from lmx_lab.notebook.reply import Reply
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
+from lmx_lab.values.models import LoadOptions
 from tests.support.labs import wait_until_idle
 
 pytestmark = pytest.mark.anyio
@@ -220,3 +228,75 @@ def test_the_html_of_a_lab_has_the_qr_code_of_its_chat_page(tmp_path, monkeypatc
     for changes, count in cases:
         lab = lmx_lab.Lab(replace(settings, **changes), loop="thread")
         assert lab._repr_html_().count(f"src='{code}'") == count
+
+
+# --- both forms of its methods
+
+
+def test_the_signature_of_load_names_each_option_for_completion():
+    assert list(inspect.signature(lmx_lab.Lab.load).parameters) == ["self", "model", *LoadOptions.__annotations__]
+
+
+PAIRS = [
+    *("aload", "aunload", "amodels", "aembed", "arerank", "abench", "apin_encoders", "astart", "astop"),
+    *("atimeline", "acompare"),
+]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_each_method_of_a_lab_has_two_documented_forms_with_the_same_parameters(name):
+    awaitable, plain = getattr(lmx_lab.Lab, name), getattr(lmx_lab.Lab, name[1:])
+    assert (awaitable.__name__, plain.__name__) == (name, name[1:])
+    assert inspect.signature(awaitable) == inspect.signature(plain)
+    assert awaitable.__doc__
+    assert inspect.iscoroutinefunction(awaitable)
+
+
+METHODS = [lmx_lab.Lab.timeline, lmx_lab.Lab.compare, *(getattr(Reply, name) for name in ("branch", "lens", "trace"))]
+
+
+@pytest.mark.parametrize("method", [*METHODS, RecordedRequest.replay], ids=lambda method: method.__qualname__)
+def test_an_argument_that_a_method_of_a_lab_or_a_result_does_not_have_is_named(method):
+    with pytest.raises(ArgumentError, match=rf"^{method.__name__}\(\) has no argument 'nothing'"):
+        method(None, nothing=1)
+
+
+# --- imports
+
+
+def modules_after(code):
+    """Run code in a new interpreter, and return the names of the modules that it has imported."""
+    script = f"{code}\nimport sys; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
+    return set(done.stdout.split())
+
+
+def imported(modules, *packages):
+    return {name for name in modules for package in packages if name == package or name.startswith(f"{package}.")}
+
+
+def test_importing_the_package_imports_only_the_package():
+    assert imported(modules_after("import lmx_lab"), "lmx_lab") == {"lmx_lab"}
+
+
+@pytest.mark.slow
+def test_an_attached_lab_imports_neither_the_engine_nor_the_server(tmp_path):
+    with lmx_lab.launch("echo", port=0, home=tmp_path) as lab:
+        code = f"""
+import lmx_lab
+with lmx_lab.attach({lab.url!r}) as lab:
+    assert lab.chat("hello", max_tokens=2).usage.completion_tokens == 2
+    lab.models(), lab.snapshot(), repr(lab), lab._repr_html_()
+"""
+        modules = modules_after(code)
+    assert imported(modules, "lmx_lab.engine", "lmx_lab.server", "mlx", "mlx_lm", "xllamacpp") == set()
+
+
+def test_the_documentation_lists_all_awaited_methods_of_a_lab():
+    public = {name for name in dir(lmx_lab.Lab) if not name.startswith("_")}
+    methods = {name for name in public if name[0] == "a" and name[1:] in public} | {"astream"}
+    (listed,) = re.findall(
+        r"has a version for `await`:([^.]*)\.",
+        (pathlib.Path(__file__).parents[2] / "docs/notebook.md").read_text(encoding="utf-8"),
+    )
+    assert set(re.findall(r"`(\w+)`", listed)) == methods

@@ -12,10 +12,10 @@ from markdown_it import MarkdownIt
 from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost
+from lmx_lab.blocking import Portal
 from lmx_lab.instrument.lens import TokenTable
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.reply import Reply, ReplyStream, ReplyToolCall, json_shape, safe_markdown, tool_calls
-from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.portal import LoopThread
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta
@@ -265,7 +265,7 @@ class ScriptedStream:
 def portal():
     thread = LoopThread()
     thread.start()
-    yield LoopPortal(thread, check=lambda: None)
+    yield Portal(lambda: thread)
     thread.stop()
 
 

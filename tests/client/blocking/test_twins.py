@@ -1,10 +1,8 @@
 """Tests that blocking classes have the methods of the async classes, with the same arguments."""
 
-import inspect
-
 import pytest
 
-from lmx_lab.blocking import expand_keywords
+from lmx_lab.blocking import with_keywords
 from lmx_lab.client.daemon import AsyncDaemonClient, BlockingSubscription, DaemonClient
 from lmx_lab.client.lab import AsyncLabClient, LabClient
 from lmx_lab.client.session import AsyncSession, Session
@@ -20,8 +18,7 @@ def members(of):
 
 
 def arguments(function):
-    written = [each for it in inspect.signature(function).parameters.values() for each in expand_keywords(it, function)]
-    return [(it.name, it.kind, it.default) for it in written]
+    return [(it.name, it.kind, it.default) for it in with_keywords(function).parameters.values()]
 
 
 @pytest.mark.parametrize(
