@@ -9,11 +9,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Annotated, Any, Literal, NamedTuple
-
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from lmx_lab.values.models import LoadStage
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
 
 StepKind = Literal["queued", "prefill", "decode", "paused"]
 """``queued``: waited for a slot. ``prefill``: a chunk of the prompt was computed, or scored. ``decode``: tokens of the
@@ -141,16 +142,12 @@ def decode_steps(columns: Sequence[Sequence[int]]) -> tuple[EngineStep, ...]:
     )
 
 
-_COLUMNS = TypeAdapter(list[list[int]])
-
-
-def _read_steps(columns: Any) -> tuple[EngineStep, ...]:
+def _read_steps(columns: list[list[int]]) -> tuple[EngineStep, ...]:
     """Return the steps of a server of this or another version, whose columns may be wrong or more.
 
     Raises:
         ValueError: they are wrong.
     """
-    columns = _COLUMNS.validate_python(columns)
     if columns and len(columns) < FIELDS:
         raise ValueError(f"has {len(columns)} columns; there must be at least {FIELDS}")
     if len({len(column) for column in columns}) > 1:
@@ -160,12 +157,21 @@ def _read_steps(columns: Any) -> tuple[EngineStep, ...]:
     return decode_steps(columns[:FIELDS])
 
 
-Steps = Annotated[
-    tuple[EngineStep, ...],
-    PlainValidator(_read_steps),
-    PlainSerializer(encode_steps),
-    WithJsonSchema({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "title": "Steps"}),
-]
+class _Columns:
+    """Describes the form of steps in JSON to Pydantic."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(source: Any, handler: GetCoreSchemaHandler) -> Any:
+        # Imported here, because a model is loaded while Pydantic and the routes are still being imported.
+        from pydantic import AfterValidator, PlainSerializer
+
+        columns = list[list[int]]
+        return handler.generate_schema(
+            Annotated[columns, AfterValidator(_read_steps), PlainSerializer(encode_steps, return_type=columns)]
+        )
+
+
+Steps = Annotated[tuple[EngineStep, ...], _Columns]
 """The steps of a request. In JSON, these are columns with one number for each step: its kind (0 is ``queued``, 1
 ``prefill``, 2 ``decode``, 3 ``paused``), its beginning in microseconds since the arrival, its duration in microseconds,
 its number of tokens, the number of the engine's step, the number of requests that had a slot, and the bytes of their KV
