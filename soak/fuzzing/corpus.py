@@ -259,6 +259,7 @@ ADMIN = (
     ValidRequest(method="POST", path=UNLOAD, body={"model": MODEL}),
     ValidRequest(method="POST", path=UNLOAD, body={}),
     ValidRequest(method="POST", path=UNLOAD),
+    ValidRequest(method="POST", path="/admin/models/cancel", body={"model": MODEL}),
     *(
         ValidRequest(method="GET", path=path)
         for path in (
