@@ -288,9 +288,16 @@ class ReplyStream:
     """
 
     def __init__(
-        self, stream: AnswerStream, portal: LoopPortal, shape: JsonShape = None, *, lab: LabAccess | None = None
+        self,
+        stream: AnswerStream,
+        backend: Backend,
+        portal: LoopPortal,
+        shape: JsonShape = None,
+        *,
+        lab: LabAccess | None = None,
     ) -> None:
         self._stream: AnswerStream | None = stream
+        self._backend = backend
         self._shape: JsonShape = shape
         self._portal = portal
         self._lab = lab
@@ -363,7 +370,8 @@ class ReplyStream:
 
     def _end(self) -> None:
         if self._stream is not None:
-            self.reply = Reply.of(merge_deltas(self._deltas), self._stream.cost(), self._shape, lab=self._lab)
+            cost = self._backend.cost(self._stream)
+            self.reply = Reply.of(merge_deltas(self._deltas), cost, self._shape, lab=self._lab)
         self.close()
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 
-from lmx_lab.engine import Answer, Caller, GenerationRequest
+from lmx_lab.engine import Answer, GenerationRequest
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import LabError
 from lmx_lab.http.errors import detail_for
@@ -91,7 +91,8 @@ class AnswerRequest:
     """What the parser of a format makes of a request."""
 
     prompts: Sequence[GenerationRequest]
-    """One request to the engine for each prompt. Only the completions format has several."""
+    """One request to the engine for each prompt, whose caller ``respond`` sets. Only the completions format has
+    several."""
     writer: Callable[[str], AnswerWriter]
     """Creates the writer. Its argument is the id of the model that answers, as the caller may see it."""
     choices: int = 1
@@ -113,7 +114,9 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
     Raises:
         LabError: the request was refused, or its answer failed before the first byte.
     """
-    choices = Choices(service, wanted.prompts, service.caller_of(request), choices=wanted.choices, read=wanted.read)
+    caller = service.caller_of(request)
+    prompts = [replace(prompt, caller=caller) for prompt in wanted.prompts]
+    choices = Choices(service, prompts, choices=wanted.choices, read=wanted.read)
     headers = answer_headers(service, request, wanted)
 
     def describe(error: LabError) -> ErrorDetail:
@@ -170,14 +173,13 @@ class Choices:
         self,
         service: InferenceService,
         prompts: Sequence[GenerationRequest],
-        caller: Caller,
         *,
         choices: int = 1,
         read: Callable[[Answer], AsyncIterator[Delta]] = aiter,
     ) -> None:
         self._service = service
         self._prompts = prompts
-        self._caller = caller
+        self._caller = prompts[0].caller
         self._choices = choices
         self._read = read
         self._concurrency = max(1, service.slots // choices)
@@ -243,8 +245,7 @@ class Choices:
 
     async def _submit(self, number: int, *, patient: bool = False) -> list[Answer]:
         answers = self._answers[number] = await self._service.submit(
-            self._prompts[number],
-            replace(self._caller, patient=patient),
+            replace(self._prompts[number], caller=replace(self._caller, patient=patient)),
             choices=self._choices,
             first=number * self._choices,
         )

@@ -20,7 +20,7 @@ from lmx_lab.engine import EmbeddingRequest, Embeddings, GenerationRequest, Infi
 from lmx_lab.engine.model_lookup import CHAT, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import request_id_of, status_of
+from lmx_lab.http.errors import status_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import while_connected
@@ -121,10 +121,10 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
             model=requested_model(body.model),
             dimensions=body.dimensions,
             truncate=body.truncate is not False,
+            caller=service.caller_of(request),
         )
-        local = is_local(request.scope)
-        computed = await while_connected(request, service.embed(wanted, request_id_of(request), local=local))
-        model = listed_name(public_id(computed.report.model, local=local))
+        computed = await while_connected(request, service.embed(wanted))
+        model = listed_name(public_id(computed.report.model, local=wanted.caller.local))
         if computed.vectors.size > NUMBERS_PER_STEP:
             return _json_response(await asyncio.to_thread(_embed_answer, computed, model), body)
         return _json_response(_embed_answer(computed, model), body)
@@ -132,9 +132,13 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
     @router.post("/embeddings", response_model=OllamaEmbeddingsAnswer, responses=OLLAMA_ERRORS)
     async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Response:
         """Return the vector of one text in Ollama's older format."""
-        wanted = EmbeddingRequest(inputs=(body.prompt,), model=requested_model(body.model), truncate=True)
-        working = service.embed(wanted, request_id_of(request), local=is_local(request.scope))
-        [row] = number_rows((await while_connected(request, working)).vectors)
+        wanted = EmbeddingRequest(
+            inputs=(body.prompt,),
+            model=requested_model(body.model),
+            truncate=True,
+            caller=service.caller_of(request),
+        )
+        [row] = number_rows((await while_connected(request, service.embed(wanted))).vectors)
         return _json_response(b'{"embedding":%b}' % row, body)
 
     return router

@@ -31,7 +31,7 @@ OWN_HEADER = "x-lmx-own"
 RECORDED_HEADER = "x-lmx-recorded"
 """Header of answers to other clients if these are recorded."""
 SEED_BITS = 31
-NOT_STORED = frozenset({"request_id", "client", "timeout_s", "model", "needs_ids"})
+NOT_STORED = frozenset({"caller", "timeout_s", "model", "needs_ids"})
 """Fields of a request that are not stored in its settings; the address of the client is stored nowhere."""
 
 
@@ -40,8 +40,6 @@ class Recorded:
     """What the record of an answer needs beside the answer."""
 
     own: bool
-    batch: bool = False
-    """See ``Record.batch``."""
     choice: int
     model: Resident
     at: float = field(default_factory=time.time)
@@ -58,9 +56,9 @@ class Recorded:
         entry, spec = self.model.entry, self.model.spec
         return Record(
             at=self.at,
-            request_id=answer.request.request_id or "",
+            request_id=answer.request.caller.request_id or "",
             own=self.own,
-            batch=self.batch,
+            batch=answer.request.caller.batch,
             choice=self.choice,
             request=request_to_json(answer.request),
             prompt=answer.prompt,
@@ -137,7 +135,7 @@ def with_seed(request: GenerationRequest) -> GenerationRequest:
 
 
 def request_to_json(request: GenerationRequest) -> dict[str, Any]:
-    """Return a request as JSON values, without its ids and its client."""
+    """Return a request as JSON values, without its model and its caller."""
     return {each.name: _plain(getattr(request, each.name)) for each in fields(request) if each.name not in NOT_STORED}
 
 

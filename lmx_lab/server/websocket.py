@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, WebSocket
@@ -93,7 +94,7 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
         LabError: the request was refused.
     """
     writer = SocketWriter(logprobs=bool(request.logprobs))
-    choices = Choices(service, [generation_request(request)], service.caller_of(socket))
+    choices = Choices(service, [replace(generation_request(request), caller=service.caller_of(socket))])
     await choices.start()
     watch = SendWatch(lambda: service.blocked_limit_s(choices.running))
     try:

@@ -258,7 +258,7 @@ class LlamaPreparer:
         try:
             await loop.run_in_executor(self._templates, default_sandbox().render, template, variables)
         except TemplateLimitError as exc:
-            log.warning("request %s: the chat template of %s %s", request.request_id, hosted.entry.id, exc)
+            log.warning("request %s: the chat template of %s %s", request.caller.request_id, hosted.entry.id, exc)
             raise InvalidRequestError(
                 f"the chat template of {hosted.entry.id} {exc}; send less, or use another model",
                 param="messages",
@@ -339,7 +339,7 @@ async def _within_limits(rendering: Coroutine[Any, Any, T], request: GenerationR
             return task.result()
     finally:
         task.cancel()
-    log.error("request %s: the process of %s is ended: %s", request.request_id, hosted.entry.id, reason)
+    log.error("request %s: the process of %s is ended: %s", request.caller.request_id, hosted.entry.id, reason)
     await hosted.process.kill_with_reason(reason, by_request=True)
     raise InvalidRequestError(
         f"the process of {hosted.entry.id} was ended: {reason}; the model is loaded again: send less, or use another "

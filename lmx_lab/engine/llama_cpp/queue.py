@@ -113,7 +113,7 @@ class LlamaQueue:
         """Queue the answers to one request."""
         # Each task checks its own deadline, so the scheduler needs none.
         prepared, now = generations[0].prepared, time.perf_counter()
-        tokens, client = len(prepared.tokens), prepared.request.client
+        tokens, client = len(prepared.tokens), prepared.request.caller.client
         self._scheduler.add(generations, tokens=tokens, deadline=0.0, now=now, client=client)
         for generation in generations:
             name = f"lmx-lab generation on {self._hosted.entry.id}"

@@ -11,7 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -189,7 +189,7 @@ async def _respond(
     )
     if not in_background:
         return await respond(service, request, wanted)
-    choices = Choices(service, [prompt], service.caller_of(request))
+    choices = Choices(service, [replace(prompt, caller=service.caller_of(request))])
     with NAMES.in_errors():
         await while_connected(request, choices.start())
     writer = ResponseWriter(prepared.shared, prepared.request, model=choices.model, save=save)
