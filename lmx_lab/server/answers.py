@@ -32,8 +32,6 @@ T = TypeVar("T")
 Describe = Callable[[LabError], ErrorDetail]
 """Returns the form of an error that the caller may see."""
 IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
-IGNORED_LIMIT = 32
-"""Largest number of names in the header ``x-lmx-ignored``."""
 CHAT_NAMES = FieldNames({})
 """The fields of the chat format, which errors name already."""
 
@@ -151,7 +149,7 @@ def answer_headers(service: InferenceService, request: Request, wanted: AnswerRe
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
-    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
+    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:32]
     return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
 
 

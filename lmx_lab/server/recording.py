@@ -30,7 +30,6 @@ OWN_HEADER = "x-lmx-own"
 """Header with which clients that ``lab.openai`` has configured, and the daemon of a lab, mark their requests."""
 RECORDED_HEADER = "x-lmx-recorded"
 """Header of answers to other clients if these are recorded."""
-SEED_BITS = 31
 NOT_STORED = frozenset({"caller", "timeout_s", "model", "needs_ids"})
 """Fields of a request that are not stored in its settings; the address of the client is stored nowhere."""
 
@@ -131,7 +130,7 @@ def with_seed(request: GenerationRequest) -> GenerationRequest:
     sampling = request.sampling
     if sampling.seed is not None or sampling.temperature == 0:
         return request
-    return replace(request, sampling=replace(sampling, seed=secrets.randbits(SEED_BITS)))
+    return replace(request, sampling=replace(sampling, seed=secrets.randbits(31)))
 
 
 def request_to_json(request: GenerationRequest) -> dict[str, Any]:

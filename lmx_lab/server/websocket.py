@@ -28,8 +28,6 @@ from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 from lmx_lab.wire.errors import ErrorDetail
 
 log = logging.getLogger(__name__)
-CLOSE_WAIT_S = 5.0
-"""Time that the client has to close the connection after the answer."""
 FIRST_MESSAGE_WAIT_S = 60.0
 """Time that the client has to send its request."""
 NORMAL, POLICY_VIOLATION, FAILED = 1000, 1008, 1011
@@ -75,7 +73,8 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
         if not await tokens:
             await socket.close(FAILED)
             return
-        await asyncio.wait({watcher}, timeout=CLOSE_WAIT_S)
+        # Closing the connection is up to the client.
+        await asyncio.wait({watcher}, timeout=5.0)
         if not watcher.done():
             await socket.close(NORMAL)
     finally:

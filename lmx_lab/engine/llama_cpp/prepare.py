@@ -40,8 +40,6 @@ TEMPLATE_S = 5.0
 millisecond."""
 TEMPLATE_BYTES = 2**30
 """Bytes by which the process may grow while it renders a template."""
-COMPILE_S = 1.0
-"""Limit of the CPU time to compile a grammar, during which llama.cpp computes no tokens."""
 CHECK_S = 0.1
 """Interval at which these limits are checked."""
 T = TypeVar("T")
@@ -143,7 +141,8 @@ class LlamaPreparer:
     """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
     def __init__(self, settings: Settings) -> None:
-        self._grammars = GrammarQueue("lmx-lab-gguf-grammars", compile_s=COMPILE_S)
+        # While a grammar is compiled, llama.cpp computes no tokens.
+        self._grammars = GrammarQueue("lmx-lab-gguf-grammars", compile_s=1.0)
         # Each request has a thread, so that its slow template does not delay other requests.
         self._templates = ThreadPoolExecutor(
             max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
