@@ -104,13 +104,6 @@ class AnswerStream(Protocol):
             LabError: the generation has failed.
         """
 
-    def cost(self) -> AnswerCost:
-        """Return the cost of the answer, after it was read to its end.
-
-        Raises:
-            LabError: the cost is not known.
-        """
-
     def close(self) -> None:
         """Stop the generation if it still runs. Can be called from any thread. Idempotent."""
 
@@ -184,6 +177,13 @@ class Backend(Protocol):
 
         Args:
             batch: See ``Record.batch``.
+        """
+
+    def cost(self, stream: AnswerStream) -> AnswerCost:
+        """Return the cost of an answer of this backend, after it was read to its end.
+
+        Raises:
+            LabError: the cost is not known.
         """
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
@@ -267,7 +267,7 @@ async def read_answer(backend: Backend, request: ChatRequest, *, batch: bool = F
         deltas = [delta async for delta in stream]
     finally:
         stream.close()
-    return merge_deltas(deltas), stream.cost()
+    return merge_deltas(deltas), backend.cost(stream)
 
 
 async def next_or_none(items: AsyncIterator[T]) -> T | None:

@@ -336,16 +336,10 @@ class ModelManager:
         (stream,) = await self.submit_all(request)
         return stream
 
-    async def submit_all(
-        self, request: GenerationRequest, choices: int = 1, *, local: bool = True, patient: bool = False
-    ) -> list[Answer]:
+    async def submit_all(self, request: GenerationRequest, choices: int = 1) -> list[Answer]:
         """Accept a generation request for several answers, all or none, and return a token stream for each answer.
 
         Each answer has its own seed. In swap mode, the model that the request names is loaded first if it is on disk.
-
-        Args:
-            local: Whether the caller is on this machine, and may name the loaded model by its path.
-            patient: Whether to wait while the queue is full, instead of raising an error.
 
         Raises:
             NotLoadedError, ModelNotFoundError: the model that the request names is not loaded, or does not exist.
@@ -364,20 +358,18 @@ class ModelManager:
         async def submit(resident: Resident, permits: Sequence[Permit]) -> list[Answer]:
             return await resident.engine.submit_all(resident.entry, request, permits)
 
-        return await self._submitter.submit(
-            Submission(request=request, kinds=CHAT, submit=submit, count=choices, local=local, patient=patient)
-        )
+        return await self._submitter.submit(Submission(request=request, kinds=CHAT, submit=submit, count=choices))
 
-    async def embed(self, request: EmbeddingRequest, *, local: bool = True) -> Embeddings:
+    async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return the vector of each input. Cancelling the caller cancels the work.
 
         Raises:
             GenerationTimeoutError, EngineError: the vectors could not be computed.
             LabError: see ``submit_embedding``.
         """
-        return await (await self.submit_embedding(request, local=local)).result()
+        return await (await self.submit_embedding(request)).result()
 
-    async def submit_embedding(self, request: EmbeddingRequest, *, local: bool = True) -> Pending[Embeddings]:
+    async def submit_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
         """Accept inputs to be embedded by a pinned or the main model.
 
         Raises:
@@ -391,13 +383,13 @@ class ModelManager:
         async def submit(resident: Resident, permits: Sequence[Permit]) -> Pending[Embeddings]:
             return await resident.engine.submit_embedding(resident.entry, request, permits[0])
 
-        return await self._submitter.submit(Submission(request=request, kinds=EMBEDDING, submit=submit, local=local))
+        return await self._submitter.submit(Submission(request=request, kinds=EMBEDDING, submit=submit))
 
-    async def rerank(self, request: RerankRequest, *, local: bool = True) -> Ranking:
+    async def rerank(self, request: RerankRequest) -> Ranking:
         """Return the relevance of each document to the query. Raises the same as ``embed``."""
-        return await (await self.submit_rerank(request, local=local)).result()
+        return await (await self.submit_rerank(request)).result()
 
-    async def submit_rerank(self, request: RerankRequest, *, local: bool = True) -> Pending[Ranking]:
+    async def submit_rerank(self, request: RerankRequest) -> Pending[Ranking]:
         """Accept documents to be ranked by a reranker or, without one, by an embedding model. Raises the same as
         ``submit_embedding``.
         """
@@ -406,9 +398,9 @@ class ModelManager:
         async def submit(resident: Resident, permits: Sequence[Permit]) -> Pending[Ranking]:
             return await resident.engine.submit_rerank(resident.entry, request, permits[0])
 
-        return await self._submitter.submit(Submission(request=request, kinds=RERANK, submit=submit, local=local))
+        return await self._submitter.submit(Submission(request=request, kinds=RERANK, submit=submit))
 
-    async def trace(self, request: TraceRequest, *, local: bool = True) -> Trace:
+    async def trace(self, request: TraceRequest) -> Trace:
         """Return internal values of the main model. Cancelling the caller cancels the work.
 
         Raises:
@@ -422,10 +414,10 @@ class ModelManager:
         async def submit(resident: Resident, permits: Sequence[Permit]) -> Pending[Trace]:
             return await resident.engine.submit_trace(resident.entry, request, permits[0])
 
-        pending = await self._submitter.submit(Submission(request=request, kinds=CHAT, submit=submit, local=local))
+        pending = await self._submitter.submit(Submission(request=request, kinds=CHAT, submit=submit))
         return await pending.result()
 
-    async def encode(self, request: GenerationRequest, *, local: bool = True) -> list[int]:
+    async def encode(self, request: GenerationRequest) -> list[int]:
         """Return the token ids of a request's prompt, which may be longer than the model's context.
 
         Raises:
@@ -435,11 +427,9 @@ class ModelManager:
             QueueFullError: too many requests wait.
         """
 
-        return await self.with_model(request, lambda it: it.engine.encode(it.entry, request), local=local)
+        return await self.with_model(request, lambda it: it.engine.encode(it.entry, request))
 
-    async def with_model(
-        self, request: GenerationRequest, work: Callable[[Resident], Awaitable[T]], *, local: bool = True
-    ) -> T:
+    async def with_model(self, request: GenerationRequest, work: Callable[[Resident], Awaitable[T]]) -> T:
         """Call a function with the chat model that a request names, and return its result. It counts as a request."""
 
         async def run(resident: Resident, permits: Sequence[Permit]) -> T:
@@ -448,7 +438,7 @@ class ModelManager:
             finally:
                 permits[0].release()
 
-        return await self._submitter.submit(Submission(request=request, kinds=CHAT, submit=run, local=local))
+        return await self._submitter.submit(Submission(request=request, kinds=CHAT, submit=run))
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids as the main model's tokenizer shows it. See ``InferenceEngine.decode``."""

@@ -34,7 +34,6 @@ RUN_S = 1.0
 MIN_RUN_S = 0.7
 """Shortest duration of a run that is accepted as the measurement."""
 WARM_UP_TOKENS = 8
-RUNS = 4
 CPU_INTERVAL_S = 0.5
 USED_SETTINGS = ("threads", "blas", "dtype", "memory_limit_bytes")
 """Settings that affect the speed or the load."""
@@ -108,7 +107,7 @@ async def _measure(settings: Settings, models: Mapping[EngineName, str]) -> dict
             await manager.load(LoadSpec(model=path))
             await _decode(manager, WARM_UP_TOKENS)
             tokens = WARM_UP_TOKENS
-            for _ in range(RUNS):
+            for _ in range(4):
                 report = await _decode(manager, tokens)
                 rates[engine] = report.tokens_per_second
                 # A run is shorter if it fills the context first.

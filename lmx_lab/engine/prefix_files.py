@@ -56,7 +56,6 @@ CLOSE_S = 2.0
 """Maximum time that an unload continues to write states."""
 MAX_HEADER_BYTES = 2**24
 MAX_DIGESTS = 256
-MAX_REJECTED = 1024
 DIGESTS_NAME = "digests.json"
 """File with the content digests of models, so that their weights are not read again at every start."""
 
@@ -225,7 +224,7 @@ class PrefixFiles:
             self._folder / name,
             _reason(reason),
         )
-        if len(self._rejected) >= MAX_REJECTED:
+        if len(self._rejected) >= 1024:
             self._rejected.clear()
         self._rejected.add((name, changed_ns))
 

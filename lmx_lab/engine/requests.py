@@ -23,6 +23,7 @@ class Caller:
     client: str | None = None
     """Address of the client, among which slots are shared fairly; None for this process."""
     request_id: str | None = None
+    """Id of the request, for logs and records."""
     own: bool | None = False
     """Whether the request is one of the lab's own notebook; None if it must not be recorded."""
     batch: bool = False
@@ -186,10 +187,7 @@ class GenerationRequest:
     """Whether the ids of all tokens are needed, even if the engine can find them only after the answer has ended."""
     timeout_s: float | None = None
     """Time limit from arrival to the last token; None takes ``Settings.request_timeout_s``."""
-    request_id: str | None = None
-    """Id of the request, for the log."""
-    client: str | None = None
-    """Address of the client, among which slots are shared fairly; None for this process."""
+    caller: Caller = Caller()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +203,7 @@ class TraceRequest:
     """Id of the model; None takes any loaded model."""
     timeout_s: float | None = None
     """Time limit from arrival to the result; None takes ``Settings.request_timeout_s``."""
+    caller: Caller = Caller()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +223,7 @@ class EmbeddingRequest:
     """Whether to truncate texts that are too long for the model, instead of refusing them."""
     timeout_s: float | None = None
     """Time limit from arrival to the last vector; None takes ``Settings.request_timeout_s``."""
+    caller: Caller = Caller()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -248,6 +248,7 @@ class RerankRequest:
     raw_scores: bool = False
     """Whether to return the scores of the model's head without the activation that its files name."""
     timeout_s: float | None = None
+    caller: Caller = Caller()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

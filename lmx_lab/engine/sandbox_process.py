@@ -29,7 +29,6 @@ from pathlib import Path
 from types import ModuleType
 
 POLL_S = 0.05
-PARENT_CHECK_S = 1.0
 HEAP = str(Path(__file__).parent.parent / "heap.py")
 LONG_REQUEST_S = 0.25
 """CPU time of a request after which freed memory is returned."""
@@ -214,7 +213,7 @@ def _limit(kind: int, soft: int, hard: int) -> None:
 def _exit_with_parent(parent: int) -> None:
     """End this process when its parent has ended, even while a request is being handled."""
     while os.getppid() == parent:
-        time.sleep(PARENT_CHECK_S)
+        time.sleep(1.0)
     os._exit(1)
 
 

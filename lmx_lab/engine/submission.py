@@ -59,10 +59,6 @@ class Submission(Generic[T]):
     """Submit the request to the engine of a model, with a permit for each answer."""
     count: int = 1
     """Number of answers."""
-    local: bool
-    """Whether the caller is on this machine, and may name the loaded model by its path."""
-    patient: bool = False
-    """Whether to wait while the queue is full, instead of raising an error."""
 
     async def to(self, resident: Resident) -> T:
         """Admit the request and submit it to a model. If that fails, its permits are released.
@@ -72,7 +68,7 @@ class Submission(Generic[T]):
             NotLoadedError: the model is being unloaded.
         """
         admission = resident.admission
-        if self.patient:
+        if self.request.caller.patient:
             await admission.until_room(self.count)
         permits = admission.admit(self.count, slot_free_s=lambda: resident.slot_free_s)
         try:
@@ -124,8 +120,8 @@ class Submitter:
         return await self._submit_to_named(_renamed(submission, None))
 
     async def _submit_to_named(self, submission: Submission[T]) -> T:
-        now, swap = self._residents(), self._settings.swap
-        resident = now.find(submission.request.model, submission.kinds, local=submission.local)
+        now, swap, local = self._residents(), self._settings.swap, submission.request.caller.local
+        resident = now.find(submission.request.model, submission.kinds, local=local)
         if resident is not None and (now.stable or not swap or resident in now.pinned):
             try:
                 return await submission.to(resident)
@@ -134,18 +130,19 @@ class Submitter:
                 if not swap or resident in now.pinned:
                     raise await self._extend_refusal(exc, submission) from exc
         elif not swap:
-            error = self._refusal_error(submission.request.model, submission.kinds, local=submission.local)
+            error = self._refusal_error(submission.request.model, submission.kinds, local=local)
             raise await self._extend_refusal(error, submission)
         return await self._submit_in_turn(submission)
 
     async def _submit_in_turn(self, submission: Submission[T]) -> T:
         """Wait for the turn of a request in swap mode, load its model if necessary, and submit it."""
         limit_s = submission.request.timeout_s or self._settings.request_timeout_s
-        name, kinds = self._loaded_id(submission.request.model, local=submission.local), submission.kinds
+        caller, kinds = submission.request.caller, submission.kinds
+        name = self._loaded_id(submission.request.model, local=caller.local)
         try:
             async with asyncio.timeout(limit_s):
                 turn = await self._run(
-                    lambda control: self._take_turn(control, name, kinds, limited=not submission.patient)
+                    lambda control: self._take_turn(control, name, kinds, limited=not caller.patient)
                 )
                 try:
                     return await self._load_and_submit(submission, turn.model, name)
@@ -189,7 +186,7 @@ class Submitter:
         name, kinds = submission.request.model, submission.kinds
         if not isinstance(error, NotLoadedError) or (name is None and kinds == CHAT):
             return error
-        name = self._loaded_id(name, local=submission.local)
+        name = self._loaded_id(name, local=submission.request.caller.local)
         return with_models_on_disk(error, name, await self._finder.on_disk(), self._snapshot(), kinds)
 
     def _loaded_id(self, name: str | None, *, local: bool) -> str | None:

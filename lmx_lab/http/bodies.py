@@ -31,9 +31,6 @@ T = TypeVar("T")
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
-# Up to this many times the limit of a refused body is still read: if the connection were closed immediately, the client
-# could lose the answer.
-DRAIN_FACTOR = 8
 MEMORY_BYTES = 256 * 2**20
 """Memory for the bodies of all current requests."""
 SMALL_BODY_BYTES = 64 * 1024
@@ -308,7 +305,9 @@ async def read_body(request: Request, limit_bytes: int, memory: BodyMemory) -> A
     try:
         async for chunk in request.stream():
             size += len(chunk)
-            if size > limit_bytes * DRAIN_FACTOR:
+            # Up to this size, a refused body is still read: if the connection were closed immediately, the client could
+            # lose the answer.
+            if size > limit_bytes * 8:
                 break
             if refusal is None:
                 try:

@@ -57,8 +57,6 @@ NO_RETRY = (
     errors.EngineDeadError,
     errors.ModelBusyError,
 )
-# nginx's status for a request that the client has closed.
-CLIENT_CLOSED = 499
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -189,7 +187,8 @@ async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
 
 async def on_disconnect(request: Request, exc: Exception) -> Response:
     """Respond to a client that disconnected while it was sending or waiting. It does not receive this response."""
-    return Response(status_code=CLIENT_CLOSED)
+    # nginx's status for a request that the client has closed.
+    return Response(status_code=499)
 
 
 async def on_bug(request: Request, exc: Exception) -> JSONResponse:

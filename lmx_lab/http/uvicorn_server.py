@@ -38,8 +38,6 @@ GRACE_S = 3
 """Time that running requests get to finish after ``stop``."""
 CANCEL_S = 2.0
 """Time that cancelled work gets to finish."""
-DATE_S = 1.0
-"""Interval at which the Date header of responses is updated."""
 END_POLL_S = 0.01
 """Interval at which a stopping server checks whether its connections are closed."""
 PROBE_S = 0.4
@@ -206,7 +204,8 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.stopping.wait(), DATE_S)
+                # The Date header of responses is updated once a second.
+                await asyncio.wait_for(self.stopping.wait(), 1.0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state = self.server_state

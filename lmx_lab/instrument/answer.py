@@ -144,7 +144,7 @@ async def generate(backend: Backend, continuation: Continuation, *, recorded: bo
         deltas = [delta async for delta in stream]
     finally:
         stream.close()
-    return TokenAnswer.of_generation(merge_deltas(deltas), stream.cost(), weights=continuation.weights)
+    return TokenAnswer.of_generation(merge_deltas(deltas), backend.cost(stream), weights=continuation.weights)
 
 
 def chosen_token(position: TokenLogprob, token: int) -> TokenLogprob | None:

@@ -256,7 +256,7 @@ class Lab(
     async def _stream(self, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
         """Stream a reply: ``async for piece in await lab.astream("…")``. The parameters are those of ``chat``."""
         stream = await on_loop(self._portal, self._backend.generate(chat_request(prompt, parameters)))
-        return ReplyStream(stream, self._portal, json_shape(parameters.get("response_format")), lab=self._access)
+        return ReplyStream(stream, self._access, json_shape(parameters.get("response_format")))
 
     achat = awaited(_chat)
     astream = awaited(_stream)

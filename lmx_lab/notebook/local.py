@@ -16,9 +16,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from lmx_lab.backend import AnswerCost, AnswerRecorder, Progress, Ranking, ServerState
+from lmx_lab.backend import AnswerCost, AnswerRecorder, AnswerStream, Progress, Ranking, ServerState
 from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.engine import Answer, Caller, GenerationRequest, ModelManager, TextPrompt
 from lmx_lab.engine.registry import engine_for
@@ -42,7 +42,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, capacity_in_words, with_reason
-from lmx_lab.values.outputs import Delta, TokenLogprob, Vectors
+from lmx_lab.values.outputs import TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
@@ -377,40 +377,6 @@ def choose_loop(loop: LoopChoice) -> LoopMode:
     return loop
 
 
-class LocalAnswer:
-    """An ``AnswerStream`` over a generation of this process."""
-
-    def __init__(self, generation: Answer) -> None:
-        self._generation = generation
-
-    @property
-    def status(self) -> str:
-        return self._generation.status
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        return await anext(self._generation)
-
-    def cost(self) -> AnswerCost:
-        report = self._generation.final_report()
-        return AnswerCost(
-            model=report.model,
-            finish_reason=report.finish_reason,
-            usage=usage([report]),
-            timings=timings(report),
-            ttft_s=report.ttft_s,
-            report=report,
-            prompt=self._generation.prompt,
-            request=request_to_json(self._generation.request),
-            request_id=self._generation.request.request_id,
-        )
-
-    def close(self) -> None:
-        self._generation.close()
-
-
 class LocalBackend:
     """A ``Backend`` over a server of this process."""
 
@@ -492,19 +458,34 @@ class LocalBackend:
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
         return self._services.inference.timelines.read(last_s, most=most)
 
-    async def generate(self, request: ChatRequest, *, batch: bool = False) -> LocalAnswer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False) -> Answer:
         # Requests of a batch have an id, so that the row of a table leads to its record.
         request_id = f"row_{secrets.token_hex(8)}" if batch else None
         caller = Caller(local=True, own=True, request_id=request_id, batch=batch)
-        (generation,) = await self._services.inference.submit(generation_request(request), caller)
-        return LocalAnswer(generation)
+        (answer,) = await self._services.inference.submit(replace(generation_request(request), caller=caller))
+        return answer
+
+    def cost(self, stream: AnswerStream) -> AnswerCost:
+        assert isinstance(stream, Answer)
+        report = stream.final_report()
+        return AnswerCost(
+            model=report.model,
+            finish_reason=report.finish_reason,
+            usage=usage([report]),
+            timings=timings(report),
+            ttft_s=report.ttft_s,
+            report=report,
+            prompt=stream.prompt,
+            request=request_to_json(stream.request),
+            request_id=stream.request.caller.request_id,
+        )
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
-        vectors = (await self._services.inference.embed(embedding_request(body), local=True)).vectors
+        vectors = (await self._services.inference.embed(embedding_request(body, Caller(local=True)))).vectors
         return vectors[0] if body.is_single else vectors
 
     async def rerank(self, body: RerankBody) -> Ranking:
-        ranking = await self._services.inference.rerank(rerank_request(body), local=True)
+        ranking = await self._services.inference.rerank(rerank_request(body, Caller(local=True)))
         return Ranking(
             query=body.query,
             documents=body.texts,
@@ -516,7 +497,7 @@ class LocalBackend:
         )
 
     async def trace(self, body: TraceBody) -> Trace:
-        return await self._services.manager.trace(trace_request(body))
+        return await self._services.manager.trace(trace_request(body, Caller(local=True)))
 
     # Recorded tokens
 
@@ -529,7 +510,7 @@ class LocalBackend:
             request = generation_request(prompt)
         else:
             request = GenerationRequest(prompt=TextPrompt(text=prompt, special=special))
-        return await self._services.manager.encode(request)
+        return await self._services.manager.encode(replace(request, caller=Caller(local=True)))
 
     async def regenerate(self, record: Record) -> Record:
         return await self._services.inference.regenerate(record)
@@ -556,10 +537,9 @@ class LocalBackend:
                 param="model",
             )
 
-    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> LocalAnswer:
+    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> Answer:
         await self.require_weights(continuation.model, continuation.weights)
-        own = True if recorded else None
-        return LocalAnswer(await self._services.inference.continue_answer(continuation, own=own))
+        return await self._services.inference.continue_answer(continuation, own=True if recorded else None)
 
     async def score(
         self,

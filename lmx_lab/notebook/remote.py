@@ -281,6 +281,10 @@ class RemoteBackend:
         await answer.start()
         return answer
 
+    def cost(self, stream: AnswerStream) -> AnswerCost:
+        assert isinstance(stream, RemoteAnswer)
+        return stream.cost()
+
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         answer = await self._portal.call(self._client.embed(body.model_copy(update={"encoding_format": "base64"})))
         vectors = as_array(answer)

@@ -15,7 +15,6 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend, LabAccess, next_or_none, read_answer
-from lmx_lab.blocking import Portal
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.lens import TokenTable
@@ -286,13 +285,10 @@ class ReplyStream:
     ``close()``. ``show()``, or the stream as the last line of a cell, displays the text while it is generated.
     """
 
-    def __init__(
-        self, stream: AnswerStream, portal: Portal, shape: JsonShape = None, *, lab: LabAccess | None = None
-    ) -> None:
+    def __init__(self, stream: AnswerStream, lab: LabAccess, shape: JsonShape = None) -> None:
         self._stream: AnswerStream | None = stream
-        self._shape: JsonShape = shape
-        self._portal = portal
         self._lab = lab
+        self._shape: JsonShape = shape
         self._deltas: list[Delta] = []
         self.reply: Reply | None = None
         """The reply, once the generation has ended; stays None if it was stopped."""
@@ -318,7 +314,7 @@ class ReplyStream:
 
     def _read(self) -> Iterator[Delta]:
         try:
-            while self._stream is not None and (delta := self._portal.run(next_or_none(self._stream))) is not None:
+            while self._stream is not None and (delta := self._lab.portal.run(next_or_none(self._stream))) is not None:
                 self._deltas.append(delta)
                 yield delta
             self._end()
@@ -353,7 +349,9 @@ class ReplyStream:
         self.close()
 
     async def _piece(self) -> str | None:
-        while self._stream is not None and (delta := await self._portal.call(next_or_none(self._stream))) is not None:
+        while (
+            self._stream is not None and (delta := await self._lab.portal.call(next_or_none(self._stream))) is not None
+        ):
             self._deltas.append(delta)
             if delta.text:
                 return delta.text
@@ -362,7 +360,8 @@ class ReplyStream:
 
     def _end(self) -> None:
         if self._stream is not None:
-            self.reply = Reply.of(merge_deltas(self._deltas), self._stream.cost(), self._shape, lab=self._lab)
+            cost = self._lab.backend.cost(self._stream)
+            self.reply = Reply.of(merge_deltas(self._deltas), cost, self._shape, lab=self._lab)
         self.close()
 
 

@@ -366,7 +366,7 @@ class ChatPanel(Panel):
                 await asyncio.wait({step})
             # Deleting the stream is not enough, because futures of other loops refer to it.
             stream.close()
-        answer.cost = stream.cost()
+        answer.cost = backend.cost(stream)
 
     def _show_live(self, answer: LiveAnswer) -> None:
         if answer is self._answer_now:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 
-from lmx_lab.engine import Answer, Caller, GenerationRequest
+from lmx_lab.engine import Answer, GenerationRequest
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import LabError
 from lmx_lab.http.errors import detail_for
@@ -32,8 +32,6 @@ T = TypeVar("T")
 Describe = Callable[[LabError], ErrorDetail]
 """Returns the form of an error that the caller may see."""
 IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
-IGNORED_LIMIT = 32
-"""Largest number of names in the header ``x-lmx-ignored``."""
 CHAT_NAMES = FieldNames({})
 """Errors already name the fields of the chat format."""
 
@@ -91,7 +89,8 @@ class AnswerRequest:
     """The result of parsing a request in any format."""
 
     prompts: Sequence[GenerationRequest]
-    """One request to the engine for each prompt. Only the completions format has several."""
+    """One request to the engine for each prompt, whose caller ``respond`` sets. Only the completions format has
+    several."""
     writer: Callable[[str], AnswerWriter]
     """Creates the writer. Its argument is the id of the model that answers, as the caller may see it."""
     choices: int = 1
@@ -113,7 +112,9 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
     Raises:
         LabError: the request was refused, or its answer failed before the first byte.
     """
-    choices = Choices(service, wanted.prompts, service.caller_of(request), choices=wanted.choices, read=wanted.read)
+    caller = service.caller_of(request)
+    prompts = [replace(prompt, caller=caller) for prompt in wanted.prompts]
+    choices = Choices(service, prompts, choices=wanted.choices, read=wanted.read)
     headers = answer_headers(service, request, wanted)
 
     def describe(error: LabError) -> ErrorDetail:
@@ -148,7 +149,7 @@ def answer_headers(service: InferenceService, request: Request, wanted: AnswerRe
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
-    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
+    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:32]
     return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
 
 
@@ -170,14 +171,13 @@ class Choices:
         self,
         service: InferenceService,
         prompts: Sequence[GenerationRequest],
-        caller: Caller,
         *,
         choices: int = 1,
         read: Callable[[Answer], AsyncIterator[Delta]] = aiter,
     ) -> None:
         self._service = service
         self._prompts = prompts
-        self._caller = caller
+        self._caller = prompts[0].caller
         self._choices = choices
         self._read = read
         self._concurrency = max(1, service.slots // choices)
@@ -243,8 +243,7 @@ class Choices:
 
     async def _submit(self, number: int, *, patient: bool = False) -> list[Answer]:
         answers = self._answers[number] = await self._service.submit(
-            self._prompts[number],
-            replace(self._caller, patient=patient),
+            replace(self._prompts[number], caller=replace(self._caller, patient=patient)),
             choices=self._choices,
             first=number * self._choices,
         )

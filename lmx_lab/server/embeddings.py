@@ -12,11 +12,9 @@ import numpy as np
 import pydantic_core
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import EmbeddingRequest, Embeddings
+from lmx_lab.engine import Caller, EmbeddingRequest, Embeddings
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import request_id_of
-from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
@@ -46,10 +44,9 @@ def embedding_routes(service: InferenceService) -> APIRouter:
     @router.post("/v1/embeddings", response_model=EmbeddingList, responses=INFERENCE_ERRORS)
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         """Return a vector for each text: numbers or, with `encoding_format: base64`, little-endian float32."""
-        local = is_local(request.scope)
-        work = service.embed(embedding_request(body), request_id_of(request), local=local)
-        embeddings = await while_connected(request, work)
-        model = public_id(embeddings.report.model, local=local)
+        caller = service.caller_of(request)
+        embeddings = await while_connected(request, service.embed(embedding_request(body, caller)))
+        model = public_id(embeddings.report.model, local=caller.local)
         embeddings = replace(embeddings, report=replace(embeddings.report, model=model))
         as_base64 = body.encoding_format == "base64"
         if embeddings.vectors.size > NUMBERS_PER_STEP:
@@ -61,7 +58,7 @@ def embedding_routes(service: InferenceService) -> APIRouter:
     return router
 
 
-def embedding_request(body: EmbeddingsBody) -> EmbeddingRequest:
+def embedding_request(body: EmbeddingsBody, caller: Caller) -> EmbeddingRequest:
     """Convert a request body to the engine's request."""
     # Token ids stay lists: copies of 16,384 lists would delay other requests by 20 ms.
     inputs: Iterable[Any] = [body.input] if body.is_single else body.input
@@ -71,6 +68,7 @@ def embedding_request(body: EmbeddingsBody) -> EmbeddingRequest:
         dimensions=body.dimensions,
         input_type=INPUT_TYPES[body.input_type],
         truncate=bool(body.truncate),
+        caller=caller,
     )
 
 

@@ -164,7 +164,7 @@ class InferenceService:
     # Generations
 
     def caller_of(self, connection: HTTPConnection) -> Caller:
-        """Return the caller that sent a request."""
+        """Return the caller that sent a request over a connection."""
         return Caller(
             local=is_local(connection.scope),
             client=client_of(connection),
@@ -172,9 +172,7 @@ class InferenceService:
             own=self.recording.is_own(connection),
         )
 
-    async def submit(
-        self, request: GenerationRequest, caller: Caller, *, choices: int = 1, first: int = 0
-    ) -> list[Answer]:
+    async def submit(self, request: GenerationRequest, *, choices: int = 1, first: int = 0) -> list[Answer]:
         """Submit all choices of a request, or none, and return their answers.
 
         Args:
@@ -183,9 +181,8 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
-        request = replace(request, request_id=caller.request_id, client=caller.client)
-        own = caller.own
-        if is_recorded := own is not None and self.recording.includes(own=own):
+        caller = request.caller
+        if is_recorded := caller.own is not None and self.recording.includes(own=caller.own):
             request = replace(with_seed(request), needs_ids=True)
         try:
             if request.steer and not caller.local:
@@ -193,15 +190,15 @@ class InferenceService:
                     "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
                     "http://localhost directly or send the API key; leave steer out"
                 )
-            answers = await self._manager.submit_all(request, choices, local=caller.local, patient=caller.patient)
+            answers = await self._manager.submit_all(request, choices)
         except (LabError, asyncio.CancelledError) as exc:
             # The name in the request is not used: a caller can choose it freely, and it is a label of a metric.
             model = self._manager.snapshot.model or ""
-            self._end_without_report("chat", caller.request_id, model, exc, request=request, index=first)
+            self._end_without_report("chat", model, exc, request=request, index=first)
             raise
         for at, answer in enumerate(answers):
             answer.index = first + at
-            recorded = self._recorded(answer, at, caller) if is_recorded else None
+            recorded = self._recorded(answer, at, own=bool(caller.own)) if is_recorded else None
             if recorded is not None or self._keep_answers:
                 answer.deltas = []
             answer.on_end(functools.partial(self._answered, recorded))
@@ -214,12 +211,12 @@ class InferenceService:
             )
         return answers
 
-    def _recorded(self, answer: Answer, choice: int, caller: Caller) -> Recorded | None:
+    def _recorded(self, answer: Answer, choice: int, *, own: bool) -> Recorded | None:
         """Return what the record of an answer needs; None if the model has been unloaded since."""
         model = next((each for each in self._manager.residents if each.entry.id == answer.model), None)
         if model is None:
             return None
-        return Recorded(own=bool(caller.own), batch=caller.batch, choice=choice, model=model)
+        return Recorded(own=own, choice=choice, model=model)
 
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, with the same model, prompt, settings and seed.
@@ -241,12 +238,12 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
-        request = replace(with_seed(request), needs_ids=True)
+        request = replace(with_seed(request), needs_ids=True, caller=NOT_RECORDED)
         # The seed of an answer depends on its index among the answers to the request.
-        answers = await self.submit(request, NOT_RECORDED, choices=choice + 1)
+        answers = await self.submit(request, choices=choice + 1)
         try:
             answer = answers[-1]
-            recorded = self._recorded(answer, choice, Caller(own=True))
+            recorded = self._recorded(answer, choice, own=True)
             if recorded is None:
                 raise NotLoadedError(f"{answer.model} has just been unloaded; load it again")
             answer.deltas = []
@@ -261,13 +258,13 @@ class InferenceService:
         """Generate an answer again from a given position. The stream begins with the tokens before it.
 
         Args:
-            own: See ``submit``.
+            own: See ``Caller``.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
-        request = continued_request(continuation)
-        (answer,) = await self.submit(request, Caller(local=True, own=own, patient=True))
+        caller = Caller(local=True, own=own, patient=True)
+        (answer,) = await self.submit(replace(continued_request(continuation), caller=caller))
         return answer
 
     async def score(
@@ -300,8 +297,9 @@ class InferenceService:
             score_from=start,
             score_distributions=distributions,
             steer=tuple(steer),
+            caller=NOT_RECORDED,
         )
-        (answer,) = await self.submit(request, NOT_RECORDED)
+        (answer,) = await self.submit(request)
         await answer.read()
         assert answer.prompt_scores is not None
         return answer.prompt_scores.tokens[start:]
@@ -312,39 +310,29 @@ class InferenceService:
 
     # Vectors and scores
 
-    async def embed(
-        self, request: EmbeddingRequest, request_id: str | None = None, *, local: bool = False
-    ) -> Embeddings:
+    async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return a vector for each input. Cancelling the wait cancels the work.
 
         Raises:
             LabError: see ``ModelManager.submit_embedding``.
             EngineError: the model computed values that are not finite.
         """
-        model = self._id_of(request.model, EMBEDDING, local=local)
-        submitting = self._manager.submit_embedding(request, local=local)
-        return await self._encode(request, request_id, model, submitting, lambda it: it.vectors)
+        submitting = self._manager.submit_embedding(request)
+        return await self._encode(request, EMBEDDING, submitting, lambda it: it.vectors)
 
-    async def rerank(self, request: RerankRequest, request_id: str | None = None, *, local: bool = False) -> Ranking:
+    async def rerank(self, request: RerankRequest) -> Ranking:
         """Return a score for each document. Cancelling the wait cancels the work.
 
         Raises:
             LabError: see ``embed``.
         """
-        model = self._id_of(request.model, RERANK, local=local)
-        submitting = self._manager.submit_rerank(request, local=local)
-        return await self._encode(request, request_id, model, submitting, lambda it: it.scores)
-
-    def _id_of(self, name: str | None, kinds: Kinds, *, local: bool) -> str:
-        """Return the id of the model in memory that will answer a request; empty if there is none."""
-        resident = self._manager.model_for(name, kinds, local=local)
-        return resident.entry.id if resident is not None else ""
+        submitting = self._manager.submit_rerank(request)
+        return await self._encode(request, RERANK, submitting, lambda it: it.scores)
 
     async def _encode(
         self,
         request: EmbeddingRequest | RerankRequest,
-        request_id: str | None,
-        model: str,
+        kinds: Kinds,
         submitting: Coroutine[Any, Any, Pending[Result]],
         values: Callable[[Result], Vectors],
     ) -> Result:
@@ -354,6 +342,8 @@ class InferenceService:
             EngineError: a value is NaN or infinite.
         """
         kind: Kind = "embedding" if isinstance(request, EmbeddingRequest) else "rerank"
+        resident = self._manager.model_for(request.model, kinds, local=request.caller.local)
+        model = resident.entry.id if resident is not None else ""
         try:
             result = await (await submitting).result()
             # JSON cannot represent other values.
@@ -363,12 +353,12 @@ class InferenceService:
                     "damaged, or too large for their data type; fetch it again, or start the server with dtype float32"
                 )
         except (Exception, asyncio.CancelledError) as exc:
-            self._end_without_report(kind, request_id, model, exc, request=request)
+            self._end_without_report(kind, model, exc, request=request)
             raise
         self._end(
             RequestEnd(
                 kind=kind,
-                request_id=request_id or "",
+                request_id=request.caller.request_id or "",
                 model=result.report.model,
                 outcome="stop",
                 report=result.report,
@@ -386,7 +376,7 @@ class InferenceService:
             self.recording.end(recorded, answer, outcome, code)
         self._end(
             RequestEnd(
-                request_id=answer.request.request_id or "",
+                request_id=answer.request.caller.request_id or "",
                 index=answer.index,
                 model=answer.model,
                 outcome=outcome,
@@ -403,7 +393,6 @@ class InferenceService:
     def _end_without_report(
         self,
         kind: Kind,
-        request_id: str | None,
         model: str,
         exc: BaseException,
         *,
@@ -416,7 +405,7 @@ class InferenceService:
         self._end(
             RequestEnd(
                 kind=kind,
-                request_id=request_id or "",
+                request_id=request.caller.request_id or "",
                 index=index,
                 model=model,
                 outcome=outcome,

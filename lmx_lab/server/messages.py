@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -18,7 +19,6 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import status_of
-from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import named_event, while_connected
 from lmx_lab.server.answers import AnswerRequest, ignored_header, respond
@@ -101,8 +101,8 @@ def messages_routes(service: InferenceService, manager: ModelManager) -> APIRout
         """Count the tokens of a conversation, with its tools, as the model reads them."""
         with NAMES.in_errors():
             chat = await asyncio.to_thread(chat_request, body)
-            counting = manager.encode(generation_request(chat), local=is_local(request.scope))
-            count = TokenCount(input_tokens=len(await while_connected(request, counting)))
+            wanted = replace(generation_request(chat), caller=service.caller_of(request))
+            count = TokenCount(input_tokens=len(await while_connected(request, manager.encode(wanted))))
         headers = ignored_header(body.ignored())
         return Response(count.model_dump_json(), media_type="application/json", headers=headers)
 

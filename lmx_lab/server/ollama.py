@@ -20,7 +20,7 @@ from lmx_lab.engine import EmbeddingRequest, Embeddings, GenerationRequest, Infi
 from lmx_lab.engine.model_lookup import CHAT, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import request_id_of, status_of
+from lmx_lab.http.errors import status_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import while_connected
@@ -35,7 +35,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.weights.files import in_thread
-from lmx_lab.wire.base import ANY_MODEL
+from lmx_lab.wire.base import ANY_MODEL, UNLIMITED
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.ollama import (
     OllamaBody,
@@ -57,7 +57,6 @@ LATEST = ":latest"
 """The tag of a model whose name has none."""
 HUB_PREFIXES = ("hf.co/", "huggingface.co/")
 """Prefixes of the names of models on the hub, which are removed."""
-UNLIMITED_TOKENS = 2**31 - 1
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Ollama's defaults. Its repetition penalty is not among them, because it would also change greedy answers."""
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
@@ -74,7 +73,6 @@ NAMES = FieldNames(
     }
 )
 """Fields of Ollama's format, by the chat format's fields that errors name."""
-NANOSECONDS = 1e9
 DESCRIPTION = "An answer or, unless `stream` is false, its parts as lines of JSON. An error is sent as the last line"
 
 
@@ -121,10 +119,10 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
             model=requested_model(body.model),
             dimensions=body.dimensions,
             truncate=body.truncate is not False,
+            caller=service.caller_of(request),
         )
-        local = is_local(request.scope)
-        computed = await while_connected(request, service.embed(wanted, request_id_of(request), local=local))
-        model = listed_name(public_id(computed.report.model, local=local))
+        computed = await while_connected(request, service.embed(wanted))
+        model = listed_name(public_id(computed.report.model, local=wanted.caller.local))
         if computed.vectors.size > NUMBERS_PER_STEP:
             return _json_response(await asyncio.to_thread(_embed_answer, computed, model), body)
         return _json_response(_embed_answer(computed, model), body)
@@ -132,9 +130,13 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
     @router.post("/embeddings", response_model=OllamaEmbeddingsAnswer, responses=OLLAMA_ERRORS)
     async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Response:
         """Return the vector of one text in Ollama's older format."""
-        wanted = EmbeddingRequest(inputs=(body.prompt,), model=requested_model(body.model), truncate=True)
-        working = service.embed(wanted, request_id_of(request), local=is_local(request.scope))
-        [row] = number_rows((await while_connected(request, working)).vectors)
+        wanted = EmbeddingRequest(
+            inputs=(body.prompt,),
+            model=requested_model(body.model),
+            truncate=True,
+            caller=service.caller_of(request),
+        )
+        [row] = number_rows((await while_connected(request, service.embed(wanted))).vectors)
         return _json_response(b'{"embedding":%b}' % row, body)
 
     return router
@@ -255,7 +257,7 @@ def _chat_request(body: OllamaGenerationBody, **fields: Any) -> GenerationReques
     limit = options.num_predict
     given = {
         **{name: getattr(options, name) for name in OPTIONS},
-        "max_tokens": UNLIMITED_TOKENS if limit is not None and limit <= 0 else limit,
+        "max_tokens": UNLIMITED if limit is not None and limit <= 0 else limit,
         "repetition_penalty": options.repeat_penalty,
         "seed": None if options.seed == -1 else options.seed,
         "stop": options.stop or None,
@@ -441,7 +443,7 @@ def _counters(report: GenerationReport) -> str:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return round(seconds * NANOSECONDS)
+    return round(seconds * 1e9)
 
 
 def _embed_answer(computed: Embeddings, model: str) -> bytes:

@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is. Clients compare it with the oldest version that they support. The version of
 this server is in the header ``x-lmx-lab``."""
-NEVER = "9999-12-31T23:59:59+00:00"
-"""``expires_at`` of a model that stays in memory."""
 PULL_LIMIT = 4
 """Largest number of downloads at the same time."""
 RETRY_S = 30
@@ -185,7 +183,8 @@ def _running(manager: ModelManager, *, local: bool) -> Iterator[OllamaRunningMod
             size=size,
             digest=_digest(entry),
             details=_details(entry),
-            expires_at=NEVER if idle_s is None else _time(time.time() + idle_s),
+            # Without an idle time, the model stays in memory.
+            expires_at="9999-12-31T23:59:59+00:00" if idle_s is None else _time(time.time() + idle_s),
             size_vram=size,
             context_length=now.context_length if is_main else entry.context_length,
         )

@@ -30,8 +30,7 @@ OWN_HEADER = "x-lmx-own"
 """Header with which clients that ``lab.openai`` has configured, and the daemon of a lab, mark their requests."""
 RECORDED_HEADER = "x-lmx-recorded"
 """Header of answers to other clients if these are recorded."""
-SEED_BITS = 31
-NOT_STORED = frozenset({"request_id", "client", "timeout_s", "model", "needs_ids"})
+NOT_STORED = frozenset({"caller", "timeout_s", "model", "needs_ids"})
 """Fields of a request that are not stored in its settings; the address of the client is stored nowhere."""
 
 
@@ -40,8 +39,6 @@ class Recorded:
     """The values that the record of an answer needs in addition to the answer."""
 
     own: bool
-    batch: bool = False
-    """See ``Record.batch``."""
     choice: int
     model: Resident
     at: float = field(default_factory=time.time)
@@ -58,9 +55,9 @@ class Recorded:
         entry, spec = self.model.entry, self.model.spec
         return Record(
             at=self.at,
-            request_id=answer.request.request_id or "",
+            request_id=answer.request.caller.request_id or "",
             own=self.own,
-            batch=self.batch,
+            batch=answer.request.caller.batch,
             choice=self.choice,
             request=request_to_json(answer.request),
             prompt=answer.prompt,
@@ -133,11 +130,11 @@ def with_seed(request: GenerationRequest) -> GenerationRequest:
     sampling = request.sampling
     if sampling.seed is not None or sampling.temperature == 0:
         return request
-    return replace(request, sampling=replace(sampling, seed=secrets.randbits(SEED_BITS)))
+    return replace(request, sampling=replace(sampling, seed=secrets.randbits(31)))
 
 
 def request_to_json(request: GenerationRequest) -> dict[str, Any]:
-    """Return a request as JSON values, without its ids and its client."""
+    """Return a request as JSON values, without its model and its caller."""
     return {each.name: _plain(getattr(request, each.name)) for each in fields(request) if each.name not in NOT_STORED}
 
 

@@ -10,8 +10,6 @@ from lmx_lab.server.inference import RequestEnd
 from lmx_lab.values.outputs import GenerationReport
 
 log = logging.getLogger(__name__)
-MAX_PATH_CHARACTERS = 80
-FIRST_ERROR = 400
 READY_PATHS = ("/readyz", "/health")
 
 
@@ -46,10 +44,10 @@ class RequestLog:
         if ends is None:
             return
         is_read = scope.get("method") in ("GET", "HEAD", "OPTIONS")
-        if not ends and is_read and (status is None or status < FIRST_ERROR or scope["path"] in READY_PATHS):
+        if not ends and is_read and (status is None or status < 400 or scope["path"] in READY_PATHS):
             return
         client = scope["client"][0] if scope.get("client") else "unknown client"
-        route = f"{scope.get('method', 'WebSocket')} {scope['path'][:MAX_PATH_CHARACTERS]}"
+        route = f"{scope.get('method', 'WebSocket')} {scope['path'][:80]}"
         for text in [_describe_end(end, status) for end in ends] or [_describe_status(status)]:
             log.info("%s  %s  %s", client, route, text)
 

@@ -10,11 +10,9 @@ from dataclasses import replace
 import pydantic_core
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import Ranking, RerankRequest
+from lmx_lab.engine import Caller, Ranking, RerankRequest
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import request_id_of
-from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
@@ -34,10 +32,10 @@ def rerank_routes(service: InferenceService) -> APIRouter:
 
     async def rerank(body: AnyRerankBody, request: Request) -> Response:
         """Sort documents by relevance to a query. For a body with `texts`, the response is a bare array of scores."""
-        local = is_local(request.scope)
-        work = service.rerank(rerank_request(body), request_id_of(request), local=local)
-        ranking = await while_connected(request, work)
-        ranking = replace(ranking, report=replace(ranking.report, model=public_id(ranking.report.model, local=local)))
+        caller = service.caller_of(request)
+        ranking = await while_connected(request, service.rerank(rerank_request(body, caller)))
+        model = public_id(ranking.report.model, local=caller.local)
+        ranking = replace(ranking, report=replace(ranking.report, model=model))
         if len(ranking.scores) > RESULTS_ON_LOOP:
             content = await asyncio.to_thread(_encode, body, ranking)
         else:
@@ -56,7 +54,7 @@ def rerank_routes(service: InferenceService) -> APIRouter:
     return router
 
 
-def rerank_request(body: RerankBody | TextsRerankBody) -> RerankRequest:
+def rerank_request(body: RerankBody | TextsRerankBody, caller: Caller) -> RerankRequest:
     """Convert a request body to the engine's request."""
     name = body.model if isinstance(body, RerankBody) else ANY_MODEL
     return RerankRequest(
@@ -65,6 +63,7 @@ def rerank_request(body: RerankBody | TextsRerankBody) -> RerankRequest:
         model=None if name == ANY_MODEL else name,
         truncate=bool(body.truncate),
         raw_scores=bool(body.raw_scores),
+        caller=caller,
     )
 
 

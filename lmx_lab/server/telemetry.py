@@ -55,8 +55,6 @@ RETRY_S = 30.0
 CHOICES_WITH_PHASES = 16
 """Maximum number of answers to a request whose phases are exported. The attributes of the request count all answers."""
 PROVIDER = "lmx-lab"
-MODEL_CHARACTERS = 200
-"""Maximum length of a model name in a request."""
 CONTENT_CHARACTERS = 16_384
 """Maximum number of characters of the messages in one attribute."""
 OPERATIONS = {"embedding": "embeddings", "rerank": "rerank"}
@@ -366,7 +364,7 @@ def call_attributes(end: RequestEnd) -> Attributes:
     operation = OPERATIONS.get(end.kind, "chat" if is_chat else "text_completion")
     attributes: Attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
     if end.request is not None and end.request.model is not None:
-        attributes["gen_ai.request.model"] = public_id(end.request.model, local=False)[:MODEL_CHARACTERS]
+        attributes["gen_ai.request.model"] = public_id(end.request.model, local=False)[:200]
     return attributes
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from lmx_lab.engine import GenerationRequest, ModelManager, Sampling, TextPrompt, TokenPrompt
+from lmx_lab.engine import Caller, GenerationRequest, ModelManager, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.http.bodies import StrictRoute
@@ -47,18 +47,18 @@ def token_routes(manager: ModelManager) -> APIRouter:
     @router.post("/tokenize", response_model=TokenizeAnswer, responses=INFERENCE_ERRORS)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the token ids of a text, or of a chat as the model reads it."""
-        local, model = is_local(request.scope), requested_model(body.model)
         if body.text is not None:
-            wanted = GenerationRequest(prompt=TextPrompt(text=body.text, special=body.special), model=model)
+            prompt = TextPrompt(text=body.text, special=body.special)
+            wanted = GenerationRequest(prompt=prompt, model=requested_model(body.model))
         else:
             fields = {name: getattr(body, name) for name in ("model", "messages", "tools", "chat_template_kwargs")}
             wanted = generation_request(validated_request(fields))
-        tokens = await while_connected(request, manager.encode(wanted, local=local))
+        wanted = replace(wanted, caller=Caller(local=is_local(request.scope)))
+        tokens = await while_connected(request, manager.encode(wanted))
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
         answer["max_model_len"] = manager.snapshot.context_length
         if body.with_pieces or body.return_token_strs:
-            named = GenerationRequest(prompt=TokenPrompt(tokens=()), model=model)
-            reading = manager.with_model(named, lambda it: it.engine.token_bytes(tokens), local=local)
+            reading = manager.with_model(wanted, lambda it: it.engine.token_bytes(tokens))
             pieces = await while_connected(request, reading)
             if body.with_pieces:
                 answer["tokens"] = [
@@ -72,10 +72,12 @@ def token_routes(manager: ModelManager) -> APIRouter:
     @router.post("/detokenize", response_model=DetokenizeAnswer, responses=INFERENCE_ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids, including special tokens."""
-        named = GenerationRequest(prompt=TokenPrompt(tokens=()), model=requested_model(body.model))
-        local = is_local(request.scope)
-        working = manager.with_model(named, lambda it: it.engine.decode(body.tokens), local=local)
-        text = await while_connected(request, working)
+        named = GenerationRequest(
+            prompt=TokenPrompt(tokens=()),
+            model=requested_model(body.model),
+            caller=Caller(local=is_local(request.scope)),
+        )
+        text = await while_connected(request, manager.with_model(named, lambda it: it.engine.decode(body.tokens)))
         headers = ignored_header(body.unknown)
         content = to_json({"content": text, "prompt": text})
         return Response(content, media_type="application/json", headers=headers)
@@ -83,8 +85,8 @@ def token_routes(manager: ModelManager) -> APIRouter:
     @router.post("/apply-template", response_model=TemplateAnswer, responses=INFERENCE_ERRORS)
     async def apply_template(body: TemplateRequest, request: Request) -> Response:
         """Return the prompt that the model's chat template makes of a chat."""
-        wanted, local = generation_request(body), is_local(request.scope)
-        rendering = manager.with_model(wanted, lambda it: it.engine.render(it.entry, wanted), local=local)
+        wanted = replace(generation_request(body), caller=Caller(local=is_local(request.scope)))
+        rendering = manager.with_model(wanted, lambda it: it.engine.render(it.entry, wanted))
         text = await while_connected(request, rendering)
         return Response(to_json({"prompt": text}), media_type="application/json")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
+from lmx_lab.engine import Caller, ModelManager, TextPrompt, TokenPrompt, TraceRequest
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import AdminForbiddenError
 from lmx_lab.http.bodies import StrictRoute
@@ -52,13 +52,13 @@ def trace_routes(manager: ModelManager) -> APIRouter:
             raise AdminForbiddenError(
                 "only programs on the server's machine may trace its model; run the trace in a notebook on that machine"
             )
-        result = await while_connected(request, manager.trace(trace_request(body)))
+        result = await while_connected(request, manager.trace(trace_request(body, Caller(local=True))))
         return Response(await asyncio.to_thread(result.encode), media_type=MEDIA_TYPE)
 
     return router
 
 
-def trace_request(body: TraceBody) -> TraceRequest:
+def trace_request(body: TraceBody, caller: Caller) -> TraceRequest:
     """Convert a request body to the engine's request.
 
     Raises:
@@ -76,6 +76,7 @@ def trace_request(body: TraceBody) -> TraceRequest:
         work=WORK[trace.kind](**fields),
         prompt=None if isinstance(trace, HookNamesBody) else _prompt(trace.input),
         clean=_prompt(trace.clean) if isinstance(trace, PatchingBody) else None,
+        caller=caller,
     )
 
 

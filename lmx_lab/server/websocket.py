@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, WebSocket
@@ -27,8 +28,6 @@ from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 from lmx_lab.wire.errors import ErrorDetail
 
 log = logging.getLogger(__name__)
-CLOSE_WAIT_S = 5.0
-"""Time that the client has to close the connection after the answer."""
 FIRST_MESSAGE_WAIT_S = 60.0
 """Time that the client has to send its request."""
 NORMAL, POLICY_VIOLATION, FAILED = 1000, 1008, 1011
@@ -74,7 +73,8 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
         if not await tokens:
             await socket.close(FAILED)
             return
-        await asyncio.wait({watcher}, timeout=CLOSE_WAIT_S)
+        # Closing the connection is up to the client.
+        await asyncio.wait({watcher}, timeout=5.0)
         if not watcher.done():
             await socket.close(NORMAL)
     finally:
@@ -93,7 +93,7 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
         LabError: the request was refused.
     """
     writer = SocketWriter(logprobs=bool(request.logprobs))
-    choices = Choices(service, [generation_request(request)], service.caller_of(socket))
+    choices = Choices(service, [replace(generation_request(request), caller=service.caller_of(socket))])
     await choices.start()
     watch = SendWatch(lambda: service.blocked_limit_s(choices.running))
     try:

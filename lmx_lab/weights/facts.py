@@ -21,7 +21,6 @@ from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
 
 NAMED_IN_ERRORS = 6
 INDEX_NAME = "model.safetensors.index.json"
-MAX_CARD_BYTES = 64 * 2**10
 CARD_HEAD = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 TASK = re.compile(r"^pipeline_tag:\s*['\"]?([\w-]+)", re.MULTILINE)
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
@@ -166,7 +165,7 @@ def read_card(path: Path) -> str:
     """Return the metadata at the beginning of the model card ``README.md`` as text; empty if there is none."""
     try:
         with open_regular(path / "README.md") as file:
-            head = CARD_HEAD.match(file.read(MAX_CARD_BYTES).decode(errors="replace"))
+            head = CARD_HEAD.match(file.read(64 * 2**10).decode(errors="replace"))
     except (OSError, UnusableModelError):
         return ""
     return head[1] if head else ""

@@ -15,7 +15,6 @@ from lmx_lab.weights.gguf.names import parts_of
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
 """Suffixes of the files in a model folder that a load may read."""
-MAX_KNOWN = 256
 _known_digests: dict[str, str] = {}
 """Digests of the content of files, by the digest of their marks."""
 
@@ -89,7 +88,7 @@ def known_content_digest(entry: ModelEntry) -> str:
     """
     marks = marks_digest(entry)
     if entry.marks and marks not in _known_digests:
-        if len(_known_digests) >= MAX_KNOWN:
+        if len(_known_digests) >= 256:
             _known_digests.clear()
         _known_digests[marks] = content_digest(entry)
     return _known_digests.get(marks, "")

@@ -26,9 +26,7 @@ from lmx_lab.weights.gguf.names import is_gguf, parts_of
 
 PREFIX = "models--"
 COMMIT = re.compile(r"[0-9a-f]{7,64}")
-COMMIT_BYTES = 1024
 PIECE_BYTES = 2**20
-PIECES_PER_REPORT = 64
 MARKER = ".unverified-"
 DOCUMENTATION = ("LICENSE*", "README.md")
 """Files that no model needs."""
@@ -73,7 +71,7 @@ def repositories(cache: Path) -> Iterator[CachedRepo]:
         current = None
         try:
             with open_regular(folder / "refs" / "main") as file:
-                commit = file.read(COMMIT_BYTES).decode("ascii", errors="replace").strip()
+                commit = file.read(1024).decode("ascii", errors="replace").strip()
         except (OSError, UnusableModelError):
             if len(snapshots) == 1:
                 current = snapshots[0]
@@ -151,7 +149,7 @@ def _describe_file(path: Path, expected: ExpectedFile, done: int, report: Callab
         for at, piece in enumerate(iter(lambda: file.read(PIECE_BYTES), b"")):
             digest.update(piece)
             done += len(piece)
-            if at % PIECES_PER_REPORT == 0:
+            if at % 64 == 0:
                 report(done)
     return f"{expected.size_bytes} bytes, {expected.algorithm} {digest.hexdigest()}", done
 

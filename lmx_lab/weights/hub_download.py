@@ -31,7 +31,6 @@ DOWNLOADED = (
     "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", *DOCUMENTATION,
 )  # fmt: skip
 MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
-REQUEST_TIMEOUT_S = 15.0
 POLL_S = 0.2
 NAMED_IN_ERRORS = 30
 THREAD_NAME = "lmx-lab-hub"
@@ -84,7 +83,7 @@ def download(
         DownloadError: the hub cannot be reached or failed, or a file is not the one that it announced.
     """
     with _translate_errors(repo_id, cache):
-        info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=REQUEST_TIMEOUT_S)
+        info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=15.0)
     expected: dict[str, ExpectedFile] = {}
     for file in info.siblings or ():
         kind, digest = ("git", file.blob_id) if file.lfs is None else ("sha256", file.lfs.sha256)

@@ -27,13 +27,6 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.limits import check_members
 
-STOP_LIMIT = 16
-STOP_CHARACTERS = 1000
-"""Longer stop strings would cost every stream time at every token."""
-CHOICE_LIMIT = 8
-LOGPROB_LIMIT = 20
-BIAS_LIMIT = 1024
-NAMED_LIMIT = 64
 LOWEST_LOGPROB = -9999.0
 """The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
 ANY_MODEL = "default"
@@ -41,9 +34,10 @@ ANY_MODEL = "default"
 UNLIMITED = 2**31 - 1
 """The maximum number of tokens that stands for -1: more than any context."""
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS)]
+# Longer stop strings would cost every stream time at every token.
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 # A named type, because members of a union must be hashable, and FailFast is not.
-Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_length=STOP_LIMIT)])
+Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_length=16)])
 # JSON has only one type of number: 5.0 is a valid count.
 WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """Accepts 5.0 for 5. It comes after the bounds of a field, so that these are in its JSON schema too."""
@@ -65,10 +59,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenKey = Annotated[str, AfterValidator(_check_token_id)]
-Biases = TypeAliasType("Biases", Annotated[dict[TokenKey, Bias], FailFast(), Field(max_length=BIAS_LIMIT)])
+Biases = TypeAliasType("Biases", Annotated[dict[TokenKey, Bias], FailFast(), Field(max_length=1024)])
 NamedTokens = TypeAliasType(
     "NamedTokens",
-    Annotated[list[Annotated[int, Field(ge=0)] | Stop], FailFast(), Field(max_length=NAMED_LIMIT)],
+    Annotated[list[Annotated[int, Field(ge=0)] | Stop], FailFast(), Field(max_length=64)],
 )
 NO_LIMIT = BeforeValidator(lambda value: UNLIMITED if value == -1 else value)
 """Accepts -1 for as many tokens as the context allows, as llama.cpp does."""
@@ -85,8 +79,8 @@ AnyModel = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}),
 ]
 """Name of the model that answers; null means ``ANY_MODEL``."""
-Choices = Annotated[int, Field(ge=1, le=CHOICE_LIMIT), WHOLE]
-Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
+Choices = Annotated[int, Field(ge=1, le=8), WHOLE]
+Alternatives = Annotated[int, Field(ge=0, le=20), WHOLE]
 
 
 class BodyModel(BaseModel):

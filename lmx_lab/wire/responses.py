@@ -37,8 +37,6 @@ from lmx_lab.wire.chat import MESSAGE_LIMIT
 from lmx_lab.wire.formats import Name, Pattern
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, check_argument_texts
 
-INCLUDE_LIMIT = 32
-METADATA_LIMIT = 16
 LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that requests log-probabilities."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -288,10 +286,8 @@ class ReasoningSettings(LenientModel):
     """Has no effect: the summary of an answer is always the whole reasoning."""
 
 
-IncludedFields = TypeAliasType("IncludedFields", Annotated[list[str], FailFast(), Field(max_length=INCLUDE_LIMIT)])
-ResponseMetadata = TypeAliasType(
-    "ResponseMetadata", Annotated[dict[str, str], FailFast(), Field(max_length=METADATA_LIMIT)]
-)
+IncludedFields = TypeAliasType("IncludedFields", Annotated[list[str], FailFast(), Field(max_length=32)])
+ResponseMetadata = TypeAliasType("ResponseMetadata", Annotated[dict[str, str], FailFast(), Field(max_length=16)])
 
 
 class ResponsesRequest(LenientModel):

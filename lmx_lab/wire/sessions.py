@@ -17,7 +17,6 @@ from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.tools import check_counts
 
 CONTENT_CHARACTERS = 1_000_000
-TOOL_NAMES = 256
 METADATA_CHARACTERS = 65_536
 """Maximum length of a session's metadata as JSON."""
 Title = Annotated[str, StringConstraints(max_length=500)]
@@ -29,7 +28,7 @@ ToolNames = TypeAliasType(
     Annotated[
         list[Annotated[str, StringConstraints(min_length=1, max_length=200)]],
         FailFast(),
-        Field(max_length=TOOL_NAMES),
+        Field(max_length=256),
     ],
 )
 Values = TypeAliasType(

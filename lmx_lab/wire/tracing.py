@@ -10,8 +10,7 @@ from typing_extensions import TypeAliasType
 from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, NonEmpty, RequestModel
 from lmx_lab.wire.tokens import TOKEN_LIMIT, ChatMessages, TokenList
 
-HOOK_LIMIT = 10_000
-Hooks = Annotated[list[NonEmpty], FailFast(), Field(min_length=1, max_length=HOOK_LIMIT)]
+Hooks = Annotated[list[NonEmpty], FailFast(), Field(min_length=1, max_length=10_000)]
 # A named type, because members of a union must be hashable, and FailFast is not.
 Positions = TypeAliasType("Positions", Annotated[list[int], FailFast(), Field(min_length=1, max_length=TOKEN_LIMIT)])
 TokenName = Annotated[Annotated[int, Field(ge=0)] | NonEmpty, WHOLE]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import EmbeddingRequest, RerankRequest
+from lmx_lab.engine import Caller, EmbeddingRequest, RerankRequest
 from lmx_lab.errors import (
     EngineDeadError,
     GenerationTimeoutError,
@@ -357,9 +357,10 @@ async def test_a_request_for_a_loaded_model_does_not_use_the_control_loop(monkey
 
 async def test_the_path_of_a_loaded_model_is_a_name_on_this_machine_only(lab):
     await lab.manager.load_entry(replace(ONE, path=Path("/models/one")))
-    assert await answer(lab, "/models/one") == "one"
+    async with await lab.manager.submit(replace(request("/models/one"), caller=Caller(local=True))) as stream:
+        assert stream.model == "one"
     with pytest.raises(ModelNotFoundError, match="by id, not by path"):
-        await lab.manager.submit_all(request("/models/one"), local=False)
+        await lab.manager.submit(request("/models/one"))
 
 
 async def test_a_model_on_disk_that_is_not_loaded_is_refused_with_the_next_step(lab):
@@ -466,10 +467,10 @@ async def test_the_error_of_a_full_queue_estimates_when_a_slot_of_its_own_model_
 async def test_a_patient_request_waits_for_room_in_the_queue(lab):
     await lab.manager.load(LoadSpec(model="one"))
     streams = [await lab.manager.submit(request(tokens=8000)) for _ in range(4)]
-    patient = asyncio.create_task(lab.manager.submit_all(request(), patient=True))
+    patient = asyncio.create_task(lab.manager.submit(replace(request(), caller=Caller(patient=True))))
     await asyncio.sleep(0.02)
     assert not patient.done()
     for stream in streams:
         await stream.aclose()
-    (stream,) = await asyncio.wait_for(patient, WAIT_S)
+    stream = await asyncio.wait_for(patient, WAIT_S)
     await stream.aclose()

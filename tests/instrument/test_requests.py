@@ -17,10 +17,12 @@ import pytest
 from websockets.sync.client import connect
 
 import lmx_lab
+from lmx_lab.engine import Caller, GenerationRequest, TextPrompt
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
 from lmx_lab.instrument import Replay, load_requests
 from lmx_lab.instrument import store as store_module
 from lmx_lab.instrument.store import RecordStore, encode_provenance, encode_record
+from lmx_lab.server.recording import request_from_json, request_to_json
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import Provenance, Record
 from tests.support.labs import forbid_waits_on_loops
@@ -131,6 +133,17 @@ def test_a_record_has_the_tokens_the_settings_the_drawn_seed_and_the_provenance(
     assert record.provenance.engine.startswith("echo-")
     lab.chat("hello", temperature=0)
     assert lab.requests[-1].record.request["sampling"]["seed"] is None
+
+
+def test_a_record_does_not_describe_its_caller_and_cannot_choose_one():
+    request = GenerationRequest(
+        prompt=TextPrompt(text="a"), caller=Caller(local=True, client="192.0.2.1", request_id="req_1", batch=True)
+    )
+    stored = json.loads(json.dumps(request_to_json(request)))
+    assert "caller" not in stored
+    assert "192.0.2.1" not in json.dumps(stored)
+    changed = stored | {"caller": {"local": True}, "client": "192.0.2.1", "request_id": "req_1"}
+    assert request_from_json(changed, model="m") == replace(request, model="m", caller=Caller())
 
 
 def test_an_answer_that_was_stopped_is_recorded_with_what_was_delivered(tmp_path):

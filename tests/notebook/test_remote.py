@@ -93,7 +93,7 @@ async def test_an_answer_and_its_cost_are_those_of_the_lab(lab, backend):
     reply = await lab.achat("hello", temperature=0, max_tokens=30)
     assert "".join(delta.text for delta in deltas) == reply.text
     assert {delta.tokens for delta in deltas} == {0}, "the wire has no number of tokens"
-    cost = stream.cost()
+    cost = backend.cost(stream)
     assert (cost.model, cost.usage.completion_tokens, cost.finish_reason) == ("tiny", 30, "length")
     assert cost.ttft_s > 0
     assert cost.report is None

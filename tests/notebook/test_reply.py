@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from pydantic import BaseModel
 
-from lmx_lab.backend import AnswerCost
+from lmx_lab.backend import AnswerCost, LabAccess
 from lmx_lab.blocking import Portal
 from lmx_lab.instrument.lens import TokenTable
 from lmx_lab.notebook.arguments import chat_request
@@ -254,9 +255,6 @@ class ScriptedStream:
             raise StopAsyncIteration
         return self._deltas.pop(0)
 
-    def cost(self) -> AnswerCost:
-        return cost(report(reasoning=2))
-
     def close(self) -> None:
         self._deltas.clear()
 
@@ -276,7 +274,8 @@ def test_iterating_a_stream_gives_text_and_its_reply_has_everything(portal):
         Delta(text="see.", tokens=1, tool_calls=PIECES[:2]),
         Delta(text="", tokens=1, tool_calls=PIECES[2:]),
     ]
-    stream = ReplyStream(ScriptedStream(*deltas), portal)
+    backend = SimpleNamespace(cost=lambda stream: cost(report(reasoning=2)))
+    stream = ReplyStream(ScriptedStream(*deltas), LabAccess(backend, portal))
     pieces = []
     for piece in stream:
         assert stream.reasoning == "hm"

@@ -13,7 +13,7 @@ from typing import Any, cast
 import httpx2
 import numpy as np
 
-from lmx_lab.engine import EmbeddingRequest, Embeddings, ModelManager, Ranking, RerankRequest
+from lmx_lab.engine import Caller, EmbeddingRequest, Embeddings, ModelManager, Ranking, RerankRequest
 from lmx_lab.errors import LabError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import InferenceServer, create_server
@@ -41,8 +41,8 @@ class FakeEncoder:
     alive: bool = True
     uptime_s: float = 1.0
     requests: list[Any] = field(default_factory=list)
-    local: list[bool] = field(default_factory=list)
-    """Whether the caller is on this machine, for each request."""
+    """The requests, without their callers."""
+    callers: list[Caller] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -52,19 +52,19 @@ class FakeEncoder:
     def model_for(self, name: str | None, kinds: Any, *, local: bool) -> Any:
         return SimpleNamespace(entry=self.snapshot.entry)
 
-    async def submit_embedding(self, request: EmbeddingRequest, *, local: bool) -> PendingResult:
-        self._accept(request, local)
+    async def submit_embedding(self, request: EmbeddingRequest) -> PendingResult:
+        self._accept(request)
         values = [[len(item), 0.5] for item in request.inputs] if self.vectors is None else self.vectors
         return PendingResult(self, Embeddings(vectors=np.array(values, dtype=np.float32), report=REPORT))
 
-    async def submit_rerank(self, request: RerankRequest, *, local: bool) -> PendingResult:
-        self._accept(request, local)
+    async def submit_rerank(self, request: RerankRequest) -> PendingResult:
+        self._accept(request)
         values = [len(document) for document in request.documents] if self.scores is None else self.scores
         return PendingResult(self, Ranking(scores=np.array(values, dtype=np.float32), method="cosine", report=REPORT))
 
-    def _accept(self, request: EmbeddingRequest | RerankRequest, local: bool) -> None:
-        self.requests.append(request)
-        self.local.append(local)
+    def _accept(self, request: EmbeddingRequest | RerankRequest) -> None:
+        self.requests.append(replace(request, caller=Caller()))
+        self.callers.append(request.caller)
         if self.failure is not None:
             raise self.failure
 

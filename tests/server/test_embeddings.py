@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from lmx_lab.engine import EmbeddingRequest, Embeddings
+from lmx_lab.engine import Caller, EmbeddingRequest, Embeddings
 from lmx_lab.errors import EngineError, InvalidRequestError, NotLoadedError
 from lmx_lab.server.embeddings import embedding_list
 from lmx_lab.wire.admin import RequestEvent
@@ -148,7 +148,7 @@ async def test_the_error_of_the_manager_is_returned(failure, status):
 async def test_the_manager_learns_whether_the_caller_is_on_this_machine():
     manager = FakeEncoder()
     await post(manager, PATH, body())
-    assert manager.local == [True]
+    assert [caller.local for caller in manager.callers] == [True]
 
 
 # Ends
@@ -162,7 +162,8 @@ async def test_each_end_is_reported_once(failure, outcome, code):
     manager = FakeEncoder(failure=failure)
     server = server_of(manager)
     with server.feed.subscribe() as events:
-        request = asyncio.ensure_future(server.inference.embed(EmbeddingRequest(inputs=("a",)), "req_1"))
+        wanted = EmbeddingRequest(inputs=("a",), caller=Caller(request_id="req_1"))
+        request = asyncio.ensure_future(server.inference.embed(wanted))
         await asyncio.wait([request])
         server.feed.close()
         found = [event async for event in events]

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from lmx_lab.backend import AnswerCost, Progress, Ranking, ServerState
+from lmx_lab.backend import AnswerCost, AnswerStream, Progress, Ranking, ServerState
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
@@ -35,7 +35,8 @@ class ScriptedAnswer:
     def __init__(self, backend: ScriptedBackend) -> None:
         self.status = "sent"
         self._backend = backend
-        self._cost: AnswerCost | None = None
+        self.end: AnswerCost | None = None
+        """The step with which the answer has ended."""
         self._ended = False
 
     def __aiter__(self) -> Self:
@@ -50,15 +51,11 @@ class ScriptedAnswer:
                 if isinstance(step, str):
                     self.status = step
                 else:
-                    self._cost, self._ended = step, True
+                    self.end, self._ended = step, True
         except Exception:
             self._ended = True
             raise
         raise StopAsyncIteration
-
-    def cost(self) -> AnswerCost:
-        assert self._cost is not None, "the test gives no cost"
-        return self._cost
 
     def close(self) -> None:
         self._backend.stopped += not self._ended
@@ -118,6 +115,11 @@ class ScriptedBackend:
     async def generate(self, request: ChatRequest, *, batch: bool = False) -> ScriptedAnswer:
         self.requests.append(("generate", request))
         return ScriptedAnswer(self)
+
+    def cost(self, stream: AnswerStream) -> AnswerCost:
+        assert isinstance(stream, ScriptedAnswer)
+        assert stream.end is not None, "the test gives no cost"
+        return stream.end
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         raise NotImplementedError

@@ -22,7 +22,6 @@ SLOT_TYPES: Mapping[str, tuple[int, int]] = {"x86_64": (6, 7), "aarch64": (1025,
 # R_*_RELATIVE: an address within the library itself.
 RELATIVE_TYPES: Mapping[str, int] = {"x86_64": 8, "aarch64": 1027}
 PT_LOAD, PT_DYNAMIC = 1, 2
-ELF_HEADER_BYTES = 64
 PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
 """Type, flags, offset in the file, virtual address, physical address, two sizes, and alignment."""
 DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_RELA, DT_RELASZ, DT_JMPREL = 2, 5, 6, 7, 8, 23
@@ -75,7 +74,7 @@ def libraries() -> list[Library]:
 
 
 def _loaded_at(address: int, path: str) -> Library | None:
-    header = ctypes.string_at(address, ELF_HEADER_BYTES)
+    header = ctypes.string_at(address, 64)
     if not header.startswith(b"\x7fELF\x02"):
         return None
     (offset,), (count,) = struct.unpack_from("<Q", header, 0x20), struct.unpack_from("<H", header, 0x38)

@@ -27,8 +27,6 @@ SYMBOL = "_ZN3mlx4core4simd3expIfLi1EEENS1_4SimdIT_XT0_EEES5_"
 ENTRY = b"\xf3\x0f\x1e\xfa\x0f\x2e\xc0\x0f"
 """The function's first eight bytes: ``endbr64; ucomiss xmm0, xmm0``, and the beginning of another instruction."""
 FLAGS = frozenset({"avx", "fma"})
-DISABLE_COMPILE = "MLX_DISABLE_COMPILE"
-"""The environment variable of MLX that turns ``mx.compile`` off."""
 
 CODE = (
     b"\xf3\x0f\x1e\xfa"  # endbr64
@@ -103,7 +101,8 @@ class Exponential:
     def restore(self) -> None:
         """Make MLX use its own function again."""
         elf.write(self._original)
-        if DISABLE_COMPILE not in os.environ:
+        # This variable of MLX turns ``mx.compile`` off.
+        if "MLX_DISABLE_COMPILE" not in os.environ:
             mx.enable_compile()
 
 

@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 PACKAGE = "scipy_openblas32"
 PREFIX = "scipy_"
-THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"
 DESTROY_CONDITION = "pthread_cond_destroy"
 IDLE_TIMEOUT = "26"
 """OPENBLAS_THREAD_TIMEOUT: idle threads spin for 2**n cycles before they sleep; 26 is about 25 ms.
@@ -89,7 +88,7 @@ class OpenBlas:
             values["OPENBLAS_CORETYPE"] = "Zen"
         # Values that the user has set take precedence.
         values |= {name: os.environ[name] for name in values if os.environ.get(name)}
-        values[THREADS_VARIABLE] = str(threads)
+        values["OPENBLAS_NUM_THREADS"] = str(threads)
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
         try:

@@ -30,8 +30,6 @@ from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.files import in_thread
 
 T = TypeVar("T")
-CONTEXT_LIMIT = 2**20
-"""Largest ``context_length`` of a load. Coding agents send prompts that are longer than the default."""
 
 
 def read_model(entry: ModelEntry, settings: Settings) -> tuple[EchoModel, Script]:
@@ -306,5 +304,6 @@ class EchoEngine(LoopEngine[EchoCore]):
 
     def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
         """See ``InferenceEngine``."""
-        check_options(replace(entry, context_length=CONTEXT_LIMIT), spec)
+        # Coding agents send prompts that are longer than the default context.
+        check_options(replace(entry, context_length=2**20), spec)
         read_model(entry, self._settings)

@@ -64,12 +64,8 @@ CONSTRAINED_LETTERS = 10.0
 """Added to the scores of letters if a format is enforced, so that letters are likelier than digits."""
 GREEDY_BELOW = 1e-4
 """At lower temperatures, the token with the highest score is chosen."""
-CERTAIN_UP_TO = 2.0
-"""Up to this temperature, the next token of the text is chosen without sampling."""
 DIMENSIONS = 384
 WORD = re.compile(r"\w+")
-PART_WEIGHT = 0.5
-"""Weight of a sequence of three letters; a whole word has the weight 1."""
 
 
 class EchoVocabulary:
@@ -213,7 +209,8 @@ class AnswerSampler:
         self._random = np.random.default_rng(int.from_bytes(digest, "little"))
         penalties = (sampling.repetition_penalty - 1, sampling.presence_penalty, sampling.frequency_penalty)
         self._changed = bool(sampling.logit_bias) or any(penalties)
-        self._certain = not self._changed and sampling.temperature <= CERTAIN_UP_TO
+        # Up to this temperature, the next token of the text is chosen without sampling.
+        self._certain = not self._changed and sampling.temperature <= 2.0
         self._greedy = sampling.temperature < GREEDY_BELOW
 
     def next(self, mask: NDArray[np.bool_] | None = None, *, forced: int | None = None) -> int:
@@ -321,7 +318,8 @@ def vector(text: str) -> Vectors:
     features = []
     for word in WORD.findall(text.casefold()) or [text]:
         padded = f"<{word}>"
-        features += [(word, 1.0), *((padded[at : at + 3], PART_WEIGHT) for at in range(len(padded) - 2))]
+        # A sequence of three letters has half the weight of a whole word.
+        features += [(word, 1.0), *((padded[at : at + 3], 0.5) for at in range(len(padded) - 2))]
     for feature, weight in features:
         code = zlib.crc32(feature.encode(errors="replace"))
         row[code % DIMENSIONS] += weight if code & 0x8000_0000 else -weight

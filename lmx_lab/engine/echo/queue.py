@@ -245,7 +245,7 @@ class EchoQueue:
         deadline = first.arrived_at + first.prepared.timeout_s
         tokens, now = len(first.prepared.prompt), time.perf_counter()
         self._scheduler.add(
-            generations, tokens=tokens, deadline=deadline, now=now, client=first.prepared.request.client
+            generations, tokens=tokens, deadline=deadline, now=now, client=first.prepared.request.caller.client
         )
         self._schedule(0.0)
 

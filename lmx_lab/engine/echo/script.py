@@ -43,10 +43,8 @@ FAILURES: Mapping[str, type[LabError]] = {
     )
 }
 """The errors that an answer can end with, by their code."""
-RETRY_AFTER_S = 1.0
 MAX_BYTES = 64 * 2**20
 MAX_DELAY_S = 3600.0
-MAX_TOKENS_PER_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ class ScriptAnswer:
 
     def failure(self) -> LabError:
         """Return the error that the answer ends with."""
-        retry_after_s = RETRY_AFTER_S if self.code == QueueFullError.code else None
+        retry_after_s = 1.0 if self.code == QueueFullError.code else None
         return FAILURES[self.code](self.error or "", retry_after_s=retry_after_s)
 
     @property
@@ -181,7 +179,7 @@ def _answer(value: Any, location: str) -> ScriptAnswer:
         error=_text(value, "error", location),
         code=code or EngineError.code,
         delay_s=_number(value, "delay_s", location, MAX_DELAY_S) or 0.0,
-        tokens_per_s=_number(value, "tokens_per_s", location, MAX_TOKENS_PER_S, least=0.001),
+        tokens_per_s=_number(value, "tokens_per_s", location, 1e6, least=0.001),
     )
 
 

@@ -29,9 +29,6 @@ GELU_TAIL = (2.0214851e-05, -8.1131221e-05, 1.4191719e-03, 1.0485195e-02, 2.5478
 """The coefficients of a polynomial p, highest power first. For x >= 0, 1 - 1 / p(x) ** 32 approximates the cumulative
 normal distribution, and gelu has an error below 1e-6. The form is that of formula 7.1.28 of Abramowitz and Stegun. The
 coefficients were fitted to math.erfc by least squares, and reweighted until the errors of gelu were even."""
-SMALLEST_LENGTH = 1e-12
-"""Shorter vectors are not scaled to length 1."""
-TORCH_NORM_EPS = 1e-5
 
 Operation = Callable[[mx.array], mx.array]
 """Converts vectors (rows, width) to vectors (rows, new width)."""
@@ -489,7 +486,8 @@ def build_operation(module: Module, width: int) -> tuple[Operation, int]:
             return normalize, width
         case LayerNorm():
             tensors = Tensors.read(module.folder, mx.float32)
-            norm = Norm(tensors.take("norm.weight", width), tensors.take("norm.bias", width), TORCH_NORM_EPS)
+            # The epsilon is PyTorch's default.
+            norm = Norm(tensors.take("norm.weight", width), tensors.take("norm.bias", width), 1e-5)
             tensors.finish()
             return norm, width
         case Dense():
@@ -502,4 +500,5 @@ def build_operation(module: Module, width: int) -> tuple[Operation, int]:
 
 def normalize(x: mx.array) -> mx.array:
     """Scale vectors to length 1."""
-    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), SMALLEST_LENGTH)
+    # Shorter vectors are not scaled to length 1.
+    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

@@ -54,8 +54,6 @@ from lmx_lab.weights.facts import ENCODERS, read_card
 from lmx_lab.weights.files import read_json
 
 log = logging.getLogger(__name__)
-NO_LIMIT_TOKENS = 10**9
-"""Tokenizers without a limit have a ``model_max_length`` above this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +230,8 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     if own is None:
         own = getattr(files.tokenizer, "model_max_length", None)
     limits = [limit for limit in (own, entry.context_length, network.positions) if limit is not None]
-    context = min((int(limit) for limit in limits if limit < NO_LIMIT_TOKENS), default=None)
+    # Tokenizers without a limit have a larger ``model_max_length``.
+    context = min((int(limit) for limit in limits if limit < 10**9), default=None)
     usual_inputs = ["token_type_ids"] if architecture is not None and architecture.segments else []
     inputs = files.tokenizer.init_kwargs.get("model_input_names") or usual_inputs
     rules = TextRules(

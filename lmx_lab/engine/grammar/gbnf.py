@@ -34,10 +34,9 @@ ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 ROOT = "root"
 EMPTY = "literal", '""'
-CACHED = 32
 
 
-@functools.lru_cache(CACHED)
+@functools.lru_cache(32)
 def to_lark(grammar: str) -> str:
     """Return a grammar in llguidance's variant of Lark.
 

@@ -34,8 +34,6 @@ ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 times."""
 REFERENCE = re.compile(r"(?<=[ (])@(answer|call_\d+_arguments)\b")
 """A reference to another grammar, as ``engine.grammar`` writes it."""
-MAX_CHECKED = 32
-"""Number of checked grammars that are cached."""
 OUTWEIGHS = 1e4
 """A bias larger than any model's logits, so that only a grammar can prevent the token."""
 TRIAL_S = 30.0
@@ -88,7 +86,7 @@ class GrammarChecker:
         lark = to_lark(json.dumps(whole, ensure_ascii=False))
         check_whole(lark)
         self._checked[key] = lark
-        if len(self._checked) > MAX_CHECKED:
+        if len(self._checked) > 32:
             self._checked.popitem(last=False)
         return lark
 

@@ -17,8 +17,6 @@ from lmx_lab.weights.gguf.header import GgufHeader
 BATCH_TOKENS = 256
 """Number of prompt tokens that are computed in one step. Cancelling a request waits for the end of the step. On a CPU,
 2,048 tokens are not faster."""
-CACHE_BYTES = 2
-"""Size of a number in a KV cache that is not quantized: float16."""
 BLOCK = 32
 """Number of values in a block of a quantized KV cache. Blocks must not contain values of several heads."""
 BLOCK_BYTES: Mapping[KvCacheDtype, int] = {"q8_0": 34, "q4_0": 18}
@@ -212,7 +210,8 @@ def kv_bytes_per_token(header: GgufHeader, dtype: KvCacheDtype | None = None) ->
     layers = _value(header, "block_count") or 0
     heads = _value(header, "attention.head_count_kv") or _value(header, "attention.head_count") or 1
     values = layers * heads * sum(_head_lengths(header))
-    return values * CACHE_BYTES if dtype is None else values // BLOCK * BLOCK_BYTES[dtype]
+    # A number in a cache that is not quantized is a float16.
+    return values * 2 if dtype is None else values // BLOCK * BLOCK_BYTES[dtype]
 
 
 def _head_lengths(header: GgufHeader) -> tuple[int, int]:

@@ -36,8 +36,6 @@ from lmx_lab.weights.tokenizer_files import InfillTokens, gguf_infill_tokens
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.slot_files import SlotFiles
 
-SPIN_COUNT = "3000"
-"""See ``llama_environ``."""
 GROWTH = 4
 """Factor by which more of a text is tokenized if its beginning does not show that it is too long."""
 MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**24)}
@@ -323,7 +321,7 @@ def llama_environ(environ: Mapping[str, str]) -> dict[str, str]:
     (measured).
     """
     malloc = {name: value for name, value in MALLOC.items() if name not in environ}
-    return malloc if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else malloc | {"GOMP_SPINCOUNT": SPIN_COUNT}
+    return malloc if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else malloc | {"GOMP_SPINCOUNT": "3000"}
 
 
 async def _describe(

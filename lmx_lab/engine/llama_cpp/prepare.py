@@ -40,8 +40,6 @@ TEMPLATE_S = 5.0
 millisecond."""
 TEMPLATE_BYTES = 2**30
 """Bytes by which the process may grow while it renders a template."""
-COMPILE_S = 1.0
-"""Limit of the CPU time to compile a grammar, during which llama.cpp computes no tokens."""
 CHECK_S = 0.1
 """Interval at which these limits are checked."""
 T = TypeVar("T")
@@ -143,7 +141,8 @@ class LlamaPreparer:
     """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
     def __init__(self, settings: Settings) -> None:
-        self._grammars = GrammarQueue("lmx-lab-gguf-grammars", compile_s=COMPILE_S)
+        # While a grammar is compiled, llama.cpp computes no tokens.
+        self._grammars = GrammarQueue("lmx-lab-gguf-grammars", compile_s=1.0)
         # Each request has a thread, so that its slow template does not delay other requests.
         self._templates = ThreadPoolExecutor(
             max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
@@ -258,7 +257,7 @@ class LlamaPreparer:
         try:
             await loop.run_in_executor(self._templates, default_sandbox().render, template, variables)
         except TemplateLimitError as exc:
-            log.warning("request %s: the chat template of %s %s", request.request_id, hosted.entry.id, exc)
+            log.warning("request %s: the chat template of %s %s", request.caller.request_id, hosted.entry.id, exc)
             raise InvalidRequestError(
                 f"the chat template of {hosted.entry.id} {exc}; send less, or use another model",
                 param="messages",
@@ -339,7 +338,7 @@ async def _within_limits(rendering: Coroutine[Any, Any, T], request: GenerationR
             return task.result()
     finally:
         task.cancel()
-    log.error("request %s: the process of %s is ended: %s", request.request_id, hosted.entry.id, reason)
+    log.error("request %s: the process of %s is ended: %s", request.caller.request_id, hosted.entry.id, reason)
     await hosted.process.kill_with_reason(reason, by_request=True)
     raise InvalidRequestError(
         f"the process of {hosted.entry.id} was ended: {reason}; the model is loaded again: send less, or use another "

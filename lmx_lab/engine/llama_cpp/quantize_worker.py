@@ -34,7 +34,6 @@ from lmx_lab.values.models import QuantizedCopy, QuantizedType
 from lmx_lab.weights.gguf.header import TENSOR_TYPES, GgufHeader, GgufTensor, read_header
 from lmx_lab.weights.store import FULL
 
-LIBRARY = "xllamacpp.abi3.so"
 TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
 BLOCKS = {name: (weights, size) for name, weights, size in TENSOR_TYPES.values()}
 """Weights and bytes of a block, by type."""
@@ -98,7 +97,7 @@ class Ggml:
         assert package is not None
         assert package.origin is not None
         try:
-            self._library = ctypes.CDLL(str(Path(package.origin).with_name(LIBRARY)))
+            self._library = ctypes.CDLL(str(Path(package.origin).with_name("xllamacpp.abi3.so")))
         except OSError as exc:
             raise UnusableModelError(f"the library of xllamacpp cannot be opened: {exc}; install it again") from exc
 

@@ -31,10 +31,6 @@ log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
 PAUSE_CHECK_S = 0.05
 """Interval between two checks whether a request should be paused for a waiting one."""
-IDS_S = 5.0
-"""Time limit for finding the token ids of an answer that llama.cpp did not report."""
-DEATH_S = 1.0
-"""Time to wait for the end of the process after its connection has ended, since that may be the cause."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,7 +109,7 @@ class LlamaQueue:
         """Queue the answers to one request."""
         # Each task checks its own deadline, so the scheduler needs none.
         prepared, now = generations[0].prepared, time.perf_counter()
-        tokens, client = len(prepared.tokens), prepared.request.client
+        tokens, client = len(prepared.tokens), prepared.request.caller.client
         self._scheduler.add(generations, tokens=tokens, deadline=0.0, now=now, client=client)
         for generation in generations:
             name = f"lmx-lab generation on {self._hosted.entry.id}"
@@ -190,7 +186,7 @@ class LlamaQueue:
         report = reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
         # The answer is complete. It ends without ids that cannot be found, whatever the reason.
         with contextlib.suppress(RefusedError, LabError, TimeoutError):
-            async with asyncio.timeout(IDS_S):
+            async with asyncio.timeout(5.0):
                 if reader.gaps:
                     await self._send_last_ids(generation)
                 elif prepared.route != "/completion" and prepared.request.needs_ids:
@@ -280,7 +276,7 @@ class LlamaQueue:
         except EngineError:
             # The end of a connection is detected before the end of the process, which may be the cause.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hosted.process.died.wait(), DEATH_S)
+                await asyncio.wait_for(self._hosted.process.died.wait(), 1.0)
                 raise self._hosted.death_error() from None
             raise
         if slots is not None and reader.finish is not None:

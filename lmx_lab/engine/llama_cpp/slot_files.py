@@ -42,9 +42,6 @@ ARITHMETIC = ("kv_unified", "cache_type_k", "cache_type_v", "n_ubatch", "flash_a
 """Fields of ``CommonParams`` that change the values in the cache."""
 SAVE_S = 10.0
 """Time for saving a slot. If another request takes the slot first, llama.cpp waits for the end of that request."""
-MAX_WAITING = 8
-"""Number of answers whose slots wait to be saved. Older ones are not saved."""
-MAX_RECENT = 64
 PIECE_BYTES = 2**23
 HEAD_TOKENS = 8
 """Maximum number of values before the token ids in the list of a saved slot."""
@@ -81,9 +78,10 @@ class SlotFiles:
         self._trims = trims
         self._opening = opening
         self._open_until = time.perf_counter() + OPEN_S
-        self._recent: deque[Tokens] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[Tokens] = deque(maxlen=64)
         """Prompts whose states llama.cpp probably has in memory."""
-        self._waiting: deque[tuple[Tokens, AnswerReader]] = deque(maxlen=MAX_WAITING)
+        # If there are too many answers to save, the oldest are not saved.
+        self._waiting: deque[tuple[Tokens, AnswerReader]] = deque(maxlen=8)
         self._saving: asyncio.Task[None] | None = None
         self._restoring = asyncio.Lock()
         self._last_slot: int | None = None

@@ -54,11 +54,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Arrays = list[tuple[str, mx.array]]
 PIECE_BYTES = 2**23
 """Bytes that are copied between two steps, which takes a few milliseconds."""
-QUEUE_PIECES = 8
 MAX_PENDING = 32
 """Maximum number of states that wait to be written. They belong to the cache in memory, and are not copied."""
-IDLE_WAIT_S = 0.005
-"""Time for which the engine thread waits for a file if it has nothing to compute."""
 
 
 class UnsupportedStateError(Exception):
@@ -229,7 +226,7 @@ class _Write:
     def __init__(self, files: PrefixFiles, stored: StoredPrefix, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
         self._piece: bytes | None = b""
-        self._queue: queue.Queue[bytes | None] = queue.Queue(QUEUE_PIECES)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(8)
         taken = iter(self._queue.get, None)
         self.done = start_in_thread(lambda: files.write(stored, taken), name="lmx-lab-prefix-writer")
 
@@ -325,7 +322,7 @@ class DiskPrefixes:
         Args:
             idle: Whether there is nothing to compute, so that this may wait a few milliseconds.
         """
-        timeout_s = IDLE_WAIT_S if idle else 0.0
+        timeout_s = 0.005 if idle else 0.0
         if self._read is not None:
             self._advance_read(self._read, prefixes, timeout_s)
         self._write = self._write or self._next_write()

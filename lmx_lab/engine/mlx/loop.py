@@ -155,7 +155,7 @@ class GenerationLoop:
         """Queue the answers to one request."""
         first = generations[0]
         deadline, now = first.arrived_at + first.timeout_s, time.perf_counter()
-        tokens, client = len(first.prompt), first.request.client
+        tokens, client = len(first.prompt), first.request.caller.client
         if self.batch is not None and not first.request.score_prompt:
             # A prompt whose beginning is cached takes as little time as a short one.
             tokens -= self.batch.prefixes.longest(first.key, first.variant)

@@ -108,7 +108,7 @@ class PromptTokenizer:
                 self._tokenizer, messages, add_generation_prompt=True, **template_input, **prompt.template_options
             )
         except TemplateLimitError as exc:
-            log.warning("request %s: the chat template of %s %s", request.request_id, self._model, exc)
+            log.warning("request %s: the chat template of %s %s", request.caller.request_id, self._model, exc)
             raise InvalidRequestError(
                 f"the chat template of {self._model} {exc}; send less, or use another model",
                 param="messages",

@@ -29,7 +29,6 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 """Maps all tokens so far and logits (1, vocabulary) to changed logits."""
 Row = NDArray[np.float32]
-MAX_SAMPLERS = 256
 FEW_TOKENS = 1024
 """If a grammar allows at most this many tokens, only these are used for sampling, which is faster."""
 MIN_TEMPERATURE = 1e-4
@@ -59,7 +58,7 @@ class Samplers:
             return SeededSampler(random, sampling.seed, choice)
         sampler = self._samplers.pop(random, None) or random.sample
         self._samplers[random] = sampler
-        if len(self._samplers) > MAX_SAMPLERS:
+        if len(self._samplers) > 256:
             self._samplers.popitem(last=False)
         return sampler
 

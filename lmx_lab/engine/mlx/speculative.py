@@ -28,8 +28,6 @@ NGRAM = 3
 """Number of last tokens that must have occurred before in the same order, for a draft from the text itself."""
 FIRST_DRAFT = 4
 LONGEST_DRAFT = 16
-FIRST_COST = 1.8
-"""Assumed duration of a pass that verifies a draft, in decode steps, until it is measured."""
 MEASURED, FEWEST_MEASURED = 9, 3
 """Maximum and minimum number of recent durations whose median is used, because other programs delay single passes."""
 MEASURE_EVERY = 32
@@ -37,7 +35,6 @@ MEASURE_EVERY = 32
 MARGIN = 1.1
 """Minimum speed-up at which drafts are used."""
 FIRST_PAUSE = 16
-LONGEST_PAUSE = 256
 WEIGHT = 0.4
 """Weight of the newest pass in the running mean of tokens per pass."""
 CHUNK_TOKENS = 256
@@ -90,7 +87,7 @@ class Drafter(ABC):
         # The first pass after the pause decides whether drafts continue.
         self._tokens_per_pass = MARGIN * cost
         self._resume_at = at + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, 256)
 
 
 class PromptLookup(Drafter):
@@ -155,7 +152,8 @@ class SpeculativeBatch(SteerableAnswers):
     def cost(self) -> float:
         """Duration of a pass with a draft, in decode steps."""
         if min(len(self._steps_s), len(self._passes_s)) < FEWEST_MEASURED:
-            return FIRST_COST
+            # Assumed until it is measured.
+            return 1.8
         return median(self._passes_s) / median(self._steps_s)
 
     def _advance(self) -> list[GenerationBatch.Response]:

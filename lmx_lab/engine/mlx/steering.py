@@ -27,8 +27,6 @@ from lmx_lab.values.steering import SteeringVector, read_components
 UNSTEERED: AbstractContextManager[None] = nullcontext()
 MAX_LENGTH = 1e18
 """Maximum length of the sum of the vectors for a layer. The norms of a model compute its square in float32."""
-KEPT_ARRAYS = 4
-"""Maximum number of batches of answers and prompts whose arrays are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +124,8 @@ class BatchSteering:
             return UNSTEERED
         key = tuple(uids)
         if key not in self._hooks:
-            if len(self._hooks) == KEPT_ARRAYS:
+            # The arrays of a few batches of answers and prompts are kept.
+            if len(self._hooks) == 4:
                 self._hooks.clear()
             self._hooks[key] = self._functions([self._requests.get(uid) for uid in uids])
         return install(self._hooks[key])

@@ -24,9 +24,6 @@ from lmx_lab.errors import InvalidRequestError
 ReasoningState = Literal["open", "possible", "closed"]
 """State of the reasoning at the end of the prompt: it has begun, it may begin, or it has ended."""
 GENERIC = CallFormat(start=START, end=END)
-# The parser of models whose call format is the generic one, such as Qwen and Hermes.
-GENERIC_PARSER = "mlx_lm.tool_parsers.json_tools"
-MISTRAL_PARSER = "mlx_lm.tool_parsers.mistral"
 # Markers that mlx-lm does not detect. It looks for tokens; these are in the template, as one token or several.
 MORE_REASONING_MARKERS = (
     ("<think>", "</think>"),
@@ -236,10 +233,11 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
     if tokenizer.structural_markers:
         transitions.setdefault(CONTENT, []).extend((marker, CONTENT) for marker in tokenizer.structural_markers)
     parse = tokenizer.tool_parser
-    is_mistral = getattr(parse, "__module__", "") == MISTRAL_PARSER
+    is_mistral = getattr(parse, "__module__", "") == "mlx_lm.tool_parsers.mistral"
     if is_harmony:
         own_calls: OwnCallFormat | None = HARMONY_CALLS
-    elif parse is None or parse.__module__ == GENERIC_PARSER:
+    # The parser of models whose call format is the generic one, such as Qwen and Hermes.
+    elif parse is None or parse.__module__ == "mlx_lm.tool_parsers.json_tools":
         own_calls = None
     else:
         parse = partial(_parse_mistral_calls, parse) if is_mistral else parse

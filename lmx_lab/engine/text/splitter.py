@@ -23,8 +23,6 @@ MAX_MISSING = 3
 # back, and MAX_MISSING more that a cut inside a character can spoil, of 4 bytes each.
 LONG_RUN = 32
 KEPT_TOKENS = 4 * 2 * MAX_MISSING
-# A run that cannot be cut: the beginning of a character that was never completed, followed by tokens without text.
-ENDLESS_RUN = 2 * LONG_RUN
 
 Token = int | str
 """A token id, or a text if ``decode`` joins texts."""
@@ -113,7 +111,9 @@ class Detokenizer:
         settled = max(self._sent, len(self._text) - min(invalid, MAX_MISSING))
         piece = self._return(self._text[self._sent : settled])
         self._sent = settled
-        if len(self._pending) >= ENDLESS_RUN:
+        # A run that cannot be cut: the beginning of a character that was never completed, followed by tokens without
+        # text.
+        if len(self._pending) >= 2 * LONG_RUN:
             return piece + self._return_all()
         if len(self._pending) >= LONG_RUN:
             # Drop the beginning of a run that stays broken, unless that would change the text of the rest.

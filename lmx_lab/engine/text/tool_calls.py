@@ -18,10 +18,7 @@ from typing import Any
 
 from lmx_lab.values.outputs import ToolCallDelta
 
-# Mistral's chat template rejects ids of any other length or alphabet.
-ID_LENGTH = 9
 ID_ALPHABET = string.ascii_letters + string.digits
-JSON_SPACE = " \t\n\r"
 IN_STRING = re.compile(r'["\\]')
 SPACE_BETWEEN = re.compile(r'("(?:[^"\\]|\\.)*"?)|\s+', re.DOTALL)
 """Matches white space outside of strings, and whole strings. The last string may be incomplete."""
@@ -58,7 +55,8 @@ class CallNumbering:
     def begin(self, name: str, arguments: str = "", id_: str | None = None) -> ToolCallDelta:
         """Return the first delta of the next call. It keeps the model's own id unless another call has the same."""
         while not id_ or id_ in self._ids:
-            id_ = "".join(secrets.choice(ID_ALPHABET) for _ in range(ID_LENGTH))
+            # Mistral's chat template rejects ids of any other length or alphabet.
+            id_ = "".join(secrets.choice(ID_ALPHABET) for _ in range(9))
         self._ids.add(id_)
         self.count += 1
         return ToolCallDelta(index=self.count - 1, id=id_, name=name, arguments=arguments)
@@ -204,7 +202,7 @@ class _SymbolScanner:
                 self._matched += 1
                 if self._matched == len(symbol):
                     self._index, self._matched = self._index + 1, 0
-            elif self._matched or character not in JSON_SPACE:
+            elif self._matched or character not in " \t\n\r":
                 self._failed = True
             at += 1
         return at

@@ -66,7 +66,6 @@ SHAPES: tuple[Mapping[str, Any], ...] = (
 )
 """Variables of a template: short chats, including those that llama.cpp renders while it loads a model."""
 USUAL = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
-MAX_TRIED = 64
 _tried: dict[str, None] = {}
 """Templates that were accepted. They are not tried again, so that a second load starts no process."""
 
@@ -310,7 +309,7 @@ def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
     finally:
         sandbox.close()
     _tried[template] = None
-    for old in list(itertools.islice(_tried, max(0, len(_tried) - MAX_TRIED))):
+    for old in list(itertools.islice(_tried, max(0, len(_tried) - 64))):
         _tried.pop(old, None)
 
 

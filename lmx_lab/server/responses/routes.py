@@ -11,7 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -49,8 +49,6 @@ LINKS = {
     "delete": link("inference_delete_response", "Delete the response.", **_ID),
 }
 """Requests about a response that was created."""
-PAGE_ITEMS = 20
-PAGE_LIMIT = 100
 RESPONSES_LIMIT = 1000
 BYTES_LIMIT = 64 * 2**20
 """Size of all stored responses, with their conversations, as JSON."""
@@ -116,7 +114,7 @@ def responses_routes(service: InferenceService) -> APIRouter:
     @router.get("/{response_id}/input_items", responses=_failures(NotFoundError))
     async def response_input_items(
         response_id: str,
-        limit: Annotated[int, Query(ge=1, le=PAGE_LIMIT)] = PAGE_ITEMS,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> ResponseItems:
@@ -189,7 +187,7 @@ async def _respond(
     )
     if not in_background:
         return await respond(service, request, wanted)
-    choices = Choices(service, [prompt], service.caller_of(request))
+    choices = Choices(service, [replace(prompt, caller=service.caller_of(request))])
     with NAMES.in_errors():
         await while_connected(request, choices.start())
     writer = ResponseWriter(prepared.shared, prepared.request, model=choices.model, save=save)

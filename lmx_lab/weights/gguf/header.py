@@ -27,8 +27,6 @@ MAX_TEXT_BYTES = 2**20
 MAX_NAME_BYTES = 65_535
 MAX_ITEMS = 2**22
 """Number of items in all arrays together. Vocabularies have up to 300,000 tokens and as many merges."""
-MAX_DIMENSIONS = 4
-BUFFER_BYTES = 2**20
 
 TEXT, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
@@ -138,7 +136,7 @@ def _read_cached(path: Path, size: int, mtime_ns: int) -> GgufHeader:
 
 
 def _read(path: Path, arrays: bool) -> GgufHeader:
-    with open_regular(path, buffer_bytes=BUFFER_BYTES) as file:
+    with open_regular(path, buffer_bytes=2**20) as file:
         return _Reader(file, path, arrays).header()
 
 
@@ -229,7 +227,7 @@ class _Reader:
 
     def _tensor(self) -> GgufTensor:
         name, dimensions = self._text(MAX_NAME_BYTES), int(self._scalar("<I"))
-        if not 0 < dimensions <= MAX_DIMENSIONS:
+        if not 0 < dimensions <= 4:
             raise self._error(f"is damaged: {name!r:.80} has {dimensions} dimensions; fetch it again")
         shape = tuple(int(self._scalar("<Q")) for _ in range(dimensions))
         kind, offset = int(self._scalar("<I")), int(self._scalar("<Q"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, Sampling, scheduler
+from lmx_lab.engine import AnswerFormat, Caller, Sampling, scheduler
 from lmx_lab.engine.llama_cpp import queue
 from tests.support.engines import finish, numbers, request, run
 
@@ -35,12 +35,12 @@ async def test_a_long_answer_is_paused_for_a_request_that_waits(busy, model_form
     # llama.cpp cannot continue an answer with a grammar, so it is not paused.
     bodies = [PLAIN, {**PLAIN, "top_logprobs": 1} if model_format == "gguf" else WITH_STATE]
     alone = [await run(busy, **body) for body in bodies]
-    streams = [await busy.submit(request(**body, client="192.0.2.1")) for body in bodies]
+    streams = [await busy.submit(request(**body, caller=Caller(client="192.0.2.1"))) for body in bodies]
     answers = [asyncio.create_task(finish(stream)) for stream in streams]
     for at in range(2):
         # One client has both slots, so each of these requests of other clients gets its slot by a pause.
-        client = f"192.0.2.{2 + at}"
-        _, short = await run(busy, prompt=numbers(5, start=1000 * at), max_tokens=3, ignore_eos=True, client=client)
+        caller = Caller(client=f"192.0.2.{2 + at}")
+        _, short = await run(busy, prompt=numbers(5, start=1000 * at), max_tokens=3, ignore_eos=True, caller=caller)
         assert short.output_tokens == 3
         assert not any(answer.done() for answer in answers)
     paused = [await answer for answer in answers]

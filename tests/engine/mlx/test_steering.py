@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from lmx_lab.engine import ModelManager, Sampling, TokenPrompt, scheduler
+from lmx_lab.engine import Caller, ModelManager, Sampling, TokenPrompt, scheduler
 from lmx_lab.engine.mlx.capture.points import find_parts, find_points
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.speculative import SpeculativeBatch
@@ -223,10 +223,10 @@ async def test_a_steered_answer_continues_after_a_pause(no_shared_model, tiny, m
     async with ModelManager(Settings(slots=2)) as manager:
         await manager.load_entry(tiny)
         expected = [(await run(manager, **body))[0] for body in bodies]
-        streams = [await manager.submit(request(**body, client="192.0.2.1")) for body in bodies]
+        streams = [await manager.submit(request(**body, caller=Caller(client="192.0.2.1"))) for body in bodies]
         answers = [asyncio.create_task(finish(stream)) for stream in streams]
         # One client has both slots, so one of its answers is paused for another client.
-        await run(manager, prompt=numbers(5, start=1000), max_tokens=3, client="192.0.2.2")
+        await run(manager, prompt=numbers(5, start=1000), max_tokens=3, caller=Caller(client="192.0.2.2"))
         assert [(await answer)[0] for answer in answers] == expected
     assert any(step.kind == "paused" for stream in streams for step in stream.steps.steps())
 

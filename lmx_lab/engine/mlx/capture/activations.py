@@ -33,7 +33,6 @@ Steps = Generator[float, int, Results]
 next step. The unit of work is one token, computed by all blocks. After other work, it yields 0."""
 Part = tuple[list[mx.array], float]
 """Arrays that a block computes, and their work in the unit of ``Steps``."""
-ATTENTION = ".attn."
 PATTERN = "attn.hook_pattern"
 
 
@@ -223,7 +222,7 @@ class Reader:
         self._found = found
         self._names = [*names, *extra]
         self._points = {**found.points, **extra}
-        self._has_attention = any(ATTENTION in name and name not in found.points for name in names)
+        self._has_attention = any(".attn." in name and name not in found.points for name in names)
         blocks = len(found.parts.blocks)
         self.depth = max(
             block_of(name) + 1 if BLOCK.match(name) else 0 if name == EMBED else blocks for name in self._names
