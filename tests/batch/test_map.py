@@ -29,7 +29,6 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
 from lmx_lab.wire.chat import ChatRequest
 from tests.batch.stored import stored_answers
@@ -313,17 +312,6 @@ def test_an_interrupt_returns_the_answers_so_far(lab, sent):
     assert len(answers) == 20
     assert 0 < answers["answer"].notna().sum() < 10
     assert (answers["error"].notna() == answers["answer"].isna()).all()
-
-
-def test_an_attached_lab_does_the_same(lab, tmp_path):
-    with attach(lab.url) as far:
-        rows = ['{"days": 1}', "x"]
-        for _ in range(2):
-            answers = far.map(rows, "{text}", schema={"days": int}, cache=tmp_path / "a.db", n=2)
-            assert answers["days"].notna().all()
-            assert (answers["prompt_tokens"] > 0).all()
-        with pytest.raises(InvalidRequestError):
-            far.map(rows, "{text}", schema={"type": "object", "properties": {"a": {"type": "nothing"}}})
 
 
 KILLED = """
