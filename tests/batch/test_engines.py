@@ -1,7 +1,5 @@
 """Test typed columns and the cache with models: on MLX and on llama.cpp."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test tables of pandas, polars and pyarrow: results are tables of the same library with types that do not vary."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -176,7 +174,7 @@ def test_tables_that_are_not_computed_and_duplicate_columns_are_refused(lab):
 # --- tables that are always those of pandas
 
 FULL = run_of([1.0, 2.0], cached_tokens=LARGE, threads=None)
-TABLES: Mapping[str, Callable[[bool], pd.DataFrame]] = {
+TABLES = {
     "requests of bench": lambda full: frame(FULL if full else []),
     "summary of bench": lambda full: summary(FULL if full else []),
     "comparison of bench": lambda full: compare(FULL, FULL, metrics=("ttft_ms",) if full else ()),

@@ -1,7 +1,5 @@
 """Test ``lab.evaluate`` on the echo engine: scores, errors in rows, failures, comparisons, judges and experiments."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -9,7 +7,6 @@ import sqlite3
 import time
 import zlib
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -90,10 +87,10 @@ def test_functions_see_the_expected_value_or_the_row(lab):
 def test_a_row_whose_score_is_invalid_keeps_its_answer(lab):
     class Known(Metric):
         @property
-        def settings(self) -> dict[str, Any]:
+        def settings(self):
             return {"name": "known"}
 
-        def score(self, answer: str, expected: Any) -> float:
+        def score(self, answer, expected):
             return {"a": 100.0, "b": 1}[answer]
 
     rows = ["a", "b", "c"]
@@ -209,7 +206,7 @@ def test_the_score_of_a_row_with_several_answers_is_their_mean(lab):
     # The metric counts its calls, because the echo engine gives the same answer each time.
     calls = {}
 
-    def is_right(answer: str, row: Any) -> bool:
+    def is_right(answer, row):
         calls[answer] = calls.get(answer, 0) + 1
         return calls[answer] <= row["right"]
 
@@ -325,7 +322,7 @@ def test_a_home_without_experiments_and_a_foreign_file(tmp_path):
 
 
 def test_an_interrupted_evaluation_is_returned_but_not_stored(lab, monkeypatch):
-    def interrupted(run: BatchRun) -> bool:
+    def interrupted(run):
         raise KeyboardInterrupt
 
     before = len(lab.experiments)
@@ -336,7 +333,7 @@ def test_an_interrupted_evaluation_is_returned_but_not_stored(lab, monkeypatch):
 
 
 def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab):
-    def interrupt(*args: Any) -> Any:
+    def interrupt(*args):
         if "two" in str(args):
             raise KeyboardInterrupt
         return 1
@@ -350,7 +347,7 @@ def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab):
     assert judged.df["error"].str.contains("was not judged").all()
     assert (scored.id, judged.id) == (None, None)
 
-    def slow(answer: str, row: Any) -> float:
+    def slow(answer, row):
         # The first interrupt is raised between two rows, so that it does not disturb a server on this thread.
         signal.raise_signal(signal.SIGINT)
         time.sleep(2 * SCORING_S)

@@ -75,11 +75,9 @@ def test_a_file_that_two_processes_convert_at_the_same_time_is_converted_once(tm
     command = [sys.executable, "-c", CONVERT, str(tmp_path), str(tiny_gguf)]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     outputs = []
     for process in processes:
-        assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
     for process in processes:

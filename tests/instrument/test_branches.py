@@ -1,7 +1,5 @@
 """Test branches of answers, trees of them, and their expansion, on the echo engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle
@@ -12,7 +10,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
-from lmx_lab.instrument import AnswerTree, load_requests
+from lmx_lab.instrument import load_requests
 from lmx_lab.settings import Settings
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -190,7 +188,7 @@ def test_the_most_probable_beginnings_are_expanded_together(lab):
 
 
 def test_branches_are_taken_on_a_running_loop(lab):
-    async def take() -> AnswerTree:
+    async def take():
         reply = await lab.achat("hello sea", temperature=0)
         branches = await asyncio.gather(*[reply.abranch(1, text) for text in ("x", "y")])
         assert sorted(branch.text for branch in branches) == ["helx", "hely"]

@@ -1,7 +1,5 @@
 """Test which requests are recorded, what a record contains, and its repetition and deletion, on the echo engine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -26,7 +24,7 @@ from lmx_lab.values.recording import Provenance, Record
 from tests.support.labs import forbid_waits_on_loops
 
 SEA = [{"role": "user", "content": "the sea is wide"}]
-BODY: dict[str, Any] = {"model": "default", "messages": SEA, "max_tokens": 8}
+BODY = {"model": "default", "messages": SEA, "max_tokens": 8}
 RECORD = Record(
     at=1.0,
     request_id="",
@@ -93,7 +91,6 @@ def test_with_all_the_requests_of_other_clients_are_recorded_and_their_answers_h
             assert stream.headers["x-lmx-recorded"] == "1"
             stream.read()
         with connect(f"{lab.url.replace('http', 'ws')}/v1/chat/stream") as socket:
-            assert socket.response is not None
             assert socket.response.headers["x-lmx-recorded"] == "1"
             socket.send(json.dumps(BODY))
             while "done" not in json.loads(socket.recv()):
@@ -428,7 +425,6 @@ def test_the_lens_shows_recorded_log_probabilities_or_scores_the_tokens(lab):
 def test_named_tokens_reach_replies_clients_records_and_frames(lab):
     named = [" sea", 300]
     reply = lab.chat("hello", logprob_tokens=named)
-    assert reply.logprobs is not None
     tokens = reply.logprobs[0].named
     assert (tokens[0].text, tokens[1].token) == (" sea", 300)
     assert list(lab.requests[-1].lens().df["logprob_tokens"][0]) == [token.text for token in tokens]
@@ -436,7 +432,6 @@ def test_named_tokens_reach_replies_clients_records_and_frames(lab):
     assert [each["token"] for each in answer["logprob_tokens"]] == [token.text for token in tokens]
     with lmx_lab.attach(lab.url, api_key="s3cret-key") as far:
         there = far.chat("hello", logprob_tokens=named).logprobs
-        assert there is not None
         assert [each.logprob for each in there[0].named] == pytest.approx([each.logprob for each in tokens])
     fields = {"model": "default", "prompt": "hello", "max_tokens": 2, "echo": True, "logprobs": 0}
     headers = {"authorization": "Bearer s3cret-key"}

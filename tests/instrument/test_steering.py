@@ -1,12 +1,9 @@
 """Steering vectors as values, in chats, records and comparisons, over HTTP, and from activations."""
 
-from __future__ import annotations
-
 import array
 import copy
 import math
 import pickle
-from typing import Any
 
 import httpx2
 import mlx.core as mx
@@ -21,7 +18,7 @@ from lmx_lab.settings import Settings
 
 pytestmark = pytest.mark.slow
 WIDTH = 32
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

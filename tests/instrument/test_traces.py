@@ -1,7 +1,5 @@
 """Trace a tiny model through a lab, in this process and over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 
@@ -151,7 +149,6 @@ def test_single_heads_are_patched_at_each_position_or_at_all_together(lab, attac
     heads = sweep.heat_map("hook_z", position=1)
     assert (heads.rows, heads.columns) == (["1", "0"], ["0", "1"])
     assert heads.values[1][1] == pytest.approx(sweep.restored[1, 1])
-    assert heads.describe is not None
     assert "hook_z, head 1, at" in heads.describe(0, 1)
     assert sweep._repr_html_().count("<svg") == 6 + 1
     with pytest.raises(InvalidRequestError, match=r"position is 9, .*\.positions"):
@@ -240,7 +237,7 @@ def test_both_texts_of_a_sweep_need_the_model_of_their_answers(lab, tiny):
 def test_an_interrupted_sweep_keeps_its_cells(lab, monkeypatch):
     compute, calls = lab._backend.trace, list[object]()
 
-    async def interrupted(body: object) -> Trace:
+    async def interrupted(body):
         calls.append(body)
         if len(calls) == 3:
             interrupt()

@@ -1,7 +1,5 @@
 """Test attached labs: replies, loads, and connections that release everything."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -9,8 +7,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,6 @@ from lmx_lab.client import AsyncLabClient, LabClient
 from lmx_lab.notebook import remote
 from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.wire.admin import ModelEvent
 from tests.support.labs import serving, wait_until_idle
 from tests.support.models import write_tiny_llama
@@ -59,7 +54,7 @@ def test_a_lab_of_a_client_has_its_address_and_key(lab):
     with pytest.raises(errors.InvalidRequestError, match="address"):
         attach(7)
 
-    async def map_rows() -> list[str]:
+    async def map_rows():
         async with AsyncLabClient(lab.url, api_key=KEY) as client:
             with await asyncio.to_thread(attach, client) as of_client:
                 answers = await of_client.amap(["one"], "{text}", max_tokens=2)
@@ -106,7 +101,7 @@ def test_a_load_shows_its_steps(tiny_home, monkeypatch, awaited):
         step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
         load = lab.engine.load
 
-        async def slowly(spec: LoadSpec, *, local: bool) -> LoadReport:
+        async def slowly(spec, *, local):
             lab.server.services.feed.publish(step)
             while not steps:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -121,7 +116,7 @@ def test_a_load_shows_its_steps(tiny_home, monkeypatch, awaited):
 
 
 async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(tiny_home, monkeypatch):
-    async def silent(self: AsyncLabClient, include: Any = ()) -> AsyncGenerator[Any, None]:
+    async def silent(self, include=()):
         await asyncio.Event().wait()
         yield
 

@@ -1,7 +1,5 @@
 """Test labs in this process: failing starts, paths as models, and their display."""
 
-from __future__ import annotations
-
 import gc
 import html
 import re
@@ -11,10 +9,7 @@ from dataclasses import replace
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import (
-    InvalidRequestError,
-    PortTakenError,
-)
+from lmx_lab.errors import InvalidRequestError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri

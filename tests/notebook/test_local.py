@@ -1,11 +1,8 @@
 """Test the backend of this process: loads from two loops, and models that were unloaded because they were idle."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable
 
 import httpx2
 import pytest
@@ -18,8 +15,7 @@ from lmx_lab.notebook.reply import read_reply
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
-from lmx_lab.weights import Progress
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.wire.admin import ModelEvent
 from tests.support.engines import unload_when_idle_for
 from tests.support.models import write_tiny_bert
@@ -69,7 +65,7 @@ async def test_loads_of_the_same_model_from_two_loops_are_one_load(on_this_loop,
     lab, checking, resume, checked = on_this_loop, threading.Event(), threading.Event(), []
     backend, check = lab.workbench.backend, lab.catalog.check
 
-    def slow_check(entry: ModelEntry) -> None:
+    def slow_check(entry):
         checked.append(entry.id)
         checking.set()
         resume.wait(WAIT_S)
@@ -102,7 +98,7 @@ async def test_loads_of_the_same_model_from_two_loops_are_one_load(on_this_loop,
 async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch):
     lab, fetching, resume = on_this_loop, threading.Event(), threading.Event()
 
-    def slow_fetch(name: str, tell: Callable[[Progress], None], *, format: Format | None) -> ModelEntry:
+    def slow_fetch(name, tell, *, format):
         fetching.set()
         resume.wait(WAIT_S)
         raise NotLoadedError("cancelled")
@@ -111,7 +107,7 @@ async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch)
     backend = lab.workbench.backend
     received = []
 
-    async def watch() -> None:
+    async def watch():
         async for event in backend.events():
             received.append(event)
 
@@ -156,7 +152,7 @@ def delay_loads(lab, monkeypatch):
     engine, resume = lab.engine.engine("mlx"), threading.Event()
     load = engine.load
 
-    async def slow_load(entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+    async def slow_load(entry, spec):
         await asyncio.to_thread(resume.wait, WAIT_S)
         return await load(entry, spec)
 

@@ -1,7 +1,5 @@
 """Test the backend over HTTP: samples, events, and a server that stops and starts again."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 
@@ -51,7 +49,7 @@ async def watched(backend):
     """Read the events within the block, over lost connections, as a workbench does."""
     received = []
 
-    async def watch() -> None:
+    async def watch():
         while True:
             with contextlib.suppress(errors.LabError):
                 async for event in backend.events():
@@ -70,7 +68,6 @@ async def answer(backend, **parameters):
 
 async def test_log_probabilities_are_received(backend):
     table = (await answer(backend, logprobs=2, max_tokens=3)).logprobs
-    assert table is not None
     assert len(table[0].top) == 2
     assert table[0].top[0].text == table[0].text == table[0].bytes.decode()
 

@@ -1,10 +1,6 @@
 """Test the models panel without a browser: its list, loads, unloads, refused requests."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -303,7 +299,7 @@ def test_requests_from_any_thread_are_answered(reader, in_thread):
 
 @pytest.fixture
 def in_thread():
-    def run(work: Callable[[], Any]) -> None:
+    def run(work):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()

@@ -1,13 +1,10 @@
 """Test the rerank panel without a browser: forms, tables, copies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -94,12 +91,12 @@ def test_a_failed_ranking_is_reported_and_the_table_stays(reader, backend):
 
 
 def test_loads_of_other_models_are_not_shown_during_a_ranking(reader, backend, workbench):
-    async def send(event: ModelEvent) -> str:
+    async def send(event):
         reader.panel.model_event(event)
         reader.panel.flush()
         return str(reader.panel.activity)
 
-    def after(**event: Any) -> str:
+    def after(**event):
         return workbench.submit(send(ModelEvent(**event))).result(WAIT_S)
 
     reader.ask("rank", query="q", documents=PAIR)
@@ -126,7 +123,7 @@ def test_a_ranking_can_be_cancelled(reader, backend):
 def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(reader, backend, workbench):
     panel = reader.panel
 
-    async def at_once() -> None:
+    async def at_once():
         await panel.do_rank({"query": "q", "documents": PAIR})
         await panel.do_cancel({})
 
@@ -141,7 +138,7 @@ def test_a_new_ranking_is_in_the_snapshot_before_its_frame(reader, backend, work
     monkeypatch.setattr("lmx_lab.panels.panel.FRAME_S", WAIT_S)
     panel = reader.panel
 
-    async def ranked() -> str:
+    async def ranked():
         panel.show(problem="a frame, so that the next one waits")
         await panel.do_rank({"query": "q", "documents": PAIR})
         await backend.rankings.put(RANKED)

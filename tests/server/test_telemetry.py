@@ -1,7 +1,5 @@
 """Test the spans that a collector for OTLP/HTTP receives for requests to the echo engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -11,7 +9,6 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from typing import Any
 
 import httpx2
 import pytest
@@ -52,15 +49,15 @@ class Collector:
     headers: list[dict[str, str]] = field(default_factory=list)
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def received(self) -> list[ExportTraceServiceRequest]:
+    def received(self):
         return [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self):
         return [
             span
             for request in self.received
@@ -73,7 +70,7 @@ class Collector:
 @contextlib.contextmanager
 def collector(port=0, *, status=200):
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces"
             running.bodies.append(body)
@@ -84,7 +81,7 @@ def collector(port=0, *, status=200):
             self.end_headers()
             self.wfile.write(answer)
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
@@ -139,7 +136,7 @@ class Sent:
         (span,) = [it for it in self.collector.spans if attributes(it).get("gen_ai.response.id") == self.ids[name]]
         return span
 
-    def children(self, span: Span) -> list[Span]:
+    def children(self, span):
         return [it for it in self.collector.spans if it.parent_span_id == span.span_id]
 
 

@@ -9,15 +9,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.engine import (
-    AnswerFormat,
-    ChatPrompt,
-    ModelManager,
-    Sampling,
-    TextPrompt,
-    Tool,
-    ToolUse,
-)
+from lmx_lab.engine import AnswerFormat, ChatPrompt, ModelManager, Sampling, TextPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector
 from tests.engine.contract.entries import SETTINGS, echo_entry

@@ -1,7 +1,5 @@
 """Formats, forced tool calls and reasoning in the MLX engine, with a random model that has the markers."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from dataclasses import replace
@@ -52,7 +50,7 @@ async def run(manager, **changes):
 # Reasoning
 
 # Tokens with whole characters, the likeliest first, so that the reasoning does not end inside a character.
-WORDS: dict[int, float] = {WORD + number: 1000.0 - 40 * number for number in range(10)}
+WORDS = {WORD + number: 1000.0 - 40 * number for number in range(10)}
 
 
 def without_white_space(*texts):
@@ -186,7 +184,6 @@ async def test_each_token_of_a_constrained_answer_has_a_logprob(manager):
     for entry in answer.logprobs:
         assert len(entry.top) == 2
         for one in (entry, *entry.top):
-            assert one.logprob is not None
             assert math.isfinite(one.logprob)
             assert one.logprob <= 0
 

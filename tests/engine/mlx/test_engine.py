@@ -1,7 +1,5 @@
 """The MLX engine with a tiny model: every accepted request ends once, whatever happens."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -273,7 +271,6 @@ async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_
         first, waits = [await submit for submit in submits]
         _, report = await finish(first)
         await finish(waits)
-        assert waits.progress is not None
         assert (waits.progress.done, waits.progress.total) == (300, 300)
         receivers = [steps for steps, _ in delivered_items]
         assert receivers.index(waits.steps) > delivered_items.index((first.steps, report))
@@ -322,12 +319,11 @@ async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may
             await anext(stream)
             with pytest.raises(QueueFullError) as refused:
                 await run(manager)
-    assert refused.value.retry_after_s is not None
     assert refused.value.retry_after_s > 100
 
 
 async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager):
-    def break_text(core: MlxCore) -> None:
+    def break_text(core):
         (generation,) = (each for each in core.generating.running if len(each.prompt) == 5)
         generation.splitter.add = None
 
@@ -345,7 +341,7 @@ async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager):
 
 
 async def test_commands_behind_a_cancelled_one_end_when_the_thread_dies(own_manager, tiny):
-    def die(core: MlxCore) -> None:
+    def die(core):
         raise SystemExit("killed")
 
     async with engine_paused(own_manager):

@@ -1,7 +1,5 @@
 """Hooks read and replace the values of a model, and are removed completely."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx.nn.layers.base import Module
@@ -119,7 +117,7 @@ def test_a_model_without_blocks_is_refused():
 
 def test_the_first_input_may_be_a_keyword():
     class Keyword(Module):
-        def __call__(self, x: mx.array) -> tuple[mx.array, int]:
+        def __call__(self, x):
             return x + 1, 2
 
     module = Keyword()
