@@ -15,30 +15,26 @@ from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedErro
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.remote import RemoteBackend, attach
 from lmx_lab.settings import Settings
-from tests.support.labs import forbid_waits_on_loops
+from tests.support.labs import forbid_waits_on_loops, serving
 from tests.support.models import write_tiny_bert
 
 ROWS = [f"row {number}" for number in range(24)]
 GONE = "the server is gone"
 
 
-def started(folder, **settings):
-    lab = lmx_lab.Lab(Settings(home=folder, port=0, slots=4, **settings), loop="thread")
-    lab.start()
-    lab.load("echo")
-    return lab
-
-
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    with started(tmp_path_factory.mktemp("home")) as lab:
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     """A connection to another lab, which answers slowly."""
-    with started(tmp_path_factory.mktemp("other"), echo_tokens_per_s=10) as served, attach(served.url) as other:
+    with (
+        serving(tmp_path_factory.mktemp("other"), "echo", slots=4, echo_tokens_per_s=10) as served,
+        attach(served.url) as other,
+    ):
         yield other
 
 

@@ -13,7 +13,6 @@ import pandas as pd
 import pydantic
 import pytest
 
-import lmx_lab
 from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.errors import (
@@ -25,8 +24,8 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.settings import Settings
 from tests.batch.stored import stored_answers
+from tests.support.labs import serving
 
 TRIP = {"city": str, "days": int, "far": bool, "kind": Literal["sea", "hills"]}
 WAIT_S = 60.0
@@ -34,9 +33,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
         yield lab
 
 

@@ -14,13 +14,13 @@ from lmx_lab.batch.vectors import CHARACTERS_AT_ONCE, TEXTS_AT_ONCE, _requests, 
 from lmx_lab.errors import BatchStoppedError, EngineError, InvalidRequestError, NotLoadedError, QueueFullError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings
+from tests.support.labs import serving
 from tests.support.models import write_tiny_bert
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
         yield lab
 
 

@@ -11,12 +11,11 @@ import polars
 import pyarrow
 import pytest
 
-import lmx_lab
 from lmx_lab.bench import compare, frame, summary
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.experiments import Experiments
 from lmx_lab.results.frames import make_table
-from lmx_lab.settings import Settings
+from tests.support.labs import serving
 from tests.support.samples import EVALUATION, run_of
 
 pytestmark = pytest.mark.slow
@@ -59,9 +58,7 @@ every_library = pytest.mark.parametrize("library", [PANDAS, POLARS, PYARROW], id
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
         yield lab
 
 

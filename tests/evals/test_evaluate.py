@@ -22,8 +22,7 @@ from lmx_lab.evals.rows import EvaluatedRow
 from lmx_lab.notebook.evaluate import SCORING_S
 from lmx_lab.notebook.remote import attach
 from lmx_lab.results.statistics import BOOTSTRAP, MCNEMAR, WILSON
-from lmx_lab.settings import Settings
-from tests.support.labs import forbid_waits_on_loops
+from tests.support.labs import forbid_waits_on_loops, serving
 
 FRAME = pd.DataFrame(
     {"text": ["one", "two", None, "four"], "answer": ["one", "three", "x", np.nan]}, index=["a", "b", "c", "d"]
@@ -32,9 +31,7 @@ FRAME = pd.DataFrame(
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
         yield lab
 
 
@@ -165,8 +162,7 @@ def test_a_judge_gives_a_verdict(lab):
 @pytest.mark.slow  # Starts a second lab.
 def test_another_lab_judges(lab, tmp_path):
     rows = [{"text": "good"}, {"text": "bad"}]
-    with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as other:
-        other.load("echo")
+    with serving(tmp_path, "echo") as other:
         elsewhere = Judge('{{"verdict":"{answer}"}}', verdicts={"good": 1, "bad": 0.25}, lab=other)
         assert asyncio.run(lab.aevaluate(rows, "{text}", metric=elsewhere)).df["verdict"].tolist()[:2] == [
             "good",
@@ -442,8 +438,7 @@ def test_the_log_probability_of_a_choice_is_that_of_its_tokens(files, request, t
     found = request.getfixturevalue(files)
     options = [["cold", "a warm place"], ["wet", "dry", "old"]]
     frame = pd.DataFrame({"text": ["The sea", "A stone"], "options": options, "right": 0})
-    with lmx_lab.Lab(Settings(home=tmp_path, port=0, slots=4, threads=1), loop="thread") as lab:
-        lab.load(getattr(found, "path", found))
+    with serving(tmp_path, getattr(found, "path", found), slots=4, threads=1) as lab:
         result = lab.evaluate(frame, "{text} is ", answer="right", metric=Choice("options", chat_template=False))
         assert result.df["error"].isna().all(), result.df["error"].tolist()
         for label, row in result.df.iterrows():

@@ -11,7 +11,7 @@ import pytest
 import lmx_lab
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
 from lmx_lab.instrument import load_requests
-from lmx_lab.settings import Settings
+from tests.support.labs import serving
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -19,8 +19,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    with lmx_lab.Lab(Settings(home=home, port=0, record_to=home / "requests.db"), loop="thread") as lab:
-        lab.load("echo")
+    with serving(home, "echo", record_to=home / "requests.db") as lab:
         yield lab
 
 

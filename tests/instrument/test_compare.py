@@ -11,7 +11,7 @@ from lmx_lab.instrument import load_requests
 from lmx_lab.instrument.compare import Comparison
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings
-from tests.support.labs import forbid_waits_on_loops
+from tests.support.labs import forbid_waits_on_loops, serving
 
 PROMPTS = ["the sea is wide", "one <b>two</b>"]
 SETTINGS = {
@@ -22,8 +22,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
         yield lab
 
 

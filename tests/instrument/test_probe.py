@@ -10,13 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import lmx_lab
 from lmx_lab.errors import InvalidRequestError, MissingPackageError, NotLoadedError, StorageFullError
 from lmx_lab.instrument import probe as probe_module
 from lmx_lab.instrument.probe import LayerActivations, ProbeRun
 from lmx_lab.notebook import probing
-from lmx_lab.settings import Settings
 from lmx_lab.values.tensors import decode_tensors
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -27,8 +26,7 @@ FULL = Path("/dev/full")
 
 @pytest.fixture(scope="module")
 def lab(tiny, tmp_path_factory):
-    with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0, threads=1), loop="thread") as lab:
-        lab.load(tiny.path)
+    with serving(tmp_path_factory.mktemp("home"), tiny.path, threads=1) as lab:
         yield lab
 
 

@@ -14,7 +14,7 @@ import pytest
 import lmx_lab
 from lmx_lab import Steer
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.settings import Settings
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 WIDTH = 32
@@ -23,9 +23,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def lab(tiny, tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4, threads=1)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load(tiny.path)
+    with serving(tmp_path_factory.mktemp("home"), tiny.path, slots=4, threads=1) as lab:
         yield lab
 
 

@@ -10,9 +10,8 @@ from safetensors.numpy import load_file
 
 import lmx_lab
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
-from lmx_lab.settings import Settings
 from lmx_lab.values.tracing import Trace
-from tests.support.labs import forbid_waits_on_loops
+from tests.support.labs import forbid_waits_on_loops, serving
 from tests.support.waiting import interrupt
 
 pytestmark = pytest.mark.slow
@@ -22,9 +21,7 @@ OTHER = "The sky is wide and blue"
 
 @pytest.fixture(scope="module")
 def lab(tiny, tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, threads=1)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load(tiny.path)
+    with serving(tmp_path_factory.mktemp("home"), tiny.path, threads=1) as lab:
         yield lab
 
 

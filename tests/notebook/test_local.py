@@ -35,10 +35,6 @@ async def on_this_loop(tiny_home):
         yield lab
 
 
-async def answer(backend, **parameters):
-    return await read_reply(backend, chat_request(HELLO, {"temperature": 0, **parameters}))
-
-
 def while_blocked(lab, work):
     """Run a coroutine on the panels' loop, while this thread blocks the test's loop, on which the lab may run."""
     return lab.workbench.submit(work).result(WAIT_S)
@@ -169,7 +165,7 @@ async def make_idle(lab, model):
 
 
 def short_answer(lab):
-    return answer(lab.workbench.backend, max_tokens=5)
+    return read_reply(lab.workbench.backend, chat_request(HELLO, {"temperature": 0, "max_tokens": 5}))
 
 
 @pytest.mark.parametrize("swapping", ["kernel", "thread"], indirect=True)

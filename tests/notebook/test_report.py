@@ -23,14 +23,12 @@ def sample(at, **values):
     return Sample(at=at, **{**zero, **values})
 
 
-def record(name):
-    places = {"path": "/m", "loaded": True, "vram_gb": 0.27, "format": "mlx", "kind": "chat", "size_gb": 0.26}
-    return ModelRecord.model_validate({"id": name, **places, "quantization": None, "context_length": 8192})
-
-
 def snapshot(*models, state=STATE, now=None):
     compute = Compute(blas="openblas", detail="2 threads", threads=2, gflops=80.0)
-    return take_snapshot(state, ModelRecords(models=[record(name) for name in models], compute=compute), now)
+    facts = {"path": "/m", "loaded": True, "vram_gb": 0.27, "format": "mlx", "kind": "chat", "size_gb": 0.26}
+    facts |= {"quantization": None, "context_length": 8192}
+    records = [ModelRecord.model_validate({"id": name, **facts}) for name in models]
+    return take_snapshot(state, ModelRecords(models=records, compute=compute), now)
 
 
 def test_a_snapshot_has_server_model_measurements_machine_and_versions():

@@ -41,10 +41,6 @@ def reader(workbench, daemon):
     return reader
 
 
-def kinds(panel):
-    return [row["kind"] for row in panel.frame["rows"]]
-
-
 def test_a_tool_waits_until_the_panel_allows_it(reader, daemon, http):
     deleted = []
 
@@ -69,7 +65,7 @@ def test_a_tool_waits_until_the_panel_allows_it(reader, daemon, http):
     reader.until(lambda panel: panel.live["status"] == "idle" and panel.live["text"].endswith("It is gone."))
     assert deleted == ["notes.txt"]
     assert reader.panel.permissions == []
-    seen = [kind for kind in kinds(reader.panel) if kind != "turn.progress"]
+    seen = [row["kind"] for row in reader.panel.frame["rows"] if row["kind"] != "turn.progress"]
     assert seen[:2] == ["session.created", "turn.queued"]
     assert seen[-1] == "turn.done"
     assert {"permission.request", "permission.resolved", "tool.start", "tool.end", "turn.token"} <= set(seen)

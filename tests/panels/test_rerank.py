@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-import lmx_lab
 from lmx_lab.backend import Ranking
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.notebook.local import LocalBackend
@@ -24,9 +23,9 @@ from lmx_lab.panels.rerank import (
 )
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip
-from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT
+from tests.support.labs import serving
 from tests.support.models import write_tiny_bert
 from tests.support.panels import WAIT_S, Reader, Refused
 
@@ -373,8 +372,7 @@ def test_the_snapshot_shows_documents_as_text(workbench):
 def bert(tmp_path_factory):
     home = tmp_path_factory.mktemp("bert-home")
     write_tiny_bert(home / "models" / "tiny-bert")
-    with lmx_lab.Lab(Settings(home=home, port=0), loop="thread") as lab:
-        lab.load("tiny-bert")
+    with serving(home, "tiny-bert") as lab:
         yield lab
 
 

@@ -33,6 +33,7 @@ from lmx_lab.server.telemetry import (
 )
 from lmx_lab.settings import Settings
 from lmx_lab.values.outputs import Delta
+from tests.support.labs import serving
 from tests.support.waiting import until
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -99,8 +100,7 @@ def collector(port=0, *, status=200):
 def echo_lab(home, target, otel, **settings):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
-        with lmx_lab.Lab(Settings(home=home, port=0, otel=otel, **settings), loop="thread") as lab:
-            lab.load("echo")
+        with serving(home, "echo", otel=otel, **settings) as lab:
             yield lab
 
 
