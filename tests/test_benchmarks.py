@@ -1,7 +1,5 @@
 """Tests of the helpers of the benchmarks. ``make bench`` runs the measurements."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -11,7 +9,7 @@ import pytest
 
 from benchmarks import __main__ as program
 from benchmarks import curves, gguf, harness, page, paths, report
-from benchmarks.bench import Bench, BenchError
+from benchmarks.bench import BenchError
 from benchmarks.rates import Timeline, decode_window, quantile
 from benchmarks.report import Limit, Row
 from soak import __main__ as soak
@@ -162,7 +160,7 @@ def test_a_failed_measurement_prevents_writing_the_page(folder, monkeypatch):
 
 
 def test_an_interrupted_run_keeps_the_figures_before(folder, monkeypatch):
-    def interrupted(bench: Bench) -> list[Row]:
+    def interrupted(bench):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(program.FIGURES, "last", figure("last", interrupted))

@@ -13,13 +13,7 @@ import pytest
 from lmx_lab.errors import LabError, MissingPackageError
 from lmx_lab.extras import OPTIONAL, import_optional, install_command
 from tests.support.commands import run_command
-from tests.support.extras import (
-    EXTRAS,
-    OF_MAKE_LAB,
-    modules_outside,
-    names,
-    packages_of_modules,
-)
+from tests.support.extras import EXTRAS, OF_MAKE_LAB, modules_outside, names, packages_of_modules
 from tests.support.programs import script_result
 
 ROOT = Path(__file__).parent.parent

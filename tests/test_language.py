@@ -1,9 +1,6 @@
 """Test that code and documentation avoid phrases for which plain technical English has a better one."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ GENERATED = ("lmx_lab/panels/built", "lmx_lab/panels/uplot", "lmx_lab/server/bui
 """Folders with generated or vendored files."""
 SEPARATOR = r"(?:\s|#|//|\*)+"
 """What may be between two words of a phrase: also a line break, with the marks of a comment."""
-REPLACEMENTS: Mapping[str, str] = {
+REPLACEMENTS = {
     r"anew": "again",
     r"as ever": "as before",
     r"as it stands": "unchanged",

@@ -1,7 +1,5 @@
 """Test typed columns and the cache with models: on MLX and on llama.cpp."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from lmx_lab.batch.servers import WAITING
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from tests.batch.stored import stored_answers
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 COLUMNS = {"days": Annotated[int, Field(ge=0, le=99)], "far": bool, "kind": Literal["sea", "hills"]}
@@ -24,8 +23,7 @@ COLUMNS = {"days": Annotated[int, Field(ge=0, le=99)], "far": bool, "kind": Lite
 @pytest.fixture(params=["mlx", "gguf"])
 def lab(request, tiny, tiny_gguf, tmp_path):
     paths = {"mlx": tiny.path, "gguf": tiny_gguf}
-    with lmx_lab.Lab(Settings(home=tmp_path, port=0, slots=4, threads=1), loop="thread") as lab:
-        lab.load(paths[request.param])
+    with serving(tmp_path, paths[request.param], slots=4, threads=1) as lab:
         yield lab
 
 

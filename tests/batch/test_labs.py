@@ -2,12 +2,9 @@
 refused labs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,32 +15,26 @@ from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedErro
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.remote import RemoteBackend, attach
 from lmx_lab.settings import Settings
-from lmx_lab.wire.admin import ModelRecords
-from lmx_lab.wire.embeddings import EmbeddingsBody
-from tests.support.labs import forbid_waits_on_loops
+from tests.support.labs import forbid_waits_on_loops, serving
 from tests.support.models import write_tiny_bert
 
 ROWS = [f"row {number}" for number in range(24)]
 GONE = "the server is gone"
 
 
-def started(folder, **settings):
-    lab = lmx_lab.Lab(Settings(home=folder, port=0, slots=4, **settings), loop="thread")
-    lab.start()
-    lab.load("echo")
-    return lab
-
-
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    with started(tmp_path_factory.mktemp("home")) as lab:
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     """A connection to another lab, which answers slowly."""
-    with started(tmp_path_factory.mktemp("other"), echo_tokens_per_s=10) as served, attach(served.url) as other:
+    with (
+        serving(tmp_path_factory.mktemp("other"), "echo", slots=4, echo_tokens_per_s=10) as served,
+        attach(served.url) as other,
+    ):
         yield other
 
 
@@ -51,7 +42,7 @@ def before_each(monkeypatch, backend, before, method="generate"):
     """Await a function before each request to servers of this kind."""
     send = getattr(backend, method)
 
-    async def wrapped(self: Any, *args: Any, **arguments: Any) -> Any:
+    async def wrapped(self, *args, **arguments):
         await before()
         return await send(self, *args, **arguments)
 
@@ -78,14 +69,14 @@ def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(lab, 
     calls, returned, resumed = [0], [False], asyncio.Event()
     models = RemoteBackend.models
 
-    async def fail() -> None:
+    async def fail():
         calls[0] += 1
         if returned[0]:
             resumed.set()
         elif calls[0] >= 5:
             raise UnreachableError(GONE)
 
-    async def list_models(backend: RemoteBackend) -> ModelRecords:
+    async def list_models(backend):
         returned[0] = calls[0] >= 5
         return await models(backend)
 
@@ -106,13 +97,13 @@ def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(lab, 
 def test_if_all_labs_fail_one_error_names_the_reason_of_each(lab, other, monkeypatch):
     calls, failed = {RemoteBackend: 0, LocalBackend: 0}, asyncio.Event()
 
-    async def fail() -> None:
+    async def fail():
         calls[RemoteBackend] += 1
         if calls[RemoteBackend] > 4:
             failed.set()
             raise UnreachableError(GONE)
 
-    async def fail_after_the_other() -> None:
+    async def fail_after_the_other():
         calls[LocalBackend] += 1
         if calls[LocalBackend] > 8:
             await failed.wait()
@@ -153,7 +144,7 @@ def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(l
     calls, returned, resumed = {"own": 0, "other": 0, "returned": 0}, [False], asyncio.Event()
     models = RemoteBackend.models
 
-    async def fail() -> None:
+    async def fail():
         calls["other"] += 1
         if returned[0]:
             calls["returned"] += 1
@@ -162,12 +153,12 @@ def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(l
         elif calls["other"] > 2:
             raise UnreachableError(GONE)
 
-    async def wait() -> None:
+    async def wait():
         calls["own"] += 1
         if calls["own"] > 1:
             await resumed.wait()
 
-    async def list_models(backend: RemoteBackend) -> ModelRecords:
+    async def list_models(backend):
         returned[0] = calls["other"] > 2
         return await models(backend)
 
@@ -189,13 +180,13 @@ def test_if_all_labs_fail_the_error_has_the_vectors_so_far(lab, other, monkeypat
     monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
     calls, failed = {"own": 0, "other": 0}, asyncio.Event()
 
-    async def fail() -> None:
+    async def fail():
         calls["other"] += 1
         if calls["other"] > 2:
             failed.set()
             raise UnreachableError(GONE)
 
-    async def fail_after_the_other() -> None:
+    async def fail_after_the_other():
         calls["own"] += 1
         if calls["own"] > 3:
             await failed.wait()
@@ -216,7 +207,7 @@ def test_labs_that_cannot_take_part_are_refused_before_the_first_row(lab, other,
 
     models = RemoteBackend.models
 
-    async def changed(backend: RemoteBackend, **update: Any) -> ModelRecords:
+    async def changed(backend, **update):
         listed = await models(backend)
         return listed.model_copy(update={"models": [each.model_copy(update=update) for each in listed.models]})
 
@@ -233,7 +224,7 @@ def test_labs_with_other_embedding_models_are_refused_before_the_first_text(lab,
         lab.embed_frame(ROWS, labs=other)
     models, embed, sent = RemoteBackend.models, RemoteBackend.embed, []
 
-    async def other_vectors(backend: RemoteBackend, body: EmbeddingsBody) -> Any:
+    async def other_vectors(backend, body):
         sent.append(body.input)
         return -(await embed(backend, body))
 
@@ -242,7 +233,7 @@ def test_labs_with_other_embedding_models_are_refused_before_the_first_text(lab,
         lab.embed_frame(ROWS, labs=[other])
     assert sent == [[vectors.PROBE]]
 
-    async def quantized(backend: RemoteBackend) -> ModelRecords:
+    async def quantized(backend):
         listed = await models(backend)
         changed = [each.model_copy(update={"quantization": "Q4_0"}) for each in listed.models]
         return listed.model_copy(update={"models": changed})
@@ -271,7 +262,7 @@ def test_the_rows_of_a_killed_lab_are_answered_by_another(lab, tmp_path):
     assert child.stdout is not None
     rows = [f"row {number}" for number in range(400)]
 
-    def prompt(row: Any) -> str:
+    def prompt(row):
         # Rows are read up to 256 ahead, so some are answered and others are being answered.
         if row["text"] == "row 300":
             child.kill()
@@ -296,7 +287,7 @@ def test_the_vectors_of_a_killed_lab_are_computed_by_another(lab, monkeypatch, t
     assert child.stdout is not None
     calls = [0]
 
-    async def kill() -> None:
+    async def kill():
         calls[0] += 1
         if calls[0] == 20:
             child.kill()
@@ -330,7 +321,7 @@ def test_labs_whose_embedders_have_the_same_name_and_other_weights_are_refused(t
 
 
 def test_a_lab_in_the_kernel_answers_rows_while_its_kernel_waits(lab, tmp_path):
-    async def share_with_a_kernel() -> Any:
+    async def share_with_a_kernel():
         async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="kernel") as kernel:
             await kernel.aload("echo")
             return lab.map(ROWS, "{text}", labs=[kernel])

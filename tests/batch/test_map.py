@@ -1,7 +1,5 @@
 """Test ``lab.map``: rows, templates, typed columns, errors in rows, the cache, and the ends of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import signal
@@ -9,15 +7,12 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pandas as pd
 import pydantic
 import pytest
 
-import lmx_lab
-from lmx_lab.backend import AnswerStream
 from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.errors import (
@@ -29,10 +24,8 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.notebook.remote import attach
-from lmx_lab.settings import Settings
-from lmx_lab.wire.chat import ChatRequest
 from tests.batch.stored import stored_answers
+from tests.support.labs import serving
 
 TRIP = {"city": str, "days": int, "far": bool, "kind": Literal["sea", "hills"]}
 WAIT_S = 60.0
@@ -40,22 +33,20 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
         yield lab
 
 
 class Sent:
     """Counts the requests of a lab, and how many run at the same time. ``before`` is called with each request."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.requests: list[ChatRequest] = []
+    def __init__(self, monkeypatch):
+        self.requests = []
         self.most_at_once = 0
         self._running = 0
         generate = LocalBackend.generate
 
-        async def counted(backend: LocalBackend, request: ChatRequest, *, batch: bool = False) -> AnswerStream:
+        async def counted(backend, request, *, batch=False):
             self.requests.append(request)
             self._running += 1
             self.most_at_once = max(self.most_at_once, self._running)
@@ -67,7 +58,7 @@ class Sent:
 
         monkeypatch.setattr(LocalBackend, "generate", counted)
 
-    async def before(self, count: int) -> None:
+    async def before(self, count):
         await asyncio.sleep(0)
 
 
@@ -105,7 +96,7 @@ def test_kinds_of_rows_and_prompts(lab):
 def test_an_iterable_gives_an_iterator_that_reads_a_limited_number_of_rows_ahead(lab):
     read = []
 
-    def rows() -> Iterator[dict[str, Any]]:
+    def rows():
         for number in range(10_000):
             read.append(number)
             yield {"n": number}
@@ -116,7 +107,7 @@ def test_an_iterable_gives_an_iterator_that_reads_a_limited_number_of_rows_ahead
     assert len(read) < 1000
     assert list(answers) == []
 
-    async def collect() -> list[str]:
+    async def collect():
         return [each["answer"] async for each in await lab.amap(iter(["a", None, "b"]), "{text}")]
 
     assert asyncio.run(collect()) == ["a", None, "b"]
@@ -205,7 +196,7 @@ def test_seeds_are_derived_and_each_row_has_n_answers(lab, sent):
 
 
 def test_requests_are_sent_as_the_engine_has_room_and_again_after_a_refusal(lab, sent):
-    async def before(count: int) -> None:
+    async def before(count):
         await asyncio.sleep(0)
         if count % 5 == 2:
             raise QueueFullError("full", retry_after_s=0.01)
@@ -262,7 +253,7 @@ def test_files_of_other_programs_are_refused_and_two_processes_may_share_one(lab
             lab.map(["a"], "{text}", cache=path)
     assert other.read_bytes() == before
 
-    async def share() -> None:
+    async def share():
         one, two = AnswerCache(tmp_path / "a.db"), AnswerCache(tmp_path / "a.db")
         caches = [one, two]
         await asyncio.gather(*(caches[at % 2].add(f"{at // 3}", "m", RowAnswer(text="x")) for at in range(30)))
@@ -279,7 +270,7 @@ def test_an_unloaded_model_ends_the_run_with_one_error_and_the_answers_are_kept(
     rows, path = [str(number) for number in range(50)], tmp_path / "a.db"
     unloads = []
 
-    async def before(count: int) -> None:
+    async def before(count):
         if count == 20 and not unloads:
             unloads.append(count)
             await lab.aunload()
@@ -299,7 +290,7 @@ def test_an_unloaded_model_ends_the_run_with_one_error_and_the_answers_are_kept(
 
 
 def test_an_interrupt_returns_the_answers_so_far(lab, sent):
-    async def before(count: int) -> None:
+    async def before(count):
         if count == 10:
             signal.raise_signal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else (
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -313,17 +304,6 @@ def test_an_interrupt_returns_the_answers_so_far(lab, sent):
     assert len(answers) == 20
     assert 0 < answers["answer"].notna().sum() < 10
     assert (answers["error"].notna() == answers["answer"].isna()).all()
-
-
-def test_an_attached_lab_does_the_same(lab, tmp_path):
-    with attach(lab.url) as far:
-        rows = ['{"days": 1}', "x"]
-        for _ in range(2):
-            answers = far.map(rows, "{text}", schema={"days": int}, cache=tmp_path / "a.db", n=2)
-            assert answers["days"].notna().all()
-            assert (answers["prompt_tokens"] > 0).all()
-        with pytest.raises(InvalidRequestError):
-            far.map(rows, "{text}", schema={"type": "object", "properties": {"a": {"type": "nothing"}}})
 
 
 KILLED = """

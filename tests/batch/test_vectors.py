@@ -1,12 +1,9 @@
 """Test ``lab.embed_frame`` and ``lab.search``: rows, errors, the cache, and rerankers."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import signal
 import threading
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,23 +11,16 @@ import pytest
 
 import lmx_lab
 from lmx_lab.batch.vectors import CHARACTERS_AT_ONCE, TEXTS_AT_ONCE, _requests, matrix_of, most_similar
-from lmx_lab.errors import (
-    BatchStoppedError,
-    EngineError,
-    InvalidRequestError,
-    NotLoadedError,
-    QueueFullError,
-)
+from lmx_lab.errors import BatchStoppedError, EngineError, InvalidRequestError, NotLoadedError, QueueFullError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings
-from lmx_lab.wire.embeddings import EmbeddingsBody
+from tests.support.labs import serving
 from tests.support.models import write_tiny_bert
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
         yield lab
 
 
@@ -40,7 +30,7 @@ def sent(monkeypatch):
     bodies = []
     embed = LocalBackend.embed
 
-    async def recorded(backend: LocalBackend, body: EmbeddingsBody) -> Any:
+    async def recorded(backend, body):
         bodies.append(body.input)
         return await embed(backend, body)
 
@@ -91,7 +81,7 @@ def test_texts_are_divided_into_requests_and_sent_again_to_a_full_server(lab, mo
     assert [len(each) for each in _requests(["x" * CHARACTERS_AT_ONCE, "y", "z"])] == [1, 2]
     embed, refused = LocalBackend.embed, []
 
-    async def full_at_first(backend: LocalBackend, body: EmbeddingsBody) -> Any:
+    async def full_at_first(backend, body):
         if not refused:
             refused.append(body)
             raise QueueFullError("full", retry_after_s=0.01)
@@ -106,7 +96,7 @@ def test_texts_are_divided_into_requests_and_sent_again_to_a_full_server(lab, mo
 def test_a_run_that_fails_keeps_its_vectors(lab, monkeypatch, error):
     embed = LocalBackend.embed
 
-    async def fail(backend: LocalBackend, body: EmbeddingsBody) -> Any:
+    async def fail(backend, body):
         if body.input == ["two"]:
             raise error
         return await embed(backend, body)
@@ -123,7 +113,7 @@ def test_a_run_that_fails_keeps_its_vectors(lab, monkeypatch, error):
 def test_an_interrupt_returns_the_vectors_so_far(lab, monkeypatch):
     embed = LocalBackend.embed
 
-    async def interrupted(backend: LocalBackend, body: EmbeddingsBody) -> Any:
+    async def interrupted(backend, body):
         if body.input[0] != "0":
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             await asyncio.Event().wait()
@@ -139,7 +129,7 @@ def test_an_interrupt_returns_the_vectors_so_far(lab, monkeypatch):
 def test_an_interrupted_search_is_marked(lab, monkeypatch):
     embed = LocalBackend.embed
 
-    async def interrupted(backend: LocalBackend, body: EmbeddingsBody) -> Any:
+    async def interrupted(backend, body):
         if "two" in body.input:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             await asyncio.Event().wait()

@@ -1,12 +1,9 @@
 """Tests of cases, sweeps and prompts."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from dataclasses import asdict
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +24,7 @@ from lmx_lab.bench.case import (
 )
 from lmx_lab.errors import InvalidRequestError
 
-SIZES: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 8}
+SIZES = {"prompt_tokens": 16, "output_tokens": 8}
 COLD = Case(prompt_tokens=200, output_tokens=8, concurrency=1)
 WARM = Case(prompt_tokens=200, output_tokens=8, cache="warm")
 

@@ -1,19 +1,14 @@
 """Every request of a case gives a sample, also with servers that fail in various ways."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 
 from lmx_lab.bench.case import Case, Poisson, prompt_hash
 from lmx_lab.bench.load_generator import MAX_FAILURES, CaseRun, Run, drive
-from lmx_lab.bench.sample import Chunk
 from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.errors import InvalidRequestError, UnreachableError
 from tests.support.model_server import (
@@ -21,7 +16,6 @@ from tests.support.model_server import (
     STALL,
     WORDS,
     Gate,
-    Script,
     Scripted,
     after_calibration,
     chunk,
@@ -33,7 +27,7 @@ from tests.support.model_server import (
 from tests.support.samples import collect
 
 pytestmark = pytest.mark.anyio
-CASE: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 4, "requests": 3, "warm_up": 0}
+CASE = {"prompt_tokens": 16, "output_tokens": 4, "requests": 3, "warm_up": 0}
 
 
 def case(**changes):
@@ -58,8 +52,6 @@ async def test_a_case_sends_its_warm_up_and_then_its_requests():
     for sample in samples:
         assert (sample.error, sample.model, sample.target) == (None, "scripted", server.url.removeprefix("http://"))
         assert (sample.output_tokens, sample.counted_by, sample.finish_reason) == (4, "usage", "length")
-        assert sample.ttft_ms is not None
-        assert sample.e2e_ms is not None
         assert 0 < sample.ttft_ms <= sample.e2e_ms
     assert [sample.started_at for sample in samples] == sorted(sample.started_at for sample in samples)
 
@@ -86,7 +78,7 @@ async def test_cold_prompts_begin_differently_in_all_runs():
 async def test_prompts_have_the_requested_length_as_counted_by_the_target(tokens_per_word, prompt_tokens):
     """The server counts 30 tokens for the template, and a token for each comma and full stop."""
 
-    def counting(body: dict[str, Any]) -> Script:
+    def counting(body):
         text = body["messages"][0]["content"]
         count = 30 + round(tokens_per_word * len(text.split())) + text.count(",") + text.count(".")
         return [token("a"), *ending("length", usage=(count, body["max_tokens"]))]
@@ -121,7 +113,7 @@ class Flickering(ChatTarget):
 
     requests = 0
 
-    async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+    async def ask(self, body):
         self.requests += body["max_tokens"] > 1
         if self.requests % 3:
             raise UnreachableError("nothing answers")
@@ -201,7 +193,6 @@ async def test_keep_alives_prevent_the_time_limit():
     with Scripted(after_calibration([*waits, *WORDS])) as server:
         samples = await run_case(server, requests=1, silence_s=2.0)
     assert codes(samples) == [None]
-    assert samples[0].ttft_ms is not None
     assert samples[0].ttft_ms > 2200
 
 
@@ -253,7 +244,7 @@ async def test_repeats_have_different_arrivals():
     drawn = []
 
     class Noted(Poisson):
-        def times_s(self, count: int, seed: int) -> tuple[float, ...]:
+        def times_s(self, count, seed):
             drawn.append(super().times_s(count, seed))
             return drawn[-1]
 
@@ -292,7 +283,7 @@ async def test_a_refused_user_waits_as_the_server_advises(monkeypatch):
     slept = []
     loop, real_sleep = asyncio.get_running_loop(), asyncio.sleep
 
-    async def sleep(seconds: float) -> None:
+    async def sleep(seconds):
         # Engines of other tests may be running on other loops.
         if asyncio.get_running_loop() is loop:
             slept.append(seconds)

@@ -1,21 +1,18 @@
 """Runs: turns of targets, progress, storage, interrupts."""
 
-from __future__ import annotations
-
 import errno
 import signal
 import threading
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmx_lab.bench import load
 from lmx_lab.bench.case import Case, Poisson, Sweep
 from lmx_lab.bench.runner import RunProgress, progress_text, run, samples
-from lmx_lab.bench.sample import COLUMNS, RequestSample
+from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
@@ -91,7 +88,7 @@ def test_an_unreachable_target_does_not_prevent_measuring_another():
 def test_progress_is_reported_on_the_callers_thread_up_to_the_total():
     reported = []
 
-    def watch(progress: RunProgress) -> None:
+    def watch(progress):
         reported.append((progress.done, progress.total, threading.current_thread()))
 
     with Scripted(WORDS) as server:
@@ -119,7 +116,7 @@ def test_a_line_of_progress_contains_the_error():
 
 
 def test_a_full_disk_stops_the_writing_but_not_the_run(tmp_path, monkeypatch):
-    def full(recorder: Recorder, taken: RequestSample) -> None:
+    def full(recorder, taken):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Recorder, "add", full)
@@ -145,7 +142,7 @@ def test_a_run_can_be_stored_and_loaded(tmp_path):
 
 
 def test_an_interrupt_returns_finished_requests_and_cancels_running_ones(tmp_path):
-    def interrupt(progress: RunProgress) -> None:
+    def interrupt(progress):
         if progress.done == 3:
             signal.raise_signal(signal.SIGINT)
 
@@ -178,7 +175,7 @@ def test_an_interrupt_in_the_middle_of_an_answer_closes_its_connection():
 
 
 def test_a_second_interrupt_raises(monkeypatch):
-    def twice(progress: RunProgress) -> None:
+    def twice(progress):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
@@ -188,10 +185,10 @@ def test_a_second_interrupt_raises(monkeypatch):
 
 def test_an_exception_in_a_target_is_raised_to_the_caller():
     class Broken(ChatTarget):
-        async def describe(self) -> TargetFacts:
+        async def describe(self):
             return TargetFacts()
 
-        def ask(self, body: Any) -> Any:
+        def ask(self, body):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -232,7 +229,7 @@ def test_intervals_of_two_runs_of_a_sweep_overlap(lab):
     case = Case(prompt_tokens=32, output_tokens=48, requests=8)
     target = EngineTarget(lab.engine)
 
-    def interval() -> Any:
+    def interval():
         table = run(target, [case] * 3)
         measured = table[~table["warm_up"]]
         return median_interval(measured["decode_tok_s"], groups=measured["repeat"])

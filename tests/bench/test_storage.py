@@ -1,7 +1,5 @@
 """Runs are loaded as they were stored, also after a crash."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,7 +7,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -88,7 +85,7 @@ def test_a_killed_run_has_all_added_samples(tmp_path):
 
 
 def test_a_run_that_ends_with_an_exception_is_stored(tmp_path):
-    def interrupted() -> None:
+    def interrupted():
         with Recorder(tmp_path, provenance=FACTS) as kept:
             kept.add(sample())
             raise KeyboardInterrupt
@@ -106,7 +103,7 @@ def edited(path, change):
 
 
 def test_unknown_fields_are_dropped_and_absent_ones_are_missing(tmp_path):
-    def change(lines: list[dict[str, Any]]) -> None:
+    def change(lines):
         lines[0] |= {"lmx_lab_bench": 2, "more": 1}
         lines[1]["joules"] = 3.5
         for name in ("ttft_ms", "warm_up", "counted_by", "threads"):
@@ -191,7 +188,7 @@ def test_only_the_owner_can_access_a_run(tmp_path):
 def test_a_disk_that_is_full_from_the_start_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
     make = os.open
 
-    def full(path: str, *rest: int) -> int:
+    def full(path, *rest):
         os.close(make(path, *rest))
         return make("/dev/full", os.O_WRONLY)
 

@@ -1,7 +1,5 @@
 """Start one JupyterLab and one Chromium for all browser tests, and check after each test that the console is empty."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 
@@ -66,7 +64,7 @@ def tab(window, jupyterlab, tabs):
 def another_tab(window, jupyterlab, tabs):
     """A function that opens another tab, for one test."""
 
-    def open_tab() -> Tab:
+    def open_tab():
         tabs.append(Tab(jupyterlab, window, f"tab-{len(tabs)}"))
         return tabs[-1]
 

@@ -1,13 +1,11 @@
 """Test the chat page of the server in Chromium: a conversation, hostile text, faults, and large conversations."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from lmx_lab.notebook import Lab
 from lmx_lab.panels.chat import from_json
@@ -56,7 +54,7 @@ def window(browser, *, expected="(?!)", **options):
     """
     problems = []
 
-    def check(page: Page) -> None:
+    def check(page):
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: problems.append(error.message))
         page.on("console", lambda it: problems.append(it.text) if it.type in ("error", "warning") else None)

@@ -1,7 +1,5 @@
 """Test the events panel in a browser, with the events of a scripted daemon."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -118,8 +116,8 @@ def test_rows_in_view_stay_while_others_arrive(events):
     box.hover()
     events.page.mouse.wheel(0, -26 * 500)
 
-    def in_the_middle() -> list[str]:
-        seen: list[str] = box.evaluate(VISIBLE)
+    def in_the_middle():
+        seen = box.evaluate(VISIBLE)
         return seen if len(seen) > 8 and all("number 04" in text for text in seen) else []
 
     read = events.wait(in_the_middle, "rows in the middle are there")

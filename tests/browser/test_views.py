@@ -35,8 +35,6 @@ def test_panels_have_titles_and_leave_no_cell_of_the_grid_empty(panels):
     assert box is not None
     for left, right in (("Models", "Metrics"), ("Chat", "Rerank")):
         one, other = places[left], places[right]
-        assert one is not None
-        assert other is not None
         assert (one["y"], one["height"]) == pytest.approx((other["y"], other["height"]), abs=1)
         assert one["width"] + other["width"] == pytest.approx(box["width"], abs=20)
     charts = [chart.bounding_box() for chart in panels.panel("Metrics").locator("figure").all()]

@@ -1,7 +1,5 @@
 """Tests of exit statuses, invalid arguments, interrupts and output that cannot be written; never with a traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -19,7 +17,7 @@ from lmx_lab.cli.event_printer import as_line_of_json
 from lmx_lab.cli.terminal import single_line
 from lmx_lab.errors import LabError
 from lmx_lab.wire.events import Envelope
-from tests.support.commands import CLOSED, WAIT_S, Running, environment, run_command
+from tests.support.commands import CLOSED, WAIT_S, environment, run_command
 
 COMMANDS = ("serve", "daemon", "chat", "events", "bench", "pull", "models", "doctor")
 PROGRAM = [sys.executable, "-m", "lmx_lab"]
@@ -196,7 +194,6 @@ def test_ctrl_c_during_the_import_of_typer_has_no_traceback(tmp_path):
     named = {**environment(tmp_path), "PYTHONPATH": str(tmp_path)}
     pipe = subprocess.PIPE
     with subprocess.Popen([*PROGRAM, "--help"], stdin=pipe, stdout=pipe, stderr=pipe, env=named) as process:
-        assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGINT)
@@ -212,7 +209,7 @@ def test_ctrl_c_during_the_imports_of_a_command_has_no_traceback(tmp_path, monke
             monkeypatch.delitem(sys.modules, module)
     reading, writing = os.pipe()
 
-    def interrupt(running: Running) -> None:
+    def interrupt(running):
         running.wait_for("importing")
         running.send_signal(signal.SIGINT)
 
@@ -264,7 +261,7 @@ def test_a_closed_pipe_prints_nothing(tmp_path, arguments):
 
 
 def test_an_os_error_is_one_line_and_a_traceback_only_on_request(monkeypatch, capsys):
-    def refused(_: object) -> None:
+    def refused(_):
         Path("/dev/null/model").read_bytes()
 
     monkeypatch.setattr(application, "app", refused)
@@ -327,7 +324,7 @@ def test_an_event_as_json_is_ascii_and_can_be_parsed():
 
 
 def test_control_characters_in_an_error_are_escaped(monkeypatch, capsys):
-    def fail(_: object) -> None:
+    def fail(_):
         raise LabError("gone\x1b[2J")
 
     monkeypatch.setattr(application, "app", fail)

@@ -1,7 +1,5 @@
 """Tests of ``lmx-lab bench``: output and exit status."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -14,7 +12,7 @@ from lmx_lab.bench import load
 from lmx_lab.bench.sample import COLUMNS, frame
 from lmx_lab.cli import bench_tables
 from lmx_lab.cli.app import run
-from tests.support.commands import Running, run_command
+from tests.support.commands import run_command
 from tests.support.labs import serving
 from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, refuses, token
 from tests.support.samples import run_of, sample
@@ -187,7 +185,7 @@ def test_a_lab_that_loads_models_on_demand_is_measured(home, capsys):
 def test_ctrl_c_prints_the_results_so_far(tmp_path):
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server:
 
-        def interrupt(command: Running) -> None:
+        def interrupt(command):
             until(lambda: len(server.bodies) == 5)
             command.send_signal(signal.SIGINT)
 

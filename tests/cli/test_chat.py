@@ -1,7 +1,5 @@
 """Tests of ``lmx-lab chat``: with a daemon in this process, and without one."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from lmx_lab.client import DaemonClient
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
-from tests.support.commands import Running, run_command
+from tests.support.commands import run_command
 from tests.support.model_server import STALL, Gate, calls, refuses, says, token
 
 UNUSED_PORT = 9
@@ -168,7 +166,7 @@ def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path, daemon, upstream
     gate = Gate()
     upstream.then([token("Hel"), gate, token("lo"), STALL])
 
-    def leave(chat: Running) -> None:
+    def leave(chat):
         chat.wait_for("Hel")
         chat.close_output()
         gate.open()
@@ -182,7 +180,7 @@ def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path, daemon, upstream
 def test_a_chat_reports_that_its_turn_waits(tmp_path, daemon, upstream):
     upstream.then([token("Hel"), STALL])
 
-    def interrupt(terminal: Running) -> None:
+    def interrupt(terminal):
         terminal.wait_for("1 earlier turn")
         terminal.send_signal(signal.SIGINT)
 
@@ -195,7 +193,7 @@ def test_a_chat_reports_that_its_turn_waits(tmp_path, daemon, upstream):
 def test_an_interactive_chat_asks_before_a_tool_runs(tmp_path, ran, upstream):
     upstream.then(calls(("note", {"text": "b"})), says("Done."), says("Bye."))
 
-    def converse(terminal: Running) -> None:
+    def converse(terminal):
         terminal.wait_for("> ")
         terminal.type("write it\n")
         assert "note(text='b')" in terminal.wait_for("Allow it?")
@@ -217,7 +215,7 @@ def test_neither_text_typed_before_nor_the_end_of_the_input_allows_a_tool(tmp_pa
     gate = Gate()
     upstream.then([token("Well"), gate, *calls(("note", {"a)\nAllow b(": "b"}))], says("Done."))
 
-    def answer_nothing(terminal: Running) -> None:
+    def answer_nothing(terminal):
         terminal.wait_for("Well")
         terminal.type("y\n")
         terminal.wait_for("y\r\n")
@@ -235,7 +233,7 @@ def test_neither_text_typed_before_nor_the_end_of_the_input_allows_a_tool(tmp_pa
 def test_a_question_about_a_tool_is_visible_if_the_answer_goes_to_a_file(tmp_path, ran, upstream):
     upstream.then(calls(("note", {"text": "b"})), says("Done."))
 
-    def allow(terminal: Running) -> None:
+    def allow(terminal):
         terminal.wait_for("Allow it?")
         terminal.type("y\n")
 
@@ -256,7 +254,7 @@ def test_a_named_model_answers_one_question_or_several(tmp_path):
     assert "in this process" in done.stderr
     assert "first token" in done.stderr
 
-    def converse(terminal: Running) -> None:
+    def converse(terminal):
         for question in ("one", "two"):
             terminal.wait_for("> ")
             terminal.type(f"{question}\n")

@@ -1,7 +1,5 @@
 """Tests of the helper for the tests of commands: a command does not change the process that it runs in."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.cli import app as application
-from tests.support.commands import SIGNALS, Running, run_command
+from tests.support.commands import SIGNALS, run_command
 
 
 def state():
@@ -24,7 +22,7 @@ def state():
 
 
 def test_a_command_leaves_the_process_as_it_was(tmp_path, monkeypatch):
-    def change(_: object) -> None:
+    def change(_):
         os.environ["LMX_LAB_PORT"] = "1"
         os.chdir("/")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -40,7 +38,7 @@ def test_a_command_leaves_the_process_as_it_was(tmp_path, monkeypatch):
 
 
 def test_a_failure_of_the_test_thread_ends_the_command(tmp_path):
-    def fail(server: Running) -> None:
+    def fail(server):
         server.wait_for("ready at")
         raise ValueError("failed")
 
@@ -51,13 +49,13 @@ def test_a_failure_of_the_test_thread_ends_the_command(tmp_path):
 
 
 def test_a_signal_that_a_command_does_not_handle_ends_it(tmp_path, monkeypatch):
-    def wait(_: object) -> None:
+    def wait(_):
         print("waiting", flush=True)
         pause = threading.Event()
         while True:
             pause.wait(0.01)
 
-    def end(running: Running) -> None:
+    def end(running):
         running.wait_for("waiting")
         running.send_signal(signal.SIGTERM)
 

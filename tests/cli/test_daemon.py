@@ -1,7 +1,5 @@
 """Tests of ``lmx-lab daemon``: output, MCP servers of a file, and signals."""
 
-from __future__ import annotations
-
 import _thread
 import json
 import signal
@@ -11,7 +9,7 @@ import pytest
 
 from lmx_lab.cli import daemon
 from lmx_lab.daemon.daemon import Daemon
-from tests.support.commands import WAIT_S, Running, run_command, status
+from tests.support.commands import WAIT_S, run_command, status
 
 MCP = {"mcpServers": {"none": {"command": "/no/such/program", "args": ["a b"], "env": {"KEY": "hidden-value"}}}}
 QUESTION = "Add them?"
@@ -40,7 +38,7 @@ def stop_when_ready(running):
     ids=["yes", "no", "end"],
 )
 def test_servers_of_a_file_are_added_only_after_a_yes(tmp_path, arguments, typed, added):
-    def answer(terminal: Running) -> None:
+    def answer(terminal):
         assert "/no/such/program 'a b'" in terminal.wait_for(QUESTION)
         terminal.type(typed)
         assert ("added none" in terminal.wait_for("The daemon is ready")) == added
@@ -55,11 +53,11 @@ def test_a_signal_that_does_not_interrupt_the_wait_stops_the_daemon(tmp_path, mo
     waits = threading.Semaphore(0)
     wait = Daemon.wait
 
-    def counted_wait(running: Daemon, timeout_s: float | None = None) -> bool:
+    def counted_wait(running, timeout_s=None):
         waits.release()
         return wait(running, timeout_s)
 
-    def stop(running: Running) -> None:
+    def stop(running):
         for _ in range(2):
             assert waits.acquire(timeout=WAIT_S), "the main thread does not wake up"
         _thread.interrupt_main(signal.SIGTERM)
@@ -69,7 +67,7 @@ def test_a_signal_that_does_not_interrupt_the_wait_stops_the_daemon(tmp_path, mo
 
 
 def test_ctrl_c_at_the_confirmation_starts_nothing(tmp_path, arguments, monkeypatch):
-    def interrupted(prompt: str) -> str:
+    def interrupted(prompt):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(daemon, "is_interactive", lambda: True)
@@ -107,7 +105,7 @@ def test_an_invalid_entry_does_not_affect_the_others(tmp_path):
 
 
 def test_closing_the_terminal_stops_the_daemon_properly(tmp_path):
-    def hang_up(running: Running) -> None:
+    def hang_up(running):
         running.wait_for("state.json")
         running.send_signal(signal.SIGHUP)
 
@@ -135,7 +133,7 @@ def test_servers_are_added_once(tmp_path, arguments):
 def test_a_daemon_that_other_machines_can_reach_says_so(tmp_path):
     tokens = []
 
-    def look(running: Running) -> None:
+    def look(running):
         running.wait_for("other machines can reach it on 0.0.0.0")
         running.wait_for("unencrypted")
         state = json.loads((tmp_path / "daemon" / "state.json").read_text())

@@ -1,7 +1,5 @@
 """Tests of ``lmx-lab events``, with a daemon in this process."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -9,7 +7,7 @@ import signal
 import pytest
 
 from lmx_lab.client import DaemonClient
-from tests.support.commands import Running, run_command
+from tests.support.commands import run_command
 from tests.support.daemons import serving, settled, write_tokens
 
 
@@ -65,7 +63,7 @@ def test_an_unknown_type_is_an_error(tmp_path, daemon):
 
 @pytest.mark.slow
 def test_following_continues_over_a_restart(tmp_path):
-    def restart(following: Running) -> None:
+    def restart(following):
         make_session(first, "first")
         following.wait_for("first")
         # The first events are read from the log, before the command subscribes to new ones.
@@ -95,7 +93,7 @@ def test_a_reader_that_closes_the_pipe_causes_no_error_message(tmp_path, daemon)
     write_tokens(daemon, 1000)
     lines = []
 
-    def read_one_line(events: Running) -> None:
+    def read_one_line(events):
         lines.append(events.wait_for("\n"))
         events.close_output()
 

@@ -1,7 +1,5 @@
 """Tests of ``lmx-lab load``, ``lmx-lab unload`` and ``lmx-lab discover`` with running labs."""
 
-from __future__ import annotations
-
 import secrets
 import signal
 from contextlib import ExitStack, closing
@@ -10,7 +8,7 @@ import pytest
 
 from lmx_lab.notebook import discovery
 from tests.support.asking import ENDLESS
-from tests.support.commands import Running, run_command
+from tests.support.commands import run_command
 from tests.support.labs import PACE, serving
 from tests.support.waiting import until
 
@@ -47,11 +45,11 @@ def test_a_model_is_unloaded_and_loaded(lab):
 
 @pytest.mark.slow
 def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab):
-    def interrupt(running: Running) -> None:
+    def interrupt(running):
         running.wait_for("echo: unloading, 1 answer left (")
         running.send_signal(signal.SIGINT)
 
-    def stop_answer(running: Running) -> None:
+    def stop_answer(running):
         until(lambda: "no time limit" in str(lab.engine.snapshot.unloading))
         stream.close()
 

@@ -1,7 +1,5 @@
 """Tests of signals, which end ``lmx-lab serve`` and ``lmx-lab daemon`` in a few seconds, and of freed memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -67,14 +65,14 @@ def hanging(home, code, *arguments):
 class Request:
     """A request whose response is read only on demand."""
 
-    def __init__(self, port: int, method: str, path: str, body: object = None) -> None:
+    def __init__(self, port, method, path, body=None):
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
         self._socket = socket.create_connection(("127.0.0.1", port), WAIT_S)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         self._socket.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
-    def until(self, text: bytes, wait_s: float = WAIT_S) -> None:
+    def until(self, text, wait_s=WAIT_S):
         self._socket.settimeout(wait_s)
         seen = b""
         while text not in seen:
@@ -82,14 +80,14 @@ class Request:
             assert piece, seen
             seen += piece
 
-    def rest(self) -> bytes:
+    def rest(self):
         pieces = []
         with contextlib.suppress(ConnectionError):
             while piece := self._socket.recv(65536):
                 pieces.append(piece)
         return b"".join(pieces)
 
-    def close(self) -> None:
+    def close(self):
         self._socket.close()
 
 
@@ -98,7 +96,7 @@ def ask():
     requests = []
 
     class KeptRequest(Request):
-        def __init__(self, *args: object, **options: object) -> None:
+        def __init__(self, *args, **options):
             super().__init__(*args, **options)
             requests.append(self)
 
@@ -114,7 +112,6 @@ def stop(server, number):
 
 
 def wait(server):
-    assert server.process.stderr is not None
     return server.process.wait(END_S), server.process.stderr.read()
 
 

@@ -1,7 +1,5 @@
 """Tests of ``lmx-lab serve``: output, options and signals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -11,7 +9,7 @@ import socket
 import pytest
 
 from lmx_lab.urls import qr_half_blocks
-from tests.support.commands import Running, request, run_command, serving, status
+from tests.support.commands import request, run_command, serving, status
 
 CHAT = "/v1/chat/completions"
 
@@ -22,7 +20,7 @@ def chat(model, text, **more):
 
 @pytest.mark.slow
 def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path):
-    def interrupt(server: Running) -> None:
+    def interrupt(server):
         with request(server.port, "POST", CHAT, chat("echo", "word " * 20, stream=True)) as response:
             assert response.readline().startswith(b"data:")
             server.send_signal(signal.SIGINT)
@@ -38,7 +36,7 @@ def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path):
 
 @pytest.mark.slow
 def test_each_request_is_one_line_unless_quiet(tmp_path):
-    def ask(server: Running) -> None:
+    def ask(server):
         for body in (chat("echo", "three words here"), chat("nothing", "hi"), {"model": "echo"}):
             with request(server.port, "POST", CHAT, body) as response:
                 response.read()
@@ -75,7 +73,7 @@ def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home):
 
 
 def test_sigterm_during_a_load_ends_with_zero(starter_home):
-    def stop(server: Running) -> None:
+    def stop(server):
         server.wait_for("loading smollm2-135m")
         server.send_signal(signal.SIGTERM)
 
@@ -86,7 +84,7 @@ def test_sigterm_during_a_load_ends_with_zero(starter_home):
 def test_a_server_for_the_lan_prints_its_addresses(tmp_path):
     from lmx_lab.notebook.addresses import lan_addresses
 
-    def look(server: Running) -> None:
+    def look(server):
         server.wait_for("no model is loaded yet")
         assert all(f"on the LAN at http://{address}:{server.port}\n" in server.output for address in lan_addresses())
         assert status(server.port, "/healthz") == 200
@@ -100,7 +98,7 @@ def test_a_server_for_the_lan_prints_its_addresses(tmp_path):
 def test_a_terminal_shows_the_qr_code_of_the_chat_page(tmp_path, monkeypatch):
     monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5"])
 
-    def look(server: Running) -> None:
+    def look(server):
         server.wait_for("the chat page for phones:\r\n")
         code = qr_half_blocks(f"http://192.0.2.5:{server.port}").splitlines()
         assert server.wait_for("no model is loaded yet").splitlines() == code
@@ -125,7 +123,7 @@ def test_a_taken_port_that_was_requested_is_one_line_and_exit_status_one(tmp_pat
 
 
 def test_a_taken_default_port_is_replaced_by_the_next_free_one(tmp_path):
-    def look(server: Running) -> None:
+    def look(server):
         server.wait_for("port 8400 is in use")
         assert server.port > 8400
         assert status(server.port, "/healthz") == 200
@@ -140,7 +138,7 @@ def test_a_taken_default_port_is_replaced_by_the_next_free_one(tmp_path):
 
 
 def test_a_key_and_an_origin_are_checked(tmp_path):
-    def ask(server: Running) -> None:
+    def ask(server):
         port = server.port
         assert status(port, "/v1/models") == 401
         assert status(port, "/v1/models", authorization="Bearer secret") == 200
@@ -166,7 +164,7 @@ def test_a_model_that_the_chosen_engine_does_not_run_ends_the_start(tmp_path):
 
 
 def test_with_swap_the_server_loads_the_model_that_a_request_names(tiny_home):
-    def ask(server: Running) -> None:
+    def ask(server):
         with request(server.port, "POST", CHAT, chat("tiny", "hi", max_tokens=2)) as response:
             assert (response.status, json.load(response)["model"]) == (200, "tiny")
         server.send_signal(signal.SIGTERM)

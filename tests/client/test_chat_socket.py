@@ -1,7 +1,5 @@
 """Tests of chat over a WebSocket: it returns the same chunks as server-sent events, and frees slots alike."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc

@@ -70,7 +70,6 @@ def test_a_state_with_invalid_values_is_refused(tmp_path, changes):
     write_state(tmp_path, **changes)
     with pytest.raises(UnreachableError, match="not a valid state file") as caught:
         Credentials.from_home(tmp_path)
-    assert caught.value.__traceback__ is not None
     frames = caught.value.__traceback__.tb_next  # the variables of the test contain the token
     shown = traceback.TracebackException(type(caught.value), caught.value, frames, capture_locals=True)
     assert TOKEN not in "".join(shown.format())

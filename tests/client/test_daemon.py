@@ -1,13 +1,10 @@
 """Tests of the daemon's async client against a real daemon, and against other servers at its address."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
 
 import httpx2
 import pytest
@@ -65,17 +62,17 @@ async def client(daemon, home):
 class Recorded(httpx2.AsyncBaseTransport):
     """A transport over the network that records requests."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._network = httpx2.AsyncHTTPTransport()
-        self.requests: list[tuple[str, str | None]] = []
+        self.requests = []
         """Path and authorization header of each request."""
         self.closings = 0
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+    async def handle_async_request(self, request):
         self.requests.append((request.url.path, request.headers.get("authorization")))
         return await self._network.handle_async_request(request)
 
-    async def aclose(self) -> None:
+    async def aclose(self):
         self.closings += 1
         await self._network.aclose()
 
@@ -381,7 +378,6 @@ async def test_another_server_after_a_lost_connection_does_not_get_the_token(tmp
 
 def traceback_with_variables(error):
     """The traceback with the values of all variables, except those of the test."""
-    assert error.__traceback__ is not None
     frames = error.__traceback__.tb_next
     return "".join(traceback.TracebackException(type(error), error, frames, capture_locals=True).format())
 
@@ -456,7 +452,7 @@ async def test_a_new_address_is_checked_as_well(tmp_path):
 async def test_a_request_that_may_have_been_executed_is_not_repeated_at_another_address(tmp_path):
     with answering(health("dmn_2")) as second:
 
-        def restart_meanwhile() -> Iterator[bytes]:
+        def restart_meanwhile():
             write_state(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
             yield b""
 

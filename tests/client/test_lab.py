@@ -1,7 +1,5 @@
 """Tests of the inference server's async client against a real server, and against servers that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc
@@ -19,14 +17,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
 from lmx_lab.client.connection import SHORT_BYTES
-from lmx_lab.client.lab import (
-    MAX_COMPONENTS,
-    Include,
-    KnownEvent,
-    lab_event,
-    max_embeddings_bytes,
-    max_rerank_bytes,
-)
+from lmx_lab.client.lab import MAX_COMPONENTS, Include, KnownEvent, lab_event, max_embeddings_bytes, max_rerank_bytes
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.server.events import EXTRAS
 from lmx_lab.server.openapi import EVENTS
@@ -98,7 +89,6 @@ async def test_a_complete_answer_equals_its_chunks(client):
     chunks = [part async for part in client.stream(hello(stream_options={"include_usage": True}))]
     texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
     assert "".join(texts) == answer.choices[0].message.content
-    assert chunks[-1].usage is not None
     assert (chunks[-1].usage.completion_tokens, answer.usage.completion_tokens) == (8, 8)
     assert chunks[-2].timings is not None
 
@@ -230,7 +220,7 @@ async def test_a_dropped_stream_frees_the_slot(lab, client):
 
 @pytest.mark.parametrize("way", ["chat", "stream"])
 async def test_a_cancelled_request_frees_the_slot(lab, client, way):
-    async def ask() -> None:
+    async def ask():
         if way == "chat":
             await client.chat(hello(**ENDLESS))
         else:
@@ -468,7 +458,7 @@ async def test_an_address_without_a_server_is_reported():
 
 
 async def test_a_silent_server_is_an_error_after_the_time_limit():
-    def slow(request: httpx2.Request) -> httpx2.Response:
+    def slow(request):
         raise httpx2.ReadTimeout("", request=request)
 
     async with AsyncLabClient("http://h", transport=httpx2.MockTransport(slow), timeout_s=5) as client:
@@ -479,7 +469,7 @@ async def test_a_silent_server_is_an_error_after_the_time_limit():
 async def test_only_generations_have_no_time_limit():
     limits = []
 
-    def note(request: httpx2.Request) -> httpx2.Response:
+    def note(request):
         limits.append(request.extensions["timeout"])
         return httpx2.Response(200, headers={"x-lmx-lab": "0"})
 

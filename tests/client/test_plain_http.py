@@ -1,7 +1,5 @@
 """Tests of the transport for servers of this machine: which connections are used again, and its errors."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager
 
@@ -17,13 +15,13 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"
 class _Server:
     """Sends the same bytes for each request, and closes no connection."""
 
-    def __init__(self, answer: bytes) -> None:
+    def __init__(self, answer):
         self.answer = answer
         self.connections = 0
-        self.requests: list[bytes] = []
+        self.requests = []
         self.url = ""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader, writer):
         self.connections += 1
         try:
             while True:

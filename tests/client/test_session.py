@@ -1,7 +1,5 @@
 """Turns through the client, with a real daemon whose model is scripted."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides, TurnRecord
 from tests.support.daemons import UPSTREAM as UNREACHABLE
 from tests.support.daemons import serving
-from tests.support.model_server import STALL, Gate, Made, Scripted, Scripts, calls, refuses, says, thought, token
+from tests.support.model_server import STALL, Gate, Scripted, calls, refuses, says, thought, token
 from tests.support.sockets import Proxy, Through
 
 pytestmark = pytest.mark.anyio
@@ -63,15 +61,15 @@ def _short_delays(monkeypatch):
 class Model:
     """Answers with the scripts of the current test."""
 
-    def __init__(self) -> None:
-        self._scripts: tuple[Scripts, ...] = ()
-        self.bodies: list[dict[str, Any]] = []
+    def __init__(self):
+        self._scripts = ()
+        self.bodies = []
 
-    def play(self, *scripts: Scripts) -> None:
+    def play(self, *scripts):
         self._scripts = scripts
         self.bodies = []
 
-    def __call__(self, body: dict[str, Any]) -> Made:
+    def __call__(self, body):
         script = self._scripts[min(len(self.bodies), len(self._scripts) - 1)]
         self.bodies.append(body)
         return script(body) if callable(script) else script
@@ -80,10 +78,10 @@ class Model:
 class Place:
     """A daemon with two tools, of which ``add`` needs no permission."""
 
-    def __init__(self, model: Model, daemon: Daemon) -> None:
+    def __init__(self, model, daemon):
         self.model = model
         self.daemon = daemon
-        self.written: list[str] = []
+        self.written = []
         """Arguments of the calls of ``write``."""
         daemon.tool(self.add, read_only=True)
         daemon.tool(self.write)
@@ -119,7 +117,7 @@ class Here:
     session: AsyncSession
     written: list[str]
 
-    async def delete_expired(self) -> None:
+    async def delete_expired(self):
         """Delete everything that retention can delete."""
         services = self.daemon.services
         await asyncio.to_thread(self.daemon.run, delete_expired(services.store, services.log, Limits(), now_s=FAR))
@@ -444,17 +442,17 @@ async def test_a_policy_is_cancelled_when_another_client_decides(place):
 class Slow(httpx2.AsyncBaseTransport):
     """A transport that delays submits before they are sent."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._network = httpx2.AsyncHTTPTransport()
         self.sent, self.go_on = asyncio.Event(), asyncio.Event()
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+    async def handle_async_request(self, request):
         if request.url.path.endswith("/turns"):
             self.sent.set()
             await self.go_on.wait()
         return await self._network.handle_async_request(request)
 
-    async def aclose(self) -> None:
+    async def aclose(self):
         await self._network.aclose()
 
 
@@ -463,7 +461,7 @@ class Deaf(Slow):
 
     lost = 0
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+    async def handle_async_request(self, request):
         response = await self._network.handle_async_request(request)
         if request.url.path.endswith("/turns") and self.lost < 4:
             self.lost += 1
@@ -475,7 +473,7 @@ class Deaf(Slow):
 class Old(Slow):
     """A proxy that does not support WebSockets."""
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+    async def handle_async_request(self, request):
         if "upgrade" in request.headers:
             return httpx2.Response(404, headers={"content-type": "text/html"}, content=b"<html>", request=request)
         return await self._network.handle_async_request(request)
@@ -484,14 +482,14 @@ class Old(Slow):
 class Late(Slow):
     """A transport that, once ``is_late``, opens a second WebSocket long after the turn's record was read, or never."""
 
-    def __init__(self, *, opens: bool) -> None:
+    def __init__(self, *, opens):
         super().__init__()
         self._opens = opens
         self.is_late = False
         self._sockets = 0
         self._looked = asyncio.Event()
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+    async def handle_async_request(self, request):
         if request.method == "GET" and request.url.path.endswith("/turns/t1"):
             self._looked.set()
         if self.is_late and "upgrade" in request.headers:

@@ -1,7 +1,5 @@
 """Tests of subscriptions against servers, proxies and clocks that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import asynccontextmanager
@@ -11,12 +9,7 @@ import pytest
 from lmx_lab.client import subscription
 from lmx_lab.client.cursors import Cursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.daemon_events import (
-    ResetFrame,
-    SnapshotFrame,
-    TurnTokenEvent,
-    UnknownEvent,
-)
+from lmx_lab.client.daemon_events import ResetFrame, SnapshotFrame, TurnTokenEvent, UnknownEvent
 from lmx_lab.client.subscription import ConnectionState, Subscription
 from lmx_lab.errors import (
     ConnectionLostError,
@@ -179,7 +172,7 @@ async def test_implausible_heartbeat_intervals_are_ignored(heartbeat_s):
 
 
 async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatch):
-    def fail(*args: object) -> None:
+    def fail(*args):
         raise ZeroDivisionError
 
     monkeypatch.setattr("lmx_lab.client.subscription.EventPosition.process", fail)
@@ -378,10 +371,10 @@ async def test_a_connection_with_an_event_resets_the_delays():
 class Clock:
     """A wall clock that a test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ahead_s = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return asyncio.get_running_loop().time() + self.ahead_s
 
 
@@ -418,7 +411,7 @@ async def test_setting_the_clock_back_has_no_effect(monkeypatch):
     clock = Clock()
     checked = asyncio.Event()
 
-    def wall() -> float:
+    def wall():
         if clock.ahead_s:
             checked.set()
         return clock()
@@ -510,7 +503,7 @@ async def test_a_subscription_can_be_closed_before_it_starts():
 async def test_an_event_counts_as_read_when_the_next_one_is_requested():
     store = MemoryCursor()
 
-    async def read() -> None:
+    async def read():
         async with subscribed(server, after=3, cursor=store) as events:
             async for found in events:
                 if found.seq == 5:

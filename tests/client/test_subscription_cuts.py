@@ -1,17 +1,14 @@
 """Events and turns of the client while connections are cut, and while the daemon is killed and restarted."""
 
-from __future__ import annotations
-
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from lmx_lab.client import subscription
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.daemon_events import DaemonEvent, TurnDoneEvent, TurnErrorEvent, TurnTokenEvent
+from lmx_lab.client.daemon_events import TurnDoneEvent, TurnErrorEvent, TurnTokenEvent
 from lmx_lab.errors import DaemonRestartedError
 from tests.support.daemons import Program
 from tests.support.model_server import Scripted, counted
@@ -42,14 +39,14 @@ def _short_delays(monkeypatch):
 class Seen:
     """Collects all events of a daemon through a subscription."""
 
-    def __init__(self, client: AsyncDaemonClient) -> None:
-        self.events: list[DaemonEvent] = []
+    def __init__(self, client):
+        self.events = []
         self.subscription = client.events(after=0)
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def following(self) -> AsyncIterator[None]:
-        async def follow() -> None:
+    async def following(self):
+        async def follow():
             async for event in self.subscription:
                 async with self._changed:
                     self.events.append(event)
@@ -60,25 +57,25 @@ class Seen:
             yield
         await task
 
-    async def live(self) -> None:
+    async def live(self):
         """Wait until all events of the log were received."""
         async for state in self.subscription.states():
             if state.state == "live":
                 return
 
-    async def until(self, seq: int) -> None:
+    async def until(self, seq):
         await self._until(lambda: any((event.seq or 0) >= seq for event in self.events))
 
-    async def more(self, kind: str, count: int) -> None:
+    async def more(self, kind, count):
         """Wait until ``count`` more events of this kind were received."""
 
-        def there() -> int:
+        def there():
             return sum(event.event == kind for event in self.events)
 
         wanted = there() + count
         await self._until(lambda: there() >= wanted)
 
-    async def _until(self, true: Callable[[], bool]) -> None:
+    async def _until(self, true):
         async with self._changed, asyncio.timeout(WAIT_S):
             await self._changed.wait_for(true)
 
@@ -99,11 +96,11 @@ async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program):
     chance = random.Random(8)
     cuts, streamed = 0, dict[str, list[str]]()
 
-    def note(event: DaemonEvent) -> None:
+    def note(event):
         if isinstance(event, TurnTokenEvent):
             streamed.setdefault(str(event.turn_id), []).append(event.data.text)
 
-    async def cut() -> None:
+    async def cut():
         nonlocal cuts
         while cuts < CUTS:
             # At different moments of a connection, sometimes within a frame. Half of the cuts wait until a client is

@@ -1,7 +1,5 @@
 """Contract of figures: values are inside the limits and visible, texts are complete, and no renderer is missing."""
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools
@@ -9,8 +7,6 @@ import math
 import re
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -229,7 +225,7 @@ def test_lines_of_a_chart_differ_without_their_colours_and_others_are_refused():
 
 
 def test_lines_and_bars_of_a_plot_have_their_own_styles_and_more_are_refused():
-    def samples(count: int, *users: int) -> list[Any]:
+    def samples(count, *users):
         return [one for at in range(count) for each in users for one in run_of([1.0], target=f"{at}", concurrency=each)]
 
     (lines,) = by_concurrency(samples(MAX_LINES, 1, 2), metrics=("ttft_ms",)).axes
@@ -269,7 +265,7 @@ def test_figures_need_neither_pyplot_nor_another_host():
 def test_every_function_that_makes_a_figure_is_drawn_by_a_renderer():
     called = set()
 
-    def record(frame: FrameType, event: str, arg: Any) -> None:
+    def record(frame, event, arg):
         if event == "call":
             called.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
@@ -292,7 +288,7 @@ def test_every_function_that_makes_a_figure_is_drawn_by_a_renderer():
 def figure_functions(path):
     """Return the public functions of a file that return a figure, or whose text contains the start of an SVG."""
 
-    def walk(node: ast.AST, prefix: str = "") -> list[str]:
+    def walk(node, prefix=""):
         names = []
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):

@@ -1,7 +1,5 @@
 """Test tables of pandas, polars and pyarrow: results are tables of the same library with types that do not vary."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +11,11 @@ import polars
 import pyarrow
 import pytest
 
-import lmx_lab
 from lmx_lab.bench import compare, frame, summary
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.experiments import Experiments
 from lmx_lab.results.frames import make_table
-from lmx_lab.settings import Settings
+from tests.support.labs import serving
 from tests.support.samples import EVALUATION, run_of
 
 pytestmark = pytest.mark.slow
@@ -61,9 +58,7 @@ every_library = pytest.mark.parametrize("library", [PANDAS, POLARS, PYARROW], id
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
         yield lab
 
 
@@ -176,7 +171,7 @@ def test_tables_that_are_not_computed_and_duplicate_columns_are_refused(lab):
 # --- tables that are always those of pandas
 
 FULL = run_of([1.0, 2.0], cached_tokens=LARGE, threads=None)
-TABLES: Mapping[str, Callable[[bool], pd.DataFrame]] = {
+TABLES = {
     "requests of bench": lambda full: frame(FULL if full else []),
     "summary of bench": lambda full: summary(FULL if full else []),
     "comparison of bench": lambda full: compare(FULL, FULL, metrics=("ttft_ms",) if full else ()),

@@ -1,9 +1,6 @@
 """Tests with at least one valid request to each route, since generated requests are seldom valid."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import pytest
 
@@ -14,8 +11,8 @@ from tests.support.mcp import COUNTING
 
 pytestmark = pytest.mark.slow
 HELLO = [{"role": "user", "content": "hello"}]
-CHAT: dict[str, Any] = {"model": "echo", "messages": HELLO, "max_tokens": 8}
-PLAIN: dict[str, Any] = {"model": "echo", "prompt": ["the sea", "a house"], "max_tokens": 8}
+CHAT = {"model": "echo", "messages": HELLO, "max_tokens": 8}
+PLAIN = {"model": "echo", "prompt": ["the sea", "a house"], "max_tokens": 8}
 TEXTS = ["a cat", "a dog"]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 

@@ -1,7 +1,5 @@
 """Access to the daemon over HTTP and WebSocket, and where its token must not appear."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -128,7 +126,7 @@ async def test_the_token_is_in_no_log_repr_or_answer(daemon, caplog):
     seen = []
 
     class Everything(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             seen.append(self.format(record) + repr(record.args) + str(record.msg))
 
     handler, logger = Everything(), logging.getLogger("uvicorn.error")

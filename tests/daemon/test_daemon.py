@@ -1,7 +1,5 @@
 """Starting and stopping the daemon: one in a home, and nothing is left behind however it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -60,7 +57,7 @@ def check_nothing_left(home):
 def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(tmp_path, monkeypatch):
     """On a full disk, neither the state file nor the last lines of the log can be written."""
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     daemon = new(tmp_path)
@@ -112,7 +109,6 @@ def test_a_start_publishes_the_address_and_a_stop_leaves_nothing_behind(tmp_path
     daemon.start()
     daemon.start()
     state = read_state(tmp_path / "daemon")
-    assert state is not None
     assert (state.url, state.token, state.daemon_id, state.pid) == (
         daemon.url,
         daemon.token,
@@ -156,7 +152,6 @@ def test_a_second_daemon_in_a_home_is_refused_with_the_address_of_the_first(tmp_
         with client(first) as http:
             assert http.get("/v3/daemon").status_code == 200
         state = read_state(tmp_path / "daemon")
-        assert state is not None
         assert state.daemon_id == first.daemon_id
 
 
@@ -360,7 +355,7 @@ print(daemon.running, (daemon.folder / "state.json").exists())
 class Program:
     """A process of ``lmx-lab daemon`` and its output."""
 
-    def __init__(self, home: Path, *arguments: str) -> None:
+    def __init__(self, home, *arguments):
         command = [sys.executable, "-m", "lmx_lab", "daemon", "--port", "0", *arguments]
         environment = {**os.environ, "LMX_LAB_HOME": str(home), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
@@ -368,7 +363,7 @@ class Program:
         )
         self.output = ""
 
-    def wait_for(self, text: str) -> str:
+    def wait_for(self, text):
         assert self.process.stdout is not None
         while text not in self.output:
             line = self.process.stdout.readline()
@@ -376,7 +371,7 @@ class Program:
             self.output += line
         return self.output
 
-    def finish(self) -> tuple[int, str, str]:
+    def finish(self):
         out, err = self.process.communicate(timeout=60)
         return self.process.returncode, self.output + out, err
 
@@ -393,7 +388,6 @@ def program(tmp_path):
 def test_the_command_prints_the_address_and_stops_on_ctrl_c(tmp_path, program):
     program.wait_for("state.json")
     state = read_state(tmp_path / "daemon")
-    assert state is not None
     assert (state.pid, f"ready at {state.url}" in program.output) == (program.process.pid, True)
     program.process.send_signal(signal.SIGINT)
     code, out, err = program.finish()
@@ -438,7 +432,6 @@ def test_a_daemon_starts_after_another_one_was_killed(tmp_path, program):
     (tmp_path / "daemon" / "state.json").write_text(json.dumps(foreign))
     with serving(tmp_path) as daemon:
         state = read_state(tmp_path / "daemon")
-        assert state is not None
         assert state.daemon_id == daemon.daemon_id
     check_nothing_left(tmp_path)
 

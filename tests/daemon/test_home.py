@@ -1,7 +1,5 @@
 """The daemon's folder: permissions, lock and state file."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
@@ -66,7 +64,7 @@ def test_a_folder_that_was_open_to_others_is_made_private(folder):
 
 
 def test_a_full_disk_is_reported_and_the_lock_is_released(folder, monkeypatch):
-    def full(*_: object) -> int:
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
@@ -140,7 +138,6 @@ def test_an_outdated_state_file_of_a_living_process_does_not_prevent_a_start(fol
     home.acquire()
     home.publish(state(daemon_id="dmn_2"))
     found = read_state(folder)
-    assert found is not None
     assert found.daemon_id == "dmn_2"
     home.release()
 
@@ -230,7 +227,7 @@ def test_of_several_concurrent_acquisitions_one_succeeds(folder):
     homes = [DaemonHome(folder) for _ in range(8)]
     outcomes = []
 
-    def attempt(home: DaemonHome) -> None:
+    def attempt(home):
         try:
             home.acquire(timeout_s=0)
         except DaemonRunningError:

@@ -3,8 +3,6 @@
 ``make cluster`` has an environment with these packages.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -100,12 +98,12 @@ def two_replicas(serve, home):
 class Session:
     """A conversation, which is answered by one replica."""
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url, name):
         self.client = httpx2.Client(base_url=url, headers={"x-session-id": name}, timeout=WAIT_S)
         self.text = ""
-        self.error: Exception | None = None
+        self.error = None
 
-    def chat(self, text: str) -> None:
+    def chat(self, text):
         """Stream an answer; keeps its text and the error with which it ends."""
         self.text, self.error = "", None
         body = {"model": "default", "messages": [{"role": "user", "content": text}], "stream": True}
@@ -118,7 +116,7 @@ class Session:
         except (httpx2.HTTPError, LabError) as exc:
             self.error = exc
 
-    def metric(self, name: str) -> float:
+    def metric(self, name):
         """Return a metric of the replica, summed over its labels."""
         lines = self.client.get("/metrics").raise_for_status().text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))

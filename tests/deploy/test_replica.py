@@ -1,12 +1,9 @@
 """Test the application of a replica in this process: its lifespan, its health, and the rights of its callers."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import sys
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx2
 import pytest
@@ -26,7 +23,7 @@ async def started(app):
     sent = []
     answered = asyncio.Event()
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message)
         answered.set()
 
@@ -44,7 +41,7 @@ def test_a_replica_answers_from_its_start_to_its_end_and_no_caller_may_load_mode
     replica = Replica()
     replica.app = app
 
-    async def run() -> None:
+    async def run():
         with pytest.raises(NotLoadedError):
             app.check()
         async with started(app) as sent:
@@ -70,7 +67,7 @@ def test_a_replica_answers_from_its_start_to_its_end_and_no_caller_may_load_mode
 def test_a_model_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path):
     app = ReplicaApp(Settings(home=tmp_path, downloads=False), LoadSpec(model="no-such-model"))
 
-    async def run() -> list[dict[str, Any]]:
+    async def run():
         async with started(app) as sent:
             return sent
 

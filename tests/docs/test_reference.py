@@ -1,11 +1,8 @@
 """Test that the tables of settings and of error codes agree with the code, in both directions."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -58,7 +55,6 @@ def test_a_setting_has_its_unit_and_range(name):
         assert values == ", ".join(f"`{choice}`" for choice in CHOICES[name])
     elif name in RANGES:
         bounds = re.search(r"(\S+) to (\S+)$", values)
-        assert bounds is not None
         assert (number(bounds[1]), number(bounds[2])) == RANGES[name]
     else:
         assert "to" not in values.split()
@@ -91,7 +87,7 @@ FLAGS = [(command, option.opts[0], option.is_flag) for command in OTHER_OPTIONS 
 def test_a_flag_sets_the_setting_of_its_row(command, flag, is_switch, monkeypatch):
     seen = {}
 
-    def read(**overrides: Any) -> Settings:
+    def read(**overrides):
         seen.update({name: value for name, value in overrides.items() if value is not None})
         raise ReadError
 

@@ -1,7 +1,5 @@
 """Tests of ``lmx-lab doctor`` as a whole, and of its checks of the machine, the models, the ports and the daemon."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from typing import NoReturn
 
 import huggingface_hub.constants
 import mlx.core as mx
@@ -65,7 +62,7 @@ def test_a_check_that_cannot_be_imported_is_a_finding_and_the_others_run(tmp_pat
 
 
 def test_an_error_in_a_check_is_a_finding_and_the_others_run(tmp_path, monkeypatch):
-    def fail(_: Settings) -> NoReturn:
+    def fail(_):
         raise OSError("the disk failed")
 
     names = {topic: doctor.CHECKS[topic] for topic in (*doctor.WAITING, "models", "engines")}
@@ -190,11 +187,11 @@ def test_the_hub_is_not_contacted_if_the_environment_or_a_setting_forbids_it(tmp
 class HubHandler(http.server.BaseHTTPRequestHandler):
     """Answer with the status in the path of the request."""
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.send_response(int(self.path.strip("/")))
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
@@ -225,7 +222,6 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.BaseHTTPRequ
 def test_the_program_that_took_the_port_is_named():
     port = free_port()
     with subprocess.Popen([sys.executable, "-c", LISTEN, str(port)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         holder.stdout.readline()
         until_listening(port)
         finding = finding_about("port", check_port(Settings(port=port)))

@@ -1,11 +1,8 @@
 """Tests of the check for llama.cpp and for the speed of the engines."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,6 @@ from lmx_lab.engine import registry
 from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.speeds import Speeds, conditions
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, ModelEntry
 from tests.support.commands import run_command
 from tests.support.gguf import LOSSY, store_copy
 
@@ -68,7 +64,7 @@ def test_speeds_are_measured_on_request_only_and_a_busy_machine_gives_no_verdict
     )
     measured = []
 
-    def fake_measure(_: Settings, models: Mapping[Format, ModelEntry]) -> Speeds:
+    def fake_measure(_, models):
         measured.append(" ".join(f"{entry.id} {entry.format}" for entry in models.values()))
         return speeds
 

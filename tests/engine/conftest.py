@@ -1,34 +1,18 @@
 """Provide a manager with two slots and the tiny model, and helpers for its requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lmx_lab.engine import (
-    ModelManager,
-)
-from lmx_lab.engine.stream import Item, Mailbox
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import LabError
-from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import GenerationReport
 from tests.support.engines import TWO_SLOTS, mlx_thread, pin, until_idle
-
-# Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
-if TYPE_CHECKING:
-    from lmx_lab.engine.mlx.state import MlxCore
-
-# Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
-if TYPE_CHECKING:
-    from lmx_lab.engine.mlx.encoding import EncodingLoop
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +49,7 @@ def delivered_items(monkeypatch):
     items = []
     deliver = Mailbox.deliver
 
-    def note(self: Mailbox, item: Item) -> None:
+    def note(self, item):
         items.append((self.steps, item))
         deliver(self, item)
 
@@ -80,7 +64,7 @@ def gate(monkeypatch):
 
     gate, advance = Gate(), EncodingLoop._advance
 
-    def wait_and_advance(encoding: EncodingLoop, batch: Any) -> None:
+    def wait_and_advance(encoding, batch):
         gate.wait()
         advance(encoding, batch)
 
@@ -96,7 +80,7 @@ def ends(monkeypatch):
     counted = Counter()
     deliver = Mailbox.deliver
 
-    def count(self: Mailbox, item: Item) -> None:
+    def count(self, item):
         counted[id(self.steps)] += isinstance(item, GenerationReport | LabError)
         deliver(self, item)
 
@@ -110,12 +94,12 @@ class Shared:
     Only one exists at a time, because the memory that an engine reports is that of the process.
     """
 
-    def __init__(self) -> None:
-        self._engine: ModelManager | None = None
-        self._configuration: tuple[object, ...] = ()
+    def __init__(self):
+        self._engine = None
+        self._configuration = ()
 
     @contextlib.contextmanager
-    def use(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[ModelManager]:
+    def use(self, settings, main, *pinned):
         """Yield a manager with these models and an empty prefix cache. The test must not load or unload models."""
         configuration = (settings, main, *pinned)
         if self._engine is None or self._configuration != configuration:
@@ -131,31 +115,31 @@ class Shared:
             self.stop()
             pytest.fail("this test changes the loaded models, so it needs a manager of its own")
 
-    def stop(self) -> None:
+    def stop(self):
         if self._engine is not None:
             self._engine.stop()
         self._engine = None
 
 
-async def load_all(manager: ModelManager, main: ModelEntry, *pinned: ModelEntry) -> None:
+async def load_all(manager, main, *pinned):
     for entry in pinned:
         await pin(manager, entry)
     await manager.load_entry(main)
 
 
-async def reset(manager: ModelManager) -> None:
+async def reset(manager):
     """Wait until no request is left, and drop the prefix cache."""
     async with asyncio.timeout(60):
         await until_idle(manager)
     await mlx_thread(manager).call(lambda core: core.generating.shrink_prefixes(2**60))
 
 
-async def loaded_models(manager: ModelManager) -> list[weakref.ref[Any]]:
+async def loaded_models(manager):
     return await mlx_thread(manager).call(lambda core: [weakref.ref(model) for _, model in core._in_memory()])
 
 
-async def are_loaded(manager: ModelManager, models: list[weakref.ref[Any]]) -> bool:
-    def are_same(core: MlxCore) -> bool:
+async def are_loaded(manager, models):
+    def are_same(core):
         current = [model for _, model in core._in_memory()]
         return len(current) == len(models) and all(
             model() is other for model, other in zip(models, current, strict=True)
@@ -167,28 +151,28 @@ async def are_loaded(manager: ModelManager, models: list[weakref.ref[Any]]) -> b
 class Gate:
     """While closed, stops the engine thread before it computes a layer of texts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._reached, self._passes = threading.Semaphore(0), threading.Semaphore(0)
         self._shut = False
 
-    def wait(self) -> None:
+    def wait(self):
         if self._shut:
             self._reached.release()
             self._passes.acquire()
 
-    def shut(self) -> None:
+    def shut(self):
         self._shut = True
 
-    async def reached(self) -> None:
+    async def reached(self):
         """Wait until the thread has reached the gate. Each call waits for one arrival."""
         assert await asyncio.to_thread(self._reached.acquire, timeout=60)
 
-    def let_pass(self, layers: int) -> None:
+    def let_pass(self, layers):
         """Let the thread compute this number of layers. Commands that were posted in the meantime run after the first
         layer, and take effect with the second.
         """
         self._passes.release(layers)
 
-    def open(self) -> None:
+    def open(self):
         self._shut = False
         self._passes.release()

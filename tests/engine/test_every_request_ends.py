@@ -1,7 +1,5 @@
 """For any sequence of actions, every accepted request ends exactly once, and the engine continues."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
@@ -54,7 +52,7 @@ async def perform_actions(manager, models, actions, random):
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=st.lists(ACTIONS, max_size=20), random=st.randoms(use_true_random=False))
 def test_every_request_ends_exactly_once(tiny, tiny_home, ends, actions, random):
-    async def scenario() -> None:
+    async def scenario():
         ends.clear()
         models = [tiny, Catalog(Settings(home=tiny_home)).resolve("tiny-two")]
         async with ModelManager(Settings(slots=2, queue_limit=3, drain_s=0.2)) as manager:

@@ -2,13 +2,10 @@
 is the fastest one here, unless the caller requires another one.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +23,7 @@ from lmx_lab.engine.find import (
 from lmx_lab.engine.registry import choose_engine
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, Format, LoadProgress, LoadSpec, ModelEntry
+from lmx_lab.values.models import ECHO, LoadProgress, LoadSpec
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.starters import STARTERS
 from tests.support.engines import SPEEDS
@@ -46,18 +43,18 @@ ON_GPU = PreferredEngine(name="mlx", reason="it uses the GPU (Metal)")
 class FakeCatalog(Catalog):
     """A catalog whose results the tests set."""
 
-    def __init__(self, found: ModelEntry | Exception, fetched: ModelEntry | Exception = TINY_ENTRY) -> None:
+    def __init__(self, found, fetched=TINY_ENTRY):
         super().__init__(Settings(home=Path("/nowhere")))
         self.found, self.fetched = found, fetched
-        self.fetches: list[str] = []
+        self.fetches = []
 
-    def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
+    def find_formats(self, name, *, local=True, all_formats=False):
         return [_return_or_raise(self.found)]
 
-    def can_fetch(self, name: str) -> bool:
+    def can_fetch(self, name):
         return name == "org/name"
 
-    def fetch(self, name: str, report: Any = None, *, format: Format | None = None) -> ModelEntry:
+    def fetch(self, name, report=None, *, format=None):
         self.fetches.append(name)
         report(Progress(stage="download", done_bytes=1, total_bytes=2))
         return _return_or_raise(self.fetched)
@@ -233,18 +230,18 @@ def test_a_copy_with_a_loss_or_without_a_gain_is_not_used_by_default(figures, au
 class StarterCatalog(Catalog):
     """A catalog with some formats of the starter, which records what is fetched."""
 
-    def __init__(self, *entries: ModelEntry) -> None:
+    def __init__(self, *entries):
         super().__init__(Settings(home=Path("/nowhere")))
         self.entries = entries
-        self.fetched: list[tuple[str, Format | None]] = []
+        self.fetched = []
 
-    def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
+    def find_formats(self, name, *, local=True, all_formats=False):
         found = [each for each in self.entries if all_formats or name == each.id or each.has_alias(name)]
         if not found:
             raise ModelNotFoundError("there is no model", param="model")
         return found
 
-    def fetch(self, name: str, progress: Any = None, *, format: Format | None = None) -> ModelEntry:
+    def fetch(self, name, progress=None, *, format=None):
         self.fetched.append((name, format))
         return MLX if format == "mlx" else GGUF
 

@@ -2,8 +2,6 @@
 callers join it, and can let the answers finish or stop them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
@@ -35,7 +33,7 @@ async def test_a_part_of_a_load_returns_its_result():
 async def test_cancelling_ends_the_current_part_and_waits_for_its_end():
     load, ended = operation(), asyncio.Event()
 
-    async def part() -> None:
+    async def part():
         try:
             await asyncio.sleep(60)
         finally:

@@ -1,7 +1,5 @@
 """Work on the event loop of an engine ends when its caller cancels it, in time, and with the right error."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import time
@@ -26,16 +24,16 @@ async def test_work_ends_at_its_deadline_which_counts_from_the_arrival():
 class Texts:
     """Tasks of texts, with one permit for each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tasks = TextTasks()
         self.admission = AdmissionControl("minilm", limit=4)
         self.ended = 0
 
-    def start(self, work: object) -> object:
+    def start(self, work):
         (permit,) = self.admission.admit(1)
         return self.tasks.start(work, permit, self.count)
 
-    def count(self) -> None:
+    def count(self):
         self.ended += 1
 
 

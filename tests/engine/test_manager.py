@@ -1,12 +1,9 @@
 """The manager loads and unloads models for callers on all threads, and submits requests to the model that answers."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ from lmx_lab.errors import (
     QueueFullError,
     UnusableModelError,
 )
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec
 from tests.engine.slow_engine import EMBEDDER, ONE, SETTINGS, TWO, answer, request, running, start_answer
 from tests.support.waiting import auntil
 
@@ -178,7 +175,7 @@ async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded
 async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab, monkeypatch):
     searching, resume = threading.Event(), threading.Event()
 
-    def find_formats(name: str, **_: Any) -> list[ModelEntry]:
+    def find_formats(name, **_):
         searching.set()
         resume.wait(WAIT_S)
         return [ONE]
@@ -433,7 +430,7 @@ async def test_the_queue_limit_holds_for_all_event_loops_together(lab):
     await lab.manager.load(LoadSpec(model="one"))
     streams = [await lab.manager.submit(request(tokens=8000)) for _ in range(2)]
 
-    async def submit_two() -> str:
+    async def submit_two():
         others = [await lab.manager.submit(request(tokens=8000)) for _ in range(2)]
         with pytest.raises(
             QueueFullError, match="4 requests for one are running or queued, and the limit is 4"

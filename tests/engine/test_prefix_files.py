@@ -1,7 +1,5 @@
 """Test the files of the prefix cache: what is written is read again, and anything else is skipped."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -176,7 +174,7 @@ def test_two_servers_that_share_a_folder_do_not_disturb_each_other(folder, entry
     """Both write and delete files at the same time. Every file that is left is complete and within the limit."""
     limit = 6 * (STATE_BYTES + 1000)
 
-    def serve(number: int) -> int:
+    def serve(number):
         files = opened(folder, entry, limit_bytes=limit)
         found = 0
         for first in range(0, 20_000, 1000):
@@ -241,7 +239,7 @@ def test_a_folder_that_cannot_be_used_is_reported_once(folder, entry, caplog, mo
     for number in (errno.EROFS, errno.ENOSPC):
         with monkeypatch.context() as patch:
 
-            def refuse(*_: object, number: int = number) -> None:
+            def refuse(*_, number=number):
                 raise OSError(number, os.strerror(number))
 
             patch.setattr(os, "replace", refuse)

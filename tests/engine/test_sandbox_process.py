@@ -1,7 +1,5 @@
 """A sandbox process starts on demand, answers requests, and ends at its limits or with its parent."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -81,7 +79,7 @@ def test_a_killed_process_is_reported_and_started_again(process):
 
 
 def test_waiting_can_be_interrupted(process):
-    def interrupt(waited_s: float) -> None:
+    def interrupt(waited_s):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -2,18 +2,15 @@
 polling, and no request waits forever.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.engine import swap
-from lmx_lab.engine.swap import SHARE_S, SwapOrder, SwapQueue, Ticket
+from lmx_lab.engine.swap import SHARE_S, SwapOrder, SwapQueue
 from lmx_lab.errors import QueueFullError
 from lmx_lab.settings import Settings
 
@@ -131,7 +128,7 @@ class Model:
     changes: int = 0
     queue: SwapQueue = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.queue = SwapQueue(
             Settings(slots=1, queue_limit=2),
             loaded=lambda: self.loaded,
@@ -140,10 +137,10 @@ class Model:
             on_change=self.count,
         )
 
-    def count(self) -> None:
+    def count(self):
         self.changes += 1
 
-    async def take(self, model: str | None, **options: Any) -> Ticket:
+    async def take(self, model, **options):
         """Wait for a turn, and load the model."""
         ticket = self.queue.ticket(model, limited=True)
         await self.queue.wait(ticket)

@@ -1,7 +1,5 @@
 """The tokenizers' word caches use no memory after their model was unloaded."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import platform
@@ -61,7 +59,7 @@ def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path, smollm2):
     write_tiny_llama(tmp_path / "tiny", smollm2.path, seed=0, context=CONTEXT)
     tiny, prompt = Catalog(Settings()).resolve(str(tmp_path / "tiny")), TextPrompt(text=WORDS)
 
-    def use() -> None:
+    def use():
         model = load_chat(tiny, limit_bytes=2**40)
         assert len(model.prompts.encode(request(prompt=prompt), None).tokens) > 10_000
 
@@ -77,7 +75,7 @@ def test_an_unloaded_embedding_model_leaves_no_cached_words(tmp_path, smollm2):
         max_position_embeddings=CONTEXT,
     )
 
-    def use() -> None:
+    def use():
         assert load(entry).texts.texts([WORDS], input_type=None, truncate=False)
 
     assert leaked_bytes(use) < MOST_BYTES

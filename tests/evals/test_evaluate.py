@@ -1,7 +1,5 @@
 """Test ``lab.evaluate`` on the echo engine: scores, errors in rows, failures, comparisons, judges and experiments."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -9,7 +7,6 @@ import sqlite3
 import time
 import zlib
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,8 +22,7 @@ from lmx_lab.evals.rows import EvaluatedRow
 from lmx_lab.notebook.evaluate import SCORING_S
 from lmx_lab.notebook.remote import attach
 from lmx_lab.results.statistics import BOOTSTRAP, MCNEMAR, WILSON
-from lmx_lab.settings import Settings
-from tests.support.labs import forbid_waits_on_loops
+from tests.support.labs import forbid_waits_on_loops, serving
 
 FRAME = pd.DataFrame(
     {"text": ["one", "two", None, "four"], "answer": ["one", "three", "x", np.nan]}, index=["a", "b", "c", "d"]
@@ -35,9 +31,7 @@ FRAME = pd.DataFrame(
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
         yield lab
 
 
@@ -90,10 +84,10 @@ def test_functions_see_the_expected_value_or_the_row(lab):
 def test_a_row_whose_score_is_invalid_keeps_its_answer(lab):
     class Known(Metric):
         @property
-        def settings(self) -> dict[str, Any]:
+        def settings(self):
             return {"name": "known"}
 
-        def score(self, answer: str, expected: Any) -> float:
+        def score(self, answer, expected):
             return {"a": 100.0, "b": 1}[answer]
 
     rows = ["a", "b", "c"]
@@ -168,8 +162,7 @@ def test_a_judge_gives_a_verdict(lab):
 @pytest.mark.slow  # Starts a second lab.
 def test_another_lab_judges(lab, tmp_path):
     rows = [{"text": "good"}, {"text": "bad"}]
-    with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as other:
-        other.load("echo")
+    with serving(tmp_path, "echo") as other:
         elsewhere = Judge('{{"verdict":"{answer}"}}', verdicts={"good": 1, "bad": 0.25}, lab=other)
         assert asyncio.run(lab.aevaluate(rows, "{text}", metric=elsewhere)).df["verdict"].tolist()[:2] == [
             "good",
@@ -209,7 +202,7 @@ def test_the_score_of_a_row_with_several_answers_is_their_mean(lab):
     # The metric counts its calls, because the echo engine gives the same answer each time.
     calls = {}
 
-    def is_right(answer: str, row: Any) -> bool:
+    def is_right(answer, row):
         calls[answer] = calls.get(answer, 0) + 1
         return calls[answer] <= row["right"]
 
@@ -325,7 +318,7 @@ def test_a_home_without_experiments_and_a_foreign_file(tmp_path):
 
 
 def test_an_interrupted_evaluation_is_returned_but_not_stored(lab, monkeypatch):
-    def interrupted(run: BatchRun) -> bool:
+    def interrupted(run):
         raise KeyboardInterrupt
 
     before = len(lab.experiments)
@@ -336,7 +329,7 @@ def test_an_interrupted_evaluation_is_returned_but_not_stored(lab, monkeypatch):
 
 
 def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab):
-    def interrupt(*args: Any) -> Any:
+    def interrupt(*args):
         if "two" in str(args):
             raise KeyboardInterrupt
         return 1
@@ -350,7 +343,7 @@ def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab):
     assert judged.df["error"].str.contains("was not judged").all()
     assert (scored.id, judged.id) == (None, None)
 
-    def slow(answer: str, row: Any) -> float:
+    def slow(answer, row):
         # The first interrupt is raised between two rows, so that it does not disturb a server on this thread.
         signal.raise_signal(signal.SIGINT)
         time.sleep(2 * SCORING_S)
@@ -445,8 +438,7 @@ def test_the_log_probability_of_a_choice_is_that_of_its_tokens(files, request, t
     found = request.getfixturevalue(files)
     options = [["cold", "a warm place"], ["wet", "dry", "old"]]
     frame = pd.DataFrame({"text": ["The sea", "A stone"], "options": options, "right": 0})
-    with lmx_lab.Lab(Settings(home=tmp_path, port=0, slots=4, threads=1), loop="thread") as lab:
-        lab.load(getattr(found, "path", found))
+    with serving(tmp_path, getattr(found, "path", found), slots=4, threads=1) as lab:
         result = lab.evaluate(frame, "{text} is ", answer="right", metric=Choice("options", chat_template=False))
         assert result.df["error"].isna().all(), result.df["error"].tolist()
         for label, row in result.df.iterrows():

@@ -1,7 +1,5 @@
 """Test copies of evaluations in MLflow, in Weights & Biases and in logs of Inspect, without a network."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -79,7 +77,7 @@ def test_a_log_of_inspect_contains_the_evaluation(tmp_path):
     ]
     evaluation = Evaluation(facts, rows)
 
-    async def write() -> Path:
+    async def write():
         return evaluation.to_inspect(tmp_path / "logs" / "capitals.eval")
 
     path = asyncio.run(write())

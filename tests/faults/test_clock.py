@@ -1,7 +1,5 @@
 """Tests with a wall clock that jumps by hours and weeks: durations are measured with the monotonic clock."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -108,10 +106,10 @@ async def test_events_and_turns_are_in_the_order_of_writing(tmp_path):
 
 
 class Clocks:
-    def __init__(self) -> None:
+    def __init__(self):
         self.wall, self.steady = 1_000_000.0, 50.0
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds):
         self.wall += seconds
         self.steady += seconds
 
@@ -157,7 +155,7 @@ async def test_a_clock_that_is_weeks_ahead_for_a_moment_deletes_no_events(tmp_pa
     store, rounds, limits = await Store.open(tmp_path / "daemon.db"), asyncio.Semaphore(0), Limits(keep_days=30)
     delete_expired, wall, ahead_s = retention.delete_expired, time.time, 0.0
 
-    async def counted(*args: object, **options: object) -> None:
+    async def counted(*args, **options):
         await delete_expired(*args, **options)
         rounds.release()
 
@@ -184,11 +182,11 @@ async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_eve
     delete_expired, wall = retention.delete_expired, time.time
     steady_s = 0.0
 
-    async def counted(*args: object, **options: object) -> None:
+    async def counted(*args, **options):
         await delete_expired(*args, **options)
         rounds.set()
 
-    def clock(last_event_s: float) -> CautiousClock:
+    def clock(last_event_s):
         return CautiousClock(
             lambda: wall() + 40 * DAY_S + steady_s, lambda: time.monotonic() + steady_s, last_event_s=last_event_s
         )

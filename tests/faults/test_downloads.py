@@ -1,13 +1,10 @@
 """Tests of slow, interrupted and wrong downloads from the hub, and of killed download processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,9 +14,9 @@ from huggingface_hub import constants, file_download
 
 from lmx_lab.errors import DownloadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, Progress, hub_download
+from lmx_lab.weights import Catalog, hub_download
 from lmx_lab.weights.hub import MARKER, mark_unverified
-from tests.support.hub import REPO, Handler, Hub, Sends, git_id, hub_with, instead, whole
+from tests.support.hub import REPO, git_id, hub_with, instead, whole
 from tests.support.models import LLAMA, safetensors_bytes, write_json
 from tests.support.waiting import until
 
@@ -110,7 +107,7 @@ def corrupted(server, name):
     return bytes(data)
 
 
-WRONG: dict[str, tuple[str, Callable[[Hub, str], Sends], str]] = {
+WRONG = {
     "other content": (WEIGHTS, lambda server, name: instead(corrupted(server, name)), "sha256"),
     "other content of a small file": ("config.json", lambda server, name: instead(corrupted(server, name)), "git"),
     "shorter": (WEIGHTS, lambda server, name: instead(server.files[name][:-1]), "bytes"),
@@ -180,7 +177,7 @@ def test_a_download_is_retried_after_a_timeout(catalog, server):
 def test_a_hub_that_never_responds_is_a_download_error(catalog, cache, server):
     proceed = threading.Event()
 
-    def silent(handler: Handler, data: bytes) -> None:
+    def silent(handler, data):
         handler.begin(len(data), 200, {"ETag": f'"{git_id(data)}"'})
         if handler.command == "GET":
             proceed.wait(60)
@@ -203,7 +200,7 @@ def kill_half_way(server, home, cache):
     """Kill a process that has downloaded half of the weights and all other files."""
     half, proceed = threading.Event(), threading.Event()
 
-    def pause(handler: Handler) -> None:
+    def pause(handler):
         until(lambda: partial(cache) != [] and complete_files(cache) == server.files.keys() - {WEIGHTS})
         half.set()
         proceed.wait(60)
@@ -302,7 +299,7 @@ def test_only_the_unverified_files_of_an_interrupted_download_are_hidden(catalog
     before = [catalog.fetch(REPO), catalog.fetch(f"{REPO}:Q4_0")]
     assert markers(cache) == []
 
-    def interrupted(progress: Progress) -> None:
+    def interrupted(progress):
         if progress.stage == "verify":
             raise KeyboardInterrupt
 

@@ -1,7 +1,5 @@
 """Tests that after a fault anywhere in an engine, every request ends once, and the next request is answered."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
@@ -28,7 +26,7 @@ from lmx_lab.errors import EngineError
 from lmx_lab.settings import Settings
 from tests.support.asking import CHAT_WAIT_S, refused
 from tests.support.engines import fail_next_step, finish, mlx_thread, numbers, process_of, request, run, until_idle
-from tests.support.formats import Chat, Format, Problem, Request, Socket
+from tests.support.formats import Chat, Problem, Request, Socket
 from tests.support.labs import serving, wait_until_idle
 from tests.support.waiting import until
 
@@ -87,7 +85,7 @@ GGUF_PLACES = {
 }
 
 
-WAYS: dict[str, tuple[Format, bool]] = {
+WAYS = {
     "whole": (Chat(), False),
     "streamed": (Chat(), True),
     "by_socket": (Socket(), True),
@@ -186,13 +184,13 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny, monkeypatch):
     made = weakref.WeakSet()
     begin = Constraint.__init__
 
-    def noted(self: Constraint, *args: Any) -> None:
+    def noted(self, *args):
         made.add(self)
         begin(self, *args)
 
     monkeypatch.setattr(Constraint, "__init__", noted)
 
-    async def fail_once(manager: ModelManager, call: int) -> None:
+    async def fail_once(manager, call):
         requests = [request(prompt=numbers(100, start=at), max_tokens=200, answer_format=FORM) for at in (500, 900)]
         with monkeypatch.context() as patched:
             has_happened = inject(patched, (llama.Model, "__call__"), RuntimeError("injected"), at_call=call)
@@ -204,7 +202,7 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny, monkeypatch):
 
     others = set(threading.enumerate())
 
-    def own_threads() -> list[str]:
+    def own_threads():
         # Programs that other tests share can start threads meanwhile, but those do not have the names of an engine's.
         return sorted(each.name for each in set(threading.enumerate()) - others if each.name.startswith("lmx-lab-"))
 

@@ -1,15 +1,11 @@
 """Tests with a real full file system of a few megabytes: errors with numbers, no partial files, and recovery."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2
 import numpy as np
@@ -21,12 +17,12 @@ from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.engine.prefix_files import PrefixFiles, StoredPrefix, TensorSpec
 from lmx_lab.errors import StorageFullError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, Progress, hub_download
+from lmx_lab.weights import Catalog, hub_download
 from lmx_lab.weights.fingerprint import with_marks
 from lmx_lab.wire.events import ToolOutput
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
 from tests.support.daemons import Program
-from tests.support.hub import REPO, Handler, git_id, hub_with, whole
+from tests.support.hub import REPO, git_id, hub_with, whole
 from tests.support.labs import serving
 
 NUMBERS = re.compile(r"\d+ bytes are free")
@@ -36,22 +32,22 @@ MIB = 2**20
 class Disk:
     """A file system in memory that can be filled to its last byte and freed again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self._filler = folder / "filler"
 
-    def fill(self) -> None:
+    def fill(self):
         with contextlib.suppress(OSError), self._filler.open("ab", buffering=0) as file:
             for size in (MIB, 4096, 1):
                 with contextlib.suppress(OSError):
                     while file.write(bytes(size)) == size:
                         pass
 
-    def free(self) -> None:
+    def free(self):
         self._filler.unlink()
 
     @property
-    def full(self) -> bool:
+    def full(self):
         return shutil.disk_usage(self.folder).free == 0
 
 
@@ -77,7 +73,7 @@ def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_space_is_free(d
     monkeypatch.setenv("HF_HUB_CACHE", str(disk.folder / "hub"))
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)
 
-    def half_then_full(handler: Handler, data: bytes) -> None:
+    def half_then_full(handler, data):
         if handler.command == "HEAD":
             whole(handler, data)
             return
@@ -107,7 +103,7 @@ def test_a_conversion_that_fills_the_disk_leaves_no_files_and_succeeds_when_spac
     monkeypatch.setenv("HF_HUB_CACHE", str(disk.folder / "hub"))
     catalog = Catalog(Settings(home=disk.folder / "home", disk_reserve_bytes=0))
 
-    def fill_when_it_begins(progress: Progress) -> None:
+    def fill_when_it_begins(progress):
         if progress.stage == "convert":
             disk.fill()
 
@@ -122,12 +118,12 @@ def test_a_conversion_that_fills_the_disk_leaves_no_files_and_succeeds_when_spac
 
 
 def test_a_prefix_cache_on_a_disk_that_is_full_or_read_only_keeps_its_files_and_recovers(disk, tiny, caplog):
-    def prefix(first: int) -> StoredPrefix:
+    def prefix(first):
         tokens = np.arange(first, first + 10, dtype=np.int32)
         tensors = (TensorSpec("x", "U8", (2 * MIB,)),)
         return StoredPrefix(tokens=tokens, start=0, parent=None, can_be_trimmed=True, layout="{}", tensors=tensors)
 
-    def fill_within_the_file() -> Iterator[bytes]:
+    def fill_within_the_file():
         yield bytes(MIB)
         disk.fill()
         yield bytes(MIB)
@@ -164,7 +160,7 @@ async def write_until_full(store, written):
 def test_a_quantized_copy_that_fills_the_disk_is_not_kept_and_succeeds_when_space_is_free(disk, tiny_gguf):
     settings = Settings(home=disk.folder, threads=1, disk_reserve_bytes=0)
 
-    def fill(progress: Progress) -> None:
+    def fill(progress):
         if progress.stage == "convert":
             disk.fill()
 

@@ -1,7 +1,5 @@
 """Tests that a hanging load of llama.cpp, as from a file system that does not respond, can be cancelled or replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -36,21 +34,21 @@ while True:
 class HangingProcesses:
     """A switch with which new processes of llama.cpp hang after they have read their order."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         self._script, self._real_script = folder / "hanging.py", process_module.SCRIPT
         self._script.write_text(HANGING_SCRIPT)
         self._monkeypatch = monkeypatch
 
-    def __call__(self, on: bool) -> None:
+    def __call__(self, on):
         self._monkeypatch.setattr(process_module, "SCRIPT", self._script if on else self._real_script)
 
     @property
-    def has_begun(self) -> bool:
+    def has_begun(self):
         """Whether a process hangs."""
         return Path(f"{self._script}.begun").exists()
 
     @property
-    def processes(self) -> int:
+    def processes(self):
         """Number of hanging processes, including ended ones that have not been reaped."""
         found = 0
         for child in psutil.Process().children():

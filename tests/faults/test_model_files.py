@@ -1,11 +1,8 @@
 """Tests of model files that are truncated, replaced, overwritten or removed while they are read or loaded."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import mlx.core as mx
@@ -15,7 +12,6 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.errors import EngineDeadError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format
 from lmx_lab.weights import Catalog
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
 from tests.support.engines import llama_core, process_of, run
@@ -25,7 +21,7 @@ from tests.support.models import write_tiny_llama
 from tests.support.waiting import auntil, until
 
 SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
-FORMATS: tuple[Format, ...] = ("mlx", "gguf")
+FORMATS = ("mlx", "gguf")
 
 
 def entry_of(path):
@@ -40,7 +36,7 @@ def weights_of(path):
 def copy(tmp_path, tiny, tiny_gguf):
     """Return a function that copies ``tiny`` to a folder that the test can change."""
 
-    def create(format_: Format) -> Path:
+    def create(format_):
         if format_ == "mlx":
             return Path(shutil.copytree(tiny.path, tmp_path / "copy"))
         return Path(shutil.copy(tiny_gguf, tmp_path / "copy.gguf"))
@@ -52,7 +48,7 @@ def copy(tmp_path, tiny, tiny_gguf):
 def other(tmp_path, smollm2, tiny_gguf):
     """Return a function that writes a model with other weights or another context length than ``tiny``."""
 
-    def create(format_: Format) -> Path:
+    def create(format_):
         if format_ == "gguf":
             return with_context(tiny_gguf, 256, tmp_path / "other")
         write_tiny_llama(tmp_path / "other", smollm2.path, seed=9, context=256)
@@ -172,13 +168,13 @@ def _after_the_header(monkeypatch, damage):
     """Call a function once, when the next load has read the header of its file but not the rest."""
     read, start = mx.load, LlamaProcess.start
 
-    def damage_and_continue(*args: Any, **options: Any) -> Any:
+    def damage_and_continue(*args, **options):
         found = read(*args, **options)
         monkeypatch.undo()
         damage()
         return found
 
-    async def damage_and_start(*args: Any, **options: Any) -> LlamaProcess:
+    async def damage_and_start(*args, **options):
         monkeypatch.undo()
         damage()
         return await start(*args, **options)

@@ -1,7 +1,5 @@
 """Tests that invalid requests get a clear error, and that the next valid request is answered."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import socket
@@ -291,7 +289,7 @@ def test_an_invalid_chunked_body_is_answered_once(lab, caplog, path):
 
 
 def test_a_refused_body_leaves_memory_without_a_garbage_collection(http):
-    def marked() -> int:
+    def marked():
         return sum(type(item) is list and item[:1] == ["refused"] for item in gc.get_objects())
 
     body = {"model": "default", "messages": HELLO, "metadata": [["refused"]] * 10_001}

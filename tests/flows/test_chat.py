@@ -1,9 +1,6 @@
 """Tests of POST /v1/chat/completions: specification sections 2.2, 2.3 and 4.1."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import httpx2
 import pytest
@@ -55,7 +52,7 @@ def by_index(http, **changes):
     return found
 
 
-WARM: dict[str, Any] = {"messages": HELLO, "temperature": 1.5, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+WARM = {"messages": HELLO, "temperature": 1.5, "seed": 7, "max_tokens": 12, "ignore_eos": True}
 """After the two tokens of the message, the echo engine samples random tokens."""
 
 

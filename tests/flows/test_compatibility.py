@@ -1,9 +1,6 @@
 """Tests that requests with the field names of other servers are answered, and that ignored fields are named."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import httpx2
 import pytest
@@ -17,7 +14,7 @@ from tests.support.labs import serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HINTS = {name: {"some": ["value", 1]} for name in Hints.model_fields}
-LLAMA_CPP_PAGE: dict[str, Any] = {
+LLAMA_CPP_PAGE = {
     **{"cache_prompt": True, "return_progress": True, "timings_per_token": True, "reasoning_format": "auto"},
     **{"dynatemp_range": 0, "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 1},
     **{"xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64, "repeat_penalty": 1, "dry_multiplier": 0},

@@ -1,10 +1,7 @@
 """Tests of POST /v1/completions: all forms of prompts, and the echo and scores that evaluation harnesses use."""
 
-from __future__ import annotations
-
 import json
 import threading
-from typing import Any
 
 import httpx2
 import pytest
@@ -15,7 +12,7 @@ from tests.support.labs import serving, wait_until_idle
 
 PATH = "/v1/completions"
 SEA = "The sea is wide and deep, and what it says it says again."
-WARM: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 40, "ignore_eos": True}
+WARM = {"temperature": 1.5, "seed": 7, "max_tokens": 40, "ignore_eos": True}
 
 
 def body(**changes):
@@ -237,7 +234,7 @@ def test_a_queue_filled_by_others_only_delays_later_prompts(lab, http):
     running, over = threading.Event(), threading.Event()
     statuses = []
 
-    def fill_queue() -> None:
+    def fill_queue():
         with httpx2.Client(base_url=lab.url, timeout=60) as client:
             running.wait()
             # Six clients eventually fill a server with four places. The number of requests is limited, because more of

@@ -1,7 +1,5 @@
 """Tests that a daemon that is killed at random moments loses and repeats no events, and runs no tool twice."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sqlite3
@@ -97,7 +95,7 @@ async def wait_for_moment(chance, follower, *, early):
         return
     seen = len(follower.events)
 
-    def has_worked() -> bool:
+    def has_worked():
         return any(event["event"] == "turn.done" for event in follower.events[seen:])
 
     async with follower.changed:

@@ -42,11 +42,6 @@ def text_of(events):
 EXPECTED = "".join(f"w{at} " for at in range(TOKENS))
 
 
-async def text_of_the_record(program):
-    async with program.client() as http:
-        return str((await http.get("/sessions/s/turns/t")).json()["text"])
-
-
 async def test_fifty_reconnects_during_one_turn_receive_the_complete_text(program, last):
     chance = random.Random(3)
     follower = Follower(program)
@@ -58,7 +53,8 @@ async def test_fifty_reconnects_during_one_turn_receive_the_complete_text(progra
         await follower.until_ended(["t"])
     check_log(follower.events)
     text = text_of(follower.events)
-    assert text == await text_of_the_record(program)
+    async with program.client() as http:
+        assert text == (await http.get("/sessions/s/turns/t")).json()["text"]
     assert text.startswith(EXPECTED)
     assert follower.connections == RECONNECTS + 1
 

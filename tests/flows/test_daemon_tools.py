@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
 import pytest
@@ -53,7 +52,7 @@ def test_a_real_model_calls_a_tool_of_a_reference_server_and_continues(daemon):
     with client(daemon) as http:
         assert http.post("/v3/mcp/servers", json={**TIME, "permission": "allow"}).status_code == 201
         http.post("/v3/sessions", json={"session_id": "times", "tools": ["time__*"]})
-    asyncio.run(settled(daemon))
+    daemon.run(daemon.services.toolbox.wait_started(), 60)
     record = turn(daemon, "times", "What time is it in UTC?", tool_choice="time__get_current_time", max_steps=2)
     assert (record["stats"]["tool_calls"], record["stats"]["steps"]) == (1, 2)
     happened = events(daemon, "times")
@@ -66,10 +65,6 @@ def test_a_real_model_calls_a_tool_of_a_reference_server_and_continues(daemon):
     assert "timezone" in ended["text"].lower()
     follow = turn(daemon, "times", "Thank you. Say hello.", tools=[])
     assert follow["text"]
-
-
-async def settled(daemon):
-    await asyncio.to_thread(daemon.run, daemon.services.toolbox.wait_started(), 60)
 
 
 def test_a_real_model_calls_a_python_function_after_it_was_allowed(daemon):

@@ -1,7 +1,5 @@
 """Tests with a real Jupyter server and jupyter-server-proxy, for a lab on the same machine and one in a kernel."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,7 +8,6 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urljoin
 
 import httpx2
@@ -41,16 +38,16 @@ class Jupyter:
     port: int
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}{BASE}"
 
-    def run(self, code: str) -> str:
+    def run(self, code):
         """Run code in a new kernel of this server, which is kept, and return its output."""
         made = httpx2.post(f"{self.url}api/kernels", json={"name": "python3"}, headers=AUTH, timeout=30)
         address = f"{self.url.replace('http', 'ws')}api/kernels/{made.json()['id']}/channels"
         header = {"msg_id": "1", "msg_type": "execute_request", "session": "1", "username": "", "version": "5.3"}
         content = {"code": code, "silent": False, "allow_stdin": False, "stop_on_error": True}
-        empty: dict[str, Any] = {"parent_header": {}, "metadata": {}}
+        empty = {"parent_header": {}, "metadata": {}}
         printed = ""
         with connect(address, additional_headers=AUTH, proxy=None) as channels:
             channels.send(json.dumps({"channel": "shell", "header": header, "content": content, **empty}))

@@ -1,10 +1,7 @@
 """Tests of Ollama's API below ``/api``, on the echo engine."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
-from typing import Any
 
 import httpx2
 import pytest
@@ -117,7 +114,7 @@ def test_a_conversation_with_calls_is_converted_to_the_chat_format():
 
 
 def test_options_are_converted_and_have_the_defaults_of_the_format():
-    def convert(**options: Any) -> Any:
+    def convert(**options):
         return engine_request(OllamaGenerateRequest.model_validate({"prompt": "a", "options": options}))
 
     plain = convert()

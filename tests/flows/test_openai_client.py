@@ -3,17 +3,13 @@
 Tests that depend on the text use the real SmolLM2.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import openai
 import pytest
 from openai import OpenAI
 
 from tests.support.labs import serving
 
-FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "smollm2-135m"
 
 
@@ -48,7 +44,6 @@ def test_the_real_model_knows_paris_and_counts_its_tokens(client):
     answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30)
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens == 37
 
@@ -65,7 +60,6 @@ def test_a_stream_has_the_same_text_and_ends_with_usage(client):
             reasons += [choice.finish_reason] if choice.finish_reason else []
     assert "Paris" in text
     assert reasons == ["stop"]
-    assert usage is not None
     assert usage.completion_tokens > 0
 
 
@@ -100,7 +94,6 @@ def test_a_seeded_answer_is_reproducible(echo):
 
 def test_logprobs_are_objects_of_the_client(client):
     logprobs = ask(client, logprobs=True, top_logprobs=2, max_tokens=6).choices[0].logprobs
-    assert logprobs is not None
     assert logprobs.content is not None
     assert "".join(token.token for token in logprobs.content) == "The capital of France is Paris"
     for token in logprobs.content:
@@ -140,7 +133,7 @@ def test_top_k_1_and_min_p_1_are_greedy(tiny):
 def test_penalties_increase_the_variety_of_tokens(tiny):
     twelve = {str(token): 100 for token in range(1000, 1012)}
 
-    def various(**penalty: Any) -> int:
+    def various(**penalty):
         logprobs = ask(tiny, logit_bias=twelve, logprobs=True, max_tokens=24, **penalty).choices[0].logprobs
         assert logprobs is not None
         return len({token.token for token in logprobs.content or []})
@@ -169,10 +162,8 @@ def test_an_echo_scores_likely_texts_higher(client):
     for end in (" Paris", " banana"):
         prompt = "The capital of France is" + end
         logprobs = complete(client, prompt, max_tokens=0, echo=True, logprobs=1).choices[0].logprobs
-        assert logprobs is not None
         assert logprobs.tokens is not None
         assert "".join(logprobs.tokens) == prompt
-        assert logprobs.token_logprobs is not None
         assert logprobs.token_logprobs[0] is None
         scores.append(logprobs.token_logprobs[-1])
     assert scores[0] > scores[1]

@@ -1,7 +1,5 @@
 """Tests with random schemas and a model with random weights: answers are valid, or the schema is refused."""
 
-from __future__ import annotations
-
 import json
 import string
 from collections import Counter
@@ -109,7 +107,7 @@ def test_answers_to_random_schemas_are_valid_json(http):
     @example(schema={"enum": ["a", 1, None]}, seed=0)
     @example(schema={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}, seed=1)
     @example(schema={"type": "string", "minLength": 5, "maxLength": 2}, seed=2)
-    def check(schema: Any, seed: int) -> None:
+    def check(schema, seed):
         format_ = {"type": "json_schema", "json_schema": {"name": "random", "schema": schema}}
         body = chat_body(response_format=format_, temperature=1, seed=seed, max_tokens=200)
         response = http.post(PATH, json=body)

@@ -1,10 +1,7 @@
 """Tests of the routes below /v1/responses: OpenAI's Responses format, on the echo engine."""
 
-from __future__ import annotations
-
 import json
 import re
-from typing import Any
 
 import httpx2
 import openai
@@ -22,7 +19,7 @@ PATH = "/v1/responses"
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** " /[0-9]{100}/ "\\n"'}
 CODE = {"type": "grammar", "syntax": "regex", "definition": "[a-c]{3}"}
 NO_ARGUMENTS = {"type": "object", "properties": {}}
-TOOLS: list[dict[str, Any]] = [
+TOOLS = [
     {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}},
     {"type": "custom", "name": "patch", "description": "Change a file.", "format": GRAMMAR},
     {"type": "custom", "name": "code", "format": CODE},
@@ -68,7 +65,7 @@ def test_a_stream_has_the_calls_of_the_whole_response(http, content, changes, ki
 
 
 def test_calls_have_the_names_and_inputs_of_the_format(http):
-    def only_item(content: str, **changes: Any) -> dict[str, Any]:
+    def only_item(content, **changes):
         [item] = http.post(PATH, json=body(input=content, tools=TOOLS, **changes)).json()["output"]
         return {name: item.get(name) for name in ("type", "name", "namespace", "arguments", "input") if item.get(name)}
 

@@ -157,7 +157,6 @@ def test_the_number_of_requests_that_wait_for_models_is_limited(tiny_home):
             for thread in waiting:
                 thread.start()
             control = lab.engine._control
-            assert control is not None
             until(lambda: len(control.swaps) == 2)
             control.swaps.swap_s = 7.0
             refused = ask(client, "tiny")

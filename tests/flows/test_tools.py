@@ -1,9 +1,7 @@
 """Tests of tools with openai-python: forced calls, loops, streams and refused requests."""
 
-from __future__ import annotations
-
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import openai
 import pytest
@@ -16,7 +14,7 @@ from tests.support.asking import HELLO, echo_body
 from tests.support.labs import serving
 
 PATH = "/v1/chat/completions"
-TEMPERATURE: list[Any] = [{"role": "user", "content": "What is the temperature in Paris, in celsius?"}]
+TEMPERATURE = [{"role": "user", "content": "What is the temperature in Paris, in celsius?"}]
 WEATHER = closed(city={"type": "string", "maxLength": 20}, unit={"enum": ["celsius", "fahrenheit"]})
 ADD = closed(a={**DIGIT, "maximum": 99}, b={**DIGIT, "maximum": 99})
 NOTE = {"type": "object", "properties": {"text": SHORT, "tags": {"type": "array", "items": SHORT, "maxItems": 2}}}
@@ -28,7 +26,7 @@ def function(name, parameters=None, **fields):
 
 
 SCHEMAS = {"get_weather": WEATHER, "add": ADD, "write-note": {**NOTE, "additionalProperties": False}}
-TOOLS: list[Any] = [function(name, schema, description=f"Call it to {name}.") for name, schema in SCHEMAS.items()]
+TOOLS = [function(name, schema, description=f"Call it to {name}.") for name, schema in SCHEMAS.items()]
 FORCED = ["required", *(function(name) for name in SCHEMAS)]
 
 

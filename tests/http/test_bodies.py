@@ -1,7 +1,5 @@
 """Tests that large bodies are counted before they are parsed, and are read in short steps."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -111,7 +109,7 @@ async def test_errors_in_large_and_small_bodies_have_the_same_messages(body, mat
 async def test_the_event_loop_runs_between_the_pieces_of_a_large_body():
     steps = 0
 
-    async def count() -> None:
+    async def count():
         nonlocal steps
         while True:
             steps += 1
@@ -128,13 +126,13 @@ async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch):
     monkeypatch.setattr(bodies, "PAUSE_S", 0)
     turns, now, steps = LargeBodyQueue(), 0, []
 
-    async def clock() -> None:
+    async def clock():
         nonlocal now
         while True:
             now += 1
             await asyncio.sleep(0)
 
-    async def step() -> None:
+    async def step():
         for _ in range(3):
             async with turns.step():
                 steps.append(now)
@@ -148,7 +146,7 @@ async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch):
 async def test_garbage_is_not_collected_in_a_step_of_a_large_body():
     queue, enabled = LargeBodyQueue(), []
 
-    async def step() -> None:
+    async def step():
         async with queue.step():
             await asyncio.to_thread(bodies.parse_json, "[1]")
             enabled.append(gc.isenabled())

@@ -1,7 +1,5 @@
 """Test branches of answers, trees of them, and their expansion, on the echo engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle
@@ -12,8 +10,8 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
-from lmx_lab.instrument import AnswerTree, load_requests
-from lmx_lab.settings import Settings
+from lmx_lab.instrument import load_requests
+from tests.support.labs import serving
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -21,8 +19,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    with lmx_lab.Lab(Settings(home=home, port=0, record_to=home / "requests.db"), loop="thread") as lab:
-        lab.load("echo")
+    with serving(home, "echo", record_to=home / "requests.db") as lab:
         yield lab
 
 
@@ -190,7 +187,7 @@ def test_the_most_probable_beginnings_are_expanded_together(lab):
 
 
 def test_branches_are_taken_on_a_running_loop(lab):
-    async def take() -> AnswerTree:
+    async def take():
         reply = await lab.achat("hello sea", temperature=0)
         branches = await asyncio.gather(*[reply.abranch(1, text) for text in ("x", "y")])
         assert sorted(branch.text for branch in branches) == ["helx", "hely"]

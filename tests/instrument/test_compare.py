@@ -1,10 +1,7 @@
 """Test comparisons of settings: what is loaded and computed, how a comparison continues, and how it is shown."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from typing import Any
 
 import pytest
 
@@ -14,11 +11,10 @@ from lmx_lab.instrument import load_requests
 from lmx_lab.instrument.compare import Comparison
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadReport, LoadSpec
-from tests.support.labs import forbid_waits_on_loops
+from tests.support.labs import forbid_waits_on_loops, serving
 
 PROMPTS = ["the sea is wide", "one <b>two</b>"]
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "greedy": {"temperature": 0, "max_tokens": 12},
     "sampled": {"temperature": 2.0, "seed": 3, "max_tokens": 6, "ignore_eos": True},
 }
@@ -26,28 +22,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
         yield lab
 
 
 class Counted:
     """Counts loads and answers of a lab, and interrupts it before an answer."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.loads: list[str] = []
+    def __init__(self, monkeypatch):
+        self.loads = []
         self.answers = 0
-        self.interrupt_at: int | None = None
+        self.interrupt_at = None
         load, recorder = LocalBackend.load, LocalBackend.answer_recorder
 
-        async def counted_load(backend: LocalBackend, spec: LoadSpec, **options: Any) -> LoadReport:
+        async def counted_load(backend, spec, **options):
             self.loads.append(spec.model)
             return await load(backend, spec, **options)
 
-        def counted_recorder(backend: LocalBackend, *arguments: Any) -> Any:
+        def counted_recorder(backend, *arguments):
             answer = recorder(backend, *arguments)
 
-            async def count() -> Any:
+            async def count():
                 if self.answers == self.interrupt_at:
                     raise EngineError("interrupted")
                 self.answers += 1

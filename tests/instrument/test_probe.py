@@ -1,25 +1,21 @@
 """Probes of the layers: their accuracy, where activations are kept, and what is refused."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import types
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-import lmx_lab
 from lmx_lab.errors import InvalidRequestError, MissingPackageError, NotLoadedError, StorageFullError
 from lmx_lab.instrument import probe as probe_module
 from lmx_lab.instrument.probe import LayerActivations, ProbeRun
 from lmx_lab.notebook import probing
-from lmx_lab.settings import Settings
 from lmx_lab.values.tensors import decode_tensors
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -30,8 +26,7 @@ FULL = Path("/dev/full")
 
 @pytest.fixture(scope="module")
 def lab(tiny, tmp_path_factory):
-    with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0, threads=1), loop="thread") as lab:
-        lab.load(tiny.path)
+    with serving(tmp_path_factory.mktemp("home"), tiny.path, threads=1) as lab:
         yield lab
 
 
@@ -102,7 +97,6 @@ def test_large_activations_are_kept_in_a_file_until_the_probe_is_deleted():
     for at, vectors in enumerate(values):
         kept.put(at, vectors)
     path = kept.path
-    assert path is not None
     assert (kept.of(5) == values[:, 1]).all()
     arrays, _ = decode_tensors(path.read_bytes())
     assert (arrays["blocks.2.hook_resid_post"] == values[:, 0]).all()
@@ -141,17 +135,17 @@ def test_a_disk_that_becomes_full_ends_the_probe_and_not_the_process(monkeypatch
 class Interruption:
     """Raises ``KeyboardInterrupt`` instead of one call of a function."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+    def __init__(self, monkeypatch, owner, name, call):
         self._original, self._left = getattr(owner, name), call
         monkeypatch.setattr(owner, name, self)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments):
         self._left -= 1
         if not self._left:
             raise KeyboardInterrupt
         return self._original(*arguments)
 
-    def __get__(self, owner: Any, kind: type[Any]) -> Any:
+    def __get__(self, owner, kind):
         return self if owner is None else types.MethodType(self, owner)
 
 
@@ -190,7 +184,7 @@ def test_an_interrupted_probe_keeps_its_layers(lab, monkeypatch):
 def test_all_texts_are_computed_by_one_model(lab, tiny, monkeypatch):
     original = LayerActivations.put
 
-    def replace_model(kept: LayerActivations, text: int, vectors: Any) -> None:
+    def replace_model(kept, text, vectors):
         original(kept, text, vectors)
         lab.load("echo")
 
@@ -202,7 +196,7 @@ def test_all_texts_are_computed_by_one_model(lab, tiny, monkeypatch):
         lab.load(tiny.path)
 
 
-MISSING: tuple[Any, ...] = (None, float("nan"), np.float32("nan"), pd.NA, pd.NaT, [1, 0], np.eye(2)[0])
+MISSING = (None, float("nan"), np.float32("nan"), pd.NA, pd.NaT, [1, 0], np.eye(2)[0])
 
 
 @pytest.mark.parametrize(

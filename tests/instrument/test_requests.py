@@ -1,7 +1,5 @@
 """Test which requests are recorded, what a record contains, and its repetition and deletion, on the echo engine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -25,10 +23,10 @@ from lmx_lab.instrument.store import RecordStore, encode_provenance, encode_reco
 from lmx_lab.server.recording import request_from_json, request_to_json
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import Provenance, Record
-from tests.support.labs import forbid_waits_on_loops
+from tests.support.labs import forbid_waits_on_loops, serving
 
 SEA = [{"role": "user", "content": "the sea is wide"}]
-BODY: dict[str, Any] = {"model": "default", "messages": SEA, "max_tokens": 8}
+BODY = {"model": "default", "messages": SEA, "max_tokens": 8}
 RECORD = Record(
     at=1.0,
     request_id="",
@@ -42,16 +40,9 @@ RECORD = Record(
 )
 
 
-@contextlib.contextmanager
-def echo_lab(home, **settings):
-    with lmx_lab.Lab(Settings(home=home, port=0, **settings), loop="thread") as lab:
-        lab.load("echo")
-        yield lab
-
-
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    with echo_lab(tmp_path_factory.mktemp("home"), api_key="s3cret-key") as lab:
+    with serving(tmp_path_factory.mktemp("home"), "echo", api_key="s3cret-key") as lab:
         yield lab
 
 
@@ -82,20 +73,19 @@ def test_requests_of_the_notebook_are_recorded_and_those_of_other_clients_are_no
 
 @pytest.mark.slow
 def test_requests_of_the_lab_s_daemon_are_own(tmp_path):
-    with echo_lab(tmp_path, daemon_port=0) as lab:
+    with serving(tmp_path, "echo", daemon_port=0) as lab:
         lab.start_daemon().session().run("hello")
         assert [request.record.own for request in lab.requests] == [True]
 
 
 @pytest.mark.slow
 def test_with_all_the_requests_of_other_clients_are_recorded_and_their_answers_have_a_header(tmp_path):
-    with echo_lab(tmp_path, record="all") as lab:
+    with serving(tmp_path, "echo", record="all") as lab:
         assert httpx2.post(f"{lab.url}/v1/chat/completions", json=BODY).headers["x-lmx-recorded"] == "1"
         with httpx2.stream("POST", f"{lab.url}/v1/chat/completions", json=BODY | {"stream": True}) as stream:
             assert stream.headers["x-lmx-recorded"] == "1"
             stream.read()
         with connect(f"{lab.url.replace('http', 'ws')}/v1/chat/stream") as socket:
-            assert socket.response is not None
             assert socket.response.headers["x-lmx-recorded"] == "1"
             socket.send(json.dumps(BODY))
             while "done" not in json.loads(socket.recv()):
@@ -112,7 +102,7 @@ def test_with_all_the_requests_of_other_clients_are_recorded_and_their_answers_h
 
 
 def test_nothing_is_recorded_with_off(tmp_path):
-    with echo_lab(tmp_path, record="off", record_to=tmp_path / "requests.db") as lab:
+    with serving(tmp_path, "echo", record="off", record_to=tmp_path / "requests.db") as lab:
         lab.chat("hello")
         assert len(lab.requests) == 0
     assert not (tmp_path / "requests.db").exists()
@@ -147,7 +137,7 @@ def test_a_record_does_not_describe_its_caller_and_cannot_choose_one():
 
 
 def test_an_answer_that_was_stopped_is_recorded_with_what_was_delivered(tmp_path):
-    with echo_lab(tmp_path, echo_tokens_per_s=500) as lab:
+    with serving(tmp_path, "echo", echo_tokens_per_s=500) as lab:
         stream = lab.chat("hello", stream=True, max_tokens=5000, ignore_eos=True)
         next(iter(stream))
         stream.close()
@@ -159,7 +149,7 @@ def test_an_answer_that_was_stopped_is_recorded_with_what_was_delivered(tmp_path
 
 
 def test_the_data_frame_has_exact_seeds_although_greedy_requests_have_none(tmp_path):
-    with echo_lab(tmp_path) as lab:
+    with serving(tmp_path, "echo") as lab:
         empty = lab.requests.df
         lab.chat("one", temperature=0)
         lab.chat("two", temperature=1, seed=2**60 + 1)
@@ -285,7 +275,7 @@ def test_an_attached_lab_has_no_requests(lab):
 
 def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path):
     path = tmp_path / "requests.db"
-    with echo_lab(tmp_path, record="all", record_to=path, api_key="s3cret-key") as lab:
+    with serving(tmp_path, "echo", record="all", record_to=path, api_key="s3cret-key") as lab:
         lab.chat("the first")
         post(lab, user="user-name", metadata={"who": "user-name"})
         own = lab.openai["default_headers"]["x-lmx-own"]
@@ -301,7 +291,7 @@ def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path):
         loaded[0].replay()
     with pytest.raises(InvalidRequestError, match="opened read-only"):
         loaded.clear()
-    with echo_lab(tmp_path, record_to=path) as lab:
+    with serving(tmp_path, "echo", record_to=path) as lab:
         assert lab.requests.load(path)[0].replay().same
         lab.chat("another run")
         assert len(lab.requests) == 3
@@ -315,7 +305,7 @@ def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path):
 
 def test_deleted_records_are_overwritten_in_the_file(tmp_path):
     path = tmp_path / "requests.db"
-    with echo_lab(tmp_path, record_to=path) as lab:
+    with serving(tmp_path, "echo", record_to=path) as lab:
         lab.chat("this is a private matter")
         lab.chat("the other")
         lab.requests[0].delete()
@@ -396,7 +386,7 @@ def test_many_records_are_read_in_pages(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_full_disk_loses_records_but_no_request(tmp_path, caplog):
-    with echo_lab(tmp_path, record_to=tmp_path / "requests.db") as lab:
+    with serving(tmp_path, "echo", record_to=tmp_path / "requests.db") as lab:
         lab.chat("one")
         store = lab.server.recorder.store
         pages = store._call(lambda: store._connection.execute("PRAGMA page_count").fetchone()[0])
@@ -441,7 +431,6 @@ def test_the_lens_shows_recorded_log_probabilities_or_scores_the_tokens(lab):
 def test_named_tokens_reach_replies_clients_records_and_frames(lab):
     named = [" sea", 300]
     reply = lab.chat("hello", logprob_tokens=named)
-    assert reply.logprobs is not None
     tokens = reply.logprobs[0].named
     assert (tokens[0].text, tokens[1].token) == (" sea", 300)
     assert list(lab.requests[-1].lens().df["logprob_tokens"][0]) == [token.text for token in tokens]
@@ -449,7 +438,6 @@ def test_named_tokens_reach_replies_clients_records_and_frames(lab):
     assert [each["token"] for each in answer["logprob_tokens"]] == [token.text for token in tokens]
     with lmx_lab.attach(lab.url, api_key="s3cret-key") as far:
         there = far.chat("hello", logprob_tokens=named).logprobs
-        assert there is not None
         assert [each.logprob for each in there[0].named] == pytest.approx([each.logprob for each in tokens])
     fields = {"model": "default", "prompt": "hello", "max_tokens": 2, "echo": True, "logprobs": 0}
     headers = {"authorization": "Bearer s3cret-key"}

@@ -1,12 +1,9 @@
 """Steering vectors as values, in chats, records and comparisons, over HTTP, and from activations."""
 
-from __future__ import annotations
-
 import array
 import copy
 import math
 import pickle
-from typing import Any
 
 import httpx2
 import mlx.core as mx
@@ -17,18 +14,16 @@ import pytest
 import lmx_lab
 from lmx_lab import Steer
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.settings import Settings
+from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 WIDTH = 32
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def lab(tiny, tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4, threads=1)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load(tiny.path)
+    with serving(tmp_path_factory.mktemp("home"), tiny.path, slots=4, threads=1) as lab:
         yield lab
 
 

@@ -14,18 +14,10 @@ import lmx_lab
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument import Timeline, load_requests
 from lmx_lab.server.timelines import KEPT_LOADS, KEPT_REQUESTS, TimelineLog
-from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadProgress
-from lmx_lab.values.timeline import (
-    KINDS,
-    MAX_STEPS,
-    EngineStep,
-    ModelStage,
-    ModelTimeline,
-    RequestTimeline,
-    StepLog,
-)
+from lmx_lab.values.timeline import KINDS, MAX_STEPS, EngineStep, ModelStage, ModelTimeline, RequestTimeline, StepLog
 from lmx_lab.wire.admin import TimelinePage
+from tests.support.labs import serving
 
 # The events that Perfetto reads, after "Trace Event Format": complete events, counters, instants and names.
 SCHEMA = {
@@ -109,9 +101,7 @@ LOADING = ModelTimeline(
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=1, echo_tokens_per_s=200)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=1, echo_tokens_per_s=200) as lab:
         yield lab
 
 
@@ -138,7 +128,6 @@ def test_the_spans_nest_and_add_up_to_the_measured_time(lab):
     with pytest.raises(InvalidRequestError, match="last_s is nan"):
         lab.timeline(last_s=float("nan"))
     for one, reply in zip(timeline, replies, strict=True):
-        assert reply.report is not None
         check_nesting(one.spans(), reply.report.total_s)
         assert one.total_s == pytest.approx(reply.report.total_s, abs=1e-3)
         assert one.decode_s == pytest.approx(reply.timings.predicted_ms / 1e3, abs=1e-3)
@@ -189,12 +178,10 @@ def test_a_timeline_has_a_frame_bars_and_a_file_for_perfetto(lab, tmp_path):
 
 def test_recorded_requests_have_their_timeline_also_without_a_lab(tmp_path):
     path = tmp_path / "requests.db"
-    with lmx_lab.Lab(Settings(home=tmp_path, port=0, record_to=path), loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path, "echo", record_to=path) as lab:
         reply = lab.chat("hello")
         (live,) = lab.timeline()
     (stored,) = load_requests(path)[0].timeline()
-    assert reply.report is not None
     assert stored.total_s == pytest.approx(reply.report.total_s, abs=1e-6)
     assert [step[:1] + step[3:] for step in stored.steps] == [step[:1] + step[3:] for step in live.steps]
     request = load_requests(path)[0]

@@ -1,7 +1,5 @@
 """Trace a tiny model through a lab, in this process and over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 
@@ -12,9 +10,8 @@ from safetensors.numpy import load_file
 
 import lmx_lab
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
-from lmx_lab.settings import Settings
 from lmx_lab.values.tracing import Trace
-from tests.support.labs import forbid_waits_on_loops
+from tests.support.labs import forbid_waits_on_loops, serving
 from tests.support.waiting import interrupt
 
 pytestmark = pytest.mark.slow
@@ -24,9 +21,7 @@ OTHER = "The sky is wide and blue"
 
 @pytest.fixture(scope="module")
 def lab(tiny, tmp_path_factory):
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, threads=1)
-    with lmx_lab.Lab(settings, loop="thread") as lab:
-        lab.load(tiny.path)
+    with serving(tmp_path_factory.mktemp("home"), tiny.path, threads=1) as lab:
         yield lab
 
 
@@ -151,7 +146,6 @@ def test_single_heads_are_patched_at_each_position_or_at_all_together(lab, attac
     heads = sweep.heat_map("hook_z", position=1)
     assert (heads.rows, heads.columns) == (["1", "0"], ["0", "1"])
     assert heads.values[1][1] == pytest.approx(sweep.restored[1, 1])
-    assert heads.describe is not None
     assert "hook_z, head 1, at" in heads.describe(0, 1)
     assert sweep._repr_html_().count("<svg") == 6 + 1
     with pytest.raises(InvalidRequestError, match=r"position is 9, .*\.positions"):
@@ -240,7 +234,7 @@ def test_both_texts_of_a_sweep_need_the_model_of_their_answers(lab, tiny):
 def test_an_interrupted_sweep_keeps_its_cells(lab, monkeypatch):
     compute, calls = lab._backend.trace, list[object]()
 
-    async def interrupted(body: object) -> Trace:
+    async def interrupted(body):
         calls.append(body)
         if len(calls) == 3:
             interrupt()

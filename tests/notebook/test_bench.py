@@ -1,11 +1,8 @@
 """Test ``lab.bench`` on both loops, here and elsewhere."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ from tests.support.waiting import interrupt_when, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 KEY = "open-sesame-42"
-SMALL: dict[str, Any] = {"prompt_tokens": 48, "output_tokens": 8, "requests": 3}
+SMALL = {"prompt_tokens": 48, "output_tokens": 8, "requests": 3}
 BY_SERVER = ["queue_ms", "server_ttft_ms", "server_prefill_tok_s", "server_decode_tok_s", "peak_memory_gb"]
 
 

@@ -1,7 +1,5 @@
 """Test ``launch()`` and ``current()``: which lab they return, what a changed launch replaces, and scripts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -106,7 +104,7 @@ def test_a_launch_that_waits_too_long_for_another_one_fails(tmp_path, monkeypatc
     monkeypatch.setattr(launcher, "LOCK_S", 0.05)
     locked, release = threading.Event(), threading.Event()
 
-    def lock() -> None:
+    def lock():
         with launcher._REGISTRY.lock:
             locked.set()
             release.wait(WAIT_S)

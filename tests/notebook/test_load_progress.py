@@ -1,17 +1,13 @@
 """Test how a lab loads and unloads, launched in this process and attached to: interrupts, cancelled calls, waits."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
 from contextlib import closing, contextmanager
-from typing import Any
 
 import pytest
 
 import lmx_lab
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.echo.engine import EchoEngine
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
 from tests.support.asking import ENDLESS
@@ -118,7 +114,7 @@ def test_a_lab_that_does_not_run_says_so(tmp_path, state):
 def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where, load):
     started, ended = threading.Event(), threading.Event()
 
-    def hang(engine: EchoEngine, entry: Any, spec: Any, cancellation: Cancellation, **_: Any) -> None:
+    def hang(engine, entry, spec, cancellation, **_):
         started.set()
         try:
             while True:

@@ -1,26 +1,21 @@
-"""Test the backend of this process: it works while a cell blocks the loop that serves, and restores idle models."""
-
-from __future__ import annotations
+"""Test the backend of this process: loads from two loops, and models that were unloaded because they were idle."""
 
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable
-from typing import TypeVar
 
 import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
+from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.arguments import chat_request, rerank_body
 from lmx_lab.notebook.local import LocalBackend, LocalServer
 from lmx_lab.notebook.reply import read_reply
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
-from lmx_lab.weights import Progress
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.wire.admin import ModelEvent
 from tests.support.engines import unload_when_idle_for
 from tests.support.models import write_tiny_bert
@@ -28,102 +23,21 @@ from tests.support.panels import Reader
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
-T = TypeVar("T")
 HELLO = [{"role": "user", "content": "hello"}]
 CATS = ("a cat", ["a dog", "a cat"])
 WAIT_S = 60.0
 
 
-@pytest.fixture(params=["kernel", "thread"])
-async def lab(request, tmp_path):
-    """A lab that takes some seconds for 4,000 tokens."""
-    settings = Settings(home=tmp_path, port=0, echo_tokens_per_s=1000)
-    async with lmx_lab.Lab(settings, loop=request.param) as lab:
-        await lab.aload("echo")
-        yield lab
-
-
-@pytest.fixture(params=["kernel", "thread"])
-async def tiny_lab(request, tiny_home):
-    """A lab with a model that has memory and cannot embed."""
-    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop=request.param) as lab:
-        await lab.aload("tiny")
-        yield lab
-
-
 @pytest.fixture
-async def on_this_loop(tmp_path):
-    async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="kernel") as lab:
-        await lab.aload("echo")
-        yield lab
-
-
-@pytest.fixture
-async def tiny_on_this_loop(tiny_home):
+async def on_this_loop(tiny_home):
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
         await lab.aload("tiny")
         yield lab
 
 
-async def answer(backend, **parameters):
-    return await read_reply(backend, chat_request(HELLO, {"temperature": 0, **parameters}))
-
-
 def while_blocked(lab, work):
     """Run a coroutine on the panels' loop, while this thread blocks the test's loop, on which the lab may run."""
     return lab.workbench.submit(work).result(WAIT_S)
-
-
-# --- while a cell blocks the loop
-
-
-async def test_an_answer_is_complete_while_the_loop_is_blocked(lab):
-    blocked = while_blocked(lab, answer(lab.workbench.backend, max_tokens=30, ignore_eos=True))
-    reply = await lab.achat("hello", temperature=0, max_tokens=30, ignore_eos=True)
-    assert blocked.text == reply.text
-    assert (blocked.model, blocked.usage.completion_tokens, blocked.finish_reason) == ("echo", 30, "length")
-    assert blocked.report is not None
-
-
-async def test_unload_and_load_work_while_the_loop_is_blocked(tiny_lab):
-    backend = tiny_lab.workbench.backend
-    assert while_blocked(tiny_lab, backend.unload()) > 0
-    assert backend.state().model is None
-    with pytest.raises(NotLoadedError):
-        while_blocked(tiny_lab, answer(backend))
-    assert while_blocked(tiny_lab, backend.load(LoadSpec(model="tiny"))).model == "tiny"
-    records = while_blocked(tiny_lab, backend.models())
-    assert [record.id for record in records.models if record.loaded] == ["tiny"]
-
-
-async def test_a_request_that_the_model_cannot_serve_is_refused(tiny_lab):
-    with pytest.raises(LabError, match="load"):
-        while_blocked(tiny_lab, tiny_lab.workbench.backend.rerank(rerank_body("a", ["b"], model=None)))
-
-
-async def test_leaving_an_answer_frees_its_slot(lab):
-    async def first() -> str:
-        request = chat_request(HELLO, {"max_tokens": 4000, "ignore_eos": True})
-        stream = await lab.workbench.backend.generate(request)
-        try:
-            return await anext(delta.text async for delta in stream if delta.text)
-        finally:
-            stream.close()
-
-    assert while_blocked(lab, first())
-    await auntil(lambda: lab.engine.snapshot.active_requests == 0)
-    await auntil(lambda: [each.event.finish_reason for each in lab.workbench.history.requests] == ["cancelled"])
-
-
-async def test_a_stopped_lab_says_so(tmp_path):
-    async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
-        backend = lab.workbench.backend
-    assert (backend.state().state, backend.sample()) == ("stopped", None)
-    assert "launch" in backend.state().note
-    with pytest.raises(HostingError, match="launch"):
-        while_blocked(lab, backend.unload())
-    lab.workbench.suspend()
-    assert not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"]
 
 
 async def test_the_thread_that_starts_a_lab_decides_who_runs_its_loop(tmp_path):
@@ -143,11 +57,11 @@ def test_a_lab_that_was_not_started_is_stopped(tmp_path):
 # --- loads from two loops
 
 
-async def test_loads_of_the_same_model_from_two_loops_are_one_load(tiny_on_this_loop, monkeypatch):
-    lab, checking, resume, checked = tiny_on_this_loop, threading.Event(), threading.Event(), []
+async def test_loads_of_the_same_model_from_two_loops_are_one_load(on_this_loop, monkeypatch):
+    lab, checking, resume, checked = on_this_loop, threading.Event(), threading.Event(), []
     backend, check = lab.workbench.backend, lab.catalog.check
 
-    def slow_check(entry: ModelEntry) -> None:
+    def slow_check(entry):
         checked.append(entry.id)
         checking.set()
         resume.wait(WAIT_S)
@@ -180,7 +94,7 @@ async def test_loads_of_the_same_model_from_two_loops_are_one_load(tiny_on_this_
 async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch):
     lab, fetching, resume = on_this_loop, threading.Event(), threading.Event()
 
-    def slow_fetch(name: str, tell: Callable[[Progress], None], *, format: Format | None) -> ModelEntry:
+    def slow_fetch(name, tell, *, format):
         fetching.set()
         resume.wait(WAIT_S)
         raise NotLoadedError("cancelled")
@@ -189,7 +103,7 @@ async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch)
     backend = lab.workbench.backend
     received = []
 
-    async def watch() -> None:
+    async def watch():
         async for event in backend.events():
             received.append(event)
 
@@ -201,7 +115,7 @@ async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch)
         await asyncio.wrap_future(loading)
     resume.set()
     await auntil(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in received))
-    assert lab.engine.snapshot.model == "echo"
+    assert lab.engine.snapshot.model == "tiny"
     watching.cancel()
 
 
@@ -234,7 +148,7 @@ def delay_loads(lab, monkeypatch):
     engine, resume = lab.engine.engine("mlx"), threading.Event()
     load = engine.load
 
-    async def slow_load(entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+    async def slow_load(entry, spec):
         await asyncio.to_thread(resume.wait, WAIT_S)
         return await load(entry, spec)
 
@@ -251,7 +165,7 @@ async def make_idle(lab, model):
 
 
 def short_answer(lab):
-    return answer(lab.workbench.backend, max_tokens=5)
+    return read_reply(lab.workbench.backend, chat_request(HELLO, {"temperature": 0, "max_tokens": 5}))
 
 
 @pytest.mark.parametrize("swapping", ["kernel", "thread"], indirect=True)

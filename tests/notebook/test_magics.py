@@ -1,7 +1,5 @@
 """Test the magics in a shell without a kernel."""
 
-from __future__ import annotations
-
 import atexit
 import subprocess
 import sys
@@ -12,9 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import lmx_lab
-from lmx_lab.backend import AnswerStream
 from lmx_lab.notebook.magics import NO_AWAIT, OffloadTransformer, QuestionTransformer, compile_cell
-from lmx_lab.wire.chat import ChatRequest
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +182,7 @@ def prompts(lab, monkeypatch):
     requests = []
     generate = lab._backend.generate
 
-    async def record(request: ChatRequest, *, batch: bool = False) -> AnswerStream:
+    async def record(request, *, batch=False):
         requests.append([(message.role, message.content) for message in request.messages])
         return await generate(request)
 

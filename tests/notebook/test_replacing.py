@@ -1,29 +1,23 @@
 """Test launches that would replace a running lab and fail: before anything was changed, and during a load."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 
 import lmx_lab
 from lmx_lab.engine import registry
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.echo.engine import EchoEngine
 from lmx_lab.errors import (
     DaemonRunningError,
     HostingError,
     InvalidRequestError,
-    LabError,
     ModelBusyError,
     ModelNotFoundError,
     NotLoadedError,
@@ -33,7 +27,6 @@ from lmx_lab.errors import (
 )
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import addresses
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from tests.support.daemons import serving as serving_daemon
 from tests.support.gguf import unknown_architecture, with_context
 from tests.support.models import write_tiny_bert, write_tiny_llama
@@ -168,26 +161,20 @@ def test_a_model_that_is_too_large_leaves_the_lab_as_it_is(running, options, nam
         ({"model": "echo", "echo_script": Path("no-script.jsonl")}, UnusableModelError, "no-script"),
     ],
 )
-def test_a_model_that_does_not_fit_the_arguments_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], arguments: dict[str, Any], error: type[LabError], message: str
-) -> None:
+def test_a_model_that_does_not_fit_the_arguments_leaves_the_lab_as_it_is(running, options, arguments, error, message):
     with unchanged(running), pytest.raises(error, match=message):
         lmx_lab.launch(slots=3, **{**options, **arguments})
 
 
 @MLX_ONLY
-def test_models_that_do_not_fit_into_memory_together_leave_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any]
-) -> None:
+def test_models_that_do_not_fit_into_memory_together_leave_the_lab_as_it_is(running, options):
     sizes = [running.catalog.resolve(name).size_bytes for name in ("other", "embedder")]
     with unchanged(running), pytest.raises(OutOfMemoryError, match="other needs"):
         lmx_lab.launch("other", embedder="embedder", memory_limit_bytes=sum(sizes) - 1, **options)
 
 
 @MLX_ONLY
-def test_an_engine_that_is_not_installed_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_not_installed_leaves_the_lab_as_it_is(running, options, monkeypatch):
     monkeypatch.setattr(registry, "is_installed", lambda: False)
     with unchanged(running), pytest.raises(UnusableModelError, match=r"not installed: pip install 'lmx-lab\[gguf\]'"):
         lmx_lab.launch("long-file.gguf", engine="llama.cpp", slots=3, **options)
@@ -225,17 +212,13 @@ def test_a_first_launch_that_cannot_load_its_model_leaves_a_server_for_the_corre
         ({"daemon": True, "cors_origins": ["*"]}, InvalidRequestError, "cors_origins"),
     ],
 )
-def test_a_setting_that_cannot_work_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], settings: dict[str, Any], error: type[LabError], message: str
-) -> None:
+def test_a_setting_that_cannot_work_leaves_the_lab_as_it_is(running, options, settings, error, message):
     with unchanged(running), pytest.raises(error, match=message):
         lmx_lab.launch("other", **{**options, **settings})
 
 
 @MLX_ONLY
-def test_a_port_in_use_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_in_use_leaves_the_lab_as_it_is(running, options, monkeypatch):
     monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other, unchanged(running):
         taken = other.getsockname()[1]
@@ -252,18 +235,14 @@ def test_a_port_in_use_leaves_the_lab_as_it_is(
 # A socket that zeroconf has opened is left to the garbage collector if another one cannot be opened.
 @pytest.mark.filterwarnings("ignore:.*5353:pytest.PytestUnraisableExceptionWarning")
 @MLX_ONLY
-def test_a_network_on_which_nothing_can_be_announced_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_on_which_nothing_can_be_announced_leaves_the_lab_as_it_is(running, options, monkeypatch):
     monkeypatch.setattr(addresses, "lan_addresses", lambda: ["192.0.2.77"])
     with unchanged(running), pytest.raises(HostingError, match=r"multicast DNS cannot be used on 192\.0\.2\.77"):
         lmx_lab.launch("other", lan=True, announce=True, **options)
 
 
 @MLX_ONLY
-def test_a_daemon_of_another_process_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], home: Path
-) -> None:
+def test_a_daemon_of_another_process_leaves_the_lab_as_it_is(running, options, home):
     with serving_daemon(home) as daemon, unchanged(running):
         with pytest.raises(DaemonRunningError, match=daemon.url):
             lmx_lab.launch("other", slots=3, daemon=True, daemon_port=0, **options)
@@ -276,24 +255,24 @@ def test_a_daemon_of_another_process_leaves_the_lab_as_it_is(
 class Hanging:
     """Loads of the echo engine that hang until they are cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.started = threading.Event()
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, **_: Any) -> None:
+    def check(self, entry, spec, cancellation, **_):
         self.started.set()
         waiting = threading.Event()
         while not waiting.wait(0.01):
             cancellation.check()
 
-    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+    async def load(self, entry, spec):
         self.started.set()
         await asyncio.Event().wait()
         raise AssertionError("a load that hangs has ended")
 
-    def then(self, call: Callable[[], object]) -> threading.Thread:
+    def then(self, call):
         """Call a function when the load hangs, in another thread."""
 
-        def run() -> None:
+        def run():
             assert self.started.wait(WAIT_S)
             call()
 
@@ -314,9 +293,7 @@ def hanging(request, monkeypatch):
 
 @MLX_ONLY
 @pytest.mark.parametrize("hanging", ["check"], indirect=True)
-def test_an_interrupt_during_the_checks_leaves_the_lab_as_it_is(
-    running: lmx_lab.Lab, options: dict[str, Any], hanging: Hanging
-) -> None:
+def test_an_interrupt_during_the_checks_leaves_the_lab_as_it_is(running, options, hanging):
     with unchanged(running):
         interrupting = hanging.then(interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -353,13 +330,11 @@ def test_after_a_load_that_fails_the_lab_loads_its_model_again(running, options,
 
 @MLX_ONLY
 @pytest.mark.parametrize("hanging", ["load"], indirect=True)
-def test_an_interrupt_during_the_load_loads_the_model_of_the_lab_again(
-    running: lmx_lab.Lab, options: dict[str, Any], hanging: Hanging
-) -> None:
-    answers: list[httpx2.Response] = []
-    refusals: list[LabError] = []
+def test_an_interrupt_during_the_load_loads_the_model_of_the_lab_again(running, options, hanging):
+    answers = []
+    refusals = []
 
-    def use_the_lab() -> None:
+    def use_the_lab():
         answers.append(httpx2.get(f"{running.url}/readyz"))
         body = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
         answers.append(httpx2.post(f"{running.url}/v1/chat/completions", json=body))
@@ -396,7 +371,6 @@ def test_after_a_load_that_fails_pinned_models_and_the_daemon_are_there_again(tm
             lmx_lab.launch("missing-layer", embedder="embedder", slots=3, **options)
         restored(lab, "long")
         assert (lab.embed("a cat") == vector).all()
-        assert lab.daemon is not None
         assert lab.daemon is not before
         assert [tool.name for tool in lab.daemon.tools.list_tools()] == ["noon"]
 
@@ -419,7 +393,7 @@ def test_a_lab_whose_model_cannot_be_loaded_again_still_runs(tmp_path, options):
 
 
 @MLX_ONLY
-def test_the_memory_of_the_replaced_lab_counts_as_free(running: lmx_lab.Lab, options: dict[str, Any]) -> None:
+def test_the_memory_of_the_replaced_lab_counts_as_free(running, options):
     # Sufficient for one of the models, but not for both.
     limit = running.engine.snapshot.model_memory_bytes * 2 - 1
     with lmx_lab.launch("other", **{**options, "memory_limit_bytes": limit}) as lab:
@@ -428,9 +402,7 @@ def test_the_memory_of_the_replaced_lab_counts_as_free(running: lmx_lab.Lab, opt
 
 
 @MLX_ONLY
-def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(
-    running: lmx_lab.Lab, options: dict[str, Any]
-) -> None:
+def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(running, options):
     workbench = running.workbench
     with lmx_lab.launch("other", embedder="embedder", reranker="reranker", slots=3, **options) as lab:
         assert lab.engine.snapshot.model == "other"
@@ -446,11 +418,9 @@ def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(
 
 
 @MLX_ONLY
-def test_a_port_that_another_program_takes_at_the_last_moment_is_an_error(
-    running: lmx_lab.Lab, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_another_program_takes_at_the_last_moment_is_an_error(running, options, monkeypatch):
     monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
-    taken: list[socket.socket] = []
+    taken = []
     before = threading.enumerate()
     running.server.when_closed(lambda: taken.append(bind("127.0.0.1", running.port, explicit=True)))
     with pytest.raises(

@@ -1,7 +1,5 @@
 """Test replies: how they are assembled from deltas, and that a model's text never becomes HTML, a link or an image."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -102,16 +100,16 @@ def reply(text="hi", *, reasoning="", calls=()):
 class Page(HTMLParser):
     """The text, the elements and the attributes of a page."""
 
-    def __init__(self, markdown: str) -> None:
+    def __init__(self, markdown):
         super().__init__()
-        self.elements: set[str] = set()
+        self.elements = set()
         self.text = ""
         self.feed(MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(markdown))
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attributes):
         self.elements |= {tag, *(name for name, _ in attributes)}
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
 
 
@@ -175,12 +173,11 @@ def test_an_answer_that_was_cut_does_not_end_in_a_part_of_a_character():
 
 
 def test_log_probabilities_are_a_table():
-    def token(text: str, logprob: float, *top: TokenLogprob) -> TokenLogprob:
+    def token(text, logprob, *top):
         return TokenLogprob(token=1, text=text, bytes=text.encode(), logprob=logprob, top=top)
 
     chosen = token("<b>", -0.5, token("<b>", -0.5), token(" c", -1.5))
     table = Reply.of(Delta(text="<b>", tokens=1, logprobs=(chosen,)), cost(report())).logprobs
-    assert table is not None
     assert (len(table), table[0], table[:1]) == (1, chosen, (chosen,))
     assert repr(table).splitlines()[1].split() == ["'<b>'", "-0.500", "60.7%", "'", "c'", "22.3%"]
     assert "<b>" not in table._repr_html_()
@@ -244,18 +241,18 @@ def test_a_block_that_was_cut_off_is_still_code():
 class ScriptedStream:
     """An answer with these deltas."""
 
-    def __init__(self, *deltas: Delta) -> None:
+    def __init__(self, *deltas):
         self._deltas = list(deltas)
 
-    def __aiter__(self) -> ScriptedStream:
+    def __aiter__(self):
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self):
         if not self._deltas:
             raise StopAsyncIteration
         return self._deltas.pop(0)
 
-    def close(self) -> None:
+    def close(self):
         self._deltas.clear()
 
 
@@ -281,6 +278,5 @@ def test_iterating_a_stream_gives_text_and_its_reply_has_everything(portal):
         assert stream.reasoning == "hm"
         pieces.append(piece)
     assert pieces == ["Let me ", "see."]
-    assert stream.reply is not None
     assert (stream.reply.text, stream.reply.reasoning) == ("Let me see.", "hm")
     assert stream.reply.tool_calls == tool_calls(PIECES)

@@ -1,7 +1,5 @@
 """Test reports: their content, their escaping, and how they are written."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace
@@ -44,31 +42,31 @@ def test_a_snapshot_has_server_model_measurements_machine_and_versions():
 class Page(HTMLParser):
     """Parses a page, and checks that every element is closed by its own end tag."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self._open: list[str] = []
+        self.elements = []
+        self.texts = []
+        self._open = []
         self.feed(text)
         self.close()
         assert self._open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self._open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self._open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.texts.append(data)
 
     @property
-    def tags(self) -> list[str]:
+    def tags(self):
         return [tag for tag, _ in self.elements]
 
 
@@ -98,7 +96,6 @@ def test_the_page_is_complete_and_loads_nothing():
     assert outside == []
     assert not re.search(r"@import|url\(", CSS)
     policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
-    assert policy is not None
     assert policy.startswith("default-src 'none';")
     assert page.tags.count("svg") == 4
     ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]

@@ -3,8 +3,6 @@
 ``make clients`` runs the others, in an environment of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json
@@ -79,7 +77,7 @@ def tab():
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 

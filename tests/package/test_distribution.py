@@ -1,7 +1,5 @@
 """Test the wheel and the source distribution of this checkout, and use the wheel outside of it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,7 +8,6 @@ import tarfile
 import zipfile
 from dataclasses import dataclass
 from email import message_from_bytes
-from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -42,16 +39,16 @@ class Distributions:
     sdist: Path
 
     @property
-    def files(self) -> dict[str, bytes]:
+    def files(self):
         return contents(self.wheel)
 
     @property
-    def metadata_folder(self) -> str:
+    def metadata_folder(self):
         """Name of the folder with the metadata."""
         return f"{'-'.join(self.wheel.name.split('-')[:2])}.dist-info"
 
     @property
-    def metadata(self) -> Message:
+    def metadata(self):
         return message_from_bytes(self.files[f"{self.metadata_folder}/METADATA"])
 
 

@@ -33,8 +33,6 @@ exit 2
 @pytest.fixture(scope="module")
 def install():
     spec = importlib.util.spec_from_file_location("install", ROOT / "tools" / "install.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,8 +1,6 @@
 """Test the code of the panels and pages: its size, its completeness, that it loads nothing from other hosts, and the
 conversion of conversations."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

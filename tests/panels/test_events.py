@@ -13,16 +13,7 @@ from lmx_lab.panels import event_log
 from lmx_lab.panels.event_log import COLUMNS, MAX_ROWS, EventRows, RowFilter
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.layout import compose_panels
-from tests.support.panels import (
-    LIVE,
-    WAIT_S,
-    Flood,
-    Reader,
-    Refused,
-    ScriptedDaemon,
-    ScriptedLog,
-    permission_record,
-)
+from tests.support.panels import LIVE, WAIT_S, Flood, Reader, Refused, ScriptedDaemon, ScriptedLog, permission_record
 
 LOST = ConnectionState(state="waiting", attempts=1, retry_in_s=0.4, error=UnreachableError("no answer"))
 

@@ -1,7 +1,5 @@
 """Test the events panel with a real daemon: turns, tools, permissions, and the buttons of the panel."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.notebook.daemon import LabEvents

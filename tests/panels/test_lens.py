@@ -7,7 +7,7 @@ from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels import lens
 from lmx_lab.panels.lens import LensPanel
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.settings import Settings
+from tests.support.labs import serving
 from tests.support.panels import Reader, Refused
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -15,8 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory):
-    with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
-        lab.load("echo")
+    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
         yield lab
 
 

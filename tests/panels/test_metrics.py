@@ -1,14 +1,11 @@
 """Test the metrics panel without a browser: windows, frames, data frames."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pandas as pd
@@ -16,10 +13,9 @@ import pytest
 
 from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_columns, window
-from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.figures import segments
 from lmx_lab.wire.admin import RequestEvent, Sample
-from tests.support.panels import WAIT_S, Reader, Refused, ScriptedBackend
+from tests.support.panels import WAIT_S, Reader, Refused
 
 NOON = 1_800_000_000.0
 DECODE = FIELDS.index("decode_tokens_per_second")
@@ -40,14 +36,14 @@ def seconds(count, start=NOON, **fields):
 class Watched:
     """A panel that receives samples from a test."""
 
-    def __init__(self, workbench: Workbench, backend: ScriptedBackend) -> None:
+    def __init__(self, workbench, backend):
         self.panel = MetricsPanel(workbench)
         self.reader = Reader(self.panel, workbench)
         self._workbench = workbench
         self._backend = backend
 
-    def take(self, samples: Sequence[Sample | None]) -> None:
-        async def pass_on() -> None:
+    def take(self, samples):
+        async def pass_on():
             for each in samples:
                 if each is not None:
                     self._workbench.history.add_sample(each)
@@ -55,11 +51,11 @@ class Watched:
 
         self._workbench.submit(pass_on()).result(WAIT_S)
 
-    def ends_at(self, at: float) -> None:
+    def ends_at(self, at):
         self.reader.until(lambda panel: panel.end == at)
 
     @property
-    def columns(self) -> list[tuple[float, ...]]:
+    def columns(self):
         return unpacked(self.panel.frame)
 
 
@@ -283,7 +279,7 @@ def test_the_panel_shows_the_work_of_a_real_lab(lab, real_workbench):
 
 
 def test_the_last_failed_requests_of_any_client_are_listed(watched, workbench):
-    def ended(number: int, *, failed: bool) -> RequestEvent:
+    def ended(number, *, failed):
         return RequestEvent(
             request_id=str(number),
             model="<b>tiny</b>",

@@ -1,7 +1,5 @@
 """Test the models panel without a browser: its list, loads, unloads, refused requests."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,17 +1,13 @@
 """Test the rerank panel without a browser: forms, tables, copies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-import lmx_lab
 from lmx_lab.backend import Ranking
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.notebook.local import LocalBackend
@@ -27,9 +23,9 @@ from lmx_lab.panels.rerank import (
 )
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip
-from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT
+from tests.support.labs import serving
 from tests.support.models import write_tiny_bert
 from tests.support.panels import WAIT_S, Reader, Refused
 
@@ -94,12 +90,12 @@ def test_a_failed_ranking_is_reported_and_the_table_stays(reader, backend):
 
 
 def test_loads_of_other_models_are_not_shown_during_a_ranking(reader, backend, workbench):
-    async def send(event: ModelEvent) -> str:
+    async def send(event):
         reader.panel.model_event(event)
         reader.panel.flush()
         return str(reader.panel.activity)
 
-    def after(**event: Any) -> str:
+    def after(**event):
         return workbench.submit(send(ModelEvent(**event))).result(WAIT_S)
 
     reader.ask("rank", query="q", documents=PAIR)
@@ -126,7 +122,7 @@ def test_a_ranking_can_be_cancelled(reader, backend):
 def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(reader, backend, workbench):
     panel = reader.panel
 
-    async def at_once() -> None:
+    async def at_once():
         await panel.do_rank({"query": "q", "documents": PAIR})
         await panel.do_cancel({})
 
@@ -141,7 +137,7 @@ def test_a_new_ranking_is_in_the_snapshot_before_its_frame(reader, backend, work
     monkeypatch.setattr("lmx_lab.panels.panel.FRAME_S", WAIT_S)
     panel = reader.panel
 
-    async def ranked() -> str:
+    async def ranked():
         panel.show(problem="a frame, so that the next one waits")
         await panel.do_rank({"query": "q", "documents": PAIR})
         await backend.rankings.put(RANKED)
@@ -376,8 +372,7 @@ def test_the_snapshot_shows_documents_as_text(workbench):
 def bert(tmp_path_factory):
     home = tmp_path_factory.mktemp("bert-home")
     write_tiny_bert(home / "models" / "tiny-bert")
-    with lmx_lab.Lab(Settings(home=home, port=0), loop="thread") as lab:
-        lab.load("tiny-bert")
+    with serving(home, "tiny-bert") as lab:
         yield lab
 
 

@@ -1,7 +1,5 @@
 """Test the timeline panel without a browser."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -38,7 +36,7 @@ LOADING = ModelTimeline(kind="load", model="m", at=99.0, outcome="loaded", messa
 def test_a_lane_is_shown_for_each_request_and_explained(backend, workbench):
     requests = [[]]
 
-    async def timeline(last_s: float, *, most: int | None = None) -> ServerTimeline:
+    async def timeline(last_s, *, most=None):
         if isinstance(requests[0], Exception):
             raise requests[0]
         return ServerTimeline(requests=tuple(requests[0]), models=(LOADING,))
@@ -82,7 +80,7 @@ def test_a_bar_has_a_limited_number_of_parts(backend, workbench):
         at += duration
     long = replace(ONE, steps=tuple(steps), decode_s=at - 1.5)
 
-    async def timeline(last_s: float, *, most: int | None = None) -> ServerTimeline:
+    async def timeline(last_s, *, most=None):
         return ServerTimeline(requests=(long,))
 
     backend.timeline = timeline

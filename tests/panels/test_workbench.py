@@ -1,7 +1,5 @@
 """Test the workbench over labs of this process: its history, its timer, the end of its loop, and its grid of panels."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 import lmx_lab
 from lmx_lab.errors import HostingError
 from lmx_lab.panels.layout import full_width
-from lmx_lab.wire.admin import Sample
 from tests.support.waiting import until
 
 WAIT_S = 60.0
@@ -42,11 +39,11 @@ def test_a_backend_that_fails_once_does_not_stop_the_timer(tmp_path, monkeypatch
         backend = lab.workbench.backend
         sample, failed = backend.sample, threading.Event()
 
-        def fail_once() -> Sample | None:
+        def fail_once():
             if not failed.is_set():
                 failed.set()
                 raise RuntimeError("no sample")
-            result: Sample | None = sample()
+            result = sample()
             return result
 
         monkeypatch.setattr(backend, "sample", fail_once)

@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.results.figures import (
-    LineChart,
-    Series,
-    downsample,
-    format_number,
-    segments,
-    time_ticks,
-    value_ticks,
-)
+from lmx_lab.results.figures import LineChart, Series, downsample, format_number, segments, time_ticks, value_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -1,30 +1,23 @@
 """Test the types of tables, and tables as text and as HTML."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from lmx_lab.results.frames import (
-    Dtype,
-    dtypes_of,
-    make_table,
-    optional_dtype,
-)
+from lmx_lab.results.frames import dtypes_of, make_table, optional_dtype
 from lmx_lab.results.tables import Html, align_columns, html_table
 
 LARGE = 2**60 + 1
 """An integer that a float cannot represent."""
-COLUMNS: dict[str, Dtype] = {
+COLUMNS = {
     **{"count": "int64", "maybe": "Int64", "small": "float32", "wide": "float64", "yes": "bool", "perhaps": "boolean"},
     **{"name": "str", "text": "text", "value": "object", "at": "time"},
 }
-FULL: tuple[Any, ...] = (LARGE, LARGE, 0.5, 0.5, True, True, "a", "b", [1, 2], 1.5)
-PARTIAL: tuple[Any, ...] = (1, None, None, None, False, None, None, None, None, None)
+FULL = (LARGE, LARGE, 0.5, 0.5, True, True, "a", "b", [1, 2], 1.5)
+PARTIAL = (1, None, None, None, False, None, None, None, None, None)
 
 
 @pytest.mark.parametrize("rows", [[], [FULL], [PARTIAL], [PARTIAL, FULL], [FULL, PARTIAL]])

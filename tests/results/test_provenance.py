@@ -1,14 +1,10 @@
 """The provenance describes software and machine without personal data."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import platform
 import subprocess
 from pathlib import Path
-
-import pandas as pd
 
 from lmx_lab.bench import describe_machine, frame
 from lmx_lab.results.provenance import checkout, provenance
@@ -53,7 +49,7 @@ def test_it_contains_no_names_and_no_folders():
 
 
 def test_a_sentence_describes_the_machine_and_says_if_it_was_busy():
-    def rows(*shares: float) -> pd.DataFrame:
+    def rows(*shares):
         machines = [{"cpu": "Some CPU", "threads": 2, "busy_share": share} for share in shares]
         table = frame([])
         table.attrs["provenance"] = {f"run {at}": {"machine": machine} for at, machine in enumerate(machines)}

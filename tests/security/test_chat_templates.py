@@ -1,12 +1,9 @@
 """Tests that malicious chat templates are limited and do not affect other requests."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
 from functools import partial
-from typing import Any
 
 import httpx2
 import psutil
@@ -121,7 +118,7 @@ def test_a_killed_process_is_started_again(process):
 CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "<where> & ü"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": CITY}}
 CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich 🏔"}}}
-CONVERSATION: list[dict[str, Any]] = [
+CONVERSATION = [
     {"role": "system", "content": "Be <brief> & kind."},
     {"role": "user", "content": "Hi\n"},
     {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [CALL]},
@@ -221,7 +218,7 @@ def test_other_requests_are_answered_while_a_template_loops(malicious_lab):
     with httpx2.Client(base_url=malicious_lab.url, timeout=60) as http:
         ended = []
 
-        def loop() -> None:
+        def loop():
             body = {"model": "sometimes", "messages": [{"role": "user", "content": TRIGGER}], "max_tokens": 1}
             answer = httpx2.post(f"{malicious_lab.url}/v1/chat/completions", json=body, timeout=60)
             ended.append((answer.status_code, answer.json()))
@@ -314,7 +311,7 @@ def test_a_template_that_loops_in_llama_cpp_stops_its_process_and_the_model_is_l
     gguf_lab, monkeypatch, *, leaves
 ):
     class Blind:
-        def render(self, *_: object) -> str:
+        def render(self, *_):
             raise TemplateRefusalError("jinja2 does not support this template")
 
     lab, path = gguf_lab

@@ -1,7 +1,5 @@
 """Tests with a page of another origin in a real browser, and with a DNS name of another site for this machine."""
 
-from __future__ import annotations
-
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -76,14 +74,14 @@ FORM = """async ([base, sandboxed]) => {
 
 
 class AttackerPage(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
         self.send_header("Content-Length", str(len(PAGE)))
         self.end_headers()
         self.wfile.write(PAGE)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format, *args):
         """Log nothing."""
 
 

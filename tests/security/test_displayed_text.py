@@ -1,13 +1,10 @@
 """Tests that text of models, documents, tools and file names is displayed as text in panels, reports and reprs."""
 
-from __future__ import annotations
-
 import html.parser
 import json
 import re
 from base64 import b64decode, b64encode
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,7 +78,7 @@ ANSWER = {
 }
 ROW = {"id": "answer", "depth": 1, "place": "at 1", "tokens": 3, "logprob": -1.0, "text": "one", "shown": True}
 LANE = {"id": "r-0", "title": "12:00 r", "text": "1 s", "parts": [["decode", 0.0, 50.0, "decode 1 s"]]}
-FULL: dict[str, dict[str, Any]] = {
+FULL = {
     "chat": {"turns": [TURN, {**TURN, "id": "t2", "role": "user"}], "forgotten": "some"},
     "models": {"jobs": [JOB], "error": "failed", "caption": "all", "engines": "two"},
     "metrics": {"job": "measuring"},
@@ -113,11 +110,11 @@ def test_no_panel_creates_elements_from_text(browser, evil_lab, name):
 
 
 class Elements(html.parser.HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: list[str] = []
+        self.found = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.found += [f"{tag} {name}" for name, _ in attrs if name.startswith("on")]
         self.found += [tag] if tag in LIVE - {"svg"} else []
         self.found += [f"{tag} {value}" for name, value in attrs if name in ("href", "src") and value]

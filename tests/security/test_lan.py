@@ -1,8 +1,6 @@
 """Tests with another machine on the network: two network namespaces with a virtual cable, the servers in one and a
 client in the other."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -47,15 +44,15 @@ class Machine:
 
     holder: subprocess.Popen[bytes]
 
-    def command(self, *words: str) -> list[str]:
+    def command(self, *words):
         return ["nsenter", f"--net=/proc/{self.holder.pid}/ns/net", *words]
 
-    def run(self, *words: str) -> None:
+    def run(self, *words):
         done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=WAIT_S, check=False)
         if done.returncode:
             pytest.skip(f"no cable can be laid between network namespaces here: {done.stderr.strip()}")
 
-    def ask(self, *questions: tuple[str, str, Any, dict[str, str]]) -> list[tuple[int, Any]]:
+    def ask(self, *questions):
         done = subprocess.run(
             self.command(sys.executable, "-I", "-S", "-c", ASKING),
             input=json.dumps(questions),
@@ -230,7 +227,7 @@ def test_added_and_removed_addresses_are_detected(lan, served, name, path):
     later = "10.77.8.1"
     question = ("GET", f"{url}{path}", None, {"Host": url.replace(SERVER, later).removeprefix("http://")})
 
-    def status_becomes(wanted: int) -> bool:
+    def status_becomes(wanted):
         deadline = time.monotonic() + WAIT_S
         while there.ask(question)[0][0] != wanted:
             if time.monotonic() > deadline:

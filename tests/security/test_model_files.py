@@ -1,8 +1,6 @@
 """Tests of malicious model files: no code in them runs, none uses memory or time beyond its size, and none refers to
 files outside its folder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -12,9 +10,7 @@ import struct
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -37,10 +33,10 @@ MUCH = 2**29
 class Touching:
     """An object whose pickle runs a command."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, marker):
         self.marker = marker
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self):
         return os.system, (f"touch {self.marker}",)
 
 
@@ -77,7 +73,7 @@ def write_code(folder, marker):
 
 
 AUTO = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.EvilModel"}
-CODE: dict[str, Callable[[Path], None]] = {
+CODE = {
     "auto_map": lambda folder: changed(
         folder,
         "tokenizer_config.json",
@@ -170,7 +166,7 @@ def check_refused(look):
     assert psutil.Process().memory_info().rss - before < MUCH
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "a billion layers": {"num_hidden_layers": 10**9},
     "more layers than a number": {"num_hidden_layers": 10**40},
     "a billion experts": {"ffn_config": {"moe_num_experts": 10**9}},

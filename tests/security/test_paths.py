@@ -1,8 +1,6 @@
 """Tests that only local callers receive paths of models. With a host that the operator allowed, a caller on loopback is
 not local, like a caller on another machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

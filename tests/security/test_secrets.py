@@ -1,8 +1,6 @@
 """Tests that keys and tokens are in no log, process list, notebook, widget, traceback or response, and that untrusted
 text in paths and names does not control terminals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -42,11 +40,11 @@ def found(secret, *texts):
 
 
 class RecordingHandler(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.DEBUG)
-        self.seen: list[str] = []
+        self.seen = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.seen += [self.format(record), repr(record.args), str(record.msg)]
 
 

@@ -1,12 +1,9 @@
 """Tests that FIFOs, sockets, devices and endless files in place of model files are rejected without blocking."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx2
@@ -61,7 +58,7 @@ def _large(path):
         file.truncate(200 * MIB)
 
 
-SPECIAL: dict[str, Callable[[Path], None]] = {
+SPECIAL = {
     "a FIFO": os.mkfifo,
     "a socket": _socket,
     "a folder": Path.mkdir,
@@ -194,7 +191,7 @@ def test_a_server_with_special_files_lists_rejects_and_serves_without_delay(lab,
         put(models / f"bad-{name}", name, os.mkfifo)
     put(models / "bad", "tokenizer.json", lambda path: path.symlink_to("/dev/zero"))
 
-    async def ask() -> None:
+    async def ask():
         limits = httpx2.Limits(max_connections=3 * AT_ONCE)
         async with httpx2.AsyncClient(base_url=lab.url, timeout=CHAT_WAIT_S, limits=limits) as http:
             routes = ["/v1/models", "/admin/models", "/v1/models/good"]

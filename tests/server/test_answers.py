@@ -1,9 +1,6 @@
 """Tests of concurrent streams and coroutines: results, errors and cancellation."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
@@ -70,7 +67,7 @@ async def test_closing_the_merged_stream_closes_all_sources():
 async def test_a_source_is_not_read_ahead_of_a_slow_reader():
     produced = []
 
-    async def source() -> AsyncGenerator[int, None]:
+    async def source():
         for number in range(100):
             produced.append(number)
             yield number
@@ -83,7 +80,7 @@ async def test_a_source_is_not_read_ahead_of_a_slow_reader():
 
 
 async def test_results_come_in_order():
-    async def work(number: int) -> int:
+    async def work(number):
         for _ in range(5 - number):
             await asyncio.sleep(0)
         return number
@@ -94,7 +91,7 @@ async def test_results_come_in_order():
 async def test_the_first_error_cancels_the_other_coroutines():
     closed = []
 
-    async def fail() -> None:
+    async def fail():
         raise EngineError("broken")
 
     with pytest.raises(EngineError, match="broken"):

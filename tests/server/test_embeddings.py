@@ -1,12 +1,9 @@
 """Tests of the bodies of /v1/embeddings, and of the format of its numbers."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -201,13 +198,13 @@ async def test_a_client_that_disconnects_cancels_the_computation():
     content = json.dumps(body()).encode()
     messages = [{"type": "http.request", "body": content, "more_body": False}]
 
-    async def receive() -> dict[str, Any]:
+    async def receive():
         if messages:
             return messages.pop()
         await manager.started.wait()
         return {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
+    async def send(message):
         assert message.get("status", 499) == 499
 
     scope = {
@@ -260,7 +257,7 @@ async def test_many_numbers_are_written_in_another_thread(monkeypatch):
     moved = []
     to_thread = asyncio.to_thread
 
-    async def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
+    async def noted(work, *args, **kwargs):
         moved.append(work)
         return await to_thread(work, *args, **kwargs)
 

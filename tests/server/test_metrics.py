@@ -1,7 +1,5 @@
 """Tests of the metrics, which are read with the parsers of Prometheus' client library."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import cast
 

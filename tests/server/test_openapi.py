@@ -1,9 +1,6 @@
 """Tests that the OpenAPI document of the server is consistent and complete."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -67,10 +64,10 @@ def test_all_references_can_be_resolved(document):
 
 @pytest.mark.slow
 def test_streams_are_described_by_their_events(document):
-    def stream(path: str, method: str) -> Any:
+    def stream(path, method):
         return document["paths"][path][method]["responses"]["200"]["content"]["text/event-stream"]["schema"]
 
-    def shapes(data: dict[str, Any]) -> list[str]:
+    def shapes(data):
         assert data["contentMediaType"] == "application/json"
         return [place["$ref"].rsplit("/", 1)[1] for place in data["contentSchema"]["anyOf"]]
 
@@ -104,10 +101,10 @@ def test_failures_mention_their_headers(document):
 def test_failures_have_one_body_and_name_their_codes(document):
     post = document["paths"]["/v1/chat/completions"]["post"]["responses"]
 
-    def codes(status: str) -> list[str]:
+    def codes(status):
         body, narrowed = post[status]["content"]["application/json"]["schema"]["allOf"]
         assert body == {"$ref": "#/components/schemas/ErrorBody"}
-        found: list[str] = narrowed["properties"]["error"]["properties"]["code"]["enum"]
+        found = narrowed["properties"]["error"]["properties"]["code"]["enum"]
         assert all(f"`{code}`" in post[status]["description"] for code in found)
         return found
 

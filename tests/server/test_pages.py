@@ -1,7 +1,5 @@
 """Tests of the pages for browsers, also behind a proxy, where the server does not know its own address."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -9,7 +7,7 @@ from urllib.parse import urljoin
 
 import httpx2
 import pytest
-from playwright.sync_api import Route, expect
+from playwright.sync_api import expect
 
 from tests.support.browser import WAIT_MS, chromium, serious_violations
 from tests.support.labs import serving
@@ -109,7 +107,7 @@ def test_routes_can_be_tried_without_internet_access_below_any_path(lab, tab):
     asked = []
     problems = []
 
-    def proxied(route: Route) -> None:
+    def proxied(route):
         asked.append(path := route.request.url.removeprefix(prefix))
         answer = httpx2.get(f"{lab.url}/{path}")
         headers = {name: text for name, text in answer.headers.items() if name != "content-encoding"}
@@ -262,7 +260,7 @@ def test_pages_of_the_same_origin_may_frame_them(lab, tab, path):
 
 
 def test_text_in_the_page_is_escaped(lab, tab):
-    def written(route: Route) -> None:
+    def written(route):
         answer = httpx2.get(f"{lab.url}/docs")
         injected = "<img src=x onerror='window.ran = 1'><script>window.ran = 1</script>"
         added = f"{injected}<script src={lab.url}/v1/models></script>"

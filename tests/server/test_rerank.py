@@ -1,9 +1,6 @@
 """Tests of the request and response bodies of Jina, Cohere and Text Embeddings Inference."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -194,7 +191,7 @@ async def test_many_results_are_written_in_another_thread(monkeypatch):
     moved = []
     to_thread = asyncio.to_thread
 
-    async def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
+    async def noted(work, *args, **kwargs):
         moved.append(work)
         return await to_thread(work, *args, **kwargs)
 

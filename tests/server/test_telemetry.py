@@ -1,7 +1,5 @@
 """Test the spans that a collector for OTLP/HTTP receives for requests to the echo engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -11,7 +9,6 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from typing import Any
 
 import httpx2
 import pytest
@@ -36,6 +33,7 @@ from lmx_lab.server.telemetry import (
 )
 from lmx_lab.settings import Settings
 from lmx_lab.values.outputs import Delta
+from tests.support.labs import serving
 from tests.support.waiting import until
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -52,15 +50,15 @@ class Collector:
     headers: list[dict[str, str]] = field(default_factory=list)
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def received(self) -> list[ExportTraceServiceRequest]:
+    def received(self):
         return [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self):
         return [
             span
             for request in self.received
@@ -73,7 +71,7 @@ class Collector:
 @contextlib.contextmanager
 def collector(port=0, *, status=200):
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces"
             running.bodies.append(body)
@@ -84,7 +82,7 @@ def collector(port=0, *, status=200):
             self.end_headers()
             self.wfile.write(answer)
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
@@ -102,8 +100,7 @@ def collector(port=0, *, status=200):
 def echo_lab(home, target, otel, **settings):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
-        with lmx_lab.Lab(Settings(home=home, port=0, otel=otel, **settings), loop="thread") as lab:
-            lab.load("echo")
+        with serving(home, "echo", otel=otel, **settings) as lab:
             yield lab
 
 
@@ -139,7 +136,7 @@ class Sent:
         (span,) = [it for it in self.collector.spans if attributes(it).get("gen_ai.response.id") == self.ids[name]]
         return span
 
-    def children(self, span: Span) -> list[Span]:
+    def children(self, span):
         return [it for it in self.collector.spans if it.parent_span_id == span.span_id]
 
 

@@ -1,7 +1,5 @@
 """Run small versions of the parts ``hostile`` and ``mutations``, and test that they detect problems."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -47,7 +45,7 @@ def test_attacks_are_answered_as_allowed_beside_another_client(target):
 
 
 def test_wrong_and_late_answers_and_failing_chats_are_detected(target, models):
-    def unload(url: str) -> list[Answer]:
+    def unload(url):
         target._http.post("/admin/models/unload").raise_for_status()
         return [Answer(text="500 internal-error", seconds=6.0)]
 

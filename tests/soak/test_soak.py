@@ -1,7 +1,5 @@
 """Test the table and exit status of the long runs, the resource monitor, and a small fuzz run."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess
@@ -54,7 +52,7 @@ def soak(tiny):
 class Leaking:
     """A child process that allocates resources on command, and keeps them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"{FREE_MEMORY_ON_SIGNAL}{LEAKING}"],
             stdin=subprocess.PIPE,
@@ -62,9 +60,7 @@ class Leaking:
             text=True,
         )
 
-    def do(self, what: str, count: int = 1) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+    def do(self, what, count=1):
         self.process.stdin.write(f"{what} {count}\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "done\n"
@@ -122,7 +118,7 @@ def test_the_exit_status_is_1_if_a_row_has_failed(tmp_path, soak, capsys, bad):
 
 
 def test_an_exception_in_a_part_is_a_row_and_the_next_part_runs(tmp_path, soak):
-    def failing(soak: Soak) -> list[Row]:
+    def failing(soak):
         raise OSError("no space left")
 
     status, rows = run_parts(tmp_path, soak, first=failing, second=part(GOOD))
@@ -142,7 +138,7 @@ def left():
 
 
 def test_processes_that_a_part_leaves_running_are_counted_and_killed(tmp_path, soak, left):
-    def leaving(soak: Soak) -> list[Row]:
+    def leaving(soak):
         left.append(subprocess.Popen(SLEEPING))
         return [GOOD]
 
@@ -153,7 +149,7 @@ def test_processes_that_a_part_leaves_running_are_counted_and_killed(tmp_path, s
 
 
 def test_ctrl_c_leaves_no_process_and_prints_the_results_so_far(tmp_path, soak, left):
-    def interrupted(soak: Soak) -> list[Row]:
+    def interrupted(soak):
         left.append(subprocess.Popen(SLEEPING))
         raise KeyboardInterrupt
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ PACE = 1000.0
 
 
 @contextlib.contextmanager
-def serving(home: Path, model: str | None, **settings: Any) -> Iterator[Lab]:
+def serving(home: Path, model: str | os.PathLike[str] | None, **settings: Any) -> Iterator[Lab]:
     with Lab(Settings(home=home, port=0, **settings), loop="thread") as lab:
         lab.start()
         if model is not None:

@@ -1,13 +1,9 @@
 """Fixtures that create small model folders, GGUF files and wheels."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,9 +44,6 @@ def tiny_metadata(tokens):
     }
 
 
-MakeModel = Callable[..., Path]
-
-
 @pytest.fixture(autouse=True)
 def _empty_hub_cache(tmp_path, monkeypatch):
     """Use an empty hub cache instead of the cache of the user who runs the tests."""
@@ -71,7 +64,7 @@ def catalog(settings):
 def make_model():
     """Write a model folder that passes every check (config, one tensor, an empty tokenizer), and more files."""
 
-    def make(path: Path, config: Mapping[str, Any] | None = None, files: Mapping[str, Any] | None = None) -> Path:
+    def make(path, config=None, files=None):
         path.mkdir(parents=True, exist_ok=True)
         contents = {"config.json": LLAMA | dict(config or {}), "tokenizer.json": {}} | dict(files or {})
         for name, content in contents.items():
@@ -92,7 +85,7 @@ def gguf():
 def tiny_llama():
     """Return a GGUF file of one random layer with a vocabulary of bytes; change types by tensor, metadata by key."""
 
-    def make(types: Mapping[str, str] | None = None, metadata: Mapping[str, Any] | None = None) -> bytes:
+    def make(types=None, metadata=None):
         tokens = [*byte_symbols(), "ab", "<|im_start|>", "<|im_end|>", "tool"]
         kinds = {"token_embd": "Q8_0"} | dict(types or {})
         shapes = {"token_embd": (HIDDEN, len(tokens)), "output_norm": (HIDDEN,)}
@@ -116,7 +109,7 @@ def write_split():
     Change the header of a part with ``changes``, as in ``{2: {"split.no": 0}}``.
     """
 
-    def write(stem: Path, count: int = 3, changes: Mapping[int, Mapping[str, Any]] | None = None) -> list[Path]:
+    def write(stem, count=3, changes=None):
         tensors = {f"blk.{at}.attn_norm.weight": random_tensor("F32", HIDDEN) for at in range(2 * count)}
         stem.parent.mkdir(parents=True, exist_ok=True)
         paths = [Path(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
@@ -145,7 +138,7 @@ def wheels(tmp_path, monkeypatch):
 def make_starter(wheels, tmp_path, make_model, monkeypatch):
     """Register a starter model ``tiny`` and put its wheel on the index; its fields can be overridden."""
 
-    def make(contents: Mapping[str, bytes] | None = None, /, **fields: Any) -> Starter:
+    def make(contents=None, /, **fields):
         model = make_model(tmp_path / "original")
         files = contents or {f"tiny/{path.name}": path.read_bytes() for path in model.iterdir()}
         wheel = wheels / "lmx_test_tiny-1.0-py3-none-any.whl"
@@ -156,7 +149,7 @@ def make_starter(wheels, tmp_path, make_model, monkeypatch):
             archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: lmx-test-tiny\nVersion: 1.0\n")
             archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             archive.writestr(f"{info}/RECORD", "")
-        values: dict[str, Any] = {
+        values = {
             "id": "tiny",
             "package": "lmx-test-tiny",
             "version": "1.0",

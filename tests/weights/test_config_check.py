@@ -1,10 +1,7 @@
 """Test that impossible values are refused before anything is loaded, with an error that names them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,7 @@ from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.config_check import check_config, check_quantized
 
 PATH = Path("model/config.json")
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "hidden_size": 576,
     "num_hidden_layers": 30,

@@ -1,7 +1,5 @@
 """Tests of GGUF models: their kinds, split files, files that are not models, and tokens that fill gaps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,11 +1,9 @@
 """Tests of downloads from the hub, which a local server simulates."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -93,7 +91,7 @@ def test_a_disk_that_becomes_full_leaves_no_partial_files(catalog, tmp_path, mon
     half.parent.mkdir(parents=True)
     half.touch()
 
-    def full(*args: Any, **options: Any) -> str:
+    def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(hub_download, "snapshot_download", full)

@@ -1,18 +1,13 @@
 """Tests of the shared scan of the model folders and its time limit."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from lmx_lab.values.models import ModelLocation
 from lmx_lab.weights.locations import folder_locations
-from lmx_lab.weights.scanner import Listing, Root, Scanner
+from lmx_lab.weights.scanner import Listing, Scanner
 from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -23,19 +18,19 @@ AT_ONCE = 40
 class Disk:
     """A folder with models that can stop responding."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.answers = threading.Event()
         self.answers.set()
         self.requested = threading.Semaphore(0)
         self.scans = 0
-        self.failure: Exception | None = None
+        self.failure = None
 
-    def roots(self) -> Iterator[Root]:
+    def roots(self):
         self.scans += 1
         yield self.folder, self._places()
 
-    def _places(self) -> Iterator[ModelLocation]:
+    def _places(self):
         if self.failure is not None:
             raise self.failure
         for place in folder_locations(self.folder, "folder"):

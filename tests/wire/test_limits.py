@@ -1,7 +1,5 @@
 """Tests that every model of a request body limits the number of items and members."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Mapping

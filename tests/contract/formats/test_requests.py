@@ -1,7 +1,5 @@
 """Tests that all formats accept the same: prompts, names of models, keys, and fields without effect."""
 
-from typing import Any
-
 import httpx2
 import pytest
 from websockets.exceptions import InvalidStatus
@@ -24,7 +22,7 @@ def test_each_route_that_streams_answers_has_an_adapter(http):
     assert found == {form.path for form in FORMATS} | OTHER_STREAMS.keys()
 
 
-CONVERSATION: list[dict[str, Any]] = [
+CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What time is it?"},
     {
@@ -61,7 +59,7 @@ def test_all_formats_make_the_same_prompt(lab, http, request_, ability):
 
 HINTS = {"user": "me", "cache_prompt": True}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
-IGNORED: dict[str, tuple[dict[str, Any], str]] = {
+IGNORED = {
     "chat": (HINTS, "user, cache_prompt"),
     "completions": (HINTS, "user, cache_prompt"),
     "messages": (

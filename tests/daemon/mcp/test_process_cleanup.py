@@ -22,13 +22,11 @@ def parent():
     yield process
     end_processes([root], term_s=0)
     for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
         pipe.close()
     process.wait()
 
 
 def child_of(parent):
-    assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.stdout.readline()
     return child
@@ -56,7 +54,6 @@ def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(pare
     child = child_of(parent)
     root = root_of_child(parent.pid, "none")
     # Not communicate(): the child keeps the output open.
-    assert parent.stdin is not None
     parent.stdin.close()
     parent.wait()
     assert is_alive(child)

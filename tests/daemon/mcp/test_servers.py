@@ -1,7 +1,5 @@
 """MCP servers: several at once, servers that misbehave, and the processes that they leave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -524,7 +522,7 @@ def test_servers_run_on_the_event_loop_of_a_thread_and_end_with_it(tmp_path):
     thread = LoopThread()
     thread.start()
 
-    async def begin() -> McpHarness:
+    async def begin():
         harness = McpHarness(await Store.open(tmp_path / "daemon.db"), tmp_path)
         await harness.again()
         await harness.ready(hostile())

@@ -1,7 +1,5 @@
 """The watchdog: it ends the servers of a daemon that was killed, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -117,7 +115,6 @@ async def server():
         env={MARK: "of-the-server"},
         start_new_session=True,
     )
-    assert process.stdout is not None
     await process.stdout.readline()
     root = root_of_child(process.pid, "of-the-server")
     yield root
@@ -163,7 +160,7 @@ async def test_a_watchdog_that_was_ended_or_does_not_read_is_started_again(watch
     first.send_signal(number)
     many = [RootProcess(pid=0, started=0.0, mark=f"{at:02000}") for at in range(20)]
 
-    def is_replaced() -> bool:
+    def is_replaced():
         if number == signal.SIGSTOP:
             watchdog.watch([*many, server])
             watchdog.watch([server])
@@ -204,7 +201,6 @@ def show(tmp_path):
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_program_passes_the_last_complete_line_on_and_ignores_signals(tmp_path, show, kill):
     process = program(str(os.getpid()), show)
-    assert process.stdin is not None
     # The program has read this much only if it ignores signals by then.
     process.stdin.write(b"[1]\n" * 100_000)
     process.stdin.flush()
@@ -225,7 +221,6 @@ def test_the_program_does_nothing_without_servers(tmp_path, show, lines):
 
 def test_the_program_notices_that_its_parent_is_another_process(tmp_path, show):
     process = program(str(os.getpid() + 1), show)
-    assert process.stdin is not None
     process.stdin.write(b"[1]\n")
     process.stdin.flush()
     assert process.wait(LIMIT_S) == 0

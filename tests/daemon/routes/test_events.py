@@ -1,7 +1,5 @@
 """Events over the WebSocket (cursors, filters, control frames, clients that misbehave) and by polling."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -13,7 +11,6 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import record_pruned
-from lmx_lab.daemon.storage.store import Transaction
 from tests.support.asking import refused
 from tests.support.daemons import client, connect, frames_until, raw_subscriber, serving, settled, write_tokens
 
@@ -37,7 +34,7 @@ def _no_subscribers_left(daemon):
 
 
 def tasks(daemon):
-    async def names() -> set[str]:
+    async def names():
         return {task.get_name() for task in asyncio.all_tasks()}
 
     return daemon.run(names()) if threading.current_thread() is not daemon._thread._thread else set()
@@ -92,7 +89,7 @@ async def test_no_event_is_lost_between_stored_and_live_events(daemon):
     start, stop = latest(daemon), threading.Event()
     wanted = []
 
-    def write() -> None:
+    def write():
         while not stop.is_set():
             wanted.append(write_tokens(daemon, 7))
 
@@ -158,7 +155,7 @@ async def test_a_pruned_cursor_is_reset(tmp_path):
     with serving(tmp_path, LIMITS) as daemon:
         last = write_tokens(daemon, 300)
 
-        def prune(transaction: Transaction) -> None:
+        def prune(transaction):
             transaction.execute("DELETE FROM events WHERE seq <= 200")
             record_pruned(transaction, 200)
 
@@ -261,7 +258,6 @@ async def test_messages_of_a_client_are_ignored_and_too_many_end_the_connection(
                 await socket.send("and again")
         with pytest.raises(ConnectionClosed) as caught:
             await frames_until(socket, "never")
-    assert caught.value.rcvd is not None
     assert caught.value.rcvd.code == 1008
 
 
@@ -272,7 +268,6 @@ async def test_an_invalid_message_ends_the_connection(daemon, frame, code):
         await socket.send(frame, text=True)
         with pytest.raises(ConnectionClosed) as caught:
             await frames_until(socket, "never")
-    assert caught.value.rcvd is not None
     assert caught.value.rcvd.code == code
 
 
@@ -299,7 +294,6 @@ async def test_a_stop_is_announced_to_all_subscribers(tmp_path):
             with pytest.raises(ConnectionClosed) as caught:
                 await socket.recv()
             stuck.close()
-    assert caught.value.rcvd is not None
     assert caught.value.rcvd.code == 1001
 
 

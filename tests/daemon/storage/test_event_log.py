@@ -1,12 +1,9 @@
 """A model-based test of cursors: readers connect and disconnect while events are written and pruned, with crashes."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import EventFilter, EventLog
 from lmx_lab.daemon.storage.retention import delete_expired
-from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import CursorExpiredError
 from lmx_lab.wire.events import SessionDeleted, TurnText
 
@@ -47,22 +44,22 @@ class LogAndReaders(RuleBasedStateMachine):
 
     readers = Bundle("readers")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
-        self.written: list[tuple[int, str, str]] = []
+        self.written = []
         self.pruned = 0
-        self.everybody: list[Reader] = []
+        self.everybody = []
         self.store: Store
         self.log: EventLog
         self.open()
 
-    def run(self, work: Any) -> Any:
+    def run(self, work):
         return self.loop.run_until_complete(work)
 
-    def open(self) -> None:
-        async def opening() -> None:
+    def open(self):
+        async def opening():
             self.store = await Store.open(Path(self.folder.name) / "daemon.db")
             self.log = EventLog(self.store, LIMITS)
             await self.log.start()
@@ -70,8 +67,8 @@ class LogAndReaders(RuleBasedStateMachine):
         self.run(opening())
 
     @rule(session=st.sampled_from(SESSIONS), kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=12))
-    def write(self, session: str, kinds: list[str]) -> None:
-        def work(tx: Transaction) -> list[int]:
+    def write(self, session, kinds):
+        def work(tx):
             data = TurnText(message_id="m", text="text " * 20)
             return [tx.append(kind, data, session_id=session) for kind in kinds]
 
@@ -79,8 +76,8 @@ class LogAndReaders(RuleBasedStateMachine):
         self.written += [(seq, session, kind) for seq, kind in zip(seqs, kinds, strict=True)]
 
     @rule(session=st.sampled_from(SESSIONS))
-    def fail_to_write(self, session: str) -> None:
-        def work(tx: Transaction) -> None:
+    def fail_to_write(self, session):
+        def work(tx):
             tx.append("session.deleted", SessionDeleted(session_id=session), session_id=session)
             raise ValueError("as an example")
 
@@ -88,26 +85,26 @@ class LogAndReaders(RuleBasedStateMachine):
             self.run(self.store.write(work))
 
     @rule()
-    def prune(self) -> None:
+    def prune(self):
         self.run(delete_expired(self.store, self.log, LIMITS))
         if len(self.kept()) > LIMITS.keep_events:
             self.pruned = self.kept()[-LIMITS.keep_events - 1][0]
 
     @rule()
-    def crash(self) -> None:
+    def crash(self):
         """Close and open the database: everything else is lost."""
         self.run(self.store.close())
         self.open()
 
     @rule(target=readers, only=st.sampled_from(FILTERS), back=st.integers(0, 30))
-    def connect(self, only: EventFilter, back: int) -> Reader:
+    def connect(self, only, back):
         cursor = max(0, self.log.latest_seq - back)
         reader = Reader(only=only, cursor=cursor, began=cursor)
         self.everybody.append(reader)
         return reader
 
     @rule(reader=readers, pages=st.integers(1, 4))
-    def read(self, reader: Reader, pages: int) -> None:
+    def read(self, reader, pages):
         """Read some pages; the client continues later from the cursor of the last one."""
         if 0 < reader.cursor < self.pruned:
             with pytest.raises(CursorExpiredError) as caught:
@@ -127,37 +124,37 @@ class LogAndReaders(RuleBasedStateMachine):
             reader.cursor = page.through
 
     @rule(reader=readers)
-    def catch_up(self, reader: Reader) -> None:
+    def catch_up(self, reader):
         self.read(reader, 100)
         if reader.began >= self.pruned:
             assert reader.seen == self.expected(reader)
 
     @rule(ahead=st.integers(1, 10))
-    def connect_ahead_of_the_log(self, ahead: int) -> None:
+    def connect_ahead_of_the_log(self, ahead):
         with pytest.raises(CursorExpiredError) as caught:
             self.log.check_cursor(self.log.latest_seq + ahead)
         assert caught.value.reason == "ahead"
 
     @invariant()
-    def events_are_received_once_and_in_order(self) -> None:
+    def events_are_received_once_and_in_order(self):
         for reader in self.everybody:
             assert reader.seen == sorted(set(reader.seen))
 
     @invariant()
-    def no_event_before_the_cursor_is_lost(self) -> None:
+    def no_event_before_the_cursor_is_lost(self):
         for reader in self.everybody:
             if reader.began >= self.pruned:
                 assert reader.seen == [seq for seq in self.expected(reader) if seq <= reader.cursor]
 
     @invariant()
-    def latest_seq_is_the_last_written_event(self) -> None:
+    def latest_seq_is_the_last_written_event(self):
         assert self.log.latest_seq == (self.written[-1][0] if self.written else 0)
 
-    def kept(self) -> list[tuple[int, str, str]]:
+    def kept(self):
         return [event for event in self.written if event[0] > self.pruned]
 
-    def expected(self, reader: Reader) -> list[int]:
-        def passes(session: str, kind: str) -> bool:
+    def expected(self, reader):
+        def passes(session, kind):
             kinds = reader.only.types
             return (not reader.only.session_ids or session in reader.only.session_ids) and (
                 not kinds or kind in kinds or (kind.startswith("turn.") and "turn.*" in kinds)
@@ -165,7 +162,7 @@ class LogAndReaders(RuleBasedStateMachine):
 
         return [seq for seq, session, kind in self.written if seq > reader.began and passes(session, kind)]
 
-    def teardown(self) -> None:
+    def teardown(self):
         self.run(self.store.close())
         self.loop.close()
         self.folder.cleanup()

@@ -1,7 +1,5 @@
 """Deleting expired events."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,18 +1,13 @@
 """Creating, changing, listing, forking and deleting sessions, and their events."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
-from lmx_lab.daemon.storage.store import DatabaseView, Transaction
 from lmx_lab.errors import (
     InvalidRequestError,
     RevisionConflictError,
@@ -165,21 +160,21 @@ async def test_a_list_has_the_same_records_as_the_sessions(store):
 
 @pytest.mark.slow
 async def test_a_long_list_costs_less_than_its_records_in_python(store):
-    def fill(tx: Transaction) -> None:
+    def fill(tx):
         for at in range(500):
             sessions.create(tx, CreateSession(title=f"number {at}"))
 
-    def records(view: DatabaseView) -> str:
+    def records(view):
         rows = view.fetch_all("SELECT session_id FROM sessions ORDER BY updated_at DESC")
         made = [sessions.read(view, row["session_id"]) for row in rows]
         return SessionList(sessions=made, next_cursor=None).model_dump_json()
 
-    def cpu_s(work: Callable[[DatabaseView], str], view: DatabaseView) -> float:
+    def cpu_s(work, view):
         started = time.thread_time()
         work(view)
         return time.thread_time() - started
 
-    def measure(view: DatabaseView) -> float:
+    def measure(view):
         listing = min(cpu_s(lambda v: sessions.list_page(v, limit=500), view) for _ in range(20))
         return listing / min(cpu_s(records, view) for _ in range(20))
 
@@ -213,7 +208,7 @@ async def test_a_list_can_be_searched(store):
     archived = await create(store, title="old WIND")
     await change(store, archived.session_id, archived=True)
 
-    async def titles(**options: Any) -> set[str | None]:
+    async def titles(**options):
         return {record.title for record in (await page(store, **options)).sessions}
 
     assert await titles(q="WIND") == {"Wind and 100% rain", "wind_mill"}
@@ -229,7 +224,7 @@ async def test_a_fork_has_the_messages_up_to_a_turn(store):
     for turn_id, status in (("t1", "done"), ("t2", "done"), ("t3", "running")):
         await store.write(lambda tx, t=turn_id, s=status: turn(tx, made.session_id, t, s))
 
-    async def fork(**fields: Any) -> list[str]:
+    async def fork(**fields):
         forked = await store.write(lambda tx: sessions.fork(tx, made.session_id, ForkSession(**fields)))
         assert (forked.forked_from, forked.status, forked.model) == (made.session_id, "idle", "m")
         shown = await store.read(lambda r: sessions.read_snapshot(r, forked.session_id))

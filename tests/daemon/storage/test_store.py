@@ -1,7 +1,5 @@
 """The database: transactions, order, full disks, and files that are not valid databases."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3
@@ -13,7 +11,7 @@ import pytest
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import EventLog
-from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import HostingError, StoppingError, StorageFullError
 from lmx_lab.wire.events import EVENT_CLASSES, SessionDeleted, ToolOutput
 
@@ -44,7 +42,7 @@ async def test_an_event_is_published_before_its_write_returns(store):
 async def test_a_failed_transaction_leaves_neither_state_nor_event(store):
     log = EventLog(store, Limits())
 
-    def fail(tx: Transaction) -> None:
+    def fail(tx):
         tx.execute("INSERT INTO meta VALUES ('half', 'done')")
         tx.append("session.deleted", deleted("a"))
         raise ValueError("as an example")
@@ -60,7 +58,7 @@ async def test_a_write_whose_caller_was_cancelled_is_completed(store):
     begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slowly(tx: Transaction) -> None:
+    def slowly(tx):
         loop.call_soon_threadsafe(begun.set)
         tx.append("session.deleted", deleted("a"))
 

@@ -1,7 +1,5 @@
 """The state machine of a turn, its actions for any inputs in any order, and the arguments of its calls."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -24,7 +22,6 @@ from lmx_lab.daemon.turns.machine import (
     StopTimedOut,
     StopTool,
     ToolEnded,
-    TurnAction,
     TurnEnding,
     TurnMachine,
     TurnPhase,
@@ -232,19 +229,19 @@ def test_two_calls_with_the_same_id_are_refused():
 class Watched:
     """Follows the actions of a turn and checks their order."""
 
-    def __init__(self, turn: TurnMachine, parallel: int) -> None:
+    def __init__(self, turn, parallel):
         self.turn = turn
         self.parallel = parallel
-        self.calls: dict[str, ToolCall] = {}
-        self.asking: set[str] = set()
-        self.allowed: set[str] = set()
-        self.running: set[str] = set()
-        self.ended: Counter[str] = Counter()
+        self.calls = {}
+        self.asking = set()
+        self.allowed = set()
+        self.running = set()
+        self.ended = Counter()
         self.steps = 0
         self.ends = 0
         self.model = False
 
-    def do(self, actions: list[TurnAction]) -> None:
+    def do(self, actions):
         for action in actions:
             assert not self.ends, f"{action} after the end"
             match action:

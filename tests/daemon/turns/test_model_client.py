@@ -1,9 +1,5 @@
 """The client of the model server: the choice of the model, and the state of the server."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from lmx_lab import errors
@@ -12,7 +8,7 @@ from tests.support.labs import serving
 from tests.support.model_server import DROP, Refusal, Scripted, json_answer, refuses, says, token
 
 pytestmark = pytest.mark.anyio
-BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 async def text(upstream, model=None):
@@ -102,7 +98,6 @@ async def test_a_changed_state_is_reported_once():
         assert upstream.unreported_status() is None
         await text(upstream)
         status = upstream.unreported_status()
-        assert status is not None
         assert (status.reachable, status.model, status.url) == (True, "scripted", server.url)
         upstream.mark_reported(status)
         await text(upstream)

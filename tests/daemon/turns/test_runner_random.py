@@ -1,26 +1,23 @@
 """The invariants of the log hold for random operations on turns, including crashes of the daemon."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from lmx_lab.daemon.storage.turns import list_unfinished
 from lmx_lab.errors import LabError, NotFoundError, StoppingError
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
-from tests.support.daemons import ASKS, FREE, TERMINAL, WAIT_S, ScriptedToolbox, TurnHarness, check_log, daemon
-from tests.support.model_server import DROP, STALL, Scripted, Step, call, chunk, ending, refuses, thought, token
+from tests.support.daemons import ASKS, FREE, TERMINAL, WAIT_S, ScriptedToolbox, check_log, daemon
+from tests.support.model_server import DROP, STALL, Scripted, call, chunk, ending, refuses, thought, token
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 SESSIONS = 3
 OPERATIONS = 14
-LIMITS: dict[str, Any] = {
+LIMITS = {
     **{"running_turns": 2, "queued_turns_per_session": 4, "max_steps": 4, "parallel_tools": 2, "broken_calls": 1},
     **{"cancel_s": 0.05, "batch_s": 0.002, "turn_timeout_s": 0.4, "permission_timeout_s": 0.1, "wait_s": WAIT_S},
 }
@@ -29,17 +26,17 @@ LIMITS: dict[str, Any] = {
 class World:
     """Random behaviour of the upstream, the tools and the clients, from one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.chance = random.Random(seed)
         self.number = 0
-        self.accepted: set[tuple[str, str]] = set()
-        self.called: Counter[int] = Counter()
+        self.accepted = set()
+        self.called = Counter()
 
-    def script(self, body: dict[str, Any]) -> Any:
+    def script(self, body):
         chance = self.chance
         if chance.random() < 0.05:
             return refuses(503, "no-model-loaded")
-        steps: list[Step] = []
+        steps = []
         for _ in range(chance.randrange(4)):
             steps += [chance.choice([thought, token])(chance.choice(["a", "bé", "c\n"])), chance.choice([0.0, 0.004])]
         if (end := chance.random()) < 0.1:
@@ -51,7 +48,7 @@ class World:
             steps += call(name, arguments, index=index)
         return [*steps, chunk({}), *ending("length" if chance.random() < 0.05 else "stop")]
 
-    async def work(self, name: str, arguments: dict[str, Any], note: Any) -> str:
+    async def work(self, name, arguments, note):
         self.called[arguments["n"]] += 1
         note("I begin")
         kind = self.chance.random()
@@ -67,14 +64,14 @@ class World:
         note("I end")
         return "done"
 
-    async def do_something(self, here: TurnHarness) -> None:
+    async def do_something(self, here):
         session = f"s{self.chance.randrange(SESSIONS)}"
         kind = self.chance.choice(["submit"] * 6 + ["cancel"] * 2 + ["decide"] * 4 + ["pause"] * 4 + ["delete"])
         # Errors are expected: full or busy queues, deleted sessions, permissions that were decided before.
         with contextlib.suppress(LabError):
             await getattr(self, kind)(here, session)
 
-    async def submit(self, here: TurnHarness, session: str) -> None:
+    async def submit(self, here, session):
         with contextlib.suppress(LabError):
             await here.session(session_id=session)
         body = SubmitTurn(content="go", when_busy=self.chance.choice(["enqueue", "enqueue", "reject", "interrupt"]))
@@ -82,20 +79,20 @@ class World:
         assert new
         self.accepted.add((session, accepted.turn_id))
 
-    async def cancel(self, here: TurnHarness, session: str) -> None:
+    async def cancel(self, here, session):
         await here.turns.cancel(session, CancelTurns(queued=self.chance.random() < 0.3))
 
-    async def decide(self, here: TurnHarness, session: str) -> None:
+    async def decide(self, here, session):
         waiting = (await here.turns.list_permissions()).permissions
-        decision: Any = self.chance.choice(["allow", "allow", "deny"])
-        scope: Any = "session" if decision == "allow" and self.chance.random() < 0.3 else "once"
+        decision = self.chance.choice(["allow", "allow", "deny"])
+        scope = "session" if decision == "allow" and self.chance.random() < 0.3 else "once"
         for permission in waiting[:1]:
             await here.turns.decide(permission.permission_id, Decision(decision=decision, scope=scope))
 
-    async def pause(self, here: TurnHarness, session: str) -> None:
+    async def pause(self, here, session):
         await asyncio.sleep(self.chance.choice([0.0, 0.002, 0.01, 0.03]))
 
-    async def delete(self, here: TurnHarness, session: str) -> None:
+    async def delete(self, here, session):
         await here.turns.delete_session(session)
 
 

@@ -1,11 +1,8 @@
 """Requests are completed even if their caller is cancelled, they are repeated, or the disk was full before."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
-from typing import Any
 
 import pytest
 
@@ -29,7 +26,7 @@ async def cancel_during(monkeypatch, module, name, work):
     """Cancel the caller of ``work`` during this change of the database."""
     began, go, change = threading.Event(), threading.Event(), getattr(module, name)
 
-    def held(*arguments: Any) -> Any:
+    def held(*arguments):
         began.set()
         assert go.wait(WAIT_S)
         return change(*arguments)
@@ -89,7 +86,7 @@ async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here, ups
     upstream.then(calls((FREE, {})))
     let_go = asyncio.Event()
 
-    async def work(*_: Any) -> str:
+    async def work(*_):
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         await let_go.wait()
@@ -141,7 +138,7 @@ async def abandoned(folder, upstream, monkeypatch):
         await here.seen("turn.token")
     write, full = Store.write, iter([errors.StorageFullError("full")])
 
-    async def failing(store: Store, work: Any, **options: Any) -> Any:
+    async def failing(store, work, **options):
         for exc in full:
             raise exc
         return await write(store, work, **options)
@@ -168,7 +165,6 @@ async def test_an_abandoned_turn_can_be_cancelled(tmp_path, upstream, monkeypatc
         waiting = asyncio.create_task(here.ended("s", "t"))
         assert (await here.turns.cancel("s", CancelTurns(turn_id=turn_id))).turn_ids == ["t"]
         record = await waiting
-        assert record.error is not None
         assert (record.error.code, record.text) == ("daemon-restarted", "Hel")
         assert (await here.turns.cancel("s", CancelTurns())).cancelled == 0
 
@@ -187,7 +183,7 @@ async def queue(slots, *continuing):
     """Start tasks that acquire a slot, in this order. Returns them and the list of those that have acquired it."""
     order = []
 
-    async def take(number: int, is_continuing: bool) -> None:
+    async def take(number, is_continuing):
         await slots.acquire(continuing=is_continuing)
         order.append(number)
 

@@ -1,29 +1,20 @@
 """On every engine, a request ends exactly once in any case, its slot becomes free, and the engine continues."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from lmx_lab.engine import Answer, AnswerFormat, ModelManager
-from lmx_lab.errors import (
-    EngineDeadError,
-    GenerationTimeoutError,
-    InvalidRequestError,
-    NotLoadedError,
-    QueueFullError,
-)
+from lmx_lab.engine import AnswerFormat, ModelManager
+from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, InvalidRequestError, NotLoadedError, QueueFullError
 from tests.engine.contract.entries import CONTEXT, FEW
 from tests.support.engines import finish, numbers, request, run, until_busy, until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-LONG: dict[str, Any] = {"max_tokens": CONTEXT, "ignore_eos": True}
+LONG = {"max_tokens": CONTEXT, "ignore_eos": True}
 """A request that takes seconds. No test waits for its end."""
 
 
@@ -143,7 +134,6 @@ async def test_a_full_queue_refuses_requests_and_loses_none(busy):
     waiting = [await busy.submit(request(max_tokens=20, ignore_eos=True)) for _ in range(2)]
     with pytest.raises(QueueFullError) as refused:
         await busy.submit(request())
-    assert refused.value.retry_after_s is not None
     assert refused.value.retry_after_s >= 1
     await cancel(*streams)
     assert [(await finish(stream))[1].output_tokens for stream in waiting] == [20, 20]
@@ -166,7 +156,7 @@ async def test_queued_requests_run_in_the_order_of_arrival(busy):
     streams = await occupy_slots(busy)
     order = []
 
-    async def waits(at: int, stream: Answer) -> None:
+    async def waits(at, stream):
         await finish(stream)
         order.append(at)
 
@@ -182,7 +172,7 @@ async def test_two_event_loops_use_one_engine_at_once(busy):
     alone = (await run(busy, max_tokens=60))[0]
     results = []
 
-    async def elsewhere() -> None:
+    async def elsewhere():
         results.extend([(await run(busy, max_tokens=60))[0] for _ in range(5)])
 
     thread = threading.Thread(target=lambda: asyncio.run(elsewhere()))
@@ -195,7 +185,7 @@ async def test_two_event_loops_use_one_engine_at_once(busy):
 async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy):
     kept = []
 
-    async def elsewhere() -> None:
+    async def elsewhere():
         kept.extend([await busy.submit(request(**LONG)) for _ in range(2)])
         await anext(kept[0])
 

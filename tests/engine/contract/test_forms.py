@@ -9,15 +9,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.engine import (
-    AnswerFormat,
-    ChatPrompt,
-    ModelManager,
-    Sampling,
-    TextPrompt,
-    Tool,
-    ToolUse,
-)
+from lmx_lab.engine import AnswerFormat, ChatPrompt, ModelManager, Sampling, TextPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector
 from tests.engine.contract.entries import SETTINGS, echo_entry
@@ -156,10 +148,11 @@ async def test_a_format_may_allow_any_text(manager):
 
 
 async def test_a_format_cannot_be_combined_with_ignore_eos(manager):
-    for changes in ({"answer_format": JSON}, {"tools": NAMED}):
+    for changes in ({"answer_format": JSON}, {"tools": NAMED}, {"tools": DESCRIBED_TOOLS}):
         with pytest.raises(InvalidRequestError) as refused:
             await manager.submit(chat_request(ignore_eos=True, **changes))
         assert refused.value.param == "ignore_eos"
+    assert (await run(manager, ignore_eos=True, max_tokens=5)).report.output_tokens == 5
 
 
 async def test_a_format_with_too_few_tokens_ends_with_length(manager):
@@ -323,7 +316,9 @@ async def test_a_format_is_enforced_after_open_reasoning(thinker):
 async def test_a_forced_call_follows_open_reasoning(thinker):
     result = await run(thinker, open_thoughts=True, tools=NAMED, bias={2000: 1040.0, 4: 1030.0})
     assert [name for name, _ in result.calls] == ["wait"]
+    assert is_place(result.calls[0][1])
     assert result.reasoning.strip()
+    assert (result.text, result.reason) == ("", "tool_calls")
 
 
 # Optional features

@@ -1,12 +1,9 @@
 """Loads succeed or fail in the same way, and embedding models stay beside chat models, for all pairs of engines."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from lmx_lab.errors import (
     OutOfMemoryError,
     UnusableModelError,
 )
-from lmx_lab.values.models import Format, LoadSpec
+from lmx_lab.values.models import LoadSpec
 from tests.engine.contract.entries import FEW, SETTINGS
 from tests.support.engines import engine_of, entry_of, numbers, pin, request, run, until_busy, until_idle
 from tests.support.gguf import unknown_architecture
@@ -29,12 +26,12 @@ from tests.support.models import write_tiny_bert
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone", "Ünïcode, CAFÉ 東京!")
-FORMATS: tuple[Format, ...] = ("mlx", "gguf")
+FORMATS = ("mlx", "gguf")
 """The formats of model files."""
-EVERY: tuple[Format, ...] = (*FORMATS, "echo")
+EVERY = (*FORMATS, "echo")
 EACH_TO_EACH = [(one, other) for one in EVERY for other in EVERY]
 EACH_TO_FILES = [(one, other) for one in EVERY for other in FORMATS]
-FINGERPRINTS: dict[Format, str] = {"mlx": "mlx-", "gguf": "llama.cpp-", "echo": "echo-"}
+FINGERPRINTS = {"mlx": "mlx-", "gguf": "llama.cpp-", "echo": "echo-"}
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +76,7 @@ async def test_a_load_replaces_the_model(chat_models, long_models, before, after
 async def test_a_load_may_limit_the_context(long_models, embedders, model_format):
     entry = long_models[model_format]
 
-    def spec(**options: Any) -> LoadSpec:
+    def spec(**options):
         return LoadSpec(model=entry.id, **options)
 
     async with ModelManager(FEW) as manager:

@@ -1,9 +1,6 @@
 """On every engine, a long answer is paused for a request that waits, and continues with the same text."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -14,8 +11,8 @@ from tests.support.engines import finish, numbers, request, run
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 TOKENS = 150
 # Longer, because llama.cpp computes 150 tokens of the tiny model before it notices that other requests wait.
-PLAIN: dict[str, Any] = {"prompt": numbers(20, start=100), "max_tokens": 400, "ignore_eos": True}
-WITH_STATE: dict[str, Any] = {
+PLAIN = {"prompt": numbers(20, start=100), "max_tokens": 400, "ignore_eos": True}
+WITH_STATE = {
     "prompt": numbers(20, start=200),
     "max_tokens": 2 * TOKENS,
     "sampling": Sampling(temperature=1.0, seed=7, frequency_penalty=0.3),

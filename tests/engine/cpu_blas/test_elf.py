@@ -1,7 +1,5 @@
 """Import slots are found, read and written, also in read-only pages."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 

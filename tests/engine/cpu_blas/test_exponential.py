@@ -1,7 +1,5 @@
 """MLX's ``exp`` is replaced by a faster function with the same results, and restored."""
 
-from __future__ import annotations
-
 import shutil
 
 import mlx.core as mx

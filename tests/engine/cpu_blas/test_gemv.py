@@ -1,7 +1,5 @@
 """Products with a single row are computed by sgemv with the same results as by sgemm."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import platform

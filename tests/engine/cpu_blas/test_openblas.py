@@ -2,8 +2,6 @@
 right kernels, the process can fork and start programs, and products have the number of threads that is fastest.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import platform
@@ -251,19 +249,19 @@ def test_a_process_exits_normally_with_either_blas() -> None:
 class Machine:
     """Simulates the time of a product for each number of threads, and the clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 1000.0
         self.seconds = {1: 1.0, 2: 0.6, 3: 0.5, 4: 0.4}
-        self.measured: list[int] = []
+        self.measured = []
         self.in_use = 0
         monkeypatch.setattr(openblas, "use_threads", self._use)
         monkeypatch.setattr(openblas, "_median_product_s", self._measure)
         monkeypatch.setattr(openblas.time, "perf_counter", lambda: self.now)
 
-    def _use(self, count: int) -> None:
+    def _use(self, count):
         self.in_use = count
 
-    def _measure(self, limit_s: float) -> float:
+    def _measure(self, limit_s):
         self.measured.append(self.in_use)
         return self.seconds[self.in_use]
 
@@ -372,11 +370,11 @@ def test_a_slow_number_of_threads_is_measured_once():
 def test_the_number_changes_and_is_measured_only_when_the_stream_computes_nothing(machine, monkeypatch):
     idle = False
 
-    def wait(stream: object) -> None:
+    def wait(stream):
         nonlocal idle
         idle = stream is threads.stream
 
-    def use(count: int) -> None:
+    def use(count):
         nonlocal idle
         assert idle
         machine.in_use = count

@@ -1,14 +1,11 @@
 """What the echo engine says; what it has in common with the other engines is in ``tests/engine/contract``."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -117,7 +114,7 @@ async def scripted(tmp_path):
     """A function that creates an engine whose script has these answers."""
     engines = []
 
-    async def create(*answers: Any, **settings: Any) -> ModelManager:
+    async def create(*answers, **settings):
         (tmp_path / "script.json").write_text(json.dumps(answers))
         manager = ModelManager(replace(Settings(echo_script=tmp_path / "script.json"), **settings))
         engines.append(manager)
@@ -162,7 +159,7 @@ async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted):
     stream = await manager.submit(chat_request())
     pieces = []
 
-    async def lengths() -> None:
+    async def lengths():
         async for delta in stream:
             pieces.append(delta.text)
 
@@ -212,7 +209,7 @@ async def test_only_the_beginning_of_a_text_that_is_far_too_long_is_tokenized(ma
     lengths = []
     encode = EchoVocabulary.encode
 
-    def record_length(vocabulary: EchoVocabulary, text: str) -> list[int]:
+    def record_length(vocabulary, text):
         lengths.append(len(text))
         return encode(vocabulary, text)
 

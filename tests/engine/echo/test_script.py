@@ -28,8 +28,6 @@ def write_script(tmp_path, text):
 def test_a_script_is_lines_or_an_array(tmp_path, text):
     script = read_script(write_script(tmp_path, text))
     first, second = script.take(), script.take()
-    assert first is not None
-    assert second is not None
     assert (first.text, second.text, script.take()) == ("one", "two", None)
 
 
@@ -43,7 +41,6 @@ def test_an_answer_that_is_put_back_is_the_next_one(tmp_path):
 
 def test_an_answer_is_converted_to_the_text_that_a_model_generates(tmp_path):
     answer = read_script(write_script(tmp_path, json.dumps(FULL))).take()
-    assert answer is not None
     assert (answer.delay_s, answer.tokens_per_s) == (0.5, 20)
     assert answer.as_model_text == (
         "<think>Look.</think>It is noon.\n"

@@ -1,7 +1,5 @@
 """ModernBERT computes what its paper defines, here with NumPy; unsupported configurations are refused by name."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -10,7 +8,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
+from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.errors import UnusableModelError
 from tests.support.models import TINY_POSITIONS, entry, load, pooling_files, run, write_json, write_tokenizer
 
@@ -44,7 +42,7 @@ def modernbert_weights(words, *, bias, labels):
 def modernbert(tmp_path):
     """A ModernBERT of 3 layers: an embedder, or with ``labels`` a classifier. The other arguments are in its config."""
 
-    def write(*, labels: int = 0, **config: Any) -> LoadedEncoder:
+    def write(*, labels=0, **config):
         folder = tmp_path / "tiny-modernbert"
         words = write_tokenizer(folder).get_vocab_size()
         save_file(modernbert_weights(words, bias="norm_bias" in config, labels=labels), folder / "model.safetensors")
@@ -75,21 +73,19 @@ class Reference:
         local: For each layer, whether its attention has a window.
     """
 
-    def __init__(
-        self, model: LoadedEncoder, thetas: tuple[float, ...], local: tuple[bool, ...], **weights: Any
-    ) -> None:
+    def __init__(self, model, thetas, local, **weights):
         self.tensors = modernbert_weights(model.network.vocabulary_size, **{"bias": False, "labels": 0} | weights)
         self.thetas, self.local = thetas, local
 
-    def linear(self, name: str, x: Array) -> Array:
+    def linear(self, name, x):
         return x @ self.tensors[f"{name}.weight"].T.astype(float) + self.tensors.get(f"{name}.bias", 0.0)
 
-    def norm(self, name: str, x: Array) -> Array:
+    def norm(self, name, x):
         centered = x - x.mean(-1, keepdims=True)
         scaled = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
         return scaled * self.tensors[f"{name}.weight"] + self.tensors.get(f"{name}.bias", 0.0)
 
-    def hidden(self, tokens: tuple[int, ...]) -> Array:
+    def hidden(self, tokens):
         x = self.tensors["model.embeddings.tok_embeddings.weight"][list(tokens)].astype(float)
         x = self.norm("model.embeddings.norm", x)
         for at in range(LAYERS):
@@ -99,7 +95,7 @@ class Reference:
             x = x + self.linear(f"{name}.mlp.Wo", gelu(inputs) * gates)
         return self.norm("model.final_norm", x)
 
-    def attention(self, at: int, x: Array) -> Array:
+    def attention(self, at, x):
         length, size = len(x), WIDTH // HEADS
         product = self.linear(f"model.layers.{at}.attn.Wqkv", x)
         queries, keys, values = product.reshape(length, 3, HEADS, size).transpose(1, 2, 0, 3)

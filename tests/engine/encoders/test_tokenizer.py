@@ -1,9 +1,6 @@
 """Texts and pairs become token ids: prompts, limits and errors."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -93,12 +90,12 @@ def test_truncation_keeps_the_last_special_token(bert):
 def test_a_text_of_a_megabyte_is_refused_without_tokenizing_all_of_it(bert):
     model, text = bert(), words(250_000)
 
-    def beginning() -> None:
+    def beginning():
         assert len(tokens(model, text, truncate=True)[0]) == 64
         with pytest.raises(ContextLengthError, match="more than"):
             tokens(model, text)
 
-    def seconds(work: Callable[[], object]) -> float:
+    def seconds(work):
         started = time.perf_counter()
         work()
         return time.perf_counter() - started

@@ -2,8 +2,6 @@
 or run forever do so in the sandbox and are refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Masks over a real vocabulary, and budgets for reasoning tokens, without a model."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx
@@ -79,7 +77,7 @@ def test_the_sampler_draws_the_most_likely_allowed_token(compiler, tokenizer, no
     logits = mx.random.normal((1, WIDTH), key=mx.random.key(3))
     seen = []
 
-    def most_likely(logprobs: mx.array) -> mx.array:
+    def most_likely(logprobs):
         seen.append(logprobs)
         return mx.argmax(logprobs, axis=-1)
 

@@ -1,7 +1,5 @@
 """Grammars are checked one after the other, and none waits long for another."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 
@@ -25,7 +23,7 @@ async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_check
     monkeypatch.setattr(module, "WAIT_S", 0.01)
     started, released = threading.Event(), threading.Event()
 
-    def slow() -> str:
+    def slow():
         started.set()
         assert released.wait(60)
         return "slow"
@@ -47,7 +45,7 @@ async def test_grammars_behind_a_slow_one_that_was_refused_are_refused_earlier(g
     monkeypatch.setattr(module, "WAIT_BEHIND_SLOW_S", 0.01)
     started, ended = threading.Event(), threading.Event()
 
-    def refused() -> None:
+    def refused():
         assert started.wait(60)
         raise QueueFullError("slow")
 

@@ -1,10 +1,7 @@
 """Grammars are written in the syntax of llama.cpp, and llama.cpp is tried once with each of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
 
 import pytest
 from llguidance import LLMatcher
@@ -27,11 +24,11 @@ pytestmark = pytest.mark.anyio
 class Server(LlamaConnection):
     """Answers a trial with the forbidden token, with another one, or not at all."""
 
-    def __init__(self) -> None:
-        self.enforces: bool | None = True
-        self.bodies: list[Any] = []
+    def __init__(self):
+        self.enforces = True
+        self.bodies = []
 
-    async def post(self, path: str, body: Any) -> Any:
+    async def post(self, path, body):
         self.bodies.append(body)
         if self.enforces is None:
             await asyncio.Event().wait()

@@ -1,7 +1,5 @@
 """The process of a model ends cleanly, is protected from other programs, and reports bad files."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import importlib.util
@@ -11,7 +9,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import psutil
@@ -22,10 +19,10 @@ from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.llama_cpp import engine as engine_module
 from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.engine.llama_cpp.engine import LlamaCppCore
-from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
+from lmx_lab.engine.llama_cpp.model import host_model
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, LabError, NotLoadedError, UnusableModelError
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights.fingerprint import with_marks
 from tests.support.engines import (
     LLAMA_SETTINGS,
@@ -43,7 +40,7 @@ from tests.support.engines import (
 from tests.support.gguf import foreign, split_gguf, truncated, unknown_architecture, with_template
 
 pytestmark = pytest.mark.anyio
-LONG: dict[str, Any] = {"max_tokens": 8192, "ignore_eos": True}
+LONG = {"max_tokens": 8192, "ignore_eos": True}
 
 
 async def busy_streams(manager):
@@ -146,7 +143,6 @@ async def main():
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         pid, socket = parent.stdout.readline().split()
         child = psutil.Process(int(pid))
         parent.kill()
@@ -218,7 +214,7 @@ async def test_loads_and_unloads_do_not_block_the_event_loop(smollm2_gguf, tiny_
     loop = asyncio.get_running_loop()
     longest, ending = 0.0, False
 
-    async def tick() -> None:
+    async def tick():
         nonlocal longest
         while not ending:
             before = loop.time()
@@ -331,7 +327,7 @@ async def test_after_an_error_of_a_full_disk_the_previous_model_is_loaded_again(
 ):
     full, real = [True], process_module.tempfile.mkdtemp
 
-    def mkdtemp(*args: Any, **options: Any) -> str:
+    def mkdtemp(*args, **options):
         if full.pop() if full else False:
             raise OSError(28, "No space left on device", str(tmp_path))
         return real(*args, **options)
@@ -379,7 +375,6 @@ async def main():
 asyncio.run(main())
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
-    assert parent.stdout is not None
     worker = psutil.Process(int(await parent.stdout.readline()))
     await parent.wait()
     gone, _ = await asyncio.to_thread(psutil.wait_procs, [worker], timeout=20)
@@ -402,7 +397,7 @@ async def test_a_stop_waits_for_the_end_of_a_process_whose_model_is_being_unload
         process = process_of(manager)
         stop_process = process.stop
 
-        async def stop_slowly() -> None:
+        async def stop_slowly():
             nonlocal ended
             await asyncio.sleep(0.2)
             await stop_process()
@@ -420,7 +415,7 @@ async def test_a_stop_waits_for_the_end_of_a_process_whose_model_is_being_unload
 async def test_a_load_that_is_cancelled_when_its_model_becomes_ready_leaves_no_process(long_gguf, monkeypatch):
     started = []
 
-    async def host_and_cancel(*arguments: Any, **options: Any) -> HostedModel:
+    async def host_and_cancel(*arguments, **options):
         started.append(await host_model(*arguments, **options))
         asyncio.get_running_loop().call_soon(load.cancel)
         return started[0]
@@ -441,7 +436,7 @@ async def test_a_load_that_is_cancelled_when_the_engine_has_completed_it_leaves_
     engine = manager.engine("llama.cpp")
     load_model, loop, completed = engine.load, asyncio.get_running_loop(), asyncio.Event()
 
-    async def load_and_wait(entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+    async def load_and_wait(entry, spec):
         report = await load_model(entry, spec)
         loop.call_soon_threadsafe(completed.set)
         await asyncio.Event().wait()
@@ -461,7 +456,7 @@ async def test_a_load_that_is_cancelled_repeatedly_waits_for_the_end_of_its_proc
     loading = []
     hangs = asyncio.Event()
 
-    async def hang(process: LlamaProcess, *_: object) -> None:
+    async def hang(process, *_):
         loading.append(process)
         hangs.set()
         await asyncio.Event().wait()

@@ -1,14 +1,10 @@
 """Tests of quantized copies: made by llama.cpp's own functions, measured, chosen, and never half made."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -22,8 +18,8 @@ from lmx_lab.engine.llama_cpp import quantize as quantize_module
 from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.engine.llama_cpp.quantized_types import copy_bytes, refuse_unsupported, type_after
 from lmx_lab.errors import StorageFullError, UnusableModelError
-from lmx_lab.values.models import LoadSpec, QuantizedCopy
-from lmx_lab.weights import Catalog, Progress
+from lmx_lab.values.models import LoadSpec
+from lmx_lab.weights import Catalog
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor, read_header
 from tests.support.engines import LLAMA_SETTINGS
 from tests.support.gguf import EXACT
@@ -80,7 +76,6 @@ def test_a_copy_has_the_values_of_llama_cpp_and_is_measured_against_the_original
         else:
             assert np.array_equal(values_of(entry.path, new), values)
     copy = entry.copy
-    assert copy is not None
     assert (copy.original, copy.type, entry.quantization, entry.id) == ("F32", "Q8_0", "Q8_0", NAME)
     assert 0 < copy.mean_kl < 0.1
     assert copy.tokens > 300
@@ -93,7 +88,7 @@ def fast_worker(with_copy, monkeypatch):
     """Replace the process that makes copies by one that takes the copy of ``with_copy``; return the files it wrote."""
     made = []
 
-    def run(parameters: Mapping[str, Any], *_: object) -> QuantizedCopy:
+    def run(parameters, *_):
         made.append(parameters["target"])
         shutil.copy(with_copy[1].path, parameters["target"])
         return EXACT
@@ -141,7 +136,7 @@ def test_a_copy_of_a_changed_original_is_not_used_and_the_next_one_replaces_it(w
 def test_an_interrupted_copy_leaves_no_file_and_no_process(tmp_path, tiny_gguf):
     settings = settings_of(tmp_path, tiny_gguf)
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress):
         if progress.stage == "convert":
             raise KeyboardInterrupt
 

@@ -1,7 +1,5 @@
 """A llama.cpp process continues from the slots that an earlier one has saved."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextlib import asynccontextmanager
@@ -10,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.engine import ModelManager, TokenPrompt
-from lmx_lab.values.outputs import GenerationReport
 from tests.support.engines import (
     LLAMA_SETTINGS,
     entry_of,
@@ -67,7 +64,7 @@ async def test_a_damaged_file_does_not_reach_the_process(tmp_path, long_gguf, ca
 async def test_simultaneous_answers_are_saved_and_restored(tmp_path, long_gguf):
     prompts = [numbers(150, start=1000 * number) for number in range(1, 4)]
 
-    async def answers(manager: ModelManager) -> list[tuple[str, GenerationReport]]:
+    async def answers(manager):
         streams = [await manager.submit(request(prompt=prompt)) for prompt in prompts]
         return await asyncio.gather(*map(finish, streams))
 

@@ -1,7 +1,5 @@
 """Test that a load of the MLX engine can be cancelled between two tensors, and that a hanging thread is replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from dataclasses import replace
@@ -24,13 +22,13 @@ WAIT_S = 60.0
 class SlowTensors:
     """Makes the load of a model wait before one of its tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reached, self.resume = threading.Event(), threading.Event()
         self.waits = False
         self.responds = True
         """Whether the load notices that it was cancelled while it waits."""
 
-    def check(self) -> None:
+    def check(self):
         check_cancelled()
         if self.waits:
             self.reached.set()

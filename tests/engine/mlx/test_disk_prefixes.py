@@ -1,7 +1,5 @@
 """A server continues from the states that an earlier one has written to a folder."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil
@@ -79,7 +77,7 @@ async def test_answers_run_while_states_are_written_and_read(tmp_path, tiny, mon
     monkeypatch.setattr(disk_prefixes, "PIECE_BYTES", 100)
     prompts = [numbers(60, start=1000 * number) for number in range(6)]
 
-    async def answers(manager: ModelManager) -> list[str]:
+    async def answers(manager):
         streams = [await manager.submit(request(prompt=prompt, max_tokens=40)) for prompt in prompts]
         return [text for text, _ in await asyncio.gather(*map(finish, streams))]
 

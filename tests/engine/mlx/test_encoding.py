@@ -1,10 +1,7 @@
 """The order in which texts are computed, and how their requests end, with a fake encoder that records its batches."""
 
-from __future__ import annotations
-
 import time
 import weakref
-from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -15,32 +12,24 @@ from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.encoding import (
-    BUSY_PART_TOKENS,
-    MIN_LENGTH_RATIO,
-    ON_CPU,
-    PART_TOKENS,
-    EncodeJob,
-    EncodingLoop,
-)
+from lmx_lab.engine.mlx.encoding import BUSY_PART_TOKENS, MIN_LENGTH_RATIO, ON_CPU, PART_TOKENS, EncodeJob, EncodingLoop
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
 from lmx_lab.values.engine import BlasReport
-from lmx_lab.values.outputs import Vectors
 
 
 class FakeEncoder:
     """An encoder whose vector of a text is its first token; each batch has ``layers`` steps."""
 
-    def __init__(self, *, layers: int = 2, bytes_per_token: int = 0) -> None:
+    def __init__(self, *, layers=2, bytes_per_token=0):
         self.layers = layers
         self.bytes_per_token = bytes_per_token
-        self.batches: list[list[int]] = []
+        self.batches = []
         """The first tokens of the texts of each batch."""
         self.closed = 0
-        self.failure_to_raise: Exception | None = None
+        self.failure_to_raise = None
         self.activation_fails = False
 
-    def forward(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
+    def forward(self, batch):
         self.batches.append([text.tokens[0] for text in batch])
         self.lengths = [len(text.tokens) for text in batch]
         try:
@@ -53,27 +42,27 @@ class FakeEncoder:
             raise
         return np.array([[text.tokens[0]] for text in batch], dtype=np.float32)
 
-    def activate(self, raw: Vectors) -> Vectors:
+    def activate(self, raw):
         if self.activation_fails:
             raise MemoryError("as an example")
         return raw + 0.5
 
-    def batch_bytes(self, rows: int, length: int) -> int:
+    def batch_bytes(self, rows, length):
         return rows * length * self.bytes_per_token
 
 
 class DeliveringLoop(EncodingLoop):
     """Delivers results after each call, as the engine does."""
 
-    def step(self, limit_s: float, *, busy: bool) -> None:
+    def step(self, limit_s, *, busy):
         super().step(limit_s, busy=busy)
         self.deliver()
 
-    def cancel(self, job: EncodeJob) -> None:
+    def cancel(self, job):
         super().cancel(job)
         self.deliver()
 
-    def end_all(self, jobs: Sequence[EncodeJob], error: LabError) -> None:
+    def end_all(self, jobs, error):
         super().end_all(jobs, error)
         self.deliver()
 

@@ -1,7 +1,5 @@
 """The MLX engine with a tiny model: every accepted request ends once, whatever happens."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -11,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import ChatPrompt, ModelManager, Sampling, TextPrompt
+from lmx_lab.engine import ChatPrompt, ModelManager, Sampling
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import (
     ContextLengthError,
@@ -59,16 +57,6 @@ async def test_sampling_differs_between_engines(tiny):
             await manager.load_entry(tiny)
             texts.add((await run(manager, sampling=Sampling(temperature=1.0)))[0])
     assert len(texts) > 1, "every new engine thread starts with the same random state"
-
-
-async def test_a_prompt_that_is_far_too_long_is_refused_without_tokenizing_it(manager):
-    huge = "word " * 2_000_000
-    for prompt in (TextPrompt(text=huge), ChatPrompt(messages=({"role": "user", "content": huge},))):
-        with pytest.raises(ContextLengthError, match=r"more than \d{6} tokens, and tiny takes 512"):
-            await run(manager, prompt=prompt)
-    # A long text of few tokens: a token contains many spaces.
-    _, report = await run(manager, prompt=TextPrompt(text=" " * 8000))
-    assert report.prompt_tokens < 512
 
 
 async def test_a_slow_reader_gets_everything_merged(manager):
@@ -167,28 +155,13 @@ async def test_a_failed_load_leaves_nothing_in_memory(own_manager, tiny, tmp_pat
 
 
 @pytest.mark.long
-async def test_after_a_failed_load_the_previous_model_is_loaded_again(own_manager, tiny, tmp_path):
+async def test_a_model_without_a_tokenizer_is_refused_before_the_loaded_one_is_unloaded(own_manager, tiny, tmp_path):
     shutil.copytree(tiny.path, tmp_path / "broken")
-    config = json.loads((tiny.path / "config.json").read_text())
-    (tmp_path / "broken" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(UnusableModelError, match="tiny is loaded again"):
-        await own_manager.load_entry(replace(tiny, id="broken", path=tmp_path / "broken"))
-    assert (await run(own_manager))[1].model == "tiny"
     (tmp_path / "broken" / "tokenizer.json").unlink()
     with pytest.raises(UnusableModelError, match="its tokenizer cannot be used") as refused:
         await own_manager.load_entry(replace(tiny, id="broken", path=tmp_path / "broken"))
     assert "loaded again" not in refused.value.message
-
-
-@pytest.mark.usefixtures("no_shared_model")
-async def test_a_model_larger_than_the_limit_is_refused_before_the_loaded_one_is_unloaded(tiny):
-    async with ModelManager(Settings(memory_limit_bytes=50_000_000)) as manager:
-        await manager.load_entry(tiny)
-        with pytest.raises(OutOfMemoryError, match=r"60\.00 GB"):
-            await manager.load_entry(
-                replace(tiny, id="huge", path=tiny.path.parent / "tiny-two", size_bytes=60 * 10**9)
-            )
-        assert (await run(manager))[1].model == "tiny"
+    assert (await run(own_manager))[1].model == "tiny"
 
 
 async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(own_manager):
@@ -273,7 +246,6 @@ async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_
         first, waits = [await submit for submit in submits]
         _, report = await finish(first)
         await finish(waits)
-        assert waits.progress is not None
         assert (waits.progress.done, waits.progress.total) == (300, 300)
         receivers = [steps for steps, _ in delivered_items]
         assert receivers.index(waits.steps) > delivered_items.index((first.steps, report))
@@ -322,12 +294,11 @@ async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may
             await anext(stream)
             with pytest.raises(QueueFullError) as refused:
                 await run(manager)
-    assert refused.value.retry_after_s is not None
     assert refused.value.retry_after_s > 100
 
 
 async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager):
-    def break_text(core: MlxCore) -> None:
+    def break_text(core):
         (generation,) = (each for each in core.generating.running if len(each.prompt) == 5)
         generation.splitter.add = None
 
@@ -345,7 +316,7 @@ async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager):
 
 
 async def test_commands_behind_a_cancelled_one_end_when_the_thread_dies(own_manager, tiny):
-    def die(core: MlxCore) -> None:
+    def die(core):
         raise SystemExit("killed")
 
     async with engine_paused(own_manager):

@@ -1,7 +1,5 @@
 """Chunks of prompts are short enough that streams do not stall, and long enough to be efficient."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmx_lab.engine.mlx.prefill import PREFILL_STEP_S, PrefillPace
@@ -10,15 +8,15 @@ from lmx_lab.engine.mlx.prefill import PREFILL_STEP_S, PrefillPace
 class Machine:
     """A simulated machine that takes a fixed time for each decode step and each prompt token."""
 
-    def __init__(self, *, decode_s: float, token_s: float, step_s: float = 0.0) -> None:
+    def __init__(self, *, decode_s, token_s, step_s=0.0):
         self.decode_s, self.token_s, self.step_s = decode_s, token_s, step_s
         self.pace = PrefillPace(minimum=1, maximum=2048)
 
-    def decode(self, steps: int) -> None:
+    def decode(self, steps):
         for _ in range(steps):
             self.pace.record(self.decode_s, prompt_tokens=0, decoding=1)
 
-    def prefill(self, steps: int, *, prompts: int = 1, decoding: int = 0) -> float:
+    def prefill(self, steps, *, prompts=1, decoding=0):
         """Compute steps; return the longest duration in the second half."""
         longest = 0.0
         for step in range(steps):
@@ -60,7 +58,7 @@ def test_the_first_chunk_on_an_unknown_machine_is_small():
 def test_the_size_of_chunks_is_limited():
     pace = PrefillPace(minimum=64, maximum=512)
 
-    def run(steps: int, token_s: float) -> int:
+    def run(steps, token_s):
         for _ in range(steps):
             tokens = pace.chunk(prompts=1, decoding=0)
             pace.record(tokens * token_s, prompt_tokens=tokens, decoding=0)
@@ -123,7 +121,7 @@ def test_chunks_grow_with_the_number_of_decoding_requests():
 def test_chunks_adapt_to_a_machine_that_decodes_many_requests_as_fast_as_one():
     pace = PrefillPace(minimum=1, maximum=2048)
 
-    def step(decoding: int) -> float:
+    def step(decoding):
         tokens = pace.chunk(prompts=1, decoding=decoding) if decoding else 64
         took = (0.01 if decoding else 0) + 0.001 * tokens
         pace.record(took, prompt_tokens=tokens, decoding=decoding)

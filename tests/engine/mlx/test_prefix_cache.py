@@ -1,7 +1,5 @@
 """The prefix cache finds the longest usable prefix, never a whole prompt, and stores no more bytes than allowed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +20,10 @@ class FakeState:
     bytes_per_token: int = 10
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self):
         return len(self.tokens) * self.bytes_per_token
 
-    def trimmed(self, tokens: int) -> FakeState:
+    def trimmed(self, tokens):
         assert self.can_be_trimmed
         return FakeState(self.tokens[: len(self.tokens) - tokens])
 

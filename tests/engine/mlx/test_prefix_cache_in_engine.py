@@ -1,7 +1,5 @@
 """Requests reuse the caches of earlier requests, which does not change their answers."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -56,12 +54,11 @@ async def test_a_cached_prefix_does_not_change_the_answer(manager, tiny):
 
 
 async def test_choices_are_scored_after_their_cached_question(manager, tiny):
-    async def score(by: ModelManager, *choice: int, start: int = 100) -> tuple[list[float | None], int]:
+    async def score(by, *choice, start=100):
         prompt = TokenPrompt(tokens=(*FIRST.tokens, *choice))
         changes = {"max_tokens": 0, "score_prompt": True, "score_from": start}
         stream = await by.submit(request(prompt=prompt, **changes))
         _, report = await finish(stream)
-        assert stream.prompt_scores is not None
         assert [entry.token for entry in stream.prompt_scores.tokens] == list(prompt.tokens)
         return [entry.logprob for entry in stream.prompt_scores.tokens], report.cached_tokens
 
@@ -173,7 +170,7 @@ async def test_requests_wait_for_memory(tiny):
         prompts = [numbers(100, start=1000 * at) for at in range(1, 6)]
         streams = [await manager.submit(request(prompt=prompt, max_tokens=100)) for prompt in prompts]
 
-        async def watch() -> None:
+        async def watch():
             nonlocal most
             while True:
                 most = max(most, manager.snapshot.active_requests)
@@ -215,7 +212,7 @@ async def test_a_request_from_another_event_loop_uses_the_cache(manager):
     """The arrays of the cache are used on the engine thread only."""
     await run(manager, prompt=FIRST)
 
-    def other_loop() -> int:
+    def other_loop():
         return asyncio.run(run(manager, prompt=FIRST))[1].cached_tokens
 
     assert await asyncio.to_thread(other_loop) == 99

@@ -1,7 +1,5 @@
 """Embedding and reranking on the MLX engine, while answers are generated and models are loaded and unloaded."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 from lmx_lab.engine import EmbeddingRequest, ModelManager, Ranking, RerankRequest, TokenPrompt
-from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import (
     EngineDeadError,
     EngineError,
@@ -84,7 +81,7 @@ def reranker(tmp_path_factory):
 async def end_thread_with_error(manager):
     """End the engine thread as an unexpected error would."""
 
-    def command(core: MlxCore) -> None:
+    def command(core):
         raise SystemExit("as an example")
 
     with contextlib.suppress(EngineDeadError):
@@ -266,7 +263,6 @@ async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm):
     async with ModelManager(Settings(idle_unload_s=1000)) as manager:
         await manager.load_entry(minilm)
         main = manager.residents.main
-        assert main is not None
         main.admission.used_at -= 900
         before = main.admission.used_at
         await vectors(manager, SENTENCES[0])
@@ -331,7 +327,6 @@ async def test_a_model_whose_texts_are_being_tokenized_is_not_idle(own_embedder)
     resume = threading.Event()
     await vectors(own_embedder, SENTENCES[0])
     executor = mlx_engine(own_embedder)._texts._executor
-    assert executor is not None
     executor.submit(resume.wait)
     embedding = asyncio.create_task(vectors(own_embedder, *SENTENCES))
     await asyncio.sleep(0)
@@ -463,7 +458,7 @@ async def test_stopping_ends_running_requests(minilm, gate):
 async def test_an_error_in_a_layer_fails_only_its_request(embedder, monkeypatch):
     good = await vectors(embedder, SENTENCES[0])
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise ValueError("as an example")
 
     with monkeypatch.context() as patched:

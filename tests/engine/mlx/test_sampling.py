@@ -1,7 +1,5 @@
 """Sampling parameters change the answer of their request, and no other answer of the batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +10,6 @@ import pytest
 
 from lmx_lab.engine import ModelManager, Sampling, TokenPrompt
 from lmx_lab.engine.mlx.sampling import RandomSampler, answer_token, prompt_token
-from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
@@ -71,8 +68,7 @@ async def test_a_tiny_temperature_is_greedy(manager, temperature):
 
 
 async def test_penalties_of_one_request_do_not_change_the_precision_of_others(own_wide):
-    def narrow(core: MlxCore) -> None:
-        assert core.main is not None
+    def narrow(core):
         core.main.model.set_dtype(mx.bfloat16)
 
     await mlx_thread(own_wide).call(narrow)
@@ -159,10 +155,10 @@ async def test_a_limit_does_not_change_the_tokens_before_it(manager, limit):
 async def test_an_answer_of_one_token_takes_one_forward_pass(own_manager):
     passes = 0
 
-    def count(core: MlxCore) -> None:
+    def count(core):
         model = core.generating.batch._generator.model
 
-        def counted(*args: object, **kwargs: object) -> object:
+        def counted(*args, **kwargs):
             nonlocal passes
             passes += 1
             return model(*args, **kwargs)
@@ -190,7 +186,6 @@ async def test_scores_of_a_prompt_equal_the_logprobs_of_generating_it(manager):
     whole_text = TokenPrompt(tokens=(*PROMPT.tokens, *(entry.token for entry in entries)))
     stream = await manager.submit(request(prompt=whole_text, top_logprobs=2, score_prompt=True, max_tokens=0))
     _, report = await finish(stream)
-    assert stream.prompt_scores is not None
     scores = stream.prompt_scores.tokens
     assert (report.finish_reason, report.output_tokens, report.prompt_tokens) == ("length", 0, len(whole_text.tokens))
     assert [score.token for score in scores] == list(whole_text.tokens)
@@ -206,14 +201,12 @@ async def test_generation_follows_scoring(manager):
     text, report = await finish(stream)
     assert text == plain
     assert report.cached_tokens == 0
-    assert stream.prompt_scores is not None
     assert len(stream.prompt_scores.tokens) == 150
 
 
 async def test_a_prompt_that_fills_the_context_can_be_scored(manager):
     stream = await manager.submit(request(prompt=numbers(512), score_prompt=True, max_tokens=0))
     await finish(stream)
-    assert stream.prompt_scores is not None
     assert len(stream.prompt_scores.tokens) == 512
 
 
@@ -248,10 +241,10 @@ def test_rounding_errors_do_not_change_seeded_sampling():
 class Letters:
     """A tokenizer whose token ids are the first characters of the alphabet."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 20
 
-    def decode(self, tokens: list[int], **options: bool) -> str:
+    def decode(self, tokens, **options):
         return "".join(chr(ord("a") + token) for token in tokens)
 
 

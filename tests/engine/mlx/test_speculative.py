@@ -1,11 +1,8 @@
 """Prompt lookup and draft models save passes, and never change an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -78,8 +75,8 @@ def drafts_always_pay(monkeypatch):
 
 
 REPEATED = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040), *range(1000, 1004)))
-LONG: dict[str, Any] = {"prompt": REPEATED, "max_tokens": 60}
-REQUESTS: dict[str, dict[str, Any]] = {
+LONG = {"prompt": REPEATED, "max_tokens": 60}
+REQUESTS = {
     "greedy": LONG,
     "seeded": {**LONG, "sampling": Sampling(temperature=0.3, seed=3)},
     "seeded, filtered": {**LONG, "sampling": Sampling(temperature=0.5, seed=4, top_p=0.9, top_k=20)},

@@ -1,7 +1,5 @@
 """Traces on the MLX engine: beside answers, cancelled, refused, and ended by an unload."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
@@ -15,7 +13,7 @@ import pytest
 from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
 from lmx_lab.engine.mlx import state, tracing
 from lmx_lab.engine.mlx.state import MlxCore
-from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
+from lmx_lab.engine.mlx.tracing import TraceLoop
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
@@ -85,7 +83,6 @@ async def test_a_cancelled_trace_ends_and_releases_its_place(manager):
     with pytest.raises(asyncio.CancelledError):
         await waiting
     main = manager.residents.main
-    assert main is not None
     await main.admission.until_at_most(0)
     assert await mlx_thread(manager).call(lambda core: core.tracing.idle)
 
@@ -109,14 +106,14 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch):
     now, durations = 0.0, iter((0.6, 0.3, 0.3, 2.0))
 
     class Clock(TraceLoop):
-        def _begin(self, job: TraceJob, *, may_wait: bool) -> bool:
+        def _begin(self, job, *, may_wait):
             return True
 
-        def _advance(self, job: TraceJob, limit_s: float, *, busy: bool) -> None:
+        def _advance(self, job, limit_s, *, busy):
             nonlocal now
             now += next(durations)
 
-        def _expire(self) -> None: ...
+        def _expire(self): ...
 
     monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: now))
     limits = {"limit_bytes": 0, "used_bytes": lambda: 0, "trace_bytes": 0}
@@ -130,11 +127,11 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch):
 def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch):
     now, limits = 0.0, list[float]()
 
-    def advance(seconds: float = 1.0) -> None:
+    def advance(seconds=1.0):
         nonlocal now
         now += seconds
 
-    def work(limit_s: float, *, busy: bool) -> None:
+    def work(limit_s, *, busy):
         limits.append(limit_s)
         advance(limit_s)
 
@@ -200,7 +197,7 @@ async def test_hooks_that_are_installed_for_answers_do_not_change_a_trace(manage
     assert names["blocks.1.attn.hook_pattern"] == [2, 0]
     before = await manager.trace(activations())
 
-    def install_zeros(core: Any) -> Any:
+    def install_zeros(core):
         from lmx_lab.engine.mlx.capture.install import install
 
         points = core.main.hook_points
@@ -220,7 +217,7 @@ async def test_hooks_that_are_installed_for_answers_do_not_change_a_trace(manage
 async def test_memory_does_not_grow_with_the_number_of_traces(manager):
     process = psutil.Process()
 
-    async def trace(count: int) -> int:
+    async def trace(count):
         for _ in range(count):
             await manager.trace(activations(60, "*.hook_resid_post", "*.hook_pattern", "logits", positions=(-1,)))
         gc.collect()

@@ -1,11 +1,8 @@
 """On a CPU, weights are expanded to float32 if they fit in memory. Quantized weights of wrong shapes are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -40,7 +37,7 @@ def quantized(tiny, tmp_path_factory):
 
 @pytest.fixture
 def fitted(quantized):
-    def fit(dtype: str, limit_bytes: int = AMPLE) -> Any:
+    def fit(dtype, limit_bytes=AMPLE):
         model, _ = load_model(quantized.path, lazy=True)
         fit_weights(model, dtype, limit_bytes=limit_bytes)
         return model

@@ -1,7 +1,5 @@
 """Compare the channel parser with a simple implementation that divides the whole text at once."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass, field
@@ -294,7 +292,7 @@ def test_stop_strings_apply_only_to_content(raw):
 
 
 def test_holding_back_whitespace_takes_linear_time():
-    def seconds(count: int) -> float:
+    def seconds(count):
         space = TrailingWhitespace()
         begun = time.thread_time()
         for _ in range(count):
@@ -311,7 +309,7 @@ def test_holding_back_whitespace_takes_linear_time():
 @pytest.mark.parametrize("text", [" ", "x", "<", "<t", "é"])
 @pytest.mark.parametrize("opened", ["", "<r>", "<t>"])
 def test_parsing_takes_time_linear_in_the_length_of_the_answer(opened, text):
-    def seconds(count: int) -> float:
+    def seconds(count):
         channels = ChannelParser(channel_format(), ["xxxy"])
         channels.feed(opened)
         begun = time.thread_time()

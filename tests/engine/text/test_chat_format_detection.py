@@ -1,7 +1,5 @@
 """Tests of chat format detection with the tokenizers, templates and recorded answers of several model families."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from itertools import product
@@ -94,8 +92,8 @@ pytestmark = pytest.mark.slow
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 TOOLS = ToolUse(tools=(Tool(name="weather", parameters=CITY), Tool(name="add", parameters={"type": "object"})))
 JSON = AnswerFormat(kind="json_schema", text='{"type": "object", "properties": {"a": {"type": "integer"}}}')
-PARIS: tuple[str, dict[str, Any]] = ("weather", {"city": "Zürich 🏔", "days": 2})
-ADD: tuple[str, dict[str, Any]] = ("add", {"a": 1})
+PARIS = ("weather", {"city": "Zürich 🏔", "days": 2})
+ADD = ("add", {"a": 1})
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +314,7 @@ def accepts(families):
         if family in ("hermes", "coder", "mistral")
     }
 
-    def accepts(family: str, grammar: str, text: str) -> bool:
+    def accepts(family, grammar, text):
         (matcher,) = compilers[family].matchers(grammar, 1)
         tokens = families[family].tokens(text)
         return (

@@ -1,10 +1,7 @@
 """Tests that streamed text equals the decoded whole at every token and byte boundary, and that entries match it."""
 
-from __future__ import annotations
-
 import codecs
 import re
-from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given
@@ -44,7 +41,7 @@ def decode_with_leading_space(tokens):
 def decode_with_byte_fallback(tokens):
     """Decode as the byte fallback decoder of Hugging Face does: a run of bytes from 128 is invalid if any byte is."""
 
-    def run(match: re.Match[bytes]) -> bytes:
+    def run(match):
         try:
             return match[0].decode().encode()
         except UnicodeDecodeError:
@@ -56,13 +53,13 @@ def decode_with_byte_fallback(tokens):
 class Chunks:
     """A tokenizer whose tokens have the given bytes. Empty bytes are a special token that decoding skips."""
 
-    def __init__(self, chunks: Iterable[bytes]) -> None:
+    def __init__(self, chunks):
         self.chunks = list(chunks)
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens):
         return b"".join(self.chunks[token] for token in tokens).decode("utf-8", "replace")
 
-    def decode_with_leading_space(self, tokens: Sequence[int]) -> str:
+    def decode_with_leading_space(self, tokens):
         return self.decode(tokens).removeprefix(" ")
 
 
@@ -143,7 +140,7 @@ def test_a_complete_character_is_streamed_immediately_even_after_an_invalid_byte
 def test_decoding_takes_time_linear_in_the_number_of_tokens(decode, run):
     decoded = 0
 
-    def counting(tokens: Sequence[int]) -> str:
+    def counting(tokens):
         nonlocal decoded
         decoded += len(tokens)
         return decode(tokens)
@@ -158,7 +155,7 @@ def test_the_cost_of_a_skipped_token_does_not_grow_with_their_number(before):
     tokenizer = Chunks([before, b""])
     decoded = 0
 
-    def counting(tokens: Sequence[int]) -> str:
+    def counting(tokens):
         nonlocal decoded
         decoded += len(tokens)
         return tokenizer.decode(tokens)
@@ -373,7 +370,7 @@ def test_a_special_token_is_text_only_in_markers_and_calls():
     tokenizer = Chunks([b"", b"", b"", b"f", b"x"])
     seen = []
 
-    def parse(text: str) -> dict[str, object]:
+    def parse(text):
         seen.append(text)
         return {"name": text, "arguments": {}}
 
@@ -429,7 +426,7 @@ def test_answers_of_a_real_tokenizer_are_divided_in_the_same_way(smollm2):
     # Special tokens between all tokens, which do not appear in the text.
     tokens = [token for pair in zip(tokens, [tokenizer.bos_token_id] * len(tokens), strict=True) for token in pair]
 
-    def decode(some: Sequence[int]) -> str:
+    def decode(some):
         return str(tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     for parsed in (True, False):

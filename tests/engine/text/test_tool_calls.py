@@ -1,7 +1,5 @@
 """Tests of tool calls in real formats with mlx-lm's parsers, at any token boundaries; invalid calls stay text."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -13,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
+from lmx_lab.engine.text.channels import CONTENT, REASONING
 from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader
 from tests.engine.text.splitting import Tokens, answer, channel_format_of, tool_parser
 from tests.support.engines import merge
@@ -67,7 +65,7 @@ class Case:
     ids: list[str] | None = None
 
     @property
-    def channel_format(self) -> ChannelFormat:
+    def channel_format(self):
         return channel_format_of(self.parser, initial=self.initial)
 
 
@@ -245,7 +243,7 @@ def test_the_id_that_a_model_wrote_is_kept_unless_it_is_repeated():
 
 
 def fail(error):
-    def parse(_: str) -> Any:
+    def parse(_):
         raise error("no call")
 
     return parse
@@ -408,7 +406,7 @@ def test_arguments_of_an_enforced_call_can_contain_the_markers():
 @pytest.mark.parametrize("text", ['{"name": "f', '{"name": "f", "arguments": {"x": "', '{"name": "f", "arguments": {'])
 @pytest.mark.parametrize("parsed", [False, True])
 def test_reading_takes_time_linear_in_the_length_of_a_call(text, parsed):
-    def seconds(count: int) -> float:
+    def seconds(count):
         calls = ParsedCallReader(json.loads, "", CallNumbering()) if parsed else EnforcedCallReader("", CallNumbering())
         begun = time.thread_time()
         calls.feed(text)

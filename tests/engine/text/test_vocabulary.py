@@ -1,7 +1,5 @@
 """Tests that the bytes of the tokens of a text are the bytes of the text, with several kinds of tokenizers."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,8 +105,8 @@ def test_tokens_of_other_decoders_and_without_a_backend_are_decoded_one_by_one()
 class Slow:
     """A tokenizer in Python, without a backend."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def decode(self, tokens: list[int], clean_up_tokenization_spaces: bool = True) -> str:
+    def decode(self, tokens, clean_up_tokenization_spaces=True):
         return ["€", "b"][tokens[0]]

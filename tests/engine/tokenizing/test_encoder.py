@@ -1,7 +1,5 @@
 """Texts are encoded in this process or in a sandbox process, with the same tokens, and within limits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -93,7 +91,7 @@ def test_a_panic_is_an_error_of_the_request(smollm2):
 def start(encode):
     errors = []
 
-    def run() -> None:
+    def run():
         try:
             encode()
         except BaseException as exc:

@@ -1,15 +1,12 @@
 """A tokenizer that may take any time is loaded in a sandbox process first, or refused."""
 
-from __future__ import annotations
-
 import json
 import uuid
-from typing import Any
 
 import pytest
 
 from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.mlx.model import LoadedModel, load_chat
+from lmx_lab.engine.mlx.model import load_chat
 from lmx_lab.engine.requests import TextPrompt
 from lmx_lab.engine.tokenizing import loading
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
@@ -27,7 +24,7 @@ SLOW = {"type": "Replace", "pattern": {"Regex": "(a|a|aa|b)*c"}, "content": ""}
 def load(tmp_path, smollm2):
     """Load a tiny model with changes in ``tokenizer.json``."""
 
-    def load_changed(changes: dict[str, Any]) -> LoadedModel:
+    def load_changed(changes):
         folder = tmp_path / uuid.uuid4().hex / "tiny"
         write_tiny_llama(folder, smollm2.path, seed=0)
         file = folder / "tokenizer.json"

@@ -1,7 +1,5 @@
 """Test the trial of chat templates with messages of several shapes before a load."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -95,7 +93,7 @@ def test_templates_are_found_where_models_have_them(tmp_path, name, content):
 def test_a_slow_template_does_not_delay_others():
     sandbox, ended = TemplateSandbox(20.0), threading.Event()
 
-    def render_slow() -> None:
+    def render_slow():
         with pytest.raises((TemplateLimitError, TemplateRefusalError)):
             sandbox.render(ENDLESS, {})
         ended.set()

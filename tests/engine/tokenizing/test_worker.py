@@ -1,10 +1,7 @@
 """The worker of the tokenizer sandbox returns what the tokenizer computes. It is called in this process."""
 
-from __future__ import annotations
-
 import os
 from array import array
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -12,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from lmx_lab.engine.tokenizing import worker
 from lmx_lab.engine.tokenizing.worker import NICENESS, pack, unpack
 
-OPTIONS: dict[str, Any] = {"pairs": False, "truncation": None, "starts": False, "special": True, "keep": None}
+OPTIONS = {"pairs": False, "truncation": None, "starts": False, "special": True, "keep": None}
 
 
 def ask(header, data=b""):

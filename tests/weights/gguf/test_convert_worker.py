@@ -205,7 +205,6 @@ def test_the_frequency_factors_of_llama_3_are_recognized(factor):
             smooth = (8192 / wavelength - 1) / 3
             factors.append(1 / ((1 - smooth) / factor + smooth))
     scaling = llama3_scaling(factors, 64, 500_000)
-    assert scaling is not None
     assert (scaling["rope_type"], scaling["factor"]) == ("llama3", factor)
     assert llama3_scaling([*factors[:-1], 1.0], 64, 500_000) is None
     assert llama3_scaling(factors[:-1], 64, 500_000) is None

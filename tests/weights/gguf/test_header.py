@@ -1,7 +1,5 @@
 """Tests of valid, truncated and malicious GGUF headers."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 from collections.abc import Callable

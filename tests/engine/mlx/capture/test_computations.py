@@ -1,10 +1,7 @@
 """Compare traces, the logit lens, patches and attributions of small models with computations without hooks."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +22,7 @@ TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, 97, 30)]
 CLEAN = [*TOKENS[:4], 50, *TOKENS[5:]]
 WINDOW = {"sliding_window": 8, "sliding_window_pattern": 2}
 COHERE = {**WINDOW, "logit_scale": 1.0, "attention_bias": False, "layer_norm_bias": False}
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": {},
     "gemma2": {},
     "gemma3_text": WINDOW,
@@ -83,7 +80,7 @@ def replaced_logits(made, clean, name, head, positions):
     values = mx.array(clean[name][positions])
     before = []
 
-    def change(old: mx.array) -> mx.array:
+    def change(old):
         new = mx.array(old)
         if name.endswith("hook_resid_mid"):
             new[0, at] = values - before[0][0, at]

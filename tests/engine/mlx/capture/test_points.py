@@ -1,7 +1,5 @@
 """Hooks read and replace the values of a model, and are removed completely."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx.nn.layers.base import Module
@@ -28,11 +26,6 @@ def points_of(model):
     return find_points(find_parts(model, "tiny"), "tiny")
 
 
-def kinds(points):
-    """Return the names of the second block without their prefix."""
-    return [name.removeprefix("blocks.1.hook_") for name in points.sizes if name.startswith("blocks.1.hook_")]
-
-
 def values(model, points, *names):
     found = {}
     functions = {points.point(name): (lambda value, name=name: found.update({name: value})) for name in names}
@@ -54,7 +47,8 @@ def values(model, points, *names):
 def test_a_block_has_the_hooks_whose_sum_is_its_output(family, changes, expected):
     model = build_model(family, **changes)
     points = points_of(model)
-    assert kinds(points) == expected
+    block = [name.removeprefix("blocks.1.hook_") for name in points.sizes if name.startswith("blocks.1.hook_")]
+    assert block == expected
     assert {"hook_embed", "ln_final.hook_normalized", "logits"} <= points.points.keys()
     if "attn_out" in expected:
         names = [f"blocks.1.hook_{name}" for name in ("resid_pre", "attn_out", "mlp_out", "resid_post")]
@@ -119,7 +113,7 @@ def test_a_model_without_blocks_is_refused():
 
 def test_the_first_input_may_be_a_keyword():
     class Keyword(Module):
-        def __call__(self, x: mx.array) -> tuple[mx.array, int]:
+        def __call__(self, x):
             return x + 1, 2
 
     module = Keyword()

@@ -1,0 +1,145 @@
+"""Tests of answers, which are the same for each way to reach a lab."""
+
+import asyncio
+import gc
+
+import pytest
+
+from lmx_lab.notebook.arguments import chat_request
+from lmx_lab.notebook.reply import read_reply
+from tests.support.asking import ENDLESS
+from tests.support.labs import wait_until_idle
+from tests.support.waiting import auntil
+
+pytestmark = pytest.mark.anyio
+TEXT = "The sea is wide and deep, and what it says it says again and again."
+
+
+def on_the_panels_loop(lab, work):
+    """Run a coroutine on the loop of the lab's panels, and block the caller's loop, on which the lab may run."""
+    return lab.workbench.submit(work).result(60)
+
+
+async def test_a_chat_gives_text_usage_and_timings(lab, served):
+    reply = await lab.achat(TEXT, max_tokens=4, temperature=0, seed=1, system="Be brief.")
+    assert reply.text == (await served.achat(TEXT, max_tokens=4, temperature=0, seed=1, system="Be brief.")).text
+    assert (reply.model, reply.finish_reason, reply.usage.completion_tokens) == ("echo", "length", 4)
+    assert (reply.timings.predicted_n, reply.reasoning_tokens) == (4, 0)
+    assert str(reply) == reply.text
+
+
+async def test_the_pieces_of_a_stream_are_its_reply(lab):
+    stream = await lab.astream([{"role": "user", "content": TEXT}], max_tokens=15)
+    pieces = [piece async for piece in stream]
+    assert "".join(pieces) == stream.text == stream.reply.text
+    assert stream.reply.usage.completion_tokens == 15
+    assert [piece async for piece in stream] == []
+    # The blocking form, in another thread, because this one runs the loop.
+    blocking = lab.chat(TEXT, stream=True, max_tokens=15, temperature=0)
+    assert "".join(await asyncio.to_thread(list, blocking)) == blocking.reply.text
+
+
+@pytest.mark.parametrize("end", ["left", "closed", "left blocking", "closed blocking", "cancelled"])
+async def test_an_answer_that_is_not_read_to_its_end_frees_its_slot(lab, served, end):
+    before = served.engine.snapshot.output_tokens
+
+    def left(stream):
+        for _ in stream:
+            break
+
+    # The end of the loop ends the answer, and not the collection of the iterator.
+    gc.disable()
+    try:
+        if end == "cancelled":
+            chat = asyncio.create_task(lab.achat("hi", **ENDLESS))
+            await auntil(lambda: served.engine.snapshot.output_tokens > before)
+            chat.cancel()
+            await asyncio.wait([chat])
+            assert chat.cancelled()
+        elif end == "left":
+            stream = await lab.astream("hi", **ENDLESS)
+            async for _ in stream:
+                break
+        elif end == "closed":
+            stream = await lab.astream("hi", **ENDLESS)
+            await stream.aclose()
+            stream.close()
+            assert [piece async for piece in stream] == []
+        elif end == "left blocking":
+            stream = await asyncio.to_thread(lab.chat, "hi", stream=True, **ENDLESS)
+            await asyncio.to_thread(left, stream)
+        else:
+            stream = await asyncio.to_thread(lab.chat, "hi", stream=True, **ENDLESS)
+            await asyncio.to_thread(stream.close)
+            assert await asyncio.to_thread(list, stream) == []
+        await asyncio.to_thread(wait_until_idle, served)
+    finally:
+        gc.enable()
+    assert end == "cancelled" or stream.reply is None
+    assert served.engine.snapshot.output_tokens - before < ENDLESS["max_tokens"]
+
+
+async def test_concurrent_chats_share_the_engine(lab):
+    def blocking():
+        return lab.chat(TEXT, max_tokens=20, temperature=0)
+
+    chats = [lab.achat(TEXT, max_tokens=20, temperature=0) for _ in range(4)]
+    threads = [asyncio.to_thread(blocking) for _ in range(4)]
+    assert len({reply.text for reply in await asyncio.gather(*chats, *threads)}) == 1
+
+
+async def test_verbs_can_be_awaited_on_another_loop(lab):
+    def ask():
+        return asyncio.run(lab.achat(TEXT, max_tokens=2)).usage.completion_tokens
+
+    assert await asyncio.to_thread(ask) == 2
+
+
+# --- answers for panels
+
+
+async def test_an_answer_for_panels_is_complete_while_the_callers_loop_is_blocked(lab, served, way):
+    request = chat_request("hello", {"temperature": 0, "max_tokens": 30, "ignore_eos": True})
+
+    async def read():
+        stream = await lab.workbench.backend.generate(request)
+        deltas = [delta async for delta in stream]
+        return "".join(delta.text for delta in deltas), {delta.tokens for delta in deltas}, lab.workbench.backend.cost(stream)
+
+    blocked = on_the_panels_loop(lab, read_reply(lab.workbench.backend, request))
+    text, tokens, cost = on_the_panels_loop(lab, read())
+    reply = await served.achat("hello", temperature=0, max_tokens=30, ignore_eos=True)
+    assert blocked.text == text == reply.text
+    for found in (blocked, cost):
+        assert (found.model, found.usage.completion_tokens, found.finish_reason) == ("echo", 30, "length")
+        # Only the server's own process has a report.
+        assert (found.report is None) == (way == "attached")
+    assert way != "attached" or tokens == {0}, "the wire has no number of tokens"
+    assert cost.ttft_s > 0
+
+
+@pytest.mark.parametrize("end", ["closed", "cancelled"])
+async def test_an_answer_that_a_panel_leaves_frees_its_slot(lab, served, end):
+    def cancelled():
+        return sum(each.event.finish_reason == "cancelled" for each in lab.workbench.history.requests)
+
+    await auntil(lambda: bool(lab.workbench.history.samples))
+    before, ended = served.engine.snapshot.output_tokens, cancelled()
+    backend, request = lab.workbench.backend, chat_request("hello", ENDLESS)
+    if end == "closed":
+
+        async def first():
+            stream = await backend.generate(request)
+            try:
+                return await anext(delta.text async for delta in stream if delta.text)
+            finally:
+                stream.close()
+
+        assert on_the_panels_loop(lab, first())
+    else:
+        answer = lab.workbench.submit(read_reply(backend, request))
+        await auntil(lambda: served.engine.snapshot.output_tokens > before)
+        answer.cancel()
+    await auntil(lambda: served.engine.snapshot.active_requests == 0)
+    assert served.engine.snapshot.output_tokens - before < ENDLESS["max_tokens"]
+    await auntil(lambda: cancelled() == ended + 1)

@@ -1,0 +1,77 @@
+"""Tests of loads, unloads and lists of models, which are the same for each way to reach a lab."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError, UnusableModelError
+from lmx_lab.notebook.arguments import chat_request, rerank_body
+from lmx_lab.notebook.reply import read_reply
+from lmx_lab.values.models import LoadSpec
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+async def loaded(lab):
+    return [record.id for record in await lab.amodels() if record.loaded]
+
+
+async def test_models_are_loaded_listed_and_unloaded(reach, way, tiny_home):
+    async with reach(tiny_home, None) as (lab, served):
+        report = await lab.aload(tiny_home / "models" / "tiny-two")
+        assert (report.model, report.memory_bytes) == ("tiny-two", served.engine.snapshot.model_memory_bytes)
+        assert await lab.amodels() == await served.amodels() == await asyncio.to_thread(lab.models)
+        with pytest.raises(ModelNotFoundError):
+            await lab.aload("no-such")
+        # The code of both errors is the same, and the wire has nothing else.
+        error = InvalidRequestError if way == "attached" else UnusableModelError
+        with pytest.raises(error, match="runs on mlx and not on llama"):
+            await lab.aload("tiny", engine="llama.cpp")
+        assert await loaded(lab) == ["tiny-two"], "a failed load keeps the loaded model"
+        assert (await lab.aload("tiny-two", engine="auto")).load_s == 0
+        assert await lab.aunload() > 0
+        for prompt in ("hi", [{"role": "user", "content": "hi"}]):
+            with pytest.raises(NotLoadedError, match=r"lab\.load"):
+                await lab.achat(prompt)
+            with pytest.raises(NotLoadedError):
+                await asyncio.to_thread(lab.chat, prompt, stream=True)
+        assert await asyncio.to_thread(lambda: lab.load("tiny").model) == "tiny"
+        assert await asyncio.to_thread(lab.unload) > 0
+        assert await loaded(lab) == []
+
+
+async def test_panels_load_and_unload_while_the_callers_loop_is_blocked(reach, tiny_home):
+    def blocked(work):
+        return lab.workbench.submit(work).result(60)
+
+    async with reach(tiny_home, "tiny") as (lab, served):
+        backend = lab.workbench.backend
+        with pytest.raises(LabError, match="load"):
+            blocked(backend.rerank(rerank_body("a", ["b"], model=None)))
+        assert blocked(backend.unload()) > 0
+        assert served.engine.snapshot.model is None
+        with pytest.raises(NotLoadedError):
+            blocked(read_reply(backend, chat_request("hello", {})))
+        assert blocked(backend.load(LoadSpec(model="tiny"))).model == "tiny"
+        # The load has ended, so that there is nothing to cancel, and the model stays.
+        with pytest.raises(InvalidRequestError, match="tiny is not being loaded"):
+            blocked(backend.cancel_load("tiny"))
+        assert [record.id for record in blocked(backend.models()).models if record.loaded] == ["tiny"]
+
+
+async def test_vectors_and_rankings_are_those_of_the_server(reach, way, starter_home, minilm):
+    documents = ["Bread is baked.", {"text": "Sea water is salty."}, "Sand."]
+    async with reach(starter_home, minilm.id) as (lab, served):
+        for texts in ("a", ["a", "b"]):
+            np.testing.assert_array_equal(await lab.aembed(texts), await served.aembed(texts))
+        np.testing.assert_array_equal(await asyncio.to_thread(lab.embed, "a"), await lab.aembed("a"))
+        here, there = await served.arerank("sea", documents, top_n=2), await lab.arerank("sea", documents, top_n=2)
+        body = rerank_body("sea", documents, model=None, top_n=2)
+        ranking = lab.workbench.submit(lab.workbench.backend.rerank(body)).result(60)
+    assert [(row.index, row.document) for row in there] == [(row.index, row.document) for row in here]
+    np.testing.assert_allclose([row.score for row in there], [row.score for row in here], rtol=1e-6)
+    assert (there.method, there.model, there.tokens) == (here.method, here.model, here.tokens)
+    assert (there.report is None, here.report is None) == (way == "attached", False)
+    assert [index for index, _ in ranking.order] == [row.index for row in here]
+    assert (ranking.model, ranking.method, ranking.tokens) == (minilm.id, "cosine", here.tokens)
