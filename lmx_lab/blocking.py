@@ -24,8 +24,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from enum import Enum, auto
-from types import TracebackType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, overload
+from types import FunctionType, TracebackType
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from lmx_lab.errors import ArgumentError, HostingError
 from lmx_lab.portal import Interrupts, LoopThread, close_result, receive
@@ -199,12 +199,12 @@ def blocking(function: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]) 
     """Return the blocking form of a coroutine function. Ctrl-C cancels its running step, which raises
     ``KeyboardInterrupt``."""
 
-    @functools.wraps(function)
-    def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def invoke(owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         __tracebackhide__ = True
-        return run_steps(_begin(call, function, owner, *args, **kwargs))
+        return run_steps(_begin(form, function, owner, *args, **kwargs))
 
-    return _describe_form(call, function, function.__name__.lstrip("_"))
+    form: Callable[Concatenate[Owner, P], T] = _form(function, invoke, function.__name__.lstrip("_"))
+    return form
 
 
 def awaited(
@@ -217,7 +217,10 @@ def awaited(
         __tracebackhide__ = True
         return await _begin(call, function, owner, *args, **kwargs)
 
-    return _describe_form(call, function, f"a{function.__name__.lstrip('_')}")
+    call.__name__ = name = f"a{function.__name__.lstrip('_')}"
+    call.__qualname__ = f"{function.__qualname__.rpartition('.')[0]}.{name}"
+    call.__signature__ = with_keywords(function)  # type: ignore[attr-defined]
+    return call
 
 
 def both(
@@ -251,10 +254,24 @@ def _begin(
         raise ArgumentError(str(exc).replace(function.__qualname__, form.__name__)) from None
 
 
-def _describe_form(form: Function, function: Callable[..., Any], name: str) -> Function:
-    """Give a form of a function its name, and the function's signature with its keywords."""
-    form.__name__ = name
-    form.__qualname__ = f"{form.__qualname__.rpartition('.')[0]}.{name}"
+def _form(
+    function: Callable[..., Any], invoke: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], name: str
+) -> Any:
+    """Return a function that calls ``invoke``, with the signature, the docstring and the type hints of a coroutine
+    function.
+
+    It has no ``__wrapped__``, because of which frameworks would take it for a coroutine function. Instead, it has the
+    globals of the coroutine function, in which its type hints are evaluated.
+    """
+
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return invoke(self, args, kwargs)
+
+    form = FunctionType(call.__code__, function.__globals__, name, None, call.__closure__)
+    form.__module__, form.__doc__ = function.__module__, function.__doc__
+    form.__qualname__ = f"{function.__qualname__.rpartition('.')[0]}.{name}"
+    form.__annotations__ = dict(function.__annotations__)
     form.__signature__ = with_keywords(function)  # type: ignore[attr-defined]
     return form
 
@@ -535,16 +552,17 @@ def twin(method: Callable[..., Any], wrap: Callable[[Any, Any], Any] | None = No
         wrap: Returns the result of the method, given the object and the result of the coroutine.
     """
 
-    def call(self: Twin[Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(owner: Twin[Any], work: Coroutine[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
         if any(kwargs.get(name) is not None for name in CALLBACKS):
-            work = functools.partial(_with_callbacks, method, self._async, args, kwargs)
-            result = run_with_callbacks(self._portal, work)
+            work.close()
+            again = functools.partial(_with_callbacks, method, owner._async, args, kwargs)
+            result = run_with_callbacks(owner._portal, again)
         else:
-            result = self._portal.run(method(self._async, *args, **kwargs))
-        return result if wrap is None else wrap(self, result)
+            result = owner._portal.run(work)
+        return result if wrap is None else wrap(owner, result)
 
-    return _described(call, method)
+    return _TwinMethod(method, run)
 
 
 def twin_stream(
@@ -552,15 +570,41 @@ def twin_stream(
 ) -> Callable[Concatenate[Twin[Async], P], BlockingStream[Item]]:
     """Return the method that iterates over an async generator function with ``for``."""
 
-    def call(self: Twin[Async], /, *args: P.args, **kwargs: P.kwargs) -> BlockingStream[Item]:
-        __tracebackhide__ = True
-        # Wrong arguments are an error of this call, and not of the first item.
-        inspect.signature(method).bind(self, *args, **kwargs)
+    def run(owner: Twin[Any], work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockingStream[Item]:
         return BlockingStream(
-            self._portal, lambda calls: aclosing(_with_callbacks(method, self._async, args, kwargs, calls))
+            owner._portal, lambda calls: aclosing(_with_callbacks(method, owner._async, args, kwargs, calls))
         )
 
-    return _described(call, method)
+    made: Callable[Concatenate[Twin[Async], P], BlockingStream[Item]] = cast("Any", _TwinMethod(method, run))
+    return made
+
+
+class _TwinMethod:
+    """A method in the body of a blocking class, which becomes a function of this class."""
+
+    def __init__(self, method: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self._method = method
+        self._run = run
+        self._form = form = _form(method, self._invoke, method.__name__)
+        documented_as(method)(form)
+        # The name of the returned class, whose async form has another one.
+        returned = str(method.__annotations__["return"]).replace("AsyncSession", "Session")
+        items = re.fullmatch(r"AsyncGenerator\[(.*), None\]", returned)
+        form.__annotations__["return"] = returned if items is None else f"BlockingStream[{items[1]}]"
+        form.__signature__ = form.__signature__.replace(return_annotation=form.__annotations__["return"])
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._form.__module__, self._form.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
+        setattr(owner, name, self._form)
+
+    def _invoke(self, owner: Twin[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True
+        try:
+            work = self._method(owner._async, *args, **kwargs)
+        except TypeError as exc:  # This is an error in the arguments: the body has not started.
+            message = str(exc).replace(self._method.__qualname__, self._form.__qualname__)
+            raise TypeError(message) from None
+        return self._run(owner, work, args, kwargs)
 
 
 def _with_callbacks(
@@ -570,18 +614,17 @@ def _with_callbacks(
     return method(owner, *args, **wrapped)
 
 
-def _described(function: Function, method: Callable[..., Any]) -> Function:
-    """Give a blocking method the name, the signature and the docstring of its coroutine function."""
-    functools.update_wrapper(function, method)
-    doc = method.__doc__ or ""
-    for word, replacement in BLOCKING_WORDS:
-        doc = doc.replace(word, replacement)
-    function.__doc__ = doc
-    signature = with_keywords(method)
-    items = re.fullmatch(r"AsyncGenerator\[(.*), None\]", str(signature.return_annotation))
-    returned = signature.return_annotation if items is None else f"BlockingStream[{items[1]}]"
-    function.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
-    return function
+def documented_as(method: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Give a function the docstring of its async form, in the words of the blocking form."""
+
+    def describe(function: Function) -> Function:
+        doc = method.__doc__ or ""
+        for word, replacement in BLOCKING_WORDS:
+            doc = doc.replace(word, replacement)
+        function.__doc__ = doc
+        return function
+
+    return describe
 
 
 def with_keywords(function: Callable[..., Any]) -> inspect.Signature:

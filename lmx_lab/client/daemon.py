@@ -11,7 +11,7 @@ from typing import Self
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.blocking import BlockingStream, twin
+from lmx_lab.blocking import BlockingStream, documented_as, twin
 from lmx_lab.client.blocking import BlockingClient
 from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.cursors import Cursor, CursorStore
@@ -152,8 +152,8 @@ class BlockingSubscription(BlockingStream[DaemonEvent]):
         self._started()
         return self
 
+    @documented_as(Subscription.opened)
     def opened(self) -> Cursor | None:
-        """Connect, and wait for the result of the first attempt; see ``Subscription.opened``."""
         self._started()
         return self._portal.run(self._async.opened())
 
@@ -175,14 +175,15 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         super().__init__(AsyncDaemonClient(base_url, token=token, transport=transport))
 
     @classmethod
+    @documented_as(AsyncDaemonClient.discover)
     def discover(
         cls, home: str | os.PathLike[str] | None = None, *, transport: httpx2.AsyncBaseTransport | None = None
     ) -> Self:
-        """Return a client of this user's daemon; see ``AsyncDaemonClient.discover``."""
         client = cls.__new__(cls)
         BlockingClient.__init__(client, AsyncDaemonClient.discover(home, transport=transport))
         return client
 
+    @documented_as(AsyncDaemonClient.events)
     def events(
         self,
         *,
@@ -191,7 +192,6 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         types: Sequence[str] = (),
         cursor: CursorStore | None = None,
     ) -> BlockingSubscription:
-        """Subscribe to events; see ``AsyncDaemonClient.events``."""
         return BlockingSubscription(
             self, self._async.events(after=after, session_ids=session_ids, types=types, cursor=cursor)
         )

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
-from lmx_lab.blocking import twin, twin_stream
+# BlockingStream: in the type hints of streams.
+from lmx_lab.blocking import BlockingStream, twin, twin_stream  # noqa: F401
 from lmx_lab.client.blocking import BlockingClient
 from lmx_lab.client.chat_format import DONE, LAB_HEADER
 from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks, receive_messages

@@ -8,7 +8,8 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from pydantic import JsonValue
 
-from lmx_lab.blocking import Twin, twin, twin_stream
+# BlockingStream: in the type hints of streams.
+from lmx_lab.blocking import BlockingStream, Twin, twin, twin_stream  # noqa: F401
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.request_bodies import build_body
 from lmx_lab.client.turn import OnPermission, TurnFollower, TurnResult

@@ -1,5 +1,9 @@
 """Tests that blocking classes have the methods of the async classes, with the same arguments."""
 
+import inspect
+import pickle
+from typing import get_type_hints
+
 import pytest
 
 from lmx_lab.blocking import with_keywords
@@ -37,3 +41,28 @@ def test_blocking_classes_have_the_methods_and_arguments_of_async_classes(async_
         assert callable(member) == callable(ours[name]), name
         if callable(member):
             assert arguments(member) == arguments(ours[name]), name
+
+
+@pytest.mark.parametrize("blocking", [LabClient, DaemonClient, Session, BlockingSubscription])
+def test_a_blocking_method_is_an_ordinary_method_of_its_class(blocking):
+    """Frameworks, such as FastAPI, unwrap functions, inspect them and evaluate their type hints."""
+    for name, member in members(blocking).items():
+        if not inspect.isfunction(member) or name not in vars(blocking):
+            continue
+        assert not inspect.iscoroutinefunction(inspect.unwrap(member)), name
+        assert not inspect.isasyncgenfunction(inspect.unwrap(member)), name
+        assert (member.__qualname__, member.__module__) == (f"{blocking.__name__}.{name}", blocking.__module__)
+        assert pickle.loads(pickle.dumps(member)) is member
+        assert "Async" not in str(get_type_hints(member)["return"]), name
+        assert len((member.__doc__ or "").split()) > 2, name
+
+
+def test_wrong_arguments_are_an_error_that_names_the_method():
+    client = LabClient("127.0.0.1:9")
+    for call, message in (
+        (lambda: client.chat(no=1), r"LabClient\.chat\(\) got an unexpected keyword argument 'no'"),
+        (lambda: client.stream(no=1), r"LabClient\.stream\(\) got an unexpected keyword argument 'no'"),
+        (lambda: client.events([], 1), r"LabClient\.events\(\) takes from 1 to 2 positional arguments"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            call()

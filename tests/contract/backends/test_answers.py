@@ -104,7 +104,11 @@ async def test_an_answer_for_panels_is_complete_while_the_callers_loop_is_blocke
     async def read():
         stream = await lab.workbench.backend.generate(request)
         deltas = [delta async for delta in stream]
-        return "".join(delta.text for delta in deltas), {delta.tokens for delta in deltas}, lab.workbench.backend.cost(stream)
+        return (
+            "".join(delta.text for delta in deltas),
+            {delta.tokens for delta in deltas},
+            lab.workbench.backend.cost(stream),
+        )
 
     blocked = on_the_panels_loop(lab, read_reply(lab.workbench.backend, request))
     text, tokens, cost = on_the_panels_loop(lab, read())
