@@ -39,7 +39,18 @@ ANSWERS = {
     "11_bench_concurrency": "2 users together: ",
     "12_compare_servers": "2 at once: lab on MLX has ",
 }
-BLOCK = "import sys\nfor name in {}:\n    sys.modules.setdefault(name, None)"
+# A module that is None in sys.modules would count as imported: scikit-learn looks there for polars.
+BLOCK = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *others):
+        return None if name in {} else super().find_spec(name, *others)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
