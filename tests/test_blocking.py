@@ -208,9 +208,9 @@ def test_a_task_that_a_blocking_call_creates_on_a_running_loop_can_await(counter
 
 def test_arguments_that_do_not_fit_are_an_error_that_names_the_form(counter):
     with pytest.raises(ArgumentError, match=r"^compute\(\) .*'second'"):
-        counter.compute(1, secnd=2)
+        counter.compute(1, seconds=2)
     with pytest.raises(ArgumentError, match=r"^acompute\(\) .*'second'"):
-        asyncio.run(counter.acompute(1, secnd=2))
+        asyncio.run(counter.acompute(1, seconds=2))
 
 
 # --- interrupts and cancellation

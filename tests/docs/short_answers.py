@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lmx_lab.engine import GenerationRequest
-from lmx_lab.server import inference
+from lmx_lab.server import chat, messages
 from lmx_lab.server.translate import generation_request
 from lmx_lab.wire.chat import ChatRequest
 
@@ -13,8 +13,10 @@ MAX_TOKENS = 48
 
 
 def limit_answers() -> None:
-    """Limit all later chat answers of this process to ``MAX_TOKENS`` tokens."""
-    vars(inference)["generation_request"] = short_generation_request
+    """Limit all later chat answers of this process to ``MAX_TOKENS`` tokens. Called once in a process."""
+    for module in (chat, messages):
+        assert module.generation_request is generation_request, f"{module.__name__} reads chat requests another way"
+        vars(module)["generation_request"] = short_generation_request
 
 
 def short_generation_request(request: ChatRequest) -> GenerationRequest:
