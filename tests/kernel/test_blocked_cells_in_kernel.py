@@ -22,6 +22,7 @@ from openai import AsyncOpenAI, OpenAI
 lab = lmx_lab.launch("echo", port=0, echo_tokens_per_s=200)
 question = dict(model="default", messages=[{"role": "user", "content": "one two three"}])
 healthz = lab.url + "/healthz"
+interruptible = OpenAI(**lab.openai).chat.completions  # an interrupt in OpenAI() writes a traceback when it is freed
 steps = lambda: (lab.server.thread.host_steps, lab.server.thread.thread_steps)
 print(lab.port)
 """
@@ -209,8 +210,8 @@ def test_requests_are_answered_by_the_kernels_loop_while_it_is_free(notebook):
     "cell",
     [
         "time.sleep(1000)",
-        "OpenAI(**lab.openai).chat.completions.create(**long)",
-        "for _ in OpenAI(**lab.openai).chat.completions.create(**long, stream=True): pass",
+        "interruptible.create(**long)",
+        "for _ in interruptible.create(**long, stream=True): pass",
         "lab.chat(text)",
         "await lab.achat(text)",
         "urllib.request.urlopen(lab.url + '/admin/events').read()",
