@@ -141,7 +141,7 @@ SUBJECTS = {
     "notebook.rerank_result": "the result of a method",
     "panels.static_views": "how panels are displayed without a kernel",
     "panels.timeline": "a panel",
-    "server.chat": "the chat format",
+    "server.completions": "the completions format",
     "server.pages": "the pages for browsers",
     "server.app": "the application of the server",
     "server.metrics": "a file format: metrics of Prometheus",

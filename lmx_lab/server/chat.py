@@ -1,10 +1,11 @@
-"""The route ``POST /v1/chat/completions``, and the writer of its format."""
+"""The route ``POST /v1/chat/completions``, and the writer of its format, whose chunks the completions format shares."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -22,6 +23,7 @@ from lmx_lab.server.translate import (
     json_text,
     timings,
     total_timings,
+    total_usage,
     usage,
 )
 from lmx_lab.values.outputs import Delta, GenerationReport, merge_tool_calls
@@ -58,31 +60,60 @@ def chat_routes(service: InferenceService) -> APIRouter:
     return router
 
 
-class ChatWriter:
-    """Writes one answer in the chat format.
+class ChunkWriter:
+    """Writes what the chunks of the chat and of the completions format have in common.
 
     Chunks are written as text around the parts that change, because building and dumping a pydantic model for every
     token would cost more than everything else between the engine and the socket. Tests compare them with the dumps of
     the models.
 
     Args:
-        logprobs: Whether the request asks for log-probabilities.
         include_usage: Whether a stream ends with a chunk that contains the usage.
     """
 
     media_type = "text/event-stream"
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    """Value of the chunks' field ``object``."""
 
-    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
+    def __init__(self, model: str, fingerprint: str, *, include_usage: bool) -> None:
         self._shared = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion.chunk",
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "object": self.object,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
         self._head = f'{json_text(self._shared)[:-1]},"choices":['
-        self._logprobs = logprobs
         self._include_usage = include_usage
+
+    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
+        if self._include_usage:
+            total = total_usage(usage(prompt) for prompt in reports)
+            yield data_line(f'{self._head}],"usage":{total.model_dump_json()}}}')
+        yield data_line(DONE)
+
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
+        yield data_line(ErrorBody(error=detail).model_dump_json())
+
+    def keep_alive(self, status: str) -> str:
+        return comment(status)
+
+
+class ChatWriter(ChunkWriter):
+    """Writes one answer in the chat format.
+
+    Args:
+        logprobs: Whether the request asks for log-probabilities.
+        include_usage: Whether a stream ends with a chunk that contains the usage.
+    """
+
+    id_prefix = "chatcmpl"
+    object = "chat.completion.chunk"
+
+    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
+        super().__init__(model, fingerprint, include_usage=include_usage)
+        self._logprobs = logprobs
 
     def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
         yield self._chunk(index, '{"role":"assistant","content":""}')
@@ -109,17 +140,6 @@ class ChatWriter:
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         end = f',"timings":{timings(report).model_dump_json()}'
         yield self._chunk(index, "{}", reason=f'"{report.finish_reason}"', end=end)
-
-    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
-        if self._include_usage:
-            yield data_line(f'{self._head}],"usage":{usage(reports[0]).model_dump_json()}}}')
-        yield data_line(DONE)
-
-    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
-        yield data_line(ErrorBody(error=detail).model_dump_json())
-
-    def keep_alive(self, status: str) -> str:
-        return comment(status)
 
     def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
         (choices,) = parts

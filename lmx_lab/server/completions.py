@@ -5,8 +5,6 @@ programs.
 from __future__ import annotations
 
 import codecs
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import chain
@@ -14,11 +12,11 @@ from itertools import chain
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import Answer, TextPrompt, TokenPrompt
-from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.http.streaming import DONE, comment, data_line
+from lmx_lab.http.streaming import DONE, data_line
 from lmx_lab.server.answers import AnswerRequest, respond
+from lmx_lab.server.chat import ChunkWriter
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
 from lmx_lab.server.translate import (
@@ -32,7 +30,7 @@ from lmx_lab.server.translate import (
 )
 from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from lmx_lab.wire.errors import ErrorBody, ErrorDetail
+from lmx_lab.wire.errors import ErrorBody
 
 
 def completion_routes(service: InferenceService) -> APIRouter:
@@ -88,26 +86,19 @@ def _echo(text: str, answer: Answer) -> Delta:
     return Delta(text=text, tokens=0, logprobs=answer.prompt_scores.tokens if answer.prompt_scores else ())
 
 
-class CompletionWriter:
-    """Writes one answer in the completions format. Chunks are written as text, as in ``ChatWriter``.
+class CompletionWriter(ChunkWriter):
+    """Writes one answer in the completions format.
 
     Args:
         logprobs: Whether the request asks for log-probabilities.
         include_usage: Whether a stream ends with a chunk that contains the usage.
     """
 
-    media_type = "text/event-stream"
+    id_prefix = "cmpl"
+    object = "text_completion"
 
     def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
-        self._shared = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": fingerprint,
-        }
-        self._head = f'{json_text(self._shared)[:-1]},"choices":['
-        self._include_usage = include_usage
+        super().__init__(model, fingerprint, include_usage=include_usage)
         self._logprobs = defaultdict[int, LogprobsWriter](LogprobsWriter) if logprobs else None
         """Writers of the log-probabilities of each choice; None if the request asks for none."""
 
@@ -124,18 +115,6 @@ class CompletionWriter:
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         end = f',"timings":{timings(report).model_dump_json()}'
         yield self._chunk(index, "", reason=f'"{report.finish_reason}"', end=end)
-
-    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
-        if self._include_usage:
-            total = total_usage(usage(prompt) for prompt in reports)
-            yield data_line(f'{self._head}],"usage":{total.model_dump_json()}}}')
-        yield data_line(DONE)
-
-    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
-        yield data_line(ErrorBody(error=detail).model_dump_json())
-
-    def keep_alive(self, status: str) -> str:
-        return comment(status)
 
     def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
         reports = [[report for _, report in choices] for choices in parts]
