@@ -3,9 +3,12 @@
 Tests that depend on the meaning of texts or on tokens use the real MiniLM.
 """
 
+import asyncio
 import base64
 import json
 import socket
+import struct
+from dataclasses import replace
 
 import httpx2
 import numpy as np
@@ -15,8 +18,13 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 
 from lmx_lab.errors import InvalidRequestError
-from tests.support.asking import chat_body, error_of
+from lmx_lab.server.embeddings import NUMBERS_PER_STEP
+from lmx_lab.server.rerank import RESULTS_ON_LOOP
+from lmx_lab.wire.embeddings import INPUT_LIMIT
+from tests.support.asking import chat_body, error_of, refused
+from tests.support.gguf import ALIGNMENT, read_gguf
 from tests.support.labs import scrape, serving, wait_until_idle, watching
+from tests.support.models import write_tiny_bert
 from tests.support.waiting import until
 
 PATH = "/v1/embeddings"
@@ -188,6 +196,9 @@ def test_a_client_that_disconnects_cancels_the_computation(minilm, starter_home)
     ]
     assert seen[1]["model"] == MINILM
     assert seen[1]["prompt_tokens"] > 0
+    assert seen[1]["completion_tokens"] == 0
+    assert seen[1]["tokens_per_second"] > 0
+    assert seen[1]["ttft_ms"] > 0
 
 
 def test_requests_are_counted_in_the_metrics(http):
@@ -211,6 +222,95 @@ def test_the_method_of_the_lab_returns_an_array(quick_lab):
     assert np.allclose(quick_lab.embed(np.array([SEA, BREAD])), both, atol=1e-5)
     assert quick_lab.embed((text for text in (SEA,)), dimensions=8).shape == (1, 8)
     assert quick_lab.embed(LONG, truncate=True).shape == (384,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"model": ""}, "model"),
+        ({"model": None}, "model"),
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [1.5]}, "input.0"),
+        ({"input": [True]}, "input.0"),
+        ({"input": ["a", 1]}, "input.1"),
+        ({"input": [1, "a"]}, "input.1"),
+        ({"input": [1, -1]}, "input.1"),
+        ({"input": [[1], []]}, "input.1"),
+        ({"input": [[1], [-1]]}, "input.1.0"),
+        ({"input": [[[1]]]}, "input.0.0"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": -1}, "dimensions"),
+        ({"dimensions": "64"}, "dimensions"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"input_type": "classification"}, "input_type"),
+        ({"truncate": 1}, "truncate"),
+        ({"normalize": True}, "normalize"),
+    ],
+)
+def test_an_invalid_field_is_named(http, changes, param):
+    assert error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")["param"] == param
+
+
+@pytest.mark.parametrize("wrong", [5, None, {"text": "a"}])
+def test_an_input_of_another_type_is_refused_with_the_accepted_forms(http, wrong):
+    message = error_of(http.post(PATH, json=body(input=wrong)), 400, "invalid-request")["message"]
+    assert message.startswith("input: must be a text, a list of texts, the token ids")
+    assert message.endswith("(given: 5)") == (wrong == 5)
+
+
+def test_too_many_inputs_are_refused_with_the_limit(http):
+    assert len(embed(http, input=["a"] * INPUT_LIMIT, dimensions=1)["data"]) == INPUT_LIMIT
+    message = error_of(http.post(PATH, json=body(input=["a"] * (INPUT_LIMIT + 1))), 400, "invalid-request")["message"]
+    assert f"{INPUT_LIMIT + 1} items" in message
+    assert str(INPUT_LIMIT) in message
+
+
+def test_many_numbers_and_scores_are_written_in_another_thread(http, monkeypatch):
+    moved = []
+    to_thread = asyncio.to_thread
+
+    async def noted(work, *args, **kwargs):
+        moved.append(work.__name__)
+        return await to_thread(work, *args, **kwargs)
+
+    monkeypatch.setattr(asyncio, "to_thread", noted)
+    for count in (RESULTS_ON_LOOP, RESULTS_ON_LOOP + 1):
+        ranked = {"model": MODEL, "query": SEA, "documents": [SEA] * count}
+        assert len(http.post("/v1/rerank", json=ranked).json()["results"]) == count
+        assert "_encode" in moved if count > RESULTS_ON_LOOP else moved == []
+    few, many = NUMBERS_PER_STEP // 384, NUMBERS_PER_STEP // 384 + 1
+    for count in (few, many):
+        assert len(embed(http, input=[SEA] * count)["data"]) == count
+        assert ("embedding_list" in moved) is (count == many)
+
+
+def test_values_that_are_not_finite_are_an_error_that_is_reported_once(tmp_path, reranker_gguf):
+    # Weights of this size are finite, and their products are not.
+    huge = {"encoder.layer.1.output.LayerNorm.weight": np.full(32, 3e38, np.float32)}
+    write_tiny_bert(tmp_path / "models" / "damaged", change=huge)
+    whole = read_gguf(reranker_gguf)
+    bias = replace(whole.tensors["cls.output.bias"], data=struct.pack("<f", np.nan).ljust(ALIGNMENT, b"\0"))
+    changed = replace(whole, tensors={**whole.tensors, "cls.output.bias": bias})
+    changed.written(tmp_path / "models" / "damaged-gguf" / "model.gguf")
+    ranked = {"model": "default", "query": SEA, "documents": [BREAD, OCEAN]}
+    with serving(tmp_path, None) as lab, watching(lab) as seen, httpx2.Client(base_url=lab.url) as http:
+        for name, path, fields in (
+            ("damaged", PATH, body(model="default")),
+            ("damaged", PATH, body(model="default", encoding_format="base64")),
+            ("damaged", "/v1/rerank", ranked),
+            ("damaged-gguf", "/v1/rerank", ranked),
+            ("damaged-gguf", "/rerank", {"query": SEA, "texts": [BREAD]}),
+        ):
+            lab.load(name)
+            error = refused(http.post(path, json=fields), 500, "internal-error")
+            assert error["message"].startswith(f"{name} computed")
+            assert "not finite" in error["message"]
+        until(lambda: len(seen) == 5)
+    assert [(event["kind"], event["finish_reason"], event["code"]) for event in seen] == [
+        (kind, "error", "internal-error") for kind in ("embedding", "embedding", "rerank", "rerank", "rerank")
+    ]
 
 
 @pytest.mark.parametrize("wrong", [[], None, [None], 5, b"text", [SEA, 1]])
