@@ -69,6 +69,8 @@ class Settings:
     """Folder for models, benchmark runs and the state of the daemon."""
     model_folders: tuple[Path, ...] = ()
     """Additional folders. Their sub-folders and ``.gguf`` files are listed as models."""
+    other_programs: bool = True
+    """Whether the models of Ollama, LM Studio and llama.cpp are listed. They are loaded in place and never changed."""
     downloads: bool = True
     """Whether a load may download a model that is not on disk. Only requests from this machine can do so."""
 

@@ -103,6 +103,8 @@ def anyio_backend():
 def _no_foreign_settings():
     for name in [name for name in os.environ if name.startswith("LMX_LAB_") and name != "LMX_LAB_TEST_HOME"]:
         del os.environ[name]
+    # The models of the user who runs the tests would appear in lists.
+    os.environ["LMX_LAB_OTHER_PROGRAMS"] = "0"
 
 
 @pytest.fixture(autouse=True, scope="module")

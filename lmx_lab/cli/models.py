@@ -109,7 +109,8 @@ def quantize(
     ),
 )
 def models() -> None:
-    """List the models on the disk: in the lab's own folder, in the hub's cache, and in additional folders.
+    """List the models on the disk: in the lab's own folder, in the hub's cache, in the folders of other programs
+    (Ollama, LM Studio, llama.cpp), and in additional folders.
 
     The list goes to standard output, hints on the next step to standard error.
     """

@@ -261,6 +261,7 @@ def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
             vram_gb=in_memory[entry.path] / 1e9 if entry.path in in_memory else None,
             format=entry.format,
             formats=model.formats,
+            source=entry.source,
             engine_reason=entry.engine_reason if entry.path in in_memory else "",
             engine=engine_for(entry.format).name,
             problem=problems[entry.format],

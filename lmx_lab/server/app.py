@@ -42,6 +42,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.recording import RecordMode
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub import cache_folder
+from lmx_lab.weights.programs import program_folders
 
 if TYPE_CHECKING:
     from lmx_lab.server.telemetry import RequestSpans
@@ -112,7 +113,7 @@ def create_server(
     )
     manager.add_observer(inference.timelines.observe_model)
     api = _create_api(settings)
-    folders = [settings.models_folder, cache_folder(), *settings.model_folders]
+    folders = [settings.models_folder, cache_folder(), *settings.model_folders, *(it for _, it in program_folders())]
     api.state.without_paths = lambda text: without_paths(
         text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
     )

@@ -23,7 +23,7 @@ EngineChoice = Literal["auto", "mlx", "llama.cpp"]
 KvCacheDtype = Literal["q8_0", "q4_0"]
 """Types of a quantized KV cache: blocks of 32 numbers of 8 or 4 bits, with one float16 scale each."""
 
-Source = Literal["store", "hub", "folder", "path", "built-in"]
+Source = Literal["store", "hub", "folder", "ollama", "lm-studio", "llama.cpp", "path", "built-in"]
 
 LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloading", "unloaded", "failed"]
 
@@ -281,9 +281,10 @@ class ModelLocation:
 
     id: str
     """``smollm2-135m`` or ``org/name``; for a GGUF file of the hub ``org/name:Q4_K_M``; in extra folders the name of
-    the folder or file; for other models their path. The entries of a model in several formats have the same id."""
+    the folder or file; ``llama3.2:1b`` for a model of Ollama; for other models their path. The entries of a model in
+    several formats have the same id."""
     path: Path
-    """A folder with ``config.json`` and safetensors, or a ``.gguf`` file; for a split model, its first part."""
+    """A folder with ``config.json`` and safetensors, or a GGUF file; for a split model, its first part."""
     source: Source
     aliases: tuple[str, ...] = field(default=(), compare=False)
     """Other names for the model in this format, which apply if no model has them as its id. Case does not matter."""

@@ -24,6 +24,7 @@ from lmx_lab.weights.locations import (
     store_locations,
     write_source,
 )
+from lmx_lab.weights.programs import program_folders, program_locations
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from lmx_lab.weights.starters import STARTERS, Starter, fetch_starter, find_starter
 from lmx_lab.weights.store import (
@@ -42,7 +43,7 @@ NAMED_IN_ERRORS = 12
 
 
 class Catalog:
-    """The models in the store, the hub cache and the extra folders.
+    """The models in the store, the hub cache, the extra folders and those of other programs.
 
     Any thread may use it. All methods except ``alisting`` block.
     """
@@ -263,11 +264,13 @@ class Catalog:
     def _roots(self) -> Iterator[Root]:
         """Return folders and the models in them. The id ``echo`` is reserved: a model of that name needs its path."""
         cache, copies = cache_folder(), self._settings.quantized_folder
+        programs = program_folders() if self._settings.other_programs else []
         for folder, locations in (
             (self._models, store_locations(self._models)),
             (cache, hub_locations(cache)),
             *((folder, folder_locations(folder, "folder")) for folder in self._settings.model_folders),
             (copies, copy_locations(copies)),
+            *((folder, program_locations(source, folder)) for source, folder in programs),
         ):
             yield folder, (location for location in locations if location.id != ECHO.id)
 

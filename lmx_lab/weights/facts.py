@@ -14,7 +14,7 @@ from lmx_lab.values.models import Facts, Kind, ModelEntry, ModelLocation
 from lmx_lab.weights.config_check import check_config, check_positive
 from lmx_lab.weights.files import check_files, open_regular, read_json, read_regular
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
-from lmx_lab.weights.gguf.names import is_gguf, parts_of
+from lmx_lab.weights.gguf.names import is_blob, is_gguf, parts_of
 from lmx_lab.weights.hub import require_verified
 from lmx_lab.weights.locations import gguf_models, is_model_folder
 from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
@@ -90,7 +90,11 @@ def read_facts(path: Path) -> Facts:
                 f"{', …' if len(models) > NAMED_IN_ERRORS else ''}"
             )
         return read_folder(path)
-    if not is_gguf(path.name):
+    if is_blob(path.name) and not path.exists():
+        raise UnusableModelError(
+            f"{path} is missing, although a manifest of Ollama names it; fetch the model again with `ollama pull`"
+        )
+    if not is_gguf(path.name) and not is_blob(path.name):
         raise UnusableModelError(f"{path} is neither a folder with config.json nor a .gguf file; name one of these")
     return read_gguf_facts(path)
 

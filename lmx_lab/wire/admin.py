@@ -17,6 +17,7 @@ from lmx_lab.values.models import (
     KvCacheDtype,
     LoadStage,
     QuantizedCopy,
+    Source,
     Unloading,
 )
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline
@@ -41,6 +42,9 @@ class ModelRecord(BaseModel):
     """All formats in which it can be loaded, the one that is loaded by default first."""
     engine: EngineName = "mlx"
     """The engine that runs it. Servers that do not send this field have only MLX."""
+    source: Source | None = None
+    """Where its files are: in the lab's own folder (``store``), the hub's cache, an additional folder, the folder of
+    another program, or at the path by which it was loaded. Null if the server is too old to send it."""
     engine_reason: str = ""
     """For a loaded model, why this engine was chosen; empty if there was no choice."""
     problem: str | None = None

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 # The names that llama.cpp writes and expects.
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 MAX_PARTS = 1000
+BLOB = re.compile(r"sha256-[0-9a-f]{64}")
 QUANTIZATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q\d+(?:_(?:\d|K|NL|XXS|XS|S|M|L|XL|XXL))*|TQ\d_\d|B?F16|FP?32|FP16|MXFP4(?:_MOE)?|NVFP4))"
     r"(?=$|[-./])",
@@ -42,6 +43,11 @@ class GgufFiles:
 def is_gguf(name: str) -> bool:
     """Whether the name is that of a GGUF file."""
     return name.lower().endswith(".gguf")
+
+
+def is_blob(name: str) -> bool:
+    """Whether the name is that of a file of Ollama, which is named by its hash. A model's is a GGUF file."""
+    return BLOB.fullmatch(name) is not None
 
 
 def parts_of(name: str) -> tuple[str, ...]:
