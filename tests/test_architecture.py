@@ -124,7 +124,7 @@ COMMAND = "a command, which is found by its name"
 LATER = "is imported when its command runs; completion and --help do not import what it needs"
 SUBJECTS = {
     "bench.http_stream": "a protocol: HTTP/1.1 responses with the time of each piece",
-    **dict.fromkeys(("cli.chat", "cli.daemon", "cli.doctor", "cli.events", "cli.labs", "cli.models"), COMMAND),
+    **dict.fromkeys(("cli.chat", "cli.daemon", "cli.doctor", "cli.events", "cli.labs"), COMMAND),
     **dict.fromkeys(("cli.bench_tables", "cli.event_printer", "cli.server"), LATER),
     "client.chat_socket": "a protocol: chats over a WebSocket",
     "daemon.app": "the application of the daemon",

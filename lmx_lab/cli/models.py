@@ -1,7 +1,8 @@
-"""Provide ``lmx-lab pull``, ``quantize`` and ``models``: download models, copy them, and list those on the disk."""
+"""Provide ``lmx-lab pull``, ``quantize``, ``models`` and ``storage``: download, copy, list and delete models."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,8 @@ from rich.text import Text
 
 from lmx_lab.cli.completion import complete_pull
 from lmx_lab.cli.options import Command, epilog, settings_with_folders
-from lmx_lab.cli.terminal import out, print_line, print_note, single_line
+from lmx_lab.cli.terminal import is_interactive, out, print_line, print_note, read_line, single_line
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ECHO, ModelEntry, QuantizedType, by_model
 
 if TYPE_CHECKING:
@@ -147,6 +149,60 @@ def models() -> None:
         print_note(f"starter models to pull: {', '.join(missing)}")
 
 
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab storage                          list what takes space, the largest first",
+        "lmx-lab storage --remove smollm2-135m    delete a model, after a question",
+    ),
+)
+def storage(
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove", metavar="NAME", help="Delete this model or these results. Can be repeated."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without a question.")] = False,
+) -> None:
+    """List what models and results take on the disk, or delete some of it.
+
+    Models of other programs are listed with the command that removes them, and never deleted.
+    """
+    from lmx_lab.weights.store import existing_parent
+    from lmx_lab.weights.usage import find_stored, list_stored, remove_stored
+
+    settings = settings_with_folders()
+    if not remove:
+        items = [item for item in list_stored(settings) if item.size_bytes]
+        table = Table("name", "what", "size", "path", box=None)
+        for item in items:
+            cells = (item.name, item.what, f"{item.size_bytes / 1e6:,.1f} MB", str(item.path))
+            table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
+        _print_wide(table)
+        free = shutil.disk_usage(existing_parent(settings.home)).free
+        total = sum(item.size_bytes for item in items)
+        print_note(f"{total / 1e9:.1f} GB in all; {free / 1e9:.1f} GB are free at {settings.home}")
+        return
+    # All names are checked before anything is deleted.
+    for item in [find_stored(settings, name) for name in dict.fromkeys(remove)]:
+        size = f"{item.size_bytes / 1e6:,.1f} MB"
+        print_note(f"{item.name}: {item.what}, {size} at {item.path}")
+        if not yes and not is_interactive():
+            raise InvalidRequestError(f"{item.name} was not deleted: there is no terminal to ask at; add --yes")
+        if yes or read_line(f"Delete {item.name}? [y/N] ").strip().lower() in ("y", "yes"):
+            remove_stored(settings, item)
+            print_line(f"deleted {item.name}: {size}")
+        else:
+            print_note(f"{item.name} was kept")
+
+
+def _print_wide(table: Table) -> None:
+    """Print a table whose first column is never cut. It is wrapped only on a terminal, for programs that read it."""
+    table.columns[0].no_wrap = True
+    needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
+    table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
+    out.print(table, crop=False)
+
+
 def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> None:
     """Print a row for each model, whatever the number of its formats."""
     from lmx_lab.engine.find import by_preference
@@ -163,8 +219,4 @@ def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> N
         cells = (entry.id, entry.kind, shown, engine, quantization, size, context, entry.source)
         # Some of the values are read from files of the model.
         table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
-    # Cells are wrapped only on a terminal, so that programs get complete lines. Ids are never cut or wrapped.
-    table.columns[0].no_wrap = True
-    needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
-    table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
-    out.print(table, crop=False)
+    _print_wide(table)

@@ -1,11 +1,14 @@
-"""Tests of ``lmx-lab pull`` and ``lmx-lab models``."""
+"""Tests of ``lmx-lab pull``, ``lmx-lab models`` and ``lmx-lab storage``."""
 
 import re
 import shutil
 from pathlib import Path
 
+import pytest
+
+from lmx_lab.cli import USAGE
 from tests.support.commands import run_command
-from tests.support.gguf import EXACT, LOSSY, store_copy
+from tests.support.gguf import EXACT, LOSSY, split_gguf, store_copy
 
 
 def test_a_model_on_the_disk_is_not_downloaded_again(starter_home):
@@ -65,3 +68,84 @@ def test_quantized_copies_are_listed_with_their_loss_and_made_only_once(tmp_path
     assert made.status == 0
     assert re.fullmatch(r"tiny.gguf: \d+ MB at \S+/model.gguf\n", made.stdout)
     assert "loaded by default" in made.stderr
+
+
+# Storage
+
+
+@pytest.fixture
+def home(tmp_path, tiny_home, tiny_gguf):
+    """Return a home with a model, a split GGUF model, a copy, a run, and a model in the hub cache."""
+    shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "models" / "org" / "tiny")
+    original = Path(shutil.copy(tiny_gguf, tmp_path / "models"))
+    store_copy(tmp_path, original, EXACT)
+    split_gguf(tiny_gguf, 2, tmp_path / "models")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "run.jsonl").write_bytes(b"0" * 1_000_000)
+    shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "hub" / "hub" / "models--org--name" / "snapshots" / "0")
+    return tmp_path
+
+
+def stored(home, **environ):
+    """Return name → size in MB, as listed."""
+    result = run_command(home, "storage", environ=environ)
+    assert result.status == 0
+    rows = [re.split(r"\s{2,}", line.strip()) for line in result.stdout.splitlines()]
+    assert rows[0] == ["name", "what", "size", "path"]
+    sizes = {name: float(size.removesuffix(" MB").replace(",", "")) for name, _, size, _ in rows[1:]}
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+    assert re.search(r"GB in all; \S+ GB are free at", result.stderr)
+    return sizes
+
+
+def test_everything_that_takes_space_is_listed_and_deleted_by_its_name(home):
+    sizes = stored(home)
+    (parts,) = [name for name in sizes if name.endswith("-00001-of-00002.gguf")]
+    (copy,) = [name for name in sizes if name.startswith("tiny") and name not in ("tiny.gguf", parts)]
+    assert set(sizes) == {"bench", copy, "tiny.gguf", parts, "org/tiny", "org/name"}
+    assert sizes["bench"] == 1.0
+    whole = Path(home / "models" / "tiny.gguf").stat().st_size / 1e6
+    assert sizes["tiny.gguf"] == pytest.approx(whole, abs=0.1)
+    assert sizes[parts] == pytest.approx(whole, rel=0.1)
+    for name in (parts, copy, "org/tiny", "org/name", "bench"):
+        result = run_command(home, "storage", "--remove", name, "--yes")
+        assert (result.status, result.stdout) == (0, f"deleted {name}: {sizes.pop(name):,.1f} MB\n")
+        assert name in result.stderr
+        assert set(stored(home)) == set(sizes)
+    assert [path.name for path in (home / "models").iterdir() if not path.name.startswith(".")] == ["tiny.gguf"]
+
+
+def test_a_deletion_needs_an_answer_and_checks_all_names_before(home):
+    before = stored(home)
+    asked = run_command(home, "storage", "--remove", "org/tiny")
+    assert asked.status != 0
+    assert "there is no terminal to ask at; add --yes" in asked.stderr
+    wrong = run_command(home, "storage", "--remove", "org/tiny", "--remove", "org/tini", "--yes")
+    assert wrong.status == USAGE
+    assert "nothing named 'org/tini' takes space on this disk; did you mean 'org/tiny'?" in wrong.stderr
+    assert stored(home) == before
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\r", False), ("\r", True), ("no\r", True)])
+def test_a_question_at_the_terminal_is_answered(home, answer, left):
+    def type_answer(command):
+        command.wait_for("Delete bench? [y/N]")
+        command.type(answer)
+
+    assert run_command(home, "storage", "--remove", "bench", terminal=True, meanwhile=type_answer).status == 0
+    assert (home / "bench").exists() is left
+
+
+def test_files_of_other_programs_and_of_the_user_are_never_deleted(home, tmp_path, tiny_gguf):
+    mine, cache = tmp_path / "mine", tmp_path / "llama"
+    for folder in (mine, cache):
+        folder.mkdir()
+        shutil.copy(tiny_gguf, folder)
+    environ = {"LMX_LAB_MODEL_FOLDERS": str(mine), "LLAMA_CACHE": str(cache), "LMX_LAB_OTHER_PROGRAMS": "1"}
+    sizes = stored(home, **environ, HOME=str(tmp_path), OLLAMA_MODELS=str(tmp_path / "none"))
+    assert {str(mine), "llama.cpp"} <= set(sizes)
+    for name, remedy in ((str(mine), "it is a folder of yours"), ("llama.cpp", "delete its files in this folder")):
+        result = run_command(home, "storage", "--remove", name, "--yes", environ=environ)
+        assert result.status == USAGE
+        assert remedy in result.stderr
+    assert len(list(mine.iterdir())) == len(list(cache.iterdir())) == 1

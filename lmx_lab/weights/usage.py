@@ -1,0 +1,138 @@
+"""What models and results take on this disk, and its removal. Other programs' files are only shown."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmx_lab.errors import InvalidRequestError, StorageFullError, did_you_mean
+from lmx_lab.settings import Settings
+from lmx_lab.weights.gguf.names import parts_of
+from lmx_lab.weights.hub import cache_folder, repo_folder, repositories
+from lmx_lab.weights.locations import copy_locations, folder_locations
+from lmx_lab.weights.programs import program_folders
+from lmx_lab.weights.store import TEMP_NAME, folder_bytes, lock_model
+
+PROGRAMS = {
+    "ollama": "remove a model with `ollama rm NAME`",
+    "lm-studio": "remove models in LM Studio, under My Models",
+    "llama.cpp": "delete its files in this folder",
+}
+NO_MODELS = ("benchmark runs", "unfinished downloads", "prefix cache")
+"""What is removed without the lock of a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Something that takes space on the disk."""
+
+    name: str
+    """What ``remove_stored`` expects: the id of a model, or another name that is unique in the list."""
+    what: str
+    """What it is, in a few words."""
+    path: Path
+    size_bytes: int
+    remedy: str = ""
+    """How it is removed, if this package does not remove it; otherwise empty."""
+    parts: tuple[Path, ...] = field(default=(), repr=False)
+    """The files of a split model; empty for everything that is one file or one folder."""
+
+
+def list_stored(settings: Settings) -> list[Stored]:
+    """Return what models and results take, the largest first. Damaged and unfinished models are included.
+
+    It reads the sizes of all files, which takes seconds on a slow disk.
+    """
+    return sorted(_find(settings), key=lambda item: (-item.size_bytes, item.name))
+
+
+def find_stored(settings: Settings, name: str) -> Stored:
+    """Return the item of that name.
+
+    Raises:
+        InvalidRequestError: there is none, or it is not removed by this package; the message says by what.
+    """
+    items = {item.name: item for item in list_stored(settings) if item.size_bytes}
+    item = items.get(name)
+    if item is None:
+        raise InvalidRequestError(
+            f"nothing named {name[:200]!r} takes space on this disk{did_you_mean(name, items)}; "
+            "`lmx-lab storage` lists what does",
+            param="remove",
+        )
+    if item.remedy:
+        raise InvalidRequestError(f"{name} is not removed here ({item.path}): {item.remedy}", param="remove")
+    return item
+
+
+def remove_stored(settings: Settings, item: Stored) -> None:
+    """Delete an item of ``list_stored``. A model that a server has in memory stays usable until it is unloaded.
+
+    Raises:
+        StorageFullError: a file cannot be deleted; the message names it.
+    """
+    lock = nullcontext() if item.what in NO_MODELS else lock_model(settings.models_folder, item.name)
+    with lock:
+        try:
+            for path in item.parts or (item.path,):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        except OSError as exc:
+            raise StorageFullError(
+                f"{exc.filename or item.path} cannot be deleted: {exc.strerror}; check its permissions"
+            ) from exc
+    # The folder of an organization, if this was its last model.
+    if item.path.parent != settings.models_folder and item.path.is_relative_to(settings.models_folder):
+        try:
+            item.path.parent.rmdir()
+        except OSError as exc:
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+
+
+def _find(settings: Settings) -> Iterator[Stored]:
+    models, cache = settings.models_folder, cache_folder()
+    for location in folder_locations(models, "store"):
+        path = models / location.id
+        parts = tuple(path.with_name(name) for name in parts_of(path.name))
+        size = sum(map(_size, parts))
+        yield Stored(name=location.id, what="model", path=path, size_bytes=size, parts=parts if len(parts) > 1 else ())
+    for copy in copy_locations(settings.quantized_folder):
+        folder = settings.quantized_folder / copy.id
+        yield Stored(name=copy.id, what="quantized copy", path=folder, size_bytes=_size(folder))
+    for repo in repositories(cache):
+        folder = repo_folder(cache, repo.id)
+        yield Stored(name=repo.id, what="model in the hub cache", path=folder, size_bytes=_size(folder))
+    temporary = models / TEMP_NAME
+    yield Stored(name="unfinished", what="unfinished downloads", path=temporary, size_bytes=_size(temporary))
+    runs, experiments, daemon = settings.home / "bench", settings.home / "experiments.db", settings.daemon_folder
+    yield Stored(name="bench", what="benchmark runs", path=runs, size_bytes=_size(runs))
+    for name, what, path, remedy in (
+        ("experiments", "stored evaluations", experiments, "delete some with lab.experiments().delete(ID)"),
+        ("daemon", "sessions and events", daemon, "delete a session with its method delete(); old events expire"),
+    ):
+        yield Stored(name=name, what=what, path=path, size_bytes=_size(path), remedy=remedy)
+    if (prefixes := settings.prefix_cache_dir) is not None:
+        yield Stored(name="prefixes", what="prefix cache", path=prefixes, size_bytes=_size(prefixes))
+    for source, folder in program_folders() if settings.other_programs else ():
+        what, remedy = f"models of {source}", PROGRAMS[source]
+        yield Stored(name=source, what=what, path=folder, size_bytes=_size(folder), remedy=remedy)
+    for folder in settings.model_folders:
+        remedy = "it is a folder of yours"
+        yield Stored(name=str(folder), what="additional folder", path=folder, size_bytes=_size(folder), remedy=remedy)
+
+
+def _size(path: Path) -> int:
+    if os.path.isdir(path):
+        return folder_bytes(path)
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
