@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -14,13 +14,13 @@ from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.echo.model import DIMENSIONS, EchoModel, EchoTexts, EchoVocabulary
 from lmx_lab.engine.echo.prepare import EchoPreparer
-from lmx_lab.engine.echo.queue import EchoGeneration, EchoQueue
+from lmx_lab.engine.echo.rounds import EchoRounds
 from lmx_lab.engine.echo.script import Script, read_script
-from lmx_lab.engine.interface import Capabilities
+from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import Answer, Mailbox, Pending
+from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.engine.validation import check_dimensions, check_options, check_token_ids
 from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
@@ -51,15 +51,16 @@ class EchoMain:
     context_length: int
     model: EchoModel
     preparer: EchoPreparer
-    queue: EchoQueue
+    rounds: EchoRounds
     script: Script
 
 
 class EchoCore:
     """The state of the engine; see ``EngineCore``."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
+        self._host = host
         self._main: EchoMain | None = None
         self._totals = TokenTotals()
         self._texts = TextTasks()
@@ -81,10 +82,11 @@ class EchoCore:
             context_length=context_length,
             model=model,
             preparer=EchoPreparer(model, entry, context_length, tokens_per_s=self._settings.echo_tokens_per_s),
-            queue=EchoQueue(
+            rounds=EchoRounds(
+                model,
                 self._totals,
                 slots=self._settings.slots,
-                memory_bytes=model.memory_bytes,
+                turns=self._host.turns,
                 on_change=self._publish,
             ),
             script=script,
@@ -117,14 +119,16 @@ class EchoCore:
     async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """See ``InferenceEngine``."""
         if self._main is not None:
-            self._main.queue.end(admission, error, queued_only=queued_only)
+            self._main.rounds.answers.end_requests(admission, error, queued_only=queued_only)
+            self._main.rounds.deliver()
         if not queued_only:
             await self._texts.end(admission, error)
 
     async def close(self, error: LabError) -> None:
         """See ``EngineCore``."""
         if (main := self._main) is not None:
-            main.queue.end_all(error)
+            main.rounds.answers.end_all(error)
+            main.rounds.deliver()
         await self._texts.end_all(error)
         await self.unload()
 
@@ -145,38 +149,19 @@ class EchoCore:
             raise answer.failure()
         try:
             async with deadline(arrived_at, timeout_s):
-                prepared, constraints = await main.preparer.prepare(request, len(permits), answer, timeout_s=timeout_s)
+                generations = await main.preparer.prepare(
+                    request, permits, answer, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
+                )
             permits[0].check()
             self._main_of(entry)
         except BaseException:
             main.script.give_back(answer)
             raise
-        generations = [
-            EchoGeneration(
-                prepared=prepared,
-                model=main.model,
-                model_id=entry.id,
-                constraint=constraint,
-                mailbox=Mailbox(reader, arrived_at),
-                permit=permit,
-                arrived_at=arrived_at,
-                choice=choice,
-            )
-            for choice, (constraint, permit) in enumerate(zip(constraints, permits, strict=True))
-        ]
-        main.queue.add(generations)
+        answers = main.rounds.answers
+        answers.add(generations)
+        main.rounds.schedule()
         self._publish()
-        prompt = tuple(prepared.prompt[: len(prepared.prompt) - len(prepared.start)])
-        return [
-            Answer(
-                generation.mailbox,
-                functools.partial(main.queue.cancel, generation),
-                request=request,
-                model=entry.id,
-                prompt=prompt,
-            )
-            for generation in generations
-        ]
+        return answers.open(generations)
 
     async def accept_embedding(
         self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
@@ -262,7 +247,10 @@ class EchoCore:
 
     def _publish(self) -> None:
         """Replace the snapshot."""
-        main, texts = self._main, len(self._texts)
+        main, texts, totals = self._main, len(self._texts), replace(self._totals)
+        answers = main.rounds.answers if main is not None else None
+        if answers is not None:
+            answers.count(totals)
         memory_bytes = main.model.memory_bytes if main is not None else 0
         self.snapshot = replace(
             self.snapshot,
@@ -271,15 +259,15 @@ class EchoCore:
             model_memory_bytes=memory_bytes,
             context_length=main.context_length if main is not None else None,
             slots=self._settings.slots if main is not None and main.entry.kind == "chat" else None,
-            active_requests=(main.queue.running if main is not None else 0) + texts,
-            queued_requests=main.queue.queued if main is not None else 0,
+            active_requests=(len(answers.running) if answers is not None else 0) + texts,
+            queued_requests=len(answers.queued) if answers is not None else 0,
             encode_requests=texts,
             encoded_tokens=self._encoded_tokens,
-            slot_free_s=main.queue.slot_free_s if main is not None else 1.0,
+            slot_free_s=answers.slot_free_s if answers is not None else 1.0,
             memory_used_bytes=memory_bytes,
             memory_peak_bytes=max(memory_bytes, self.snapshot.memory_peak_bytes),
             progress_at=time.perf_counter() if main is not None else self.snapshot.progress_at,
-            **asdict(self._totals),
+            **vars(totals),
         )
 
 
@@ -295,7 +283,7 @@ class EchoEngine(LoopEngine[EchoCore]):
     thread_name = "lmx-lab-echo"
 
     async def _make_core(self) -> EchoCore:
-        return EchoCore(self._settings)
+        return EchoCore(self._settings, self._host)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from functools import partial
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.echo.model import BEGIN, END, LONGEST_PIECE, MESSAGE, EchoModel
-from lmx_lab.engine.echo.queue import PreparedEcho
+from lmx_lab.engine.admission import Permit
+from lmx_lab.engine.answers import Generation
+from lmx_lab.engine.echo.model import BEGIN, END, LONGEST_PIECE, MESSAGE, AnswerSampler, EchoModel
+from lmx_lab.engine.echo.rounds import EchoRow
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
 from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt, ToolUse
+from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
+from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.engine.text.tool_prompt import START, write_tools_as_text
 from lmx_lab.engine.validation import (
     check_characters,
@@ -51,9 +57,16 @@ class EchoPreparer:
         self._queue.close()
 
     async def prepare(
-        self, request: GenerationRequest, choices: int, script: ScriptAnswer | None, *, timeout_s: float
-    ) -> tuple[PreparedEcho, list[Constraint | None]]:
-        """Return the prepared request, and the constraint of each of its answers.
+        self,
+        request: GenerationRequest,
+        permits: Sequence[Permit],
+        script: ScriptAnswer | None,
+        *,
+        reader: asyncio.AbstractEventLoop,
+        arrived_at: float,
+        timeout_s: float,
+    ) -> list[Generation[EchoRow]]:
+        """Return a generation for each permit.
 
         Args:
             script: The answer from the script; None repeats the last message.
@@ -61,7 +74,7 @@ class EchoPreparer:
         Raises:
             InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
         """
-        entry, vocabulary, limit = self._entry, self._model.vocabulary, self._context_length
+        entry, model, vocabulary, limit = self._entry, self._model, self._model.vocabulary, self._context_length
         check_tokens(request, entry, vocabulary.size)
         if request.steer:
             raise no_steering_error("the echo engine")
@@ -78,26 +91,53 @@ class EchoPreparer:
         )
         thinking: ReasoningState = "possible" if thinks else "closed"
         grammar = self._chat_format.grammar(request, thinking)
-        matchers: list[LLMatcher] | list[None] = [None] * choices
+        matchers: list[LLMatcher] | list[None] = [None] * len(permits)
         if grammar is not None:
-            matchers = await self._matchers(grammar, choices, _tools(request))
+            matchers = await self._matchers(grammar, len(permits), _tools(request))
         pace = script.tokens_per_s if script is not None and script.tokens_per_s is not None else self._tokens_per_s
-        prepared = PreparedEcho(
-            request=request,
-            prompt=prompt,
-            text=text,
-            named_tokens=tuple(
-                named if isinstance(named, int) else single_token(named, vocabulary.encode(named), entry.id)
-                for named in request.logprob_tokens
-            ),
-            channel_format=self._chat_format.channel_format(request, thinking),
-            start=start,
-            max_tokens=min(request.max_tokens - len(start), limit - len(prompt)),
-            interval_s=1 / pace if pace is not None else 0.0,
-            timeout_s=timeout_s,
-            script=script,
+        named_tokens = tuple(
+            named if isinstance(named, int) else single_token(named, vocabulary.encode(named), entry.id)
+            for named in request.logprob_tokens
         )
-        return prepared, [self._constraint(request, thinking, matcher) for matcher in matchers]
+        channel_format = self._chat_format.channel_format(request, thinking)
+        generations = []
+        for choice, (matcher, permit) in enumerate(zip(matchers, permits, strict=True)):
+            sampler = AnswerSampler(
+                model,
+                text,
+                request.sampling,
+                choice=choice,
+                ignore_eos=request.ignore_eos,
+                min_tokens=request.min_tokens,
+            )
+            generation = Generation(
+                request=request,
+                model=entry.id,
+                prompt=prompt,
+                start=start,
+                max_tokens=min(request.max_tokens - len(start), limit - len(prompt)),
+                choice=choice,
+                named_tokens=named_tokens,
+                constraint=self._constraint(request, thinking, matcher),
+                splitter=TextSplitter(vocabulary.decode, request.stop, channel_format, min_tokens=request.min_tokens),
+                mailbox=Mailbox(reader, arrived_at),
+                permit=permit,
+                arrived_at=arrived_at,
+                timeout_s=timeout_s,
+                row=EchoRow(
+                    sampler=sampler,
+                    interval_s=1 / pace if pace is not None else 0.0,
+                    delay_s=script.delay_s if script is not None else 0.0,
+                ),
+                failure=script.failure() if script is not None and script.error is not None else None,
+                peak_memory_bytes=model.memory_bytes,
+            )
+            if start:
+                for token in start:
+                    sampler.record(token)
+                generation.read_start(ends=start[-1] == END and not request.ignore_eos)
+            generations.append(generation)
+        return generations
 
     def encode(self, request: GenerationRequest) -> list[int]:
         """Return the tokens of the prompt. Raises the same as ``prepare``."""

@@ -168,7 +168,7 @@ class LlamaCppCore:
             raise
         finally:
             self._starting.discard(task)
-        resident = LlamaResident(hosted=hosted, queue=LlamaQueue(hosted, self._totals, self._post))
+        resident = LlamaResident(hosted=hosted, queue=LlamaQueue(hosted, self._totals, self._post, self._host.turns))
         resident.watch = asyncio.create_task(self._watch(resident), name=f"lmx-lab watches {entry.id}")
         return resident
 

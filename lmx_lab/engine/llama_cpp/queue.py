@@ -20,7 +20,7 @@ from lmx_lab.engine.llama_cpp.prepare import PreparedRequest
 from lmx_lab.engine.llama_cpp.request import sampling
 from lmx_lab.engine.llama_cpp.scoring import score_prompt
 from lmx_lab.engine.loop_engine import deadline
-from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Verdict
+from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Turns, Verdict
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
 from lmx_lab.values.engine import TokenTotals
@@ -29,8 +29,6 @@ from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
-PAUSE_CHECK_S = 0.05
-"""Interval between two checks whether a request should be paused for a waiting one."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,12 +70,13 @@ class LlamaQueue:
         post: Posts an item to a reader.
     """
 
-    def __init__(self, hosted: HostedModel, totals: TokenTotals, post: Post) -> None:
+    def __init__(self, hosted: HostedModel, totals: TokenTotals, post: Post, turns: Turns) -> None:
         self._hosted = hosted
         self._ended_totals = totals
         self._post = post
         slots = hosted.plan.slots
-        self._scheduler: Scheduler[LlamaGeneration] = Scheduler(slots=slots, prefills=slots, lanes=slots)
+        self._scheduler: Scheduler[LlamaGeneration] = Scheduler(slots=slots, prefills=slots, lanes=slots, turns=turns)
+        self._turns = turns
         self._slot_times = SlotTimes()
         self._loop = asyncio.get_running_loop()
         self._pausing: asyncio.TimerHandle | None = None
@@ -149,7 +148,7 @@ class LlamaQueue:
             self._scheduler.prefilled(generation)
             generation.admitted.set()
         if self._pausing is None and self._scheduler.next_pause_at() is not None:
-            self._pausing = self._loop.call_later(PAUSE_CHECK_S, self._pause_for_waiting)
+            self._pausing = self._loop.call_later(self._turns.check_s, self._pause_for_waiting)
 
     def _pause_for_waiting(self) -> None:
         """Pause a request if a client without a slot waits."""

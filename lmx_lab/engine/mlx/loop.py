@@ -22,7 +22,7 @@ from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import Samplers
 from lmx_lab.engine.prefix_files import PrefixFiles
-from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Verdict
+from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Turns, Verdict
 from lmx_lab.engine.stream import Outbox
 from lmx_lab.engine.text.splitter import SplitText
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
@@ -50,6 +50,7 @@ class GenerationLoop:
         settings: Settings,
         threads: ThreadChoice,
         *,
+        turns: Turns,
         blas: BlasReport,
         limit_bytes: int,
         used_bytes: Callable[[], int],
@@ -61,7 +62,7 @@ class GenerationLoop:
         self._limit_bytes = limit_bytes
         self._used_bytes = used_bytes
         self._other_bytes = other_bytes
-        self._scheduler: Scheduler[MlxGeneration] = Scheduler(slots=settings.slots, prefills=1, lanes=1)
+        self._scheduler: Scheduler[MlxGeneration] = Scheduler(slots=settings.slots, prefills=1, lanes=1, turns=turns)
         self._slot_times = SlotTimes()
         self._samplers = Samplers()
         self._outbox = Outbox()

@@ -56,6 +56,7 @@ class MlxCore:
         self.generating = GenerationLoop(
             settings,
             threads,
+            turns=host.turns,
             blas=report,
             limit_bytes=self._limit_bytes,
             used_bytes=self._used_bytes,
