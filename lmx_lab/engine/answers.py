@@ -136,13 +136,19 @@ class Generation(Generic[Row]):
             ids: Their ids, as far as they are known.
             entry: The log-probability of the token, if it has text and the request needs it.
         """
-        if count:
-            self.first_token_at = self.first_token_at or now
-            self.output_tokens += count
+        if count and not self.first_token_at:
+            self.first_token_at = now
+        self.output_tokens += count
         piece = self.splitter.add(token, entry, count=count)
         if piece.stopped:
             self.finish = "tool_calls" if self.splitter.has_called else "stop"
         return _delta(piece, count, ids)
+
+    def count_tokens(self, tokens: int, now: float) -> None:
+        """Count generated tokens, which ``add`` does as well."""
+        if tokens and not self.first_token_at:
+            self.first_token_at = now
+        self.output_tokens += tokens
 
     def complete(self, reason: Literal["stop", "length"], entry: TokenLogprob | None = None) -> Delta:
         """Set ``finish``, and return the text that was held back. A stop string may be completed by it.
