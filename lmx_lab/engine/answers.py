@@ -52,6 +52,8 @@ class Generation(Generic[Row]):
     """Index of the answer among those to the same request."""
     named_tokens: tuple[int, ...] = ()
     """Ids of the request's ``logprob_tokens``."""
+    grammar: str | None = None
+    """The format of the answer, if the engine enforces it itself."""
     constraint: Constraint | None = None
     splitter: TextSplitter[TokenLogprob]
     mailbox: Mailbox
