@@ -34,7 +34,7 @@ MODULES: Mapping[str, tuple[str, int | None]] = {
     "server/ollama": (f"{FORMATS} tests/flows/test_ollama.py", 120),
     "client/subscription": (" ".join(f"tests/client/test_subscription{part}.py" for part in SUBSCRIPTION), 120),
     "batch/run": ("tests/batch", 120),
-    "engine/echo/prepare": (PROMPTS, 60),
+    "engine/preparer": (PROMPTS, 60),
     "engine/mlx/prepare": (PROMPTS, 60),
     "engine/llama_cpp/prepare": (PROMPTS, 60),
 }

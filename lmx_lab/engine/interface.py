@@ -9,7 +9,7 @@ An engine has at most one *main* model of any kind, and *pinned* encoders in add
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from lmx_lab.engine.admission import AdmissionControl, Permit
@@ -22,6 +22,7 @@ from lmx_lab.engine.requests import (
     RerankRequest,
     TraceRequest,
 )
+from lmx_lab.engine.scheduler import Turns
 from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.errors import LabError
 from lmx_lab.values.engine import EngineSnapshot
@@ -45,7 +46,7 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHost:
-    """Functions of the manager that engines call. They may be called from any thread."""
+    """What the manager passes to each engine. The functions may be called from any thread."""
 
     used_by_others: Callable[[], int] = lambda: 0
     """Returns how many bytes of the memory limit other engines use."""
@@ -53,6 +54,8 @@ class EngineHost:
     """Called after a model left memory without ``unload`` or ``unpin``: it ran out of memory, or its process or thread
     ended. The snapshot and ``failure`` are up to date by then. The argument is True if a single request was the
     cause; the main model should then be loaded again."""
+    turns: Turns = field(default_factory=Turns)
+    """When clients without a slot get one of another client."""
 
 
 class InferenceEngine(Protocol):

@@ -35,6 +35,7 @@ from lmx_lab.engine.requests import (
     TraceRequest,
 )
 from lmx_lab.engine.residents import Resident, Residents
+from lmx_lab.engine.scheduler import Turns
 from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.engine.submission import Submission, Submitter
 from lmx_lab.errors import EngineDeadError, HostingError, InvalidRequestError, NotLoadedError
@@ -58,10 +59,12 @@ class ModelManager:
 
     Args:
         catalog: The models on this disk; by default those that the settings name.
+        turns: When clients without a slot get one of another client.
     """
 
-    def __init__(self, settings: Settings, catalog: Catalog | None = None) -> None:
+    def __init__(self, settings: Settings, catalog: Catalog | None = None, *, turns: Turns | None = None) -> None:
         self.settings = settings
+        self._turns = turns or Turns()
         self._observers: list[Callable[[LoadProgress], None]] = []
         self.catalog = catalog if catalog is not None else Catalog(settings)
         self._finder = ModelFinder(settings, self.catalog, report=self._report)
@@ -199,6 +202,7 @@ class ModelManager:
                 host = EngineHost(
                     used_by_others=functools.partial(self._used_bytes, excluding=name),
                     lost_model=functools.partial(self._post_lost, name),
+                    turns=self._turns,
                 )
                 self._engines[name] = ENGINES[name].make(self.settings, host)
             return self._engines[name]

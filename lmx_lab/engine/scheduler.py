@@ -19,12 +19,20 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 SHORT_PROMPT_TOKENS = 256
-WAIT_S = 0.1
-"""Time for which a client without a slot waits before a request of another client is paused."""
-TURN_S = 0.5
-"""Time for which a request keeps its slot before it can be paused."""
 NEWEST_WEIGHT = 0.2
 """Weight of the newest request in the mean time for which a slot is occupied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """When clients without a slot get one of another client."""
+
+    wait_s: float = 0.1
+    """Time for which a client without a slot waits before a request of another client is paused."""
+    turn_s: float = 0.5
+    """Time for which a request keeps its slot before it can be paused."""
+    check_s: float = 0.05
+    """Minimum interval between two checks."""
 
 
 class Verdict(Enum):
@@ -59,8 +67,9 @@ class Scheduler(Generic[Key]):
     Deadlines are seconds of the clock that the engine uses.
     """
 
-    def __init__(self, *, slots: int, prefills: int, lanes: int) -> None:
+    def __init__(self, *, slots: int, prefills: int, lanes: int, turns: Turns | None = None) -> None:
         self.slots = slots
+        self._turns = turns or Turns()
         self.prefills = prefills
         """Number of long prompts that are computed at the same time. More would delay the first token of each prompt
         without finishing the last one earlier."""
@@ -90,6 +99,9 @@ class Scheduler(Generic[Key]):
     @property
     def idle(self) -> bool:
         return not self._queued and not self._running
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._running or key in self._queued
 
     def add(self, keys: Sequence[Key], *, tokens: int, deadline: float, now: float, client: str | None = None) -> None:
         """Queue requests with the same prompt behind those that are already queued.
@@ -144,7 +156,7 @@ class Scheduler(Generic[Key]):
             for key, entry in self._running.items()
             if key not in self._prefilling
             and slots[entry.client] > 1
-            and now - (entry.admitted_at or 0.0) >= TURN_S
+            and now - (entry.admitted_at or 0.0) >= self._turns.turn_s
             and can_pause(key)
         ]
         if not pausable:
@@ -175,7 +187,7 @@ class Scheduler(Generic[Key]):
 
     def _pause_at(self, key: Key) -> float:
         """Return the time after which another request may be paused for a queued one."""
-        return self._queued[key].queued_at + WAIT_S
+        return self._queued[key].queued_at + self._turns.wait_s
 
     def _has_lane(self, entry: _Entry) -> bool:
         long = sum(not self._running[key].short for key in self._prefilling)
@@ -189,11 +201,12 @@ class Scheduler(Generic[Key]):
         """Return the queued and running requests that are past their deadline. They stay until ``remove`` is called."""
         return [key for group in (self._queued, self._running) for key, entry in group.items() if now > entry.deadline]
 
-    def remove(self, key: Key) -> None:
-        """Remove a request that has ended. Unknown keys are ignored, since an end can be reported twice."""
-        self._queued.pop(key, None)
-        self._running.pop(key, None)
+    def remove(self, key: Key) -> bool:
+        """Remove a request that has ended, and return whether it was queued or running: an end can be reported
+        twice.
+        """
         self._prefilling.discard(key)
+        return (self._queued.pop(key, None) or self._running.pop(key, None)) is not None
 
 
 class SlotTimes:

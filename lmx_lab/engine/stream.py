@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -69,32 +68,6 @@ class Mailbox:
         # Nearly always there is only one.
         delta = deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
         return delta if delta.tokens or delta.ids or delta.has_content else None
-
-
-class Outbox:
-    """The items that an engine step has produced. They are passed to each reader's loop in one call."""
-
-    def __init__(self) -> None:
-        self._items: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
-
-    def post(self, mailbox: Mailbox, item: Item) -> None:
-        self._items[mailbox.loop].append((mailbox, item))
-
-    def send(self) -> list[asyncio.AbstractEventLoop]:
-        """Deliver all items; return the closed loops, whose readers no longer exist."""
-        posted, self._items = self._items, defaultdict(list)
-        closed = []
-        for loop, items in posted.items():
-            try:
-                loop.call_soon_threadsafe(_deliver, items)
-            except RuntimeError:
-                closed.append(loop)
-        return closed
-
-
-def _deliver(items: list[tuple[Mailbox, Item]]) -> None:
-    for mailbox, item in items:
-        mailbox.deliver(item)
 
 
 class Answer:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.scheduler import SHORT_PROMPT_TOKENS, TURN_S, WAIT_S, Scheduler, SlotTimes, Verdict
+from lmx_lab.engine.scheduler import SHORT_PROMPT_TOKENS, Scheduler, SlotTimes, Turns, Verdict
 
 LATER = 1e9
+WAIT_S, TURN_S = Turns().wait_s, Turns().turn_s
 SHORT, LONG = SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 1
 
 

@@ -18,7 +18,7 @@ from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.model import HostedModel
-from lmx_lab.engine.llama_cpp.queue import LlamaQueue
+from lmx_lab.engine.llama_cpp.slots import LlamaSlots
 from lmx_lab.engine.mlx import batch, memory
 from lmx_lab.engine.mlx.model import AnswerText, PromptTokenizer
 from lmx_lab.engine.mlx.sampling import RandomSampler
@@ -80,7 +80,7 @@ GGUF_PLACES = {
     "tokenizing": FaultPoint(at=(HostedModel, "tokenize"), call=1, alone=True),
     "reading": FaultPoint(at=(AnswerReader, "read"), call=5, alone=True),
     "llama.cpp": FaultPoint(
-        at=(LlamaQueue, "_generate"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")
+        at=(LlamaSlots, "_generate"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")
     ),
 }
 

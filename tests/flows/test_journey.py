@@ -27,7 +27,7 @@ HANDOVERS = {
     "engine.stream.Answer.__anext__",
 }
 """Functions that pass on a request or a token."""
-ECHO = {"portal.LoopThread.submit", "engine.echo.queue.EchoQueue.add", "engine.echo.queue.EchoQueue._step"}
+ECHO = {"portal.LoopThread.submit", "engine.echo.rounds.EchoRounds.schedule", "engine.echo.rounds.EchoRounds._step"}
 MLX = {"engine.mlx.thread.EngineThread.post", "engine.mlx.batch.Batch.insert", "engine.mlx.batch.Batch.step"}
 
 

@@ -4,30 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
+from llguidance import LLMatcher
+
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
+from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.echo.model import DIMENSIONS, EchoModel, EchoTexts, EchoVocabulary
-from lmx_lab.engine.echo.prepare import EchoPreparer
-from lmx_lab.engine.echo.queue import EchoGeneration, EchoQueue
-from lmx_lab.engine.echo.script import Script, read_script
-from lmx_lab.engine.interface import Capabilities
+from lmx_lab.engine.echo.model import (
+    BEGIN,
+    DIMENSIONS,
+    END,
+    LONGEST_PIECE,
+    MESSAGE,
+    AnswerSampler,
+    EchoModel,
+    EchoTexts,
+    EchoVocabulary,
+)
+from lmx_lab.engine.echo.rounds import EchoRounds, EchoRow
+from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, Script, ScriptAnswer, read_script
+from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
+from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.memory import total_bytes
-from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import Answer, Mailbox, Pending
-from lmx_lab.engine.validation import check_dimensions, check_options, check_token_ids
+from lmx_lab.engine.preparer import encode_prompt, ends_answer, prepare
+from lmx_lab.engine.requests import (
+    ChatPrompt,
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    InfillPrompt,
+    Prompt,
+    Ranking,
+    RerankRequest,
+    TextPrompt,
+    TokenPrompt,
+    ToolUse,
+)
+from lmx_lab.engine.stream import Answer, Pending
+from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
+from lmx_lab.engine.text.splitter import Decode
+from lmx_lab.engine.text.tool_prompt import START, write_tools_as_text
+from lmx_lab.engine.validation import check_dimensions, check_options, check_token_ids, no_steering_error, too_long
 from lmx_lab.engine.vectors import cosines, shorten
-from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
+from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, TokenTotals
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.tokenizer_files import InfillTokens
 
 T = TypeVar("T")
 
@@ -43,6 +74,172 @@ def read_model(entry: ModelEntry, settings: Settings) -> tuple[EchoModel, Script
     return EchoModel(), read_script(settings.echo_script) if settings.echo_script is not None else Script()
 
 
+class EchoGrammars:
+    """Compiles grammars on a thread."""
+
+    def __init__(self, model: EchoModel) -> None:
+        self._model = model
+        self._queue = GrammarQueue("lmx-lab-echo-grammars")
+        self._compiler: GrammarCompiler | None = None
+
+    def stop(self) -> None:
+        """Stop compiling grammars, without waiting for its end."""
+        self._queue.close()
+
+    async def matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
+        """See ``GrammarCompiler.matchers``."""
+        if self._compiler is None:
+            table, sandbox = self._model.vocabulary, self._queue.sandbox
+            self._compiler = await self._queue.run(lambda: GrammarCompiler(table.token_table, sandbox))
+        if (known := self._compiler.known_matchers(grammar, count)) is not None:
+            return known
+        return await self._queue.run(functools.partial(self._compiler.matchers, grammar, count, tools))
+
+
+@dataclass(kw_only=True, frozen=True)
+class EchoTokenizer:
+    """The ``Tokenizer`` of a request to the echo engine."""
+
+    model: EchoModel
+    entry: ModelEntry
+    context_length: int
+    tokens_per_s: float | None
+    grammars: EchoGrammars
+    script: ScriptAnswer | None = None
+    """The answer from the script; None repeats the last message."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.model.vocabulary.size
+
+    @functools.cached_property
+    def chat_format(self) -> ChatFormat:
+        end = tuple(self.model.vocabulary.encode(END_OF_THOUGHTS))
+        return ChatFormat(reasoning_markers=(THINK, END_OF_THOUGHTS), reasoning_end=end)
+
+    @property
+    def bytes_of(self) -> Callable[[int], bytes]:
+        return self.model.vocabulary.bytes.__getitem__
+
+    def check(self, request: GenerationRequest) -> None:
+        """See ``Tokenizer``. The request must offer the tools that the script calls."""
+        if request.steer:
+            raise no_steering_error("the echo engine")
+        if self.script is not None:
+            tools = _tools(request)
+            offered = [tool.name for tool in tools.tools if tools.only in (None, tool.name)] if tools else []
+            for name, _ in self.script.calls:
+                if name not in offered:
+                    raise InvalidRequestError(
+                        f"{self.script.location} of the echo script calls the tool {name!r}; this request offers "
+                        f"{', '.join(offered) or 'no tools'}",
+                        param="tools",
+                    )
+
+    async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
+        """See ``Tokenizer``. If the text is far too long, only its beginning is tokenized."""
+        return self._encode(request, text)
+
+    def _encode(self, request: GenerationRequest, text: str) -> list[int]:
+        enough = (self.context_length + 1) * LONGEST_PIECE
+        tokens = self.model.vocabulary.encode(text[:enough])
+        if len(text) > enough:
+            raise too_long(request, f"more than {len(tokens)}", self.entry, self.context_length)
+        return tokens
+
+    async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:
+        """See ``Tokenizer``. No template is used."""
+        for message in chat.messages:
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise InvalidRequestError("a message needs a role and a content", param="messages")
+        if not chat.messages:
+            return [], ""
+        prompt = [BEGIN]
+        for message in write_tools_as_text(chat.messages, chat.tools):
+            text = f"{message['role']}\n{message['content'] or ''}"
+            prompt += [MESSAGE, *self._encode(request, text), END]
+        return [*prompt, MESSAGE, *self.model.vocabulary.encode("assistant\n")], ""
+
+    async def encode_name(self, text: str, param: str) -> list[int]:
+        """See ``Tokenizer``."""
+        return self.model.vocabulary.encode(text)
+
+    async def show(self, tokens: Sequence[int]) -> str:
+        """See ``Tokenizer``."""
+        return self.model.vocabulary.show(tokens)
+
+    async def infill_tokens(self) -> InfillTokens:
+        """See ``Tokenizer``."""
+        return InfillTokens(prefix=BEGIN, suffix=MESSAGE, middle=MESSAGE, ends=frozenset())
+
+    def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
+        """See ``Tokenizer``. The text of the answer is known."""
+        thinks = (
+            isinstance(request.prompt, ChatPrompt)
+            and request.prompt.template_options.get("enable_thinking") is not False
+            and self._text(request.prompt).startswith(THINK)
+        )
+        return "possible" if thinks else "closed"
+
+    def divides(self, request: GenerationRequest) -> bool:
+        """See ``Tokenizer``."""
+        return False
+
+    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
+        """See ``Tokenizer``."""
+        return await self.grammars.matchers(grammar, count, _tools(request))
+
+    def decode(self) -> Decode:
+        """See ``Tokenizer``."""
+        return self.model.vocabulary.decode
+
+    def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> EchoRow:
+        """See ``Tokenizer``."""
+        script, pace, asked = self.script, self.tokens_per_s, request.prompt
+        if script is None and isinstance(asked, TokenPrompt):
+            text = list(asked.tokens)
+        else:
+            text = self.model.vocabulary.encode(self._text(asked))
+        if script is not None and script.tokens_per_s is not None:
+            pace = script.tokens_per_s
+        return EchoRow(
+            sampler=AnswerSampler(
+                self.model,
+                text,
+                request.sampling,
+                choice=choice,
+                ignore_eos=request.ignore_eos,
+                min_tokens=request.min_tokens,
+            ),
+            interval_s=1 / pace if pace is not None else 0.0,
+            delay_s=script.delay_s if script is not None else 0.0,
+        )
+
+    async def begin(self, generation: Generation[EchoRow]) -> None:
+        """See ``Tokenizer``."""
+        for token in generation.start:
+            generation.row.sampler.record(token)
+        generation.read_start(ends=ends_answer(generation, (END,)))
+
+    def _text(self, prompt: Prompt) -> str:
+        """Return the text of the answer, which is that of the script or the last message."""
+        if self.script is not None:
+            return self.script.as_model_text
+        if isinstance(prompt, TextPrompt | InfillPrompt):
+            return prompt.text if isinstance(prompt, TextPrompt) else prompt.prefix
+        assert isinstance(prompt, ChatPrompt)
+        content = str(prompt.messages[-1]["content"] or "") if prompt.messages else ""
+        if prompt.tools is not None and prompt.tools.forced and START not in content:
+            name = prompt.tools.only or prompt.tools.tools[0].name
+            # The grammar chooses the arguments.
+            return f'{START}\n{{"name": {json.dumps(name)}, "arguments": {{'
+        return content
+
+
+def _tools(request: GenerationRequest) -> ToolUse | None:
+    return request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
+
+
 @dataclass(kw_only=True, eq=False)
 class EchoMain:
     """The loaded model and its requests."""
@@ -50,16 +247,17 @@ class EchoMain:
     entry: ModelEntry
     context_length: int
     model: EchoModel
-    preparer: EchoPreparer
-    queue: EchoQueue
+    tokenizer: EchoTokenizer
+    rounds: EchoRounds
     script: Script
 
 
 class EchoCore:
     """The state of the engine; see ``EngineCore``."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
+        self._host = host
         self._main: EchoMain | None = None
         self._totals = TokenTotals()
         self._texts = TextTasks()
@@ -80,11 +278,18 @@ class EchoCore:
             entry=entry,
             context_length=context_length,
             model=model,
-            preparer=EchoPreparer(model, entry, context_length, tokens_per_s=self._settings.echo_tokens_per_s),
-            queue=EchoQueue(
+            tokenizer=EchoTokenizer(
+                model=model,
+                entry=entry,
+                context_length=context_length,
+                tokens_per_s=self._settings.echo_tokens_per_s,
+                grammars=EchoGrammars(model),
+            ),
+            rounds=EchoRounds(
+                model,
                 self._totals,
                 slots=self._settings.slots,
-                memory_bytes=model.memory_bytes,
+                turns=self._host.turns,
                 on_change=self._publish,
             ),
             script=script,
@@ -97,7 +302,7 @@ class EchoCore:
         main, self._main = self._main, None
         if main is None:
             return 0
-        main.preparer.stop()
+        main.tokenizer.grammars.stop()
         self._publish()
         return main.model.memory_bytes
 
@@ -117,14 +322,16 @@ class EchoCore:
     async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """See ``InferenceEngine``."""
         if self._main is not None:
-            self._main.queue.end(admission, error, queued_only=queued_only)
+            self._main.rounds.answers.end_requests(admission, error, queued_only=queued_only)
+            self._main.rounds.deliver()
         if not queued_only:
             await self._texts.end(admission, error)
 
     async def close(self, error: LabError) -> None:
         """See ``EngineCore``."""
         if (main := self._main) is not None:
-            main.queue.end_all(error)
+            main.rounds.answers.end_all(error)
+            main.rounds.deliver()
         await self._texts.end_all(error)
         await self.unload()
 
@@ -145,38 +352,28 @@ class EchoCore:
             raise answer.failure()
         try:
             async with deadline(arrived_at, timeout_s):
-                prepared, constraints = await main.preparer.prepare(request, len(permits), answer, timeout_s=timeout_s)
+                generations = await prepare(
+                    replace(main.tokenizer, script=answer),
+                    request,
+                    permits,
+                    reader=reader,
+                    arrived_at=arrived_at,
+                    timeout_s=timeout_s,
+                )
             permits[0].check()
             self._main_of(entry)
         except BaseException:
             main.script.give_back(answer)
             raise
-        generations = [
-            EchoGeneration(
-                prepared=prepared,
-                model=main.model,
-                model_id=entry.id,
-                constraint=constraint,
-                mailbox=Mailbox(reader, arrived_at),
-                permit=permit,
-                arrived_at=arrived_at,
-                choice=choice,
-            )
-            for choice, (constraint, permit) in enumerate(zip(constraints, permits, strict=True))
-        ]
-        main.queue.add(generations)
+        for generation in generations:
+            generation.peak_memory_bytes = main.model.memory_bytes
+            if answer is not None and answer.error is not None:
+                generation.failure = answer.failure()
+        answers = main.rounds.answers
+        answers.add(generations)
+        main.rounds.schedule()
         self._publish()
-        prompt = tuple(prepared.prompt[: len(prepared.prompt) - len(prepared.start)])
-        return [
-            Answer(
-                generation.mailbox,
-                functools.partial(main.queue.cancel, generation),
-                request=request,
-                model=entry.id,
-                prompt=prompt,
-            )
-            for generation in generations
-        ]
+        return answers.open(generations)
 
     async def accept_embedding(
         self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
@@ -208,7 +405,7 @@ class EchoCore:
 
     async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
         """See ``InferenceEngine``."""
-        return self._main_of(entry).preparer.encode(request)
+        return (await encode_prompt(self._main_of(entry).tokenizer, request))[0]
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
@@ -217,7 +414,7 @@ class EchoCore:
     async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
         """See ``InferenceEngine``."""
         main = self._main_of(entry)
-        return main.model.vocabulary.show(main.preparer.encode(request))
+        return main.model.vocabulary.show((await encode_prompt(main.tokenizer, request))[0])
 
     async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
         """See ``InferenceEngine``."""
@@ -262,7 +459,10 @@ class EchoCore:
 
     def _publish(self) -> None:
         """Replace the snapshot."""
-        main, texts = self._main, len(self._texts)
+        main, texts, totals = self._main, len(self._texts), replace(self._totals)
+        answers = main.rounds.answers if main is not None else None
+        if answers is not None:
+            answers.count(totals)
         memory_bytes = main.model.memory_bytes if main is not None else 0
         self.snapshot = replace(
             self.snapshot,
@@ -271,15 +471,15 @@ class EchoCore:
             model_memory_bytes=memory_bytes,
             context_length=main.context_length if main is not None else None,
             slots=self._settings.slots if main is not None and main.entry.kind == "chat" else None,
-            active_requests=(main.queue.running if main is not None else 0) + texts,
-            queued_requests=main.queue.queued if main is not None else 0,
+            active_requests=(len(answers.running) if answers is not None else 0) + texts,
+            queued_requests=len(answers.queued) if answers is not None else 0,
             encode_requests=texts,
             encoded_tokens=self._encoded_tokens,
-            slot_free_s=main.queue.slot_free_s if main is not None else 1.0,
+            slot_free_s=answers.slot_free_s if answers is not None else 1.0,
             memory_used_bytes=memory_bytes,
             memory_peak_bytes=max(memory_bytes, self.snapshot.memory_peak_bytes),
             progress_at=time.perf_counter() if main is not None else self.snapshot.progress_at,
-            **asdict(self._totals),
+            **vars(totals),
         )
 
 
@@ -295,7 +495,7 @@ class EchoEngine(LoopEngine[EchoCore]):
     thread_name = "lmx-lab-echo"
 
     async def _make_core(self) -> EchoCore:
-        return EchoCore(self._settings)
+        return EchoCore(self._settings, self._host)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -13,14 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.llama_cpp.request import Route
-from lmx_lab.engine.requests import GenerationRequest
-from lmx_lab.engine.text.channels import ChannelFormat
-from lmx_lab.engine.text.splitter import SplitText, TextSplitter, read_start
 from lmx_lab.values.outputs import (
     Delta,
     FinishReason,
-    GenerationReport,
     PromptProgress,
     TokenLogprob,
     ToolCallDelta,
@@ -88,60 +85,36 @@ def choose(candidates: Sequence[tuple[int, ...]], gap: Gap, usual: Sequence[int]
     return next((each for each in candidates if (*each, *gap.last) == tuple(usual[-length:])), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerBeginning:
-    """The first tokens of an answer, which are not generated."""
-
-    tokens: list[int]
-    texts: list[str]
-    """The text of each token as llama.cpp would stream it: a special token has none, unless it is a marker."""
-    ends: bool
-    """Whether the last of them ends the answer."""
-
-
 class AnswerReader:
-    """Reads the events of one answer; ``report`` returns its tokens and times.
+    """Reads the events of one answer, and adds them to its generation, of which it is the row.
 
     llama.cpp holds back incomplete characters, and sends their text with the log-probability of their last token only.
+
+    Args:
+        chat: Messages, tools and template variables for the chat route; empty for the other one.
+        grammar: The format that llama.cpp enforces.
+        plain: Whether the text needs no processing, and is passed on unchanged.
     """
 
     def __init__(
         self,
-        request: GenerationRequest,
-        route: Route,
-        channel_format: ChannelFormat | None,
+        route: Route = "/completion",
+        chat: Mapping[str, Any] | None = None,
+        grammar: str | None = None,
         *,
-        model: str,
-        named_tokens: Sequence[int] = (),
-        prompt_tokens: int,
-        arrived_at: float,
+        plain: bool = False,
     ) -> None:
-        self._request = request
-        self._read = self._read_completion if route == "/completion" else self._read_chat
-        self._splitter: TextSplitter[TokenLogprob] = TextSplitter(
-            "".join, request.stop, channel_format, min_tokens=request.min_tokens
-        )
-        self._plain = channel_format is None and not request.stop and request.top_logprobs is None
-        """Whether the text needs no processing, and is passed on unchanged."""
-        self._model = model
-        self._named_tokens = named_tokens
-        self._prompt_tokens = prompt_tokens
-        self._arrived_at = arrived_at
-        self._admitted_at: float | None = None
-        self._first_token_at: float | None = None
+        self.route = route
+        self.chat = chat or {}
+        self.grammar = grammar
+        self._plain = plain
         self._has_called = False
         self._hidden: TokenLogprob | None = None
         """Log-probability of the last token if the token has no text: it may be the token that ends the answer."""
-        self._reasoning_tokens = 0
-        self.computed_tokens = 0
-        """Number of prompt tokens that have been computed, without cached ones."""
-        self.cached_tokens = 0
         self.restored_tokens = 0
         """Number of prompt tokens in the slot that was restored from disk for this request."""
         self.slot: int | None = None
         """Id of the slot; None on the chat route, which does not report it."""
-        self.output_tokens = 0
-        self.drafted_tokens = self.accepted_tokens = 0
         self.tokens: list[int] = []
         """Ids of the output tokens, without those in ``gaps``."""
         self.gaps: list[Gap] = []
@@ -152,67 +125,49 @@ class AnswerReader:
         """The output as ids of tokens, or as text where ids are missing."""
         self._tokens_before = self._drafted_before = self._accepted_before = 0
         """Numbers of output tokens, drafted and accepted tokens before the last pause."""
-        self.finish: FinishReason | None = None
-        """Set at the end of the answer. Events after that are ignored."""
 
-    @property
-    def disk_cached_tokens(self) -> int:
-        """Number of cached tokens that were read from disk."""
-        return min(self.restored_tokens, self.cached_tokens)
+    def can_continue(self, generation: LlamaGeneration) -> bool:
+        """Return whether another request with the tokens so far would continue the answer: llama.cpp keeps no state of
+        it except the tokens.
 
-    @property
-    def slot_tokens(self) -> int:
-        """Number of tokens in the KV cache of the slot."""
-        return self.cached_tokens + self.computed_tokens + self.output_tokens
-
-    def begin(self, now: float) -> PromptProgress:
-        """Record that the request has a slot, and return the first progress."""
-        self._admitted_at = now
-        return PromptProgress(done=0, total=self._prompt_tokens)
-
-    def read_start(self, start: AnswerBeginning, *, is_full: bool) -> Delta:
-        """Return the beginning of an answer that is continued. Sets ``finish`` if the answer ends there.
-
-        Args:
-            is_full: Whether no more tokens may follow.
+        A grammar, the parser of the chat format and the random numbers of a seed would start from the beginning.
         """
-        finish: FinishReason | None = "stop" if start.ends else "length" if is_full else None
-        if self._plain:
-            self.finish = finish
-            return Delta(text="".join(start.texts), tokens=len(start.tokens), ids=tuple(start.tokens))
-        delta, self.finish = read_start(self._splitter, start.texts, ids=start.tokens, finish=finish)
-        return delta
+        sampling = generation.request.sampling
+        if self.route != "/completion" or self.grammar or (sampling.seed is not None and sampling.temperature > 0):
+            return False
+        is_known = 0 < generation.output_tokens == len(self.tokens)
+        return generation.finish is None and is_known and self._hidden is None
 
-    @property
-    def can_continue(self) -> bool:
-        """Whether another request with the tokens so far would continue the answer."""
-        return self.finish is None and 0 < self.output_tokens == len(self.tokens) and self._hidden is None
-
-    def reaches(self, tokens: int) -> bool:
+    def reaches(self, generation: LlamaGeneration, tokens: int) -> bool:
         """Return whether the current request has generated this number of tokens, and the answer continues."""
-        return self.finish is None and self._tokens_before < tokens <= self.output_tokens
+        return generation.finish is None and self._tokens_before < tokens <= generation.output_tokens
 
-    def pause(self) -> None:
+    def pause(self, generation: LlamaGeneration) -> None:
         """Record that the next events are those of another request, whose prompt includes the output so far."""
-        self._tokens_before = self.output_tokens
-        self._drafted_before, self._accepted_before = self.drafted_tokens, self.accepted_tokens
+        self._tokens_before = generation.output_tokens
+        self._drafted_before, self._accepted_before = generation.drafted_tokens, generation.accepted_tokens
 
-    def read(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta | PromptProgress]:
-        """Yield the items for the reader that one event contains."""
-        if self.finish is not None:
+    def read(
+        self, generation: LlamaGeneration, chunk: Mapping[str, Any], now: float
+    ) -> Iterator[Delta | PromptProgress]:
+        """Yield the items for the reader that one event contains. Events after the end of the answer are ignored."""
+        if generation.finish is not None:
             return
         if (progress := chunk.get("prompt_progress")) is not None:
             if self._tokens_before:
                 return
-            self.cached_tokens = min(int(progress["cache"]), self._prompt_tokens - 1)
+            total = len(generation.prompt)
+            generation.cached_tokens = min(int(progress["cache"]), total - 1)
+            generation.disk_cached_tokens = min(self.restored_tokens, generation.cached_tokens)
             done = int(progress["processed"])
-            self.computed_tokens = max(0, done - self.cached_tokens)
-            yield PromptProgress(done=done, total=self._prompt_tokens)
+            generation.computed_tokens = max(0, done - generation.cached_tokens)
+            yield PromptProgress(done=done, total=total)
             return
         if (timings := chunk.get("timings")) is not None:
-            self.drafted_tokens = self._drafted_before + int(timings.get("draft_n", 0))
-            self.accepted_tokens = self._accepted_before + int(timings.get("draft_n_accepted", 0))
-        yield from self._read(chunk, now)
+            generation.drafted_tokens = self._drafted_before + int(timings.get("draft_n", 0))
+            generation.accepted_tokens = self._accepted_before + int(timings.get("draft_n_accepted", 0))
+        read = self._read_completion if self.route == "/completion" else self._read_chat
+        yield from read(generation, chunk, now)
 
     def last_ids(self, found: Sequence[Sequence[int]]) -> Delta:
         """Return the ids that were not sent yet.
@@ -226,38 +181,8 @@ class AnswerReader:
             at = gap.at
         return Delta(text="", tokens=0, ids=(*tokens, *self.tokens[at:]))
 
-    def report(self, now: float, *, peak_memory_bytes: int = 0) -> GenerationReport:
-        """Return the report of the answer, which has ended."""
-        assert self.finish is not None
-        admitted_at = self._admitted_at if self._admitted_at is not None else now
-        first_at = self._first_token_at if self._first_token_at is not None else now
-        # llama.cpp counts the forward pass that computed the first token as prompt time, which would make the speed of
-        # short answers too high.
-        if self.output_tokens > 1:
-            forward_pass_s = (now - first_at) / (self.output_tokens - 1)
-        else:
-            forward_pass_s = (first_at - admitted_at) / (self.computed_tokens + 1)
-        decoding_at = max(admitted_at, first_at - forward_pass_s)
-        return GenerationReport(
-            model=self._model,
-            finish_reason=self.finish,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            disk_cached_tokens=self.disk_cached_tokens,
-            output_tokens=self.output_tokens,
-            reasoning_tokens=self._reasoning_tokens + self._splitter.reasoning_tokens,
-            queue_s=admitted_at - self._arrived_at,
-            prefill_s=decoding_at - admitted_at,
-            ttft_s=first_at - self._arrived_at,
-            decode_s=now - decoding_at,
-            peak_memory_bytes=peak_memory_bytes,
-            stop_sequence=self._splitter.stop_string,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
-        )
-
-    def _read_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
-        tokens = self._count(self._tokens_before + int(chunk["tokens_predicted"]), now)
+    def _read_completion(self, generation: LlamaGeneration, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
+        tokens = max(0, self._tokens_before + int(chunk["tokens_predicted"]) - generation.output_tokens)
         ids = tuple(chunk.get("tokens") or ())
         if tokens > len(ids):
             self.gaps.append(Gap(at=len(self.tokens), count=tokens - len(ids), text=chunk["content"], last=ids))
@@ -266,18 +191,19 @@ class AnswerReader:
         if self.gaps:
             ids = ()
         self.sent_ids += len(ids)
-        entries = self._entries(chunk.get("completion_probabilities", ()))
-        yield from self._text(chunk["content"], tokens, entries, ids)
+        entries = _entries(generation, chunk.get("completion_probabilities", ()))
+        yield from self._text(generation, chunk["content"], now, tokens=tokens, entries=entries, ids=ids)
         self.slot = chunk.get("id_slot", self.slot)
-        if chunk["stop"] and self.finish is None:
-            yield from self._end(FINISHES.get(chunk["stop_type"], "stop"))
+        if chunk["stop"] and generation.finish is None:
+            yield from self._end(generation, FINISHES.get(chunk["stop_type"], "stop"))
 
-    def _read_chat(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
-        tokens = self._count(int(chunk.get("timings", {}).get("predicted_n", 0)), now)
+    def _read_chat(self, generation: LlamaGeneration, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
+        predicted = int(chunk.get("timings", {}).get("predicted_n", 0))
+        tokens = max(0, predicted - generation.output_tokens)
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if reasoning := delta.get("reasoning_content") or "":
-                self._reasoning_tokens += tokens
+                generation.splitter.reasoning_tokens += tokens
             calls = []
             for call in delta.get("tool_calls") or ():
                 function = call.get("function") or {}
@@ -286,55 +212,68 @@ class AnswerReader:
                 calls.append(ToolCallDelta(index=index, id=id_, name=name, arguments=arguments))
             self._has_called = self._has_called or bool(calls)
             if reasoning or calls:
+                generation.count_tokens(tokens, now)
                 yield Delta(text="", tokens=tokens, reasoning=reasoning, tool_calls=tuple(calls))
                 tokens = 0
-            entries = self._entries((choice.get("logprobs") or {}).get("content") or ())
-            yield from self._text(delta.get("content") or "", tokens, entries)
-            if choice["finish_reason"] is not None and self.finish is None:
-                yield from self._end(FINISHES.get(choice["finish_reason"], "stop"))
-
-    def _count(self, predicted: int, now: float) -> int:
-        """Return the number of new tokens, and record when the first one arrived."""
-        new = max(0, predicted - self.output_tokens)
-        self.output_tokens += new
-        if new and self._first_token_at is None:
-            self._first_token_at = now
-        return new
+            entries = _entries(generation, (choice.get("logprobs") or {}).get("content") or ())
+            yield from self._text(generation, delta.get("content") or "", now, tokens=tokens, entries=entries)
+            if choice["finish_reason"] is not None and generation.finish is None:
+                yield from self._end(generation, FINISHES.get(choice["finish_reason"], "stop"))
 
     def _text(
-        self, text: str, tokens: int, entries: Sequence[TokenLogprob], ids: tuple[int, ...] = ()
+        self,
+        generation: LlamaGeneration,
+        text: str,
+        now: float,
+        *,
+        tokens: int,
+        entries: Sequence[TokenLogprob],
+        ids: tuple[int, ...] = (),
     ) -> Iterator[Delta]:
         if not (text or tokens):
             return
         if self._plain:
+            generation.count_tokens(tokens, now)
             yield Delta(text=text, tokens=tokens, ids=ids)
             return
         known = [*filter(None, [self._hidden]), *entries]
         self._hidden = known.pop() if entries and not text and not entries[-1].bytes else None
         for entry in known[:-1]:
             # The text of tokens that form one character comes with the last of them.
-            yield _delta(self._splitter.add("", entry, count=0), 0)
-        piece = self._splitter.add(text, known[-1] if known else None, count=tokens)
-        yield _delta(piece, tokens, ids)
-        if piece.stopped:
-            self.finish = "tool_calls" if self._splitter.has_called else "stop"
+            yield generation.add("", now, entry=entry, count=0)
+        yield generation.add(text, now, entry=known[-1] if known else None, count=tokens, ids=ids)
 
-    def _end(self, reason: FinishReason) -> Iterator[Delta]:
+    def _end(self, generation: LlamaGeneration, reason: FinishReason) -> Iterator[Delta]:
         if self._hidden is not None:
             # No stop strings are sent to llama.cpp, so the reason "stop" means that the model ended its text.
             ending = replace(self._hidden, ends=reason != "length")
-            yield _delta(self._splitter.add("", ending, count=0), 0)
-        piece = self._splitter.finish()
-        yield _delta(piece, 0)
-        if piece.stopped:
-            reason = "stop"
-        called = self._has_called or self._splitter.has_called
-        self.finish = "tool_calls" if called and reason == "stop" else reason
+            yield generation.add("", 0.0, entry=ending, count=0)
+        yield generation.complete("length" if reason == "length" else "stop")
+        if self._has_called and generation.finish == "stop":
+            generation.finish = "tool_calls"
 
-    def _entries(self, entries: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
-        if self._request.top_logprobs is None:
-            return []
-        return [_logprob(entry, self._request.top_logprobs, self._named_tokens) for entry in entries]
+
+LlamaGeneration = Generation[AnswerReader]
+
+
+def set_decoding_at(generation: LlamaGeneration, now: float) -> None:
+    """Estimate when the prompt of an answer that ends now was computed.
+
+    llama.cpp counts the forward pass that computed the first token as prompt time, which would make the speed of short
+    answers too high.
+    """
+    first_at, admitted_at = generation.first_token_at or now, generation.admitted_at
+    if generation.output_tokens > 1:
+        forward_pass_s = (now - first_at) / (generation.output_tokens - 1)
+    else:
+        forward_pass_s = (first_at - admitted_at) / (generation.computed_tokens + 1)
+    generation.decoding_at = max(admitted_at, first_at - forward_pass_s)
+
+
+def _entries(generation: LlamaGeneration, entries: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
+    if (top := generation.request.top_logprobs) is None:
+        return []
+    return [_logprob(entry, top, generation.named_tokens) for entry in entries]
 
 
 def _logprob(entry: Mapping[str, Any], top: int = 0, named: Sequence[int] = ()) -> TokenLogprob:
@@ -349,15 +288,4 @@ def _logprob(entry: Mapping[str, Any], top: int = 0, named: Sequence[int] = ()) 
         logprob=float(entry["logprob"]),
         top=tuple(_logprob(other) for other in others[:top]),
         named=tuple(_logprob(found[token]) for token in named if token in found),
-    )
-
-
-def _delta(piece: SplitText[TokenLogprob], tokens: int, ids: tuple[int, ...] = ()) -> Delta:
-    return Delta(
-        text=piece.text,
-        tokens=tokens,
-        logprobs=piece.entries,
-        reasoning=piece.reasoning,
-        tool_calls=piece.calls,
-        ids=ids,
     )

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,11 +24,11 @@ from lmx_lab.engine.llama_cpp.memory_plan import plan_context
 from lmx_lab.engine.llama_cpp.model import HostedModel, host_model, read_draft
 from lmx_lab.engine.llama_cpp.prepare import LlamaPreparer
 from lmx_lab.engine.llama_cpp.process import PACKAGE, is_installed, require_installed
-from lmx_lab.engine.llama_cpp.queue import LlamaGeneration, LlamaQueue
+from lmx_lab.engine.llama_cpp.slots import LlamaSlots
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.memory import limit_bytes, total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import Answer, Item, Mailbox, Outbox, Pending
+from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.engine.tokenizing.templates import try_template
 from lmx_lab.engine.validation import check_options, check_token_ids
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
@@ -53,7 +53,7 @@ class LlamaResident:
     """A model in its process, and the requests for it."""
 
     hosted: HostedModel
-    queue: LlamaQueue
+    answering: LlamaSlots
     texts: TextTasks = field(default_factory=TextTasks)
     watch: asyncio.Task[None] | None = None
     """Waits for an unexpected end of the process."""
@@ -77,8 +77,6 @@ class LlamaCppCore:
         self._main: LlamaResident | None = None
         self._pinned: dict[Kind, LlamaResident] = {}
         self._preparer = LlamaPreparer(settings)
-        self._outbox = Outbox()
-        self._sending = False
         self._totals = TokenTotals()
         self._encoded_tokens = 0
         self._starting: set[asyncio.Task[HostedModel]] = set()
@@ -140,7 +138,6 @@ class LlamaCppCore:
         while self._dropping:
             await asyncio.wait(list(self._dropping))
         self._publish()
-        self._send()
 
     async def _start(
         self, entry: ModelEntry, spec: LoadSpec, *, replaced: LlamaResident | None = None
@@ -168,7 +165,10 @@ class LlamaCppCore:
             raise
         finally:
             self._starting.discard(task)
-        resident = LlamaResident(hosted=hosted, queue=LlamaQueue(hosted, self._totals, self._post))
+        resident = LlamaResident(
+            hosted=hosted,
+            answering=LlamaSlots(hosted, self._totals, turns=self._host.turns, on_change=self._publish),
+        )
         resident.watch = asyncio.create_task(self._watch(resident), name=f"lmx-lab watches {entry.id}")
         return resident
 
@@ -183,7 +183,7 @@ class LlamaCppCore:
         self._publish()
 
     async def _end_resident(self, resident: LlamaResident, error: LabError) -> None:
-        await resident.queue.end_all(error)
+        await resident.answering.close(error)
         await resident.texts.end_all(error)
         if resident.hosted.slot_files is not None:
             await resident.hosted.slot_files.stop()
@@ -207,7 +207,8 @@ class LlamaCppCore:
     async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """See ``InferenceEngine``."""
         for resident in self._residents():
-            await resident.queue.end(admission, error, queued_only=queued_only)
+            resident.answering.answers.end_requests(admission, error, queued_only=queued_only)
+            resident.answering.deliver()
             if not queued_only:
                 await resident.texts.end(admission, error)
 
@@ -224,26 +225,13 @@ class LlamaCppCore:
         """
         arrived_at, resident = time.perf_counter(), self._resident_of(entry)
         timeout_s = request.timeout_s or self._settings.request_timeout_s
-        preparing = self._preparer.prepare(request, resident.hosted)
-        prepared = await self._prepare(preparing, resident, permits[0], arrived_at, timeout_s)
-        generations = [
-            LlamaGeneration(
-                prepared=prepared,
-                choice=choice,
-                reader=prepared.answer_reader(resident.hosted, arrived_at),
-                mailbox=Mailbox(reader, arrived_at),
-                permit=permit,
-                arrived_at=arrived_at,
-                timeout_s=timeout_s,
-            )
-            for choice, permit in enumerate(permits)
-        ]
-        resident.queue.add(generations)
-        self._publish()
-        return [
-            Answer(generation.mailbox, generation.cancel, request=request, model=entry.id, prompt=prepared.prompt)
-            for generation in generations
-        ]
+        preparing = self._preparer.prepare(
+            request, permits, resident.hosted, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
+        )
+        generations = await self._prepare(preparing, resident, permits[0], arrived_at, timeout_s)
+        resident.answering.answers.add(generations)
+        resident.answering.update()
+        return resident.answering.answers.open(generations)
 
     async def accept_embedding(
         self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
@@ -366,27 +354,13 @@ class LlamaCppCore:
     def _residents(self) -> list[LlamaResident]:
         return [*self._pinned.values(), *([self._main] if self._main is not None else [])]
 
-    def _post(self, mailbox: Mailbox, item: Item) -> None:
-        """Post an item for a reader. All items of one iteration of the loop are sent together."""
-        self._outbox.post(mailbox, item)
-        if not self._sending:
-            self._sending = True
-            asyncio.get_running_loop().call_soon(self._send)
-
-    def _send(self) -> None:
-        self._sending = False
-        self._publish()
-        for closed in self._outbox.send():
-            for resident in self._residents():
-                resident.queue.end_readers_on(closed)
-
     def _publish(self) -> None:
         """Replace the snapshot."""
         main, residents = self._main, self._residents()
         state: EngineState = "ready" if main is not None else "dead" if self.failure is not None else "empty"
         totals = replace(self._totals)
         for resident in residents:
-            resident.queue.add_running(totals)
+            resident.answering.answers.count(totals)
         texts = sum(len(resident.texts) for resident in residents)
         used_bytes = sum(resident.hosted.memory_bytes for resident in residents)
         self.snapshot = replace(
@@ -401,15 +375,15 @@ class LlamaCppCore:
                 PinnedModel(entry=pinned.entry, memory_bytes=pinned.hosted.memory_bytes)
                 for pinned in self._pinned.values()
             ),
-            active_requests=sum(len(resident.queue.running) for resident in residents) + texts,
-            queued_requests=sum(len(resident.queue.queued) for resident in residents),
+            active_requests=sum(len(resident.answering.answers.running) for resident in residents) + texts,
+            queued_requests=sum(len(resident.answering.answers.queued) for resident in residents),
             encode_requests=texts,
-            slot_free_s=main.queue.slot_free_s if main is not None else 1.0,
+            slot_free_s=main.answering.answers.slot_free_s if main is not None else 1.0,
             encoded_tokens=self._encoded_tokens,
             memory_used_bytes=used_bytes,
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, used_bytes),
             progress_at=max((resident.hosted.progress_at for resident in residents), default=self.snapshot.progress_at),
-            **asdict(totals),
+            **vars(totals),
         )
 
     async def _refresh(self) -> None:

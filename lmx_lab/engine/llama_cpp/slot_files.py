@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lmx_lab.engine.llama_cpp.answer import AnswerReader
+from lmx_lab.engine.llama_cpp.answer import LlamaGeneration
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.prefix_files import (
     CLOSE_S,
@@ -81,7 +81,7 @@ class SlotFiles:
         self._recent: deque[Tokens] = deque(maxlen=64)
         """Prompts whose states llama.cpp probably has in memory."""
         # If there are too many answers to save, the oldest are not saved.
-        self._waiting: deque[tuple[Tokens, AnswerReader]] = deque(maxlen=8)
+        self._waiting: deque[LlamaGeneration] = deque(maxlen=8)
         self._saving: asyncio.Task[None] | None = None
         self._restoring = asyncio.Lock()
         self._last_slot: int | None = None
@@ -132,7 +132,7 @@ class SlotFiles:
     async def _idle_slots(self) -> list[Mapping[str, Any]]:
         return [slot for slot in await self._connection.get("/slots") if not slot["is_processing"]]
 
-    def save(self, prompt: list[int], answer: AnswerReader, totals: TokenTotals) -> None:
+    def save(self, answer: LlamaGeneration, totals: TokenTotals) -> None:
         """Save the slot of an answer that has ended, after the slots of earlier answers.
 
         Args:
@@ -140,7 +140,7 @@ class SlotFiles:
         """
         if not self._files.is_open:
             return
-        self._waiting.append((np.asarray(prompt, dtype=np.int32), answer))
+        self._waiting.append(answer)
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._save_all(totals), name="lmx-lab llama.cpp slots")
 
@@ -155,22 +155,23 @@ class SlotFiles:
 
     async def _save_all(self, totals: TokenTotals) -> None:
         while self._waiting:
-            prompt, answer = self._waiting.popleft()
+            answer = self._waiting.popleft()
             written = self._files.written_bytes
             try:
                 async with asyncio.timeout(SAVE_S):
-                    await self._save(prompt, answer)
+                    await self._save(answer)
             except (RefusedError, EngineError, OSError, TimeoutError) as exc:
                 log.debug("a slot was not saved: %s", exc)
             totals.prefix_disk_written_bytes += self._files.written_bytes - written
 
-    async def _save(self, prompt: Tokens, answer: AnswerReader) -> None:
+    async def _save(self, answer: LlamaGeneration) -> None:
+        prompt: Tokens = np.asarray(answer.prompt, dtype=np.int32)
         length = len(prompt) + answer.output_tokens - 1
         if length - self._files.best(prompt)[1] < MIN_GAIN_TOKENS:
             return
         slots = [slot for slot in await self._idle_slots() if int(slot.get("n_prompt_tokens", 0)) >= len(prompt)]
-        if answer.slot is not None:
-            slots = [slot for slot in slots if slot["id"] == answer.slot]
+        if answer.row.slot is not None:
+            slots = [slot for slot in slots if slot["id"] == answer.row.slot]
         if not slots:
             return
         # The most recent slot of this length. Its file shows whether it is the slot of the answer.

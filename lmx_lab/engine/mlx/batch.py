@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
+from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
+from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes, PrefixRead
 from lmx_lab.engine.mlx.kv_cache import Footprint, KvState
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import PrefillPace
 from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
-from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import (
     ConstrainedSampler,
     MinimumLength,
+    Processor,
+    Sampler,
     Samplers,
     answer_token,
     as_rows,
     processors,
     prompt_token,
 )
-from lmx_lab.engine.mlx.speculative import DraftModel, ModelDrafter, PromptLookup, SpeculativeBatch
-from lmx_lab.engine.mlx.steering import BatchSteering
-from lmx_lab.engine.prefix_files import common_prefix
+from lmx_lab.engine.mlx.speculative import Drafter, DraftModel, ModelDrafter, PromptLookup, SpeculativeBatch
+from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
+from lmx_lab.engine.prefix_files import Tokens, common_prefix
 from lmx_lab.engine.requests import InfillPrompt
 from lmx_lab.values.outputs import PromptScores, TokenLogprob
 
@@ -42,6 +46,54 @@ SCORED_CHUNK_TOKENS = 64
 # more: mlx-lm's batches compute wrong values if a prompt is computed in single tokens next to another one (measured:
 # cohere2).
 MIN_CHUNK_TOKENS = 1 if mx.default_device() == mx.cpu else 256 if memory.is_of_device() else 64
+
+
+@dataclass(kw_only=True, eq=False)
+class MlxRow:
+    """What only the MLX engine needs for an answer."""
+
+    model: weakref.ref[LoadedModel]
+    """A weak reference, so that an object that refers to an ended request does not keep the weights in memory."""
+    tokens: list[int]
+    """The tokens to compute: the prompt, and after a pause also the answer so far."""
+    uncomputed_tokens: int = field(init=False)
+    """Number of tokens that are still to be computed before the next token is generated."""
+    key: Tokens = field(init=False)
+    """``tokens`` as the prefix cache compares them."""
+    steering: RequestSteering | None = None
+    """The vectors that are added to its residual stream; None if there are none."""
+    disk_read: PrefixRead | None = None
+    """The state on disk for which the request waits or waited; None until that is decided."""
+    is_decoding: bool = False
+    """Whether all its tokens have been computed, so that each step generates a token."""
+    drafter: Drafter | None = None
+    """Drafts tokens of this answer; None if it must not use drafts."""
+    uid: int | None = None
+    """Id of the request in mlx-lm's batch."""
+    waits_for: MlxGeneration | None = None
+    """A request whose prompt begins with the same tokens and is being computed."""
+    is_waited_for: bool = False
+    """Whether another request waits for this one's prompt."""
+    sampler: Sampler | None = None
+    """Created when the request first gets a slot, because it may have a random state."""
+    processors: list[Processor] | None = None
+    """The functions that change the logits, which count the tokens of the answer. Created with the sampler."""
+
+    def __post_init__(self) -> None:
+        self.set_tokens(self.tokens)
+
+    def set_tokens(self, tokens: list[int]) -> None:
+        """Set the tokens to compute."""
+        self.tokens, self.uncomputed_tokens = tokens, len(tokens)
+        self.key = np.asarray(tokens, dtype=np.int32)
+
+    @property
+    def variant(self) -> str:
+        """The property, in addition to the tokens, that the KV cache depends on; see ``PrefixCache``."""
+        return self.steering.key if self.steering is not None else ""
+
+
+MlxGeneration = Generation[MlxRow]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,45 +232,46 @@ class Batch:
         """Return whether a request should wait for a longer prefix than any cached one: because another prompt that is
         being computed has this prefix and will be stored, or because the prefix is being read from disk.
         """
+        row = generation.row
         if generation.request.score_prompt:
             return False
-        if generation.waits_for is not None and self._is_prefilling(generation.waits_for):
+        if row.waits_for is not None and self._is_prefilling(row.waits_for):
             return True
-        generation.waits_for = next(
-            filter(lambda other: self._serves(other, generation), self._generations.values()), None
-        )
-        if generation.waits_for is not None:
-            generation.waits_for.is_waited_for = True
+        row.waits_for = next(filter(lambda other: self._serves(other, generation), self._generations.values()), None)
+        if row.waits_for is not None:
+            row.waits_for.row.is_waited_for = True
             return True
-        if self._disk is not None and generation.disk_read is None and not generation.variant:
-            generation.disk_read = self._disk.find(generation.key, self.prefixes)
-            return generation.disk_read is None or not generation.disk_read.done
-        return generation.disk_read is not None and not generation.disk_read.done
+        if self._disk is not None and row.disk_read is None and not row.variant:
+            row.disk_read = self._disk.find(row.key, self.prefixes)
+            return row.disk_read is None or not row.disk_read.done
+        return row.disk_read is not None and not row.disk_read.done
 
     def _is_prefilling(self, generation: MlxGeneration) -> bool:
         # Compared by identity, because after a failure the uids of a new batch start at 0 again.
-        return self._generations.get(generation.uid) is generation and not generation.is_decoding
+        return self._generations.get(generation.row.uid) is generation and not generation.row.is_decoding
 
     def _serves(self, other: MlxGeneration, generation: MlxGeneration) -> bool:
         """Return whether the cache of ``other`` will be stored, and will save ``generation`` enough tokens."""
-        if not self._is_prefilling(other) or other.variant != generation.variant:
+        row = generation.row
+        if not self._is_prefilling(other) or other.row.variant != row.variant:
             return False
-        if self.footprint.kv_bytes([len(other.tokens)]) > self.prefixes.limit_bytes:
+        if self.footprint.kv_bytes([len(other.row.tokens)]) > self.prefixes.limit_bytes:
             return False
-        shared = min(common_prefix(other.key, generation.key), len(generation.tokens) - 1)
-        if not self._model.traits.plain and shared < len(other.tokens) - 1:
+        shared = min(common_prefix(other.row.key, row.key), len(row.tokens) - 1)
+        if not self._model.traits.plain and shared < len(other.row.tokens) - 1:
             return False
-        return shared >= MIN_TOKENS and shared - self.prefixes.longest(generation.key, generation.variant) >= MIN_TOKENS
+        return shared >= MIN_TOKENS and shared - self.prefixes.longest(row.key, row.variant) >= MIN_TOKENS
 
     def insert(self, generation: MlxGeneration) -> None:
         """Start to compute a request, or continue a paused one, after the cached prefix of its tokens."""
+        row = generation.row
         if generation.request.score_prompt and not generation.output_tokens:
             self._scorings.append(PromptScoring(generation, self._model))
-        elif (hit := self.prefixes.find(generation.key, generation.variant)) is not None:
+        elif (hit := self.prefixes.find(row.key, row.variant)) is not None:
             if not generation.output_tokens:
                 generation.cached_tokens = hit.tokens
-                if generation.disk_read is not None:
-                    generation.disk_cached_tokens = min(hit.tokens, generation.disk_read.tokens)
+                if row.disk_read is not None:
+                    generation.disk_cached_tokens = min(hit.tokens, row.disk_read.tokens)
             self._insert(generation, hit.tokens, hit.state.layers)
         else:
             self._insert(generation, 0, make_prompt_cache(self._model.model))
@@ -229,14 +282,14 @@ class Batch:
         Args:
             layers: The key-value caches of these tokens.
         """
-        request = generation.request
-        if generation.sampler is None:
-            generation.sampler = self._samplers.get(request.sampling, choice=generation.choice)
-            generation.processors = processors(request.sampling, generation.start)
+        request, row = generation.request, generation.row
+        if row.sampler is None:
+            row.sampler = self._samplers.get(request.sampling, choice=generation.choice)
+            row.processors = processors(request.sampling, generation.start)
             if request.min_tokens and not request.ignore_eos:
                 ends = sorted(self._model.end_tokens(request))
-                generation.processors.append(MinimumLength(request.min_tokens - len(generation.start), ends))
-        sampler = generation.sampler
+                row.processors.append(MinimumLength(request.min_tokens - len(generation.start), ends))
+        sampler = row.sampler
         if generation.constraint is not None:
             sampler = ConstrainedSampler(generation.constraint, sampler, normalize=request.sampling.top_p < 1)
         stop_sequences = None  # None selects those of the model.
@@ -244,33 +297,34 @@ class Batch:
             stop_sequences = [NO_STOP]
         elif isinstance(request.prompt, InfillPrompt):
             stop_sequences = [StopSequences([[token] for token in sorted(self._model.end_tokens(request))])]
-        (generation.uid,) = self._generator.insert(
-            [generation.tokens[known:]],
+        (row.uid,) = self._generator.insert(
+            [row.tokens[known:]],
             max_tokens=[generation.max_tokens - generation.output_tokens],
             caches=[list(layers)],
-            all_tokens=[generation.tokens[:known]],
+            all_tokens=[row.tokens[:known]],
             samplers=[sampler],
-            logits_processors=[generation.processors or []],
+            logits_processors=[row.processors or []],
             stop_sequences=stop_sequences,
         )
-        generation.uncomputed_tokens = len(generation.tokens) - known
-        self._generations[generation.uid] = generation
-        self._steering.add(generation.uid, generation.steering)
+        row.uncomputed_tokens = len(row.tokens) - known
+        self._generations[row.uid] = generation
+        self._steering.add(row.uid, row.steering)
         if self._drafts is not None:
             model = self._draft_model
-            generation.drafter = generation.drafter or (PromptLookup() if model is None else ModelDrafter(model))
-            self._drafts.drafters[generation.uid] = generation.drafter
+            row.drafter = row.drafter or (PromptLookup() if model is None else ModelDrafter(model))
+            self._drafts.drafters[row.uid] = row.drafter
 
     def remove(self, generation: MlxGeneration) -> None:
         """Stop computing a request. The cache of its tokens is stored for requests with the same prefix."""
+        row = generation.row
         self._scorings = [scoring for scoring in self._scorings if scoring.generation is not generation]
-        if self._generations.get(generation.uid) is not generation:
+        if self._generations.get(row.uid) is not generation:
             return
-        self._forget(generation.uid)
-        taken = self._generator.remove([generation.uid], return_prompt_caches=self.prefixes.limit_bytes > 0)
+        self._forget(row.uid)
+        taken = self._generator.remove([row.uid], return_prompt_caches=self.prefixes.limit_bytes > 0)
         for layers, tokens in taken.values():
             if len(tokens) > generation.cached_tokens:
-                self._store_prefix(layers, tokens, generation.variant)
+                self._store_prefix(layers, tokens, row.variant)
 
     def _forget(self, uid: int | None) -> None:
         del self._generations[uid]
@@ -280,7 +334,8 @@ class Batch:
 
     def can_pause(self, generation: MlxGeneration) -> bool:
         """Return whether a request decodes, and the cache of its tokens can be stored until it continues."""
-        if self._generations.get(generation.uid) is not generation or not generation.is_decoding:
+        row = generation.row
+        if self._generations.get(row.uid) is not generation or not row.is_decoding:
             return False
         length = len(generation.prompt) + generation.output_tokens
         return self.footprint.kv_bytes([length]) <= self.prefixes.limit_bytes
@@ -292,10 +347,10 @@ class Batch:
         Its cache is stored as a prefix. If it is dropped there, its tokens are computed again.
         """
         batch = self._generator._generation_batch
-        tokens = list(batch.tokens[batch.uids.index(generation.uid)])
+        tokens = list(batch.tokens[batch.uids.index(generation.row.uid)])
         event = self._take_next(generation)
-        generation.is_decoding = False
-        generation.set_tokens([*tokens, event.token])
+        generation.row.is_decoding = False
+        generation.row.set_tokens([*tokens, event.token])
         return event
 
     def step(self) -> list[Event]:
@@ -305,7 +360,7 @@ class Batch:
         chunk = self._pace.chunk(prompts=prompts, decoding=decoding)
         self._generator.prefill_step_size = chunk
         waiting = [*self._generations.values(), *(scoring.generation for scoring in self._scorings)]
-        uncomputed_tokens = sum(generation.uncomputed_tokens for generation in waiting)
+        uncomputed_tokens = sum(generation.row.uncomputed_tokens for generation in waiting)
         self._threads.prepare(decoding + min(prompts * chunk, uncomputed_tokens))
         started = time.perf_counter()
         # Tokens that reach ``max_tokens`` of their requests are sampled already. Left in the batch, these requests
@@ -313,7 +368,7 @@ class Batch:
         ending = [
             generation
             for generation in self._generations.values()
-            if generation.is_decoding and generation.output_tokens + 1 == generation.max_tokens
+            if generation.row.is_decoding and generation.output_tokens + 1 == generation.max_tokens
         ]
         events: list[Event] = [self._take_next(generation) for generation in ending]
         events += self._score(chunk)
@@ -328,7 +383,7 @@ class Batch:
             generation = self._generations[response.uid]
             if response.finish_reason is not None:
                 self._forget(response.uid)
-                self._store_prefix(response.prompt_cache or (), response.all_tokens or (), generation.variant)
+                self._store_prefix(response.prompt_cache or (), response.all_tokens or (), generation.row.variant)
             finish = cast("Literal['stop', 'length'] | None", response.finish_reason)
             events.append(TokenGenerated(generation, response.token, response.logprobs, finish))
         # Tokens first: a request that starts to decode with this step has none yet.
@@ -338,7 +393,7 @@ class Batch:
         """Remove a request that decodes, and return its next token, which is already sampled."""
         # mlx-lm has no public way to read the sampled tokens. Its version is bounded, and tests check this attribute.
         batch = self._generator._generation_batch
-        row = batch.uids.index(generation.uid)
+        row = batch.uids.index(generation.row.uid)
         token, logprobs = int(batch._next_tokens[row].item()), batch._next_logprobs[row]
         ended = not generation.request.ignore_eos and token in self._model.end_tokens(generation.request)
         is_last = generation.output_tokens + 1 == generation.max_tokens
@@ -349,7 +404,7 @@ class Batch:
         """Return the estimated time until the last token of a request, from the durations of previous steps."""
         output = generation.max_tokens - generation.output_tokens
         return self._pace.estimate_s(
-            prompt_tokens=generation.uncomputed_tokens, output_tokens=output, decoding=self._decoding
+            prompt_tokens=generation.row.uncomputed_tokens, output_tokens=output, decoding=self._decoding
         )
 
     @property
@@ -359,7 +414,7 @@ class Batch:
 
     @property
     def _decoding(self) -> int:
-        return sum(generation.is_decoding for generation in self._generations.values())
+        return sum(generation.row.is_decoding for generation in self._generations.values())
 
     def _score(self, chunk: int) -> list[Event]:
         """Score one chunk of the prompt that arrived first."""
@@ -367,17 +422,18 @@ class Batch:
             return []
         scoring = self._scorings[0]
         generation = scoring.generation
+        row = generation.row
         if not generation.computed_tokens and self._model.traits.plain:
             # Tokens before the first one whose score is needed are taken from the prefix cache only when the scoring
             # begins, because requests before it may have the same beginning.
-            before = generation.key[: generation.request.score_from]
-            if (hit := self.prefixes.find(before, generation.variant)) is not None:
+            before = row.key[: generation.request.score_from]
+            if (hit := self.prefixes.find(before, row.variant)) is not None:
                 scoring.skip(hit.tokens, hit.state.copied_layers())
                 generation.cached_tokens = hit.tokens
-                generation.uncomputed_tokens -= hit.tokens
-        with mx.stream(self._generator.stream), self._steering.alone(generation.steering):
+                row.uncomputed_tokens -= hit.tokens
+        with mx.stream(self._generator.stream), self._steering.alone(row.steering):
             generation.computed_tokens += (tokens := scoring.advance(chunk))
-        generation.uncomputed_tokens -= tokens
+        row.uncomputed_tokens -= tokens
         if not scoring.is_done:
             return [ChunkComputed(generation, tokens, done=False)]
         del self._scorings[0]
@@ -389,7 +445,7 @@ class Batch:
             unscored = min(generation.request.score_from, length)
             if unscored - generation.cached_tokens >= MIN_TOKENS:
                 state = KvState(scoring.layers).trimmed(length - unscored)
-                self._store_prefix(state.layers, generation.prompt[:unscored], generation.variant)
+                self._store_prefix(state.layers, generation.prompt[:unscored], row.variant)
         return [ChunkComputed(generation, tokens, done=False), PromptScored(generation, scoring.scores)]
 
     def note_peak(self, peak: int) -> None:
@@ -399,19 +455,20 @@ class Batch:
 
     def _chunk_computed(self, progress: PromptProcessingBatch.Response, now: float) -> ChunkComputed:
         generation = self._generations[progress.uid]
+        row = generation.row
         done, total = progress.progress
-        tokens = generation.uncomputed_tokens - (total - done)
-        generation.uncomputed_tokens -= tokens
+        tokens = row.uncomputed_tokens - (total - done)
+        row.uncomputed_tokens -= tokens
         if not generation.output_tokens:
             generation.computed_tokens += tokens
         if progress.end_of_prompt:
-            generation.is_decoding = True
+            row.is_decoding = True
             generation.decoding_at = generation.decoding_at or now
-        elif done == total - 1 and (generation.is_waited_for or not self._model.traits.plain):
+        elif done == total - 1 and (row.is_waited_for or not self._model.traits.plain):
             # All tokens but the last one: an equal prompt, which needs one token to compute, can use this cache even if
             # caches of the model cannot be trimmed.
             layers, tokens_of_layers = self._generator.extract_cache([progress.uid])[progress.uid]
-            self._store_prefix(layers, tokens_of_layers, generation.variant)
+            self._store_prefix(layers, tokens_of_layers, row.variant)
         return ChunkComputed(generation, tokens, done=progress.end_of_prompt)
 
     def logprob(self, event: TokenGenerated) -> TokenLogprob | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
 from typing import Any, ParamSpec, TypeVar
@@ -23,7 +22,6 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.model import check_fits
 from lmx_lab.engine.mlx.prepare import PromptPreparer
 from lmx_lab.engine.mlx.prepare_texts import TextPreparer
-from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.state import Loaded, MlxCore
 from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.requests import (
@@ -184,12 +182,9 @@ class MlxEngine:
     ) -> list[Answer]:
         """See ``InferenceEngine``. The prompt is computed once for all answers."""
         generations = await self._prompts.prepare(entry, request, permits)
-        streams = []
-        for generation in generations:
-            # A weak reference, because a stream that is kept must not keep the model in memory.
-            cancel = functools.partial(self._cancel, weakref.ref(generation))
-            prompt = tuple(generation.prompt[: len(generation.prompt) - len(generation.start)])
-            streams.append(Answer(generation.mailbox, cancel, request=request, model=entry.id, prompt=prompt))
+        if (core := self._thread.core) is None:
+            raise EngineDeadError("the engine was stopped")
+        streams = core.generating.answers.open(generations)
         try:
             await self._thread.call(lambda core: core.submit(generations))
         except LabError as exc:
@@ -250,10 +245,3 @@ class MlxEngine:
         core = self._thread.core
         assert core is not None, "a model was loaded"
         return core.model_of(entry)
-
-    def _cancel(self, ended: weakref.ref[MlxGeneration]) -> None:
-        def cancel(core: MlxCore) -> None:
-            if (generation := ended()) is not None:
-                core.generating.cancel(generation)
-
-        self._thread.post(cancel)

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Literal
 
 import mlx.core as mx
 
-from lmx_lab.engine.admission import AdmissionControl
+from lmx_lab.engine.answers import Answers
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.memory import prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, PromptScored, TokenGenerated
+from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, MlxGeneration, MlxRow, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
 from lmx_lab.engine.mlx.kv_cache import STEP_TOKENS
 from lmx_lab.engine.mlx.model import LoadedModel
-from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import Samplers
 from lmx_lab.engine.prefix_files import PrefixFiles
-from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Verdict
-from lmx_lab.engine.stream import Outbox
-from lmx_lab.engine.text.splitter import SplitText
-from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
+from lmx_lab.engine.scheduler import Turns, Verdict
+from lmx_lab.errors import EngineError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport, TokenTotals
-from lmx_lab.values.outputs import Delta, GenerationReport, PromptProgress, TokenLogprob
+from lmx_lab.values.outputs import PromptProgress
 from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)
@@ -38,9 +35,12 @@ than not answering."""
 
 
 class GenerationLoop:
-    """Runs the requests of one chat model, which ``use`` sets, in a batch. Belongs to the engine thread.
+    """Runs the requests of one chat model, which ``use`` sets, in a batch: the ``Computation`` of the MLX engine.
+
+    Belongs to the engine thread.
 
     Args:
+        post: Runs a function on the engine thread; may be called from any thread.
         used_bytes: Returns how much of the memory limit all models and requests use now, on all engines.
         other_bytes: The same for the models and requests of other loops and engines.
     """
@@ -50,10 +50,12 @@ class GenerationLoop:
         settings: Settings,
         threads: ThreadChoice,
         *,
+        turns: Turns,
         blas: BlasReport,
         limit_bytes: int,
         used_bytes: Callable[[], int],
         other_bytes: Callable[[], int],
+        post: Callable[[Callable[[], object]], object],
     ) -> None:
         self._settings = settings
         self._blas = blas
@@ -61,10 +63,7 @@ class GenerationLoop:
         self._limit_bytes = limit_bytes
         self._used_bytes = used_bytes
         self._other_bytes = other_bytes
-        self._scheduler: Scheduler[MlxGeneration] = Scheduler(slots=settings.slots, prefills=1, lanes=1)
-        self._slot_times = SlotTimes()
         self._samplers = Samplers()
-        self._outbox = Outbox()
         self._model: LoadedModel | None = None
         self._disk: DiskPrefixes | None = None
         self._written_bytes_before = 0
@@ -78,18 +77,12 @@ class GenerationLoop:
         """Number of running requests and length of the longest KV cache in ``STEP_TOKENS``; size of all caches."""
         self.batch: Batch | None = None
         self.totals = TokenTotals()
-
-    @property
-    def running(self) -> list[MlxGeneration]:
-        return self._scheduler.running
-
-    @property
-    def queued(self) -> list[MlxGeneration]:
-        return self._scheduler.queued
+        """Counts of the requests that have ended, and what was written to disk."""
+        self.answers: Answers[MlxRow] = Answers(self, self.totals, slots=settings.slots, turns=turns, post=post)
 
     @property
     def idle(self) -> bool:
-        return self._scheduler.idle
+        return self.answers.scheduler.idle
 
     @property
     def is_saving(self) -> bool:
@@ -99,18 +92,6 @@ class GenerationLoop:
     @property
     def prefix_cache_bytes(self) -> int:
         return self.batch.prefixes.nbytes if self.batch else 0
-
-    @property
-    def slot_free_s(self) -> float:
-        """Estimated time until one of the running requests ends, based on earlier requests and on its last token."""
-        running = self.running
-        if self.batch is None or len(running) < self._scheduler.slots:
-            return 1.0
-        return self._slot_times.free_in_s(
-            running=len(running),
-            oldest_s=time.perf_counter() - min(generation.admitted_at for generation in running),
-            at_most_s=min(self.batch.remaining_s(generation) for generation in running),
-        )
 
     @property
     def decode_s(self) -> float:
@@ -138,7 +119,7 @@ class GenerationLoop:
         prefills, lanes = (1, settings.slots) if mx.default_device() == mx.cpu else (settings.slots, settings.slots)
         if not model.traits.prompts_together:
             prefills = lanes = 1
-        self._scheduler.prefills, self._scheduler.lanes = prefills, lanes
+        self.answers.scheduler.prefills, self.answers.scheduler.lanes = prefills, lanes
         return Batch(
             model,
             self._samplers,
@@ -153,13 +134,11 @@ class GenerationLoop:
 
     def add(self, generations: Sequence[MlxGeneration]) -> None:
         """Queue the answers to one request."""
-        first = generations[0]
-        deadline, now = first.arrived_at + first.timeout_s, time.perf_counter()
-        tokens, client = len(first.prompt), first.request.caller.client
+        first, uncached = generations[0], None
         if self.batch is not None and not first.request.score_prompt:
             # A prompt whose beginning is cached takes as little time as a short one.
-            tokens -= self.batch.prefixes.longest(first.key, first.variant)
-        self._scheduler.add(generations, tokens=tokens, deadline=deadline, now=now, client=client)
+            uncached = len(first.prompt) - self.batch.prefixes.longest(first.row.key, first.row.variant)
+        self.answers.add(generations, uncached=uncached)
 
     def step(self) -> None:
         """Perform one step: check deadlines, start queued requests, compute one step of the batch.
@@ -180,21 +159,20 @@ class GenerationLoop:
             raise failure
 
     def _advance(self) -> None:
-        for generation in self._scheduler.expired(time.perf_counter()):
-            self._end(generation, GenerationTimeoutError.after(generation.timeout_s))
-        # If a client without a slot waits, a request of another client is paused.
-        if (batch := self.batch) is not None and (
-            paused := self._scheduler.pause(batch.can_pause, time.perf_counter())
-        ) is not None:
-            self._process(batch, batch.pause(paused))
-        self._start_queued()
+        self.answers.update(time.perf_counter())
         if (batch := self.batch) is None:
             return
         if not batch.is_empty:
             self._step += 1
-            self._step_requests, self._step_started_at = len(self.running), time.perf_counter()
+            running = self.answers.running
+            self._step_requests, self._step_started_at = len(running), time.perf_counter()
             events = batch.step()
-            lengths = [generation.cached_length for generation in self.running]
+            lengths = [
+                len(each.prompt) + each.output_tokens
+                if each.row.is_decoding
+                else len(each.row.tokens) - each.row.uncomputed_tokens
+                for each in running
+            ]
             key = (len(lengths), -(-max(lengths, default=0) // STEP_TOKENS))
             # Not at each step: the caches grow by ``STEP_TOKENS``, and the sum over the layers takes tens of
             # microseconds.
@@ -202,7 +180,7 @@ class GenerationLoop:
                 self._kv_key, self._kv_bytes = key, batch.footprint.kv_bytes(lengths)
             for event in events:
                 # A request may have ended with one of several tokens of this step.
-                if event.generation in self._scheduler.running:
+                if event.generation in self.answers.scheduler:
                     self._process(batch, event)
             if (used_bytes := self._used_bytes()) > self._limit_bytes:
                 # The estimates were too low, or other engines use more than at the start of these requests.
@@ -215,34 +193,17 @@ class GenerationLoop:
             self._disk.advance(batch.prefixes, idle=batch.is_empty)
             self._count_written_bytes(self._disk)
 
-    def _start_queued(self) -> None:
-        while (batch := self.batch) is not None:
-            now = time.perf_counter()
-            generation = self._scheduler.admit(partial(self._judge, batch), now)
-            if generation is None:
-                return
-            generation.mailbox.steps.start(now)
-            if generation.output_tokens:
-                batch.insert(generation)
-                continue
-            generation.admitted_at = now
-            if generation.start_delta is not None:
-                self._outbox.post(generation.mailbox, generation.start_delta)
-            if generation.start_finish is not None:
-                self._end(generation, generation.report(generation.start_finish, now))
-                continue
-            if not generation.max_tokens and not generation.request.score_prompt:
-                self._end(generation, generation.report("length", now))
-                continue
-            batch.insert(generation)
-            self._outbox.post(generation.mailbox, _progress(generation))
+    # Computation
 
-    def _judge(self, batch: Batch, generation: MlxGeneration) -> Verdict:
-        """Decide whether a request starts now. May drop cached prefixes to make room for it."""
+    def judge(self, generation: MlxGeneration) -> Verdict:
+        """See ``Computation``. May drop cached prefixes to make room for it."""
+        if (batch := self.batch) is None:
+            return Verdict.BLOCKED
         if batch.must_wait(generation):
             return Verdict.LATER
-        running = self.running
-        lengths = [each.length for each in (*running, generation)]
+        running = self.answers.running
+        # The prompt, and an answer of maximum length.
+        lengths = [len(each.prompt) + each.max_tokens for each in (*running, generation)]
         needed = self._other_bytes() + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
         # A request always fits alone, because the context length is limited by memory.
         if needed > self._limit_bytes and running:
@@ -250,45 +211,65 @@ class GenerationLoop:
         batch.prefixes.shrink(max(0, self._limit_bytes - needed))
         return Verdict.TAKE
 
+    def begin(self, generation: MlxGeneration) -> None:
+        """See ``Computation``."""
+        if self.batch is not None:
+            self.batch.insert(generation)
+            self.answers.post(generation, _progress(generation))
+
+    def can_pause(self, generation: MlxGeneration) -> bool:
+        """See ``Computation``."""
+        return self.batch is not None and self.batch.can_pause(generation)
+
+    def pause(self, generation: MlxGeneration) -> None:
+        """See ``Computation``. The next token is already sampled."""
+        if self.batch is not None:
+            self._process(self.batch, self.batch.pause(generation))
+
+    def resume(self, generation: MlxGeneration) -> None:
+        """See ``Computation``."""
+        if self.batch is not None:
+            generation.mailbox.steps.start(time.perf_counter())
+            self.batch.insert(generation)
+
+    def remove(self, generation: MlxGeneration) -> None:
+        """See ``Computation``."""
+        _count_drafts(generation)
+        if self.batch is not None:
+            self.batch.remove(generation)
+
+    def remaining_s(self, generation: MlxGeneration) -> float:
+        """See ``Computation``. Estimated from the durations of previous steps."""
+        return self.batch.remaining_s(generation) if self.batch is not None else math.inf
+
+    # Events of the batch
+
     def _process(self, batch: Batch, event: Event) -> None:
         """Handle an event. An error ends only the request of the event."""
         generation = event.generation
         try:
             match event:
-                case ChunkComputed() if generation.output_tokens:
-                    self._log_step(generation, "prefill", event.tokens, time.perf_counter())
-                    if event.done:
-                        self._scheduler.prefilled(generation)
                 case ChunkComputed():
                     self._log_step(generation, "prefill", event.tokens, time.perf_counter())
-                    self.totals.prompt_tokens += event.tokens
-                    self._outbox.post(generation.mailbox, _progress(generation))
+                    if not generation.output_tokens:
+                        self.answers.post(generation, _progress(generation))
                     if event.done:
-                        self._count_cached_tokens(generation)
-                        self._scheduler.prefilled(generation)
+                        self.answers.scheduler.prefilled(generation)
                 case PromptScored():
-                    if generation.steering is not None:
-                        generation.steering.check([each.logprob for each in event.scores.tokens])
-                    self._outbox.post(generation.mailbox, event.scores)
-                    if not generation.max_tokens:
-                        self._count_cached_tokens(generation)
-                        self._end(generation, generation.report("length", time.perf_counter()))
+                    if (steering := generation.row.steering) is not None:
+                        steering.check([each.logprob for each in event.scores.tokens])
+                    self.answers.scored(generation, event.scores, time.perf_counter())
                 case TokenGenerated():
                     self._handle_token(batch, generation, event)
         except LabError as exc:
-            self._end(generation, exc)
+            self.answers.end(generation, exc)
         except Exception as exc:
             # The error concerns only the text or the log-probabilities of this answer. Other answers continue.
             log.exception("a generation failed")
-            self._end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
+            self.answers.end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
 
     def _count_written_bytes(self, disk: DiskPrefixes) -> None:
         self.totals.prefix_disk_written_bytes = self._written_bytes_before + disk.written_bytes
-
-    def _count_cached_tokens(self, generation: MlxGeneration) -> None:
-        self.totals.prompt_tokens += generation.cached_tokens
-        self.totals.cached_tokens += generation.cached_tokens
-        self.totals.disk_cached_tokens += generation.disk_cached_tokens
 
     def _log_step(self, generation: MlxGeneration, kind: StepKind, tokens: int, now: float) -> None:
         """Record what the current step has computed for a request."""
@@ -304,27 +285,20 @@ class GenerationLoop:
         )
 
     def _handle_token(self, batch: Batch, generation: MlxGeneration, event: TokenGenerated) -> None:
-        if generation.steering is not None:
-            generation.steering.check(event.logprobs)
+        if (steering := generation.row.steering) is not None:
+            steering.check(event.logprobs)
         now = time.perf_counter()
         self._log_step(generation, "decode", 1, now)
-        generation.first_token_at = generation.first_token_at or now
-        generation.output_tokens += 1
-        self.totals.output_tokens += 1
-        logprob = batch.logprob(event)
-        finish = _finish(generation, event)
+        _count_drafts(generation)
+        logprob, reason = batch.logprob(event), _finish(generation, event)
         # The token that ends the text has no text; a token that completes a grammar has.
         hidden = event.finish == "stop"
-        piece = generation.splitter.add(event.token, None if hidden else logprob)
-        self._outbox.post(generation.mailbox, _delta(piece, ids=(event.token,)))
-        if finish is not None and not piece.stopped:
-            piece = generation.splitter.finish()
-            ends = (logprob,) if hidden and logprob is not None and not piece.stopped else ()
-            self._outbox.post(generation.mailbox, _delta(piece, ends=ends))
-        reason = "stop" if piece.stopped else finish
-        if reason is not None:
-            called = reason == "stop" and generation.splitter.has_called
-            self._end(generation, generation.report("tool_calls" if called else reason, now))
+        delta = generation.add(event.token, now, ids=(event.token,), entry=None if hidden else logprob)
+        self.answers.post(generation, delta)
+        if generation.finish is None and reason is not None:
+            self.answers.post(generation, generation.complete(reason, logprob if hidden else None))
+        if generation.finish is not None:
+            self.answers.finish(generation, now)
 
     def shrink_prefixes(self, excess_bytes: int) -> None:
         """Drop caches of ended requests until ``excess_bytes`` are released, or no cache is left."""
@@ -348,54 +322,22 @@ class GenerationLoop:
         if memory.is_out_of_memory(exc):
             what = f"out of memory, the model was unloaded: {exc}; load it again, or a smaller one"
             failure: LabError = OutOfMemoryError(what)
-            self.end_all(self.running + self.queued, failure)
+            self.answers.end_all(failure)
             return failure
         failure = EngineError(f"the generation failed inside the engine: {type(exc).__name__}: {exc}")
-        self.end_all(self.running, failure)
+        self.answers.end_all(failure, running_only=True)
         if self._model is not None:
             self.batch = self._new_batch(self._model)
         return failure
 
-    # Ends
-
-    def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
-        """End the generations that hold permits of this admission control."""
-        generations = self._scheduler.not_started if queued_only else self.queued + self.running
-        self.end_all([generation for generation in generations if generation.permit.admission is admission], error)
-
-    def end_all(self, generations: Sequence[MlxGeneration], error: LabError) -> None:
-        """End these generations with an error."""
-        # A separate method, because a loop variable in the caller would keep a reference to a model that it may unload.
-        for generation in generations:
-            self._end(generation, error)
-
-    def _end(self, generation: MlxGeneration, item: GenerationReport | LabError) -> None:
-        self.cancel(generation)
-        if generation.drafter is not None:
-            self.totals.drafted_tokens += generation.drafter.drafted
-            self.totals.accepted_tokens += generation.drafter.accepted
-        if isinstance(item, GenerationReport):
-            self._slot_times.add(item.prefill_s + item.decode_s)
-        self._outbox.post(generation.mailbox, item)
-
-    def cancel(self, generation: MlxGeneration) -> None:
-        """Stop a generation and free its slot. The reader does not receive an end."""
-        self._scheduler.remove(generation)
-        if self.batch is not None:
-            self.batch.remove(generation)
-        generation.permit.release()
-
-    def deliver(self) -> bool:
-        """Pass the items to each reader's loop in one call; return whether requests of closed loops were dropped."""
-        closed = self._outbox.send()
-        for generation in self.queued + self.running if closed else ():
-            if generation.mailbox.loop in closed:
-                self.cancel(generation)
-        return bool(closed)
-
 
 def _progress(generation: MlxGeneration) -> PromptProgress:
     return PromptProgress(done=generation.cached_tokens + generation.computed_tokens, total=len(generation.prompt))
+
+
+def _count_drafts(generation: MlxGeneration) -> None:
+    if (drafter := generation.row.drafter) is not None:
+        generation.drafted_tokens, generation.accepted_tokens = drafter.drafted, drafter.accepted
 
 
 def _finish(generation: MlxGeneration, event: TokenGenerated) -> Literal["stop", "length"] | None:
@@ -404,26 +346,15 @@ def _finish(generation: MlxGeneration, event: TokenGenerated) -> Literal["stop",
     Raises:
         LabError: the grammar can no longer be enforced.
     """
-    constraint = generation.constraint
+    constraint, tokens = generation.constraint, generation.output_tokens + 1
     if constraint is None:
         return event.finish
-    if constraint.tokens < generation.output_tokens:
+    if constraint.tokens < tokens:
         # The last of ``max_tokens`` tokens: no token was sampled after it, so the constraint was not advanced.
         constraint.advance(event.token)
-    if constraint.tokens > generation.output_tokens:
+    if constraint.tokens > tokens:
         # One of several tokens of a pass. The constraint has already recorded the last one of them.
         return event.finish
     if constraint.failure is not None:
         raise constraint.failure
     return "stop" if constraint.complete else event.finish
-
-
-def _delta(piece: SplitText[TokenLogprob], *, ids: tuple[int, ...] = (), ends: tuple[TokenLogprob, ...] = ()) -> Delta:
-    return Delta(
-        text=piece.text,
-        tokens=len(ids),
-        ids=ids,
-        logprobs=(*piece.entries, *ends),
-        reasoning=piece.reasoning,
-        tool_calls=piece.calls,
-    )

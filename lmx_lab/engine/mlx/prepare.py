@@ -11,20 +11,23 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
+from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.loop_engine import deadline
+from lmx_lab.engine.mlx.batch import MlxGeneration, MlxRow
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
-from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.tracing import TraceJob
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, TraceRequest
 from lmx_lab.engine.stream import Mailbox
+from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.engine.tokenizing.encoder import TextWork
 from lmx_lab.engine.validation import check_length, check_steered_weights, check_token_ids, check_tokens
 from lmx_lab.errors import EngineDeadError, NotLoadedError
@@ -110,27 +113,32 @@ class PromptPreparer:
         model = self._model_of(entry)
         tokens = [*prompt.tokens, *start]
         check_length(request, tokens, model.entry, model.context_length)
+        left = min(request.max_tokens - len(start), (model.context_length or 2**31) - len(tokens))
+        channel_format = prompts.chat_format.channel_format(request, prompt.thinking)
         generations = [
-            MlxGeneration(
+            Generation(
                 request=request,
+                model=entry.id,
                 prompt=tokens,
                 start=start,
-                mailbox=Mailbox(asyncio.get_running_loop(), arrived_at),
-                permit=permit,
-                model=weakref.ref(model),
-                arrived_at=arrived_at,
-                timeout_s=timeout_s,
+                max_tokens=left,
                 choice=choice,
                 named_tokens=named,
-                channel_format=prompts.chat_format.channel_format(request, prompt.thinking),
                 constraint=_constraint(request, prompt, matcher, model),
+                splitter=TextSplitter(model.text.decode, request.stop, channel_format, min_tokens=request.min_tokens),
+                mailbox=Mailbox(asyncio.get_running_loop(), arrived_at),
+                permit=permit,
+                arrived_at=arrived_at,
+                timeout_s=timeout_s,
+                row=MlxRow(model=weakref.ref(model), tokens=tokens),
             )
             for choice, (matcher, permit) in enumerate(zip(matchers, permits, strict=True))
         ]
         if start:
+            ends = not request.ignore_eos and start[-1] in model.end_tokens(request)
             del model
             for generation in generations:
-                await self._on_prompts_thread(generation.read_start)
+                await self._on_prompts_thread(partial(generation.read_start, ends=ends))
         return generations
 
     async def prepare_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> TraceJob:

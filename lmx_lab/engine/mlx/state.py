@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl
@@ -16,11 +16,11 @@ from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.mlx.batch import MlxGeneration
 from lmx_lab.engine.mlx.encoding import EncodeJob, EncodingLoop
 from lmx_lab.engine.mlx.loop import GenerationLoop
 from lmx_lab.engine.mlx.model import LoadedModel, load_chat
 from lmx_lab.engine.mlx.prefill import PREFILL_STEP_S
-from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.steering import RequestSteering
 from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError, UnusableModelError
@@ -42,7 +42,7 @@ MEAN_WEIGHT = 0.2
 class MlxCore:
     """The models in memory, one *main* model of any kind, pinned encoders in addition to it, and their requests."""
 
-    def __init__(self, settings: Settings, host: EngineHost) -> None:
+    def __init__(self, settings: Settings, host: EngineHost, post: Callable[[Callable[[], object]], object]) -> None:
         self._settings = settings
         self._host = host
         self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
@@ -56,10 +56,12 @@ class MlxCore:
         self.generating = GenerationLoop(
             settings,
             threads,
+            turns=host.turns,
             blas=report,
             limit_bytes=self._limit_bytes,
             used_bytes=self._used_bytes,
             other_bytes=self._other_bytes,
+            post=post,
         )
         self.encoding = EncodingLoop(
             threads,
@@ -124,13 +126,13 @@ class MlxCore:
         """
         first = generations[0]
         first.permit.check()
-        model = first.model()
+        model = first.row.model()
         if model is None or model is not self.main:
-            raise NotLoadedError(f"{first.model_id} has been unloaded; {LOAD_FIRST}")
+            raise NotLoadedError(f"{first.model} has been unloaded; {LOAD_FIRST}")
         if first.request.steer:
             steering = RequestSteering.of(first.request.steer, model.hook_points)
             for generation in generations:
-                generation.steering = steering
+                generation.row.steering = steering
         self.generating.add(generations)
         self._publish()
 
@@ -173,7 +175,7 @@ class MlxCore:
 
     def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """End the requests that hold permits of this admission control."""
-        self.generating.end_requests(admission, error, queued_only=queued_only)
+        self.generating.answers.end_requests(admission, error, queued_only=queued_only)
         self.encoding.end_requests(admission, error, queued_only=queued_only)
         self.tracing.end_requests(admission, error, queued_only=queued_only)
         self._publish()
@@ -237,7 +239,7 @@ class MlxCore:
 
     def close(self, error: LabError) -> None:
         """End every request with this error, and release all memory. Called at the end of the thread."""
-        self.generating.end_all(self.generating.queued + self.generating.running, error)
+        self.generating.answers.end_all(error)
         self.encoding.end_all(self.encoding.queued + self.encoding.running, error)
         self.tracing.end_all(self.tracing.queued + self.tracing.running, error)
         self.failure = error
@@ -331,7 +333,7 @@ class MlxCore:
 
     def _end_main(self, error: LabError) -> None:
         """End the requests of the main model."""
-        self.generating.end_all(self.generating.queued + self.generating.running, error)
+        self.generating.answers.end_all(error)
         pinned = [model for _, model in self._pinned.values()]
         jobs = [job for job in self.encoding.queued + self.encoding.running if job.encoder() not in pinned]
         self.encoding.end_all(jobs, error)
@@ -340,6 +342,8 @@ class MlxCore:
     def _publish(self, state: EngineState | None = None) -> None:
         """Replace the snapshot, then deliver the rows of texts, and the items of answers in one call for each loop."""
         entry, main = self._main or (None, None)
+        answers, totals = self.generating.answers, replace(self.generating.totals)
+        answers.count(totals)
         generating, encoding, tracing = self.generating, self.encoding, self.tracing
         self.snapshot = replace(
             self.snapshot,
@@ -351,18 +355,18 @@ class MlxCore:
             pinned=tuple(
                 PinnedModel(entry=entry, memory_bytes=model.memory_bytes) for entry, model in self._pinned.values()
             ),
-            active_requests=len(generating.running) + len(encoding.running) + len(tracing.running),
-            queued_requests=len(generating.queued) + len(encoding.queued) + len(tracing.queued),
+            active_requests=len(answers.running) + len(encoding.running) + len(tracing.running),
+            queued_requests=len(answers.queued) + len(encoding.queued) + len(tracing.queued),
             encode_requests=len(encoding.running) + len(encoding.queued),
             prefix_cache_bytes=generating.prefix_cache_bytes,
-            slot_free_s=generating.slot_free_s,
+            slot_free_s=answers.slot_free_s,
             encoded_tokens=encoding.tokens,
             memory_used_bytes=memory.used_bytes(),
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
             progress_at=time.perf_counter(),
-            **vars(generating.totals),
+            **vars(totals),
         )
         encoding.deliver()
         tracing.deliver()
-        if generating.deliver():
+        if answers.deliver():
             self._publish(state)

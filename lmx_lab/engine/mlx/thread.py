@@ -131,7 +131,7 @@ class EngineThread:
 
     def _run(self, started: Future[MlxCore], commands: queue.SimpleQueue[Command | None]) -> None:
         try:
-            core = MlxCore(self._settings, self._host)
+            core = MlxCore(self._settings, self._host, lambda work: self.post(lambda _: work()))
         except BaseException as exc:
             started.set_exception(exc)
             return

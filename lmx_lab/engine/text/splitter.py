@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lmx_lab.engine.text.channels import REASONING, TOOL, ChannelFormat, ChannelOutput, ChannelParser, StopStrings
-from lmx_lab.values.outputs import Delta, FinishReason, ToolCallDelta
+from lmx_lab.values.outputs import ToolCallDelta
 
 REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, and a token at least one: at most this many tokens are missing from a character.
@@ -254,35 +254,6 @@ class TextSplitter(Generic[E]):
         entries = tuple(waiting.entry for waiting in self._waiting)
         self._waiting.clear()
         return entries
-
-
-def read_start(
-    splitter: TextSplitter[Any], start: Sequence[Token], *, ids: Sequence[int], finish: FinishReason | None
-) -> tuple[Delta, FinishReason | None]:
-    """Return the beginning of an answer that is continued, and why it ends there; None if it does not.
-
-    Args:
-        start: The first tokens of the answer, as the splitter takes them.
-        ids: The same as ids.
-        finish: Why the answer ends after these tokens; None if it does not, except if they contain a stop string.
-    """
-    pieces = []
-    for token in start:
-        pieces.append(splitter.add(token))
-        if pieces[-1].stopped:
-            break
-    if finish is not None and not pieces[-1].stopped:
-        pieces.append(splitter.finish())
-    if pieces[-1].stopped:
-        finish = "stop"
-    delta = Delta(
-        text="".join([piece.text for piece in pieces]),
-        tokens=len(ids),
-        ids=tuple(ids),
-        reasoning="".join([piece.reasoning for piece in pieces]),
-        tool_calls=tuple([call for piece in pieces for call in piece.calls]),
-    )
-    return delta, "tool_calls" if finish == "stop" and splitter.has_called else finish
 
 
 def _join(outputs: Sequence[ChannelOutput], entries: tuple[E, ...]) -> SplitText[E]:

@@ -1,12 +1,17 @@
 """The events that llama.cpp streams become the pieces of an answer."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from lmx_lab.engine import GenerationRequest, TextPrompt
-from lmx_lab.engine.llama_cpp.answer import AnswerReader, Gap, TokenIndex, choose
+from lmx_lab.engine.admission import AdmissionControl, Permit
+from lmx_lab.engine.answers import Generation
+from lmx_lab.engine.llama_cpp.answer import AnswerReader, Gap, TokenIndex, choose, set_decoding_at
+from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
+from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.values.outputs import Delta, PromptProgress, merge_tool_calls
 
 REQUEST = GenerationRequest(prompt=TextPrompt(text="a"))
@@ -17,10 +22,43 @@ THOUGHTS = ChannelFormat(
 )
 
 
+class Answer:
+    """A generation, to which the events of its answer are added."""
+
+    def __init__(self, request, route, channel_format):
+        loop = asyncio.new_event_loop()
+        loop.close()
+        self.generation = Generation(
+            request=request,
+            model="m",
+            prompt=list(range(10)),
+            max_tokens=100,
+            splitter=TextSplitter("".join, request.stop, channel_format),
+            mailbox=Mailbox(loop, 100.0),
+            permit=Permit(AdmissionControl("m", limit=1)),
+            arrived_at=100.0,
+            timeout_s=60.0,
+            row=AnswerReader(route, plain=channel_format is None and not request.stop and request.top_logprobs is None),
+            admitted_at=101.0,
+            peak_memory_bytes=5,
+        )
+
+    def read(self, event, now):
+        return self.generation.row.read(self.generation, event, now)
+
+    def report(self, now):
+        set_decoding_at(self.generation, now)
+        return self.generation.report(now)
+
+    def pause(self):
+        self.generation.row.pause(self.generation)
+
+    def __getattr__(self, name):
+        return getattr(self.generation, name)
+
+
 def reader(*, request=REQUEST, route="/completion", channel_format=None):
-    answer = AnswerReader(request, route, channel_format, model="m", prompt_tokens=10, arrived_at=100.0)
-    answer.begin(101.0)
-    return answer
+    return Answer(request, route, channel_format)
 
 
 def probability(token, data, logprob=-1.0, top=()):
@@ -249,7 +287,7 @@ def test_one_token_of_a_cached_prompt_is_computed():
 def test_decode_time_includes_the_first_token():
     answer = reader()
     deltas(answer, progress(5), progress(10), piece("a", 1), piece("b", 2), piece("c", 3), end(3, "limit"))
-    report = answer.report(105.0, peak_memory_bytes=5)
+    report = answer.report(105.0)
     assert (report.queue_s, report.prefill_s, report.decode_s) == (1.0, 2.5, 1.5)
     assert (report.ttft_s, report.total_s, report.tokens_per_second) == (4.0, 5.0, 2.0)
     assert (report.prompt_tokens, report.output_tokens, report.model, report.peak_memory_bytes) == (10, 3, "m", 5)
@@ -266,7 +304,7 @@ def test_the_decode_time_of_a_single_token_is_estimated_from_the_prompt():
 def test_times_add_up_whatever_was_streamed(events):
     answer = reader()
     deltas(answer, *events)
-    answer.finish = answer.finish or "length"
+    answer.generation.finish = answer.finish or "length"
     report = answer.report(110.0)
     assert report.total_s == 10.0
     assert min(report.queue_s, report.prefill_s, report.decode_s) >= 0

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from lmx_lab.engine import Caller, ModelManager, Sampling, TokenPrompt, scheduler
+from lmx_lab.engine import Caller, ModelManager, Sampling, TokenPrompt
 from lmx_lab.engine.mlx.capture.points import find_parts, find_points
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.speculative import SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
+from lmx_lab.engine.scheduler import Turns
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
@@ -213,11 +214,9 @@ async def test_drafts_do_not_change_a_steered_answer(no_shared_model, tiny, monk
     assert with_draft.drafted_tokens > 0
 
 
-async def test_a_steered_answer_continues_after_a_pause(no_shared_model, tiny, monkeypatch):
-    monkeypatch.setattr(scheduler, "TURN_S", 0.0)
-    monkeypatch.setattr(scheduler, "WAIT_S", 0.0)
+async def test_a_steered_answer_continues_after_a_pause(no_shared_model, tiny):
     bodies = [options(vector(seed=seed), max_tokens=150, top_logprobs=None) for seed in range(2)]
-    async with ModelManager(Settings(slots=2)) as manager:
+    async with ModelManager(Settings(slots=2), turns=Turns(wait_s=0.0, turn_s=0.0)) as manager:
         await manager.load_entry(tiny)
         expected = [(await run(manager, **body))[0] for body in bodies]
         streams = [await manager.submit(request(**body, caller=Caller(client="192.0.2.1"))) for body in bodies]

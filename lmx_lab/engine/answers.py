@@ -1,0 +1,442 @@
+"""Run the accepted generations of one model until their end, on every engine.
+
+Plain synchronous code. An ``Answers`` belongs to the thread that computes the model, which calls ``update`` between two
+steps. It decides what runs (``engine.scheduler``), ends each generation exactly once, and passes the results to the
+event loops of their readers. What only one engine does is behind ``Computation``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+
+from lmx_lab.engine.admission import AdmissionControl, Permit
+from lmx_lab.engine.requests import GenerationRequest
+from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Turns, Verdict
+from lmx_lab.engine.stream import Answer, Item, Mailbox
+from lmx_lab.engine.text.splitter import SplitText, TextSplitter, Token
+from lmx_lab.errors import GenerationTimeoutError, LabError
+from lmx_lab.values.engine import TokenTotals
+from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, PromptScores, TokenLogprob
+
+if TYPE_CHECKING:
+    from lmx_lab.engine.grammar.mask import Constraint
+
+Row = TypeVar("Row")
+
+
+@dataclass(kw_only=True, eq=False)
+class Generation(Generic[Row]):
+    """One answer on the side of its engine; ``stream.Answer`` is the same answer on the side of its reader.
+
+    Belongs to the thread that computes the model. Times are seconds of ``time.perf_counter``.
+    """
+
+    request: GenerationRequest
+    model: str
+    """Id of the model."""
+    prompt: list[int]
+    """Tokens of the prompt, followed by those of ``start``."""
+    start: list[int] = field(default_factory=list)
+    """Tokens with which the answer begins, which are not generated."""
+    max_tokens: int
+    """Maximum number of tokens to generate: the requested one without ``start``, or less if the context is too
+    short."""
+    choice: int = 0
+    """Index of the answer among those to the same request."""
+    named_tokens: tuple[int, ...] = ()
+    """Ids of the request's ``logprob_tokens``."""
+    grammar: str | None = None
+    """The format of the answer, if the engine enforces it itself."""
+    constraint: Constraint | None = None
+    splitter: TextSplitter[TokenLogprob]
+    mailbox: Mailbox
+    permit: Permit
+    arrived_at: float
+    timeout_s: float
+    row: Row
+    """What only this engine needs."""
+    failure: LabError | None = None
+    """The error with which the answer ends instead of a report."""
+    admitted_at: float = 0.0
+    """When it first got a slot; 0 before."""
+    decoding_at: float = 0.0
+    """When its prompt was computed; 0 before."""
+    first_token_at: float = 0.0
+    cached_tokens: int = 0
+    disk_cached_tokens: int = 0
+    """Cached tokens whose state was read from disk."""
+    computed_tokens: int = 0
+    """Number of prompt tokens that have been computed, without cached ones."""
+    output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    peak_memory_bytes: int = 0
+    start_delta: Delta | None = None
+    """The beginning of the answer; None if all its tokens are generated."""
+    start_finish: FinishReason | None = None
+    """Why the answer ends before the first token is generated; None if it does not."""
+    finish: FinishReason | None = None
+    """Set when the answer is complete."""
+
+    def __post_init__(self) -> None:
+        if not self.max_tokens:
+            self.start_finish = "length"
+
+    def read_start(self, *, ends: bool, tokens: Sequence[Token] | None = None) -> None:
+        """Read the tokens with which the answer begins. Takes about 20 microseconds for each of them.
+
+        Args:
+            ends: Whether the last of them ends the answer.
+            tokens: The tokens as the splitter takes them; by default ``start``.
+
+        Raises:
+            InvalidRequestError: the format of the answer does not allow them.
+        """
+        if self.constraint is not None:
+            self.constraint.begin(self.start)
+            ends = ends or self.constraint.complete
+        finish = "stop" if ends else self.start_finish
+        pieces = []
+        for token in self.start if tokens is None else tokens:
+            pieces.append(self.splitter.add(token))
+            if pieces[-1].stopped:
+                break
+        if finish is not None and not pieces[-1].stopped:
+            pieces.append(self.splitter.finish())
+        if pieces[-1].stopped:
+            finish = "stop"
+        self.start_finish = "tool_calls" if finish == "stop" and self.splitter.has_called else finish
+        self.start_delta = Delta(
+            text="".join([piece.text for piece in pieces]),
+            tokens=len(self.start),
+            ids=tuple(self.start),
+            reasoning="".join([piece.reasoning for piece in pieces]),
+            tool_calls=tuple([call for piece in pieces for call in piece.calls]),
+        )
+
+    def add(
+        self,
+        token: Token,
+        now: float,
+        *,
+        count: int = 1,
+        ids: tuple[int, ...] = (),
+        entry: TokenLogprob | None = None,
+    ) -> Delta:
+        """Add a generated token, and return what its reader gets. Sets ``finish`` if the token ends the answer.
+
+        Args:
+            token: The token, or the text of tokens that the engine has decoded.
+            count: Number of tokens that it stands for.
+            ids: Their ids, as far as they are known.
+            entry: The log-probability of the token, if it has text and the request needs it.
+        """
+        if count and not self.first_token_at:
+            self.first_token_at = now
+        self.output_tokens += count
+        piece = self.splitter.add(token, entry, count=count)
+        if piece.stopped:
+            self.finish = "tool_calls" if self.splitter.has_called else "stop"
+        return _delta(piece, count, ids)
+
+    def count_tokens(self, tokens: int, now: float) -> None:
+        """Count generated tokens, which ``add`` does as well."""
+        if tokens and not self.first_token_at:
+            self.first_token_at = now
+        self.output_tokens += tokens
+
+    def complete(self, reason: Literal["stop", "length"], entry: TokenLogprob | None = None) -> Delta:
+        """Set ``finish``, and return the text that was held back. A stop string may be completed by it.
+
+        Args:
+            entry: The log-probability of the token without text that ended the answer.
+        """
+        piece = self.splitter.finish()
+        if piece.stopped:
+            reason, entry = "stop", None
+        self.finish = "tool_calls" if reason == "stop" and self.splitter.has_called else reason
+        return _delta(piece, 0, (), () if entry is None else (entry,))
+
+    def report(self, now: float) -> GenerationReport:
+        """Return the report of the answer, which ends now."""
+        assert self.finish is not None
+        decoding_at = self.decoding_at or now
+        return GenerationReport(
+            model=self.model,
+            finish_reason=self.finish,
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached_tokens,
+            disk_cached_tokens=self.disk_cached_tokens,
+            output_tokens=self.output_tokens,
+            reasoning_tokens=self.splitter.reasoning_tokens,
+            queue_s=self.admitted_at - self.arrived_at,
+            prefill_s=decoding_at - self.admitted_at,
+            ttft_s=(self.first_token_at or now) - self.arrived_at,
+            decode_s=now - decoding_at,
+            peak_memory_bytes=self.peak_memory_bytes,
+            stop_sequence=self.splitter.stop_string,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+        )
+
+    def count(self, totals: TokenTotals) -> None:
+        """Add its tokens so far to ``totals``."""
+        totals.prompt_tokens += self.computed_tokens + self.cached_tokens
+        totals.cached_tokens += self.cached_tokens
+        totals.disk_cached_tokens += self.disk_cached_tokens
+        totals.output_tokens += self.output_tokens
+        totals.drafted_tokens += self.drafted_tokens
+        totals.accepted_tokens += self.accepted_tokens
+
+
+def _delta(
+    piece: SplitText[TokenLogprob], tokens: int, ids: tuple[int, ...], ends: tuple[TokenLogprob, ...] = ()
+) -> Delta:
+    return Delta(
+        text=piece.text,
+        tokens=tokens,
+        ids=ids,
+        logprobs=(*piece.entries, *ends) if ends else piece.entries,
+        reasoning=piece.reasoning,
+        tool_calls=piece.calls,
+    )
+
+
+class Computation(Protocol[Row]):
+    """Computes the generations that have a slot. Called by ``Answers`` only."""
+
+    def judge(self, generation: Generation[Row], /) -> Verdict:
+        """Decide whether a generation may have a slot now. It may free memory for it."""
+
+    def begin(self, generation: Generation[Row], /) -> None:
+        """Start to compute a generation, which has a slot."""
+
+    def can_pause(self, generation: Generation[Row], /) -> bool:
+        """Return whether a generation that decodes can lose its slot and continue later with the same text."""
+
+    def pause(self, generation: Generation[Row], /) -> None:
+        """Stop computing a generation until ``resume``."""
+
+    def resume(self, generation: Generation[Row], /) -> None:
+        """Continue a generation that was paused, and record that in its step log."""
+
+    def remove(self, generation: Generation[Row], /) -> None:
+        """Stop computing a generation that has ended or is cancelled, whether it had a slot or not."""
+
+    def remaining_s(self, generation: Generation[Row], /) -> float:
+        """Return the estimated time until the last token of a running generation; infinite if it is not known."""
+
+
+class Answers(Generic[Row]):
+    """The accepted generations of one model, queued and running.
+
+    Args:
+        totals: Counts the tokens of the generations that have ended.
+        post: Runs a function on the thread that computes the model; may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        computation: Computation[Row],
+        totals: TokenTotals,
+        *,
+        slots: int,
+        turns: Turns,
+        post: Callable[[Callable[[], object]], object],
+    ) -> None:
+        self._computation = computation
+        self._totals = totals
+        self.post_work = post
+        self._turns = turns
+        self._slot_times = SlotTimes()
+        self._items: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
+        """Items that ``deliver`` has not passed on yet, by the event loops of their readers."""
+        self.scheduler: Scheduler[Generation[Row]] = Scheduler(slots=slots, prefills=slots, lanes=slots, turns=turns)
+
+    @property
+    def running(self) -> list[Generation[Row]]:
+        """The generations that have a slot."""
+        return self.scheduler.running
+
+    @property
+    def queued(self) -> list[Generation[Row]]:
+        """The generations that wait for a slot, including paused ones."""
+        return self.scheduler.queued
+
+    @property
+    def slot_free_s(self) -> float:
+        """Estimated time until one of the running generations ends, from the durations of earlier ones and from the
+        progress of those that run; at least 1.
+        """
+        running = self.scheduler.running
+        if len(running) < self.scheduler.slots:
+            return 1.0
+        return self._slot_times.free_in_s(
+            running=len(running),
+            oldest_s=time.perf_counter() - min(generation.admitted_at for generation in running),
+            at_most_s=min(map(self._computation.remaining_s, running)),
+        )
+
+    def count(self, totals: TokenTotals) -> None:
+        """Add the tokens of the generations that have not ended to ``totals``."""
+        for generation in (*self.scheduler.running, *self.scheduler.queued):
+            generation.count(totals)
+
+    def open(self, generations: Sequence[Generation[Row]]) -> list[Answer]:
+        """Return the readers' side of the answers to one request. May be called from any thread."""
+        first = generations[0]
+        prompt = tuple(first.prompt[: len(first.prompt) - len(first.start)])
+        answers = []
+        for generation in generations:
+            # Weak references, because an answer that is kept must not keep the model in memory.
+            cancel = partial(_cancel_soon, weakref.ref(self), weakref.ref(generation))
+            answers.append(Answer(generation.mailbox, cancel, request=first.request, model=first.model, prompt=prompt))
+        return answers
+
+    def add(self, generations: Sequence[Generation[Row]], *, uncached: int | None = None) -> None:
+        """Queue the answers to one request.
+
+        Args:
+            uncached: Number of prompt tokens that must be computed; by default all.
+        """
+        first = generations[0]
+        self.scheduler.add(
+            generations,
+            tokens=len(first.prompt) if uncached is None else uncached,
+            deadline=first.arrived_at + first.timeout_s,
+            now=time.perf_counter(),
+            client=first.request.caller.client,
+        )
+
+    def update(self, now: float) -> None:
+        """End the generations that are past their deadline, pause one for a client without a slot, and start those for
+        which there is a slot.
+        """
+        scheduler, computation = self.scheduler, self._computation
+        for late in scheduler.expired(now):
+            # llama.cpp may still search the ids of the tokens of a complete answer.
+            if late.finish is None:
+                self.end(late, GenerationTimeoutError.after(late.timeout_s))
+        if (paused := scheduler.pause(computation.can_pause, now)) is not None:
+            computation.pause(paused)
+        while (admitted := scheduler.admit(computation.judge, now)) is not None:
+            if admitted.admitted_at:
+                computation.resume(admitted)
+                continue
+            admitted.admitted_at = now
+            admitted.mailbox.steps.start(now)
+            if not admitted.request.score_prompt and self._post_start(admitted, now):
+                continue
+            computation.begin(admitted)
+
+    def next_at(self, now: float) -> float | None:
+        """Return when ``update`` must be called again even if no generation ends; None if that is not necessary."""
+        scheduler = self.scheduler
+        unended = (*scheduler.running, *scheduler.queued)
+        if not unended:
+            return None
+        times = [each.arrived_at + each.timeout_s for each in unended if each.finish is None]
+        if scheduler.queued:
+            if len(scheduler.running) < scheduler.slots:
+                return now
+            if (pause_at := scheduler.next_pause_at()) is not None:
+                # Running generations keep their slot for a while, so there is no need to check more often.
+                times.append(max(pause_at, now + self._turns.check_s))
+        return min(times, default=None)
+
+    def post(self, generation: Generation[Row], *items: Item) -> None:
+        """Add items for a reader, which ``deliver`` passes on."""
+        mailbox = generation.mailbox
+        posted = self._items[mailbox.loop]
+        for item in items:
+            posted.append((mailbox, item))
+
+    def scored(self, generation: Generation[Row], scores: PromptScores, now: float) -> bool:
+        """Post the scores of a prompt, before the beginning of the answer. Return whether the answer ends there."""
+        self.post(generation, scores)
+        return self._post_start(generation, now)
+
+    def _post_start(self, generation: Generation[Row], now: float) -> bool:
+        """Post the beginning of an answer, which is not generated. Return whether the answer ends there."""
+        if generation.start_delta is not None:
+            self.post(generation, generation.start_delta)
+        generation.finish = generation.start_finish
+        if generation.finish is None:
+            return False
+        self.finish(generation, now)
+        return True
+
+    def finish(self, generation: Generation[Row], now: float) -> None:
+        """End a complete answer with its report."""
+        self.end(generation, generation.failure or generation.report(now))
+
+    def end(self, generation: Generation[Row], end: GenerationReport | LabError) -> None:
+        """End a generation, and post its end. No other method does so. Ignored if the generation has ended before."""
+        if generation in self.scheduler:
+            if isinstance(end, GenerationReport):
+                self._slot_times.add(end.prefill_s + end.decode_s)
+            try:
+                self.cancel(generation)
+            finally:
+                self.post(generation, end)
+
+    def cancel(self, generation: Generation[Row]) -> None:
+        """Stop a generation and free its slot. Its reader gets no end. Ignored if the generation has ended before."""
+        if self.scheduler.remove(generation):
+            try:
+                self._computation.remove(generation)
+            finally:
+                generation.count(self._totals)
+                generation.permit.release()
+
+    def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool = False) -> None:
+        """End the generations that hold permits of this admission control with an error."""
+        scheduler = self.scheduler
+        for generation in scheduler.not_started if queued_only else scheduler.queued + scheduler.running:
+            if generation.permit.admission is admission:
+                self.end(generation, error)
+
+    def end_all(self, error: LabError, *, running_only: bool = False) -> None:
+        """End all generations with an error."""
+        # In a method of its own, because the caller's frame must not refer to a model that it is about to release.
+        for generation in self.running if running_only else self.running + self.queued:
+            self.end(generation, error)
+
+    def deliver(self) -> bool:
+        """Pass the posted items to each reader's loop in one call, and cancel the generations whose readers' loop is
+        closed. Return whether there were any.
+        """
+        items, self._items = self._items, defaultdict(list)
+        closed = []
+        for loop, posted in items.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, posted)
+            except RuntimeError:
+                closed.append(loop)
+        left = [each for each in self.running + self.queued if each.mailbox.loop in closed] if closed else []
+        for generation in left:
+            self.cancel(generation)
+        return bool(left)
+
+
+def _cancel_soon(weak_answers: weakref.ref[Answers[Row]], weak_generation: weakref.ref[Generation[Row]]) -> None:
+    """Cancel a generation whose reader has left. May be called from any thread."""
+
+    def cancel() -> None:
+        if (generation := weak_generation()) is not None and (answers := weak_answers()) is not None:
+            answers.cancel(generation)
+
+    if (answers := weak_answers()) is not None:
+        answers.post_work(cancel)
+
+
+def _deliver(items: list[tuple[Mailbox, Item]]) -> None:
+    for mailbox, item in items:
+        mailbox.deliver(item)

@@ -1,0 +1,365 @@
+"""Compute answers in the slots of a llama.cpp process. Belongs to the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lmx_lab.engine.answers import Answers
+from lmx_lab.engine.llama_cpp.answer import AnswerReader, LlamaGeneration, choose, set_decoding_at
+from lmx_lab.engine.llama_cpp.connection import RefusedError
+from lmx_lab.engine.llama_cpp.model import HostedModel
+from lmx_lab.engine.llama_cpp.request import chat_body, completion_body, sampling
+from lmx_lab.engine.llama_cpp.scoring import score_prompt
+from lmx_lab.engine.scheduler import Turns, Verdict
+from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
+from lmx_lab.values.engine import TokenTotals
+from lmx_lab.values.outputs import Delta, GenerationReport, PromptProgress
+from lmx_lab.values.timeline import StepKind
+
+log = logging.getLogger(__name__)
+
+
+class LlamaSlots:
+    """The ``Computation`` of one hosted model. Each generation that has a slot has a task.
+
+    Args:
+        totals: Counts the tokens of all generations that have ended.
+        on_change: Called before results are passed on.
+    """
+
+    def __init__(
+        self, hosted: HostedModel, totals: TokenTotals, *, turns: Turns, on_change: Callable[[], None]
+    ) -> None:
+        self._hosted = hosted
+        self._totals = totals
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+        self._tasks: dict[LlamaGeneration, asyncio.Task[None]] = {}
+        self._paused: dict[LlamaGeneration, asyncio.Event] = {}
+        """The generations without a slot whose tasks stop or wait, and what wakes the tasks."""
+        self.answers: Answers[AnswerReader] = Answers(
+            self, totals, slots=hosted.plan.slots, turns=turns, post=self._post
+        )
+
+    def _post(self, work: Callable[[], object]) -> None:
+        # If the loop is closed, all generations have ended.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work)
+
+    def update(self) -> None:
+        """Start what can start, deliver, and set the time of the next call."""
+        now = time.perf_counter()
+        self.answers.update(now)
+        self.deliver()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (next_at := self.answers.next_at(now)) is not None:
+            self._timer = self._loop.call_later(max(0.0, next_at - now), self.update)
+
+    def deliver(self) -> None:
+        """Pass the results to their readers."""
+        self._on_change()
+        if self.answers.deliver():
+            self._on_change()
+
+    async def close(self, error: LabError) -> None:
+        """End all generations, and wait until their tasks have ended."""
+        self.answers.end_all(error)
+        self.deliver()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # Computation
+
+    def judge(self, generation: LlamaGeneration) -> Verdict:
+        """See ``Computation``. A free slot has room in the KV cache for the longest request."""
+        return Verdict.TAKE
+
+    def begin(self, generation: LlamaGeneration) -> None:
+        """See ``Computation``. All prompts may be computed at the same time."""
+        self.answers.scheduler.prefilled(generation)
+        self.answers.post(generation, PromptProgress(done=0, total=len(generation.prompt)))
+        task = asyncio.create_task(self._run(generation), name=f"lmx-lab generation on {self._hosted.entry.id}")
+        self._tasks[generation] = task
+        task.add_done_callback(lambda _: self._tasks.pop(generation))
+
+    def can_pause(self, generation: LlamaGeneration) -> bool:
+        """See ``Computation``."""
+        return generation.row.can_continue(generation)
+
+    def pause(self, generation: LlamaGeneration) -> None:
+        """See ``Computation``. Its stream ends with the next token."""
+        self._paused[generation] = asyncio.Event()
+
+    def resume(self, generation: LlamaGeneration) -> None:
+        """See ``Computation``. The task records it, unless its stream has not ended yet."""
+        self.answers.scheduler.prefilled(generation)
+        self._paused.pop(generation).set()
+
+    def remove(self, generation: LlamaGeneration) -> None:
+        """See ``Computation``."""
+        self._hosted.progress_at = time.perf_counter()
+        self._paused.pop(generation, None)
+        task = self._tasks.get(generation)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_soon(self.update)
+
+    def remaining_s(self, generation: LlamaGeneration) -> float:
+        """See ``Computation``."""
+        return math.inf
+
+    async def _run(self, generation: LlamaGeneration) -> None:
+        """Compute a generation, and end it."""
+        try:
+            end: GenerationReport | LabError | None = await self._compute(generation)
+        except asyncio.CancelledError:
+            # The generation has ended, or the loop of its reader was closed.
+            self.answers.cancel(generation)
+            raise
+        except Exception as exc:
+            end = _as_lab_error(exc, self._hosted)
+        if end is not None:
+            self.answers.end(generation, end)
+            self.update()
+
+    async def _compute(self, generation: LlamaGeneration) -> GenerationReport | None:
+        """Compute a generation, and return its report; None if it ended with the scores of its prompt."""
+        if generation.request.score_prompt and await self._score(generation):
+            return None
+        reader = generation.row
+        while generation.finish is None:
+            if (paused := self._paused.get(generation)) is not None:
+                # It continues when it has a slot again.
+                await paused.wait()
+                generation.mailbox.steps.start(time.perf_counter())
+            await self._generate(generation)
+            reader.pause(generation)
+        now = time.perf_counter()
+        set_decoding_at(generation, now)
+        generation.peak_memory_bytes = self._hosted.memory_bytes
+        report = generation.report(now)
+        # The answer is complete. It ends without ids that cannot be found, whatever the reason.
+        with contextlib.suppress(RefusedError, LabError, TimeoutError):
+            async with asyncio.timeout(5.0):
+                if reader.gaps:
+                    await self._send_last_ids(generation)
+                elif reader.route != "/completion" and generation.request.needs_ids:
+                    fields = sampling(
+                        generation.request, choice=generation.choice, context_length=self._hosted.context_length
+                    )
+                    tokens = await _find_parsed_ids(
+                        self._hosted,
+                        generation.prompt,
+                        fields,
+                        output_tokens=generation.output_tokens,
+                        ended=generation.finish != "length",
+                    )
+                    self.answers.post(generation, Delta(text="", tokens=0, ids=tokens))
+        return report
+
+    async def _send_last_ids(self, generation: LlamaGeneration) -> None:
+        """Send the ids of tokens that llama.cpp did not report, if they can be found."""
+        index, reader = await self._hosted.load_token_index(), generation.row
+        found: list[Sequence[int]] = []
+        for gap in reader.gaps:
+            if not gap.text:
+                # The answer ended within a character. Only the last tokens of a greedy answer can be generated again.
+                missing: list[int] = []
+                if reader.route == "/completion" and not reader.grammar and not generation.request.sampling.temperature:
+                    before = [*reader.tokens[: reader.sent_ids], *reader.last_ids(found).ids]
+                    body = self._body(generation, before, output_tokens=len(before))
+                    body |= {"n_predict": gap.count, "stream": False, "return_progress": False, "return_tokens": True}
+                    missing = list((await self._hosted.connection.post("/completion", body)).get("tokens") or [])
+                found.append(missing)
+                continue
+            candidates = index.candidates(gap)
+            usual: list[int] = []
+            if len(candidates) > 1:
+                usual = await self._hosted.tokenize(gap.text, at_most=len(gap.text.encode()) + 2, parse_special=False)
+            if (tokens := choose(candidates, gap, usual)) is None:
+                return
+            found.append(tokens)
+        self.answers.post(generation, reader.last_ids(found))
+
+    async def _score(self, generation: LlamaGeneration) -> bool:
+        """Score the prompt, and post its scores. Return whether the answer ends there."""
+        request, prompt = generation.request, generation.prompt
+
+        def progress(done: int) -> None:
+            self._hosted.progress_at = now = time.perf_counter()
+            self._log_step(generation, "prefill", now, done - generation.computed_tokens)
+            generation.computed_tokens = done
+            self.answers.post(generation, PromptProgress(done=done, total=len(prompt)))
+            self.deliver()
+
+        scores = await score_prompt(
+            self._hosted,
+            prompt,
+            top=request.top_logprobs or 0,
+            start=request.score_from,
+            distributions=request.score_distributions,
+            progress=progress,
+        )
+        generation.peak_memory_bytes = self._hosted.memory_bytes
+        has_ended = self.answers.scored(generation, scores, time.perf_counter())
+        # They must arrive before the first delta, which does not pass this loop.
+        self.deliver()
+        return has_ended
+
+    async def _generate(self, generation: LlamaGeneration) -> None:
+        """Let llama.cpp compute the rest of the answer, until its end or until it is paused.
+
+        The answer is read on its reader's event loop, because a switch between threads for each token would cost as
+        much as all other work for the token.
+        """
+        reader, connection, slots = generation.row, self._hosted.connection, self._hosted.slot_files
+        if slots is not None and not reader.tokens:
+            reader.restored_tokens = await slots.restore(generation.prompt)
+        body = json.dumps(self._body(generation, reader.pieces, output_tokens=generation.output_tokens)).encode()
+        streaming = connection.stream(reader.route, body, partial(self._deliver_event, generation))
+        try:
+            future = asyncio.run_coroutine_threadsafe(streaming, generation.mailbox.loop)
+        except RuntimeError:
+            streaming.close()
+            raise EngineError("the event loop of the reader is closed") from None
+        try:
+            await asyncio.wrap_future(future)
+        except EngineError:
+            # The end of a connection is detected before the end of the process, which may be the cause.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hosted.process.died.wait(), 1.0)
+                raise self._hosted.death_error() from None
+            raise
+        if slots is not None and generation.finish is not None:
+            slots.save(generation, self._totals)
+
+    def _body(self, generation: LlamaGeneration, answer: Sequence[int | str], *, output_tokens: int) -> dict[str, Any]:
+        """Return the body of a request for an answer.
+
+        Args:
+            answer: The part of the answer that was generated by earlier requests, as ids of tokens and as texts.
+            output_tokens: Number of tokens of this part.
+        """
+        request, reader, hosted = generation.request, generation.row, self._hosted
+        if reader.route != "/completion":
+            return chat_body(
+                request,
+                reader.chat,
+                choice=generation.choice,
+                max_tokens=generation.max_tokens,
+                context_length=hosted.context_length,
+            )
+        return completion_body(
+            request,
+            [*generation.prompt, *answer],
+            choice=generation.choice,
+            max_tokens=generation.max_tokens - output_tokens,
+            may_end=output_tokens >= request.min_tokens - len(generation.start),
+            context_length=hosted.context_length,
+            grammar=reader.grammar,
+            markers=list(hosted.chat_format.markers),
+            vocabulary_size=hosted.vocabulary_size,
+            timings=hosted.uses_drafts,
+        )
+
+    def _deliver_event(self, generation: LlamaGeneration, event: dict[str, Any]) -> bool:
+        """Deliver the items of one event, and return whether to stop reading. Runs on the reader's loop."""
+        if generation not in self.answers.scheduler:
+            # It has ended, and its reader gets its end.
+            return True
+        now = time.perf_counter()
+        self._hosted.progress_at = now
+        reader = generation.row
+        prompt_tokens, output_tokens = generation.computed_tokens, generation.output_tokens
+        for item in reader.read(generation, event, now):
+            generation.mailbox.deliver(item)
+        if (tokens := generation.output_tokens - output_tokens) > 0:
+            self._log_step(generation, "decode", now, tokens)
+        elif (tokens := generation.computed_tokens - prompt_tokens) > 0:
+            self._log_step(generation, "prefill", now, tokens)
+        is_paused = generation in self._paused and reader.can_continue(generation)
+        # Below the minimum length, a request ignores end tokens, so another request has to continue the answer.
+        is_long_enough = (
+            reader.reaches(generation, generation.request.min_tokens - len(generation.start))
+            and generation.output_tokens < generation.max_tokens
+        )
+        return generation.finish is not None or is_paused or is_long_enough
+
+    def _log_step(self, generation: LlamaGeneration, kind: StepKind, now: float, tokens: int) -> None:
+        """Record what llama.cpp has computed for a request since the last step; it does not number its steps."""
+        steps, running = generation.mailbox.steps, self.answers.running
+        cached_tokens = sum(other.cached_tokens + other.computed_tokens + other.output_tokens for other in running)
+        steps.add(
+            kind,
+            steps.last_end,
+            now,
+            tokens=tokens,
+            requests=len(running),
+            kv_bytes=cached_tokens * self._hosted.plan.token_bytes,
+        )
+
+
+async def _find_parsed_ids(
+    hosted: HostedModel, prompt: Sequence[int], fields: Mapping[str, Any], *, output_tokens: int, ended: bool
+) -> tuple[int, ...]:
+    """Return the tokens of an answer that llama.cpp has parsed and that has just ended; none if they cannot be found.
+
+    For such an answer, llama.cpp sends neither token ids nor the generated text of its tool calls, but ``/slots``
+    contains the text of the last answer in each slot. This text is tokenized. To compare the tokens with those in the
+    slot's cache, one more token is generated after them: llama.cpp reports how many tokens the cache contained.
+
+    Args:
+        fields: The sampling parameters of the request, with llama.cpp's names.
+        output_tokens: Number of tokens of the answer.
+        ended: Whether the last one is the token with which the model ended its answer, which has no text.
+    """
+    # The last token of an answer is sampled, but is not in the cache.
+    length = len(prompt) + output_tokens - 1
+    for slot in await hosted.connection.get("/slots"):
+        if slot["is_processing"] or slot.get("n_prompt_tokens") != length:
+            continue
+        tokens = await hosted.tokenize(
+            slot.get("generated", ""), at_most=output_tokens + 1, parse_special=True, add_special=False
+        )
+        if len(tokens) != output_tokens - ended:
+            continue
+        known = [*prompt, *tokens]
+        body = {**fields, "temperature": 0, "prompt": known, "n_predict": 1, "return_tokens": True}
+        answer = await hosted.connection.post("/completion", body)
+        # The last token is always computed again.
+        if answer["timings"]["cache_n"] != len(known) - 1:
+            continue
+        if not ended:
+            return tuple(tokens)
+        ends = (await hosted.load_token_table()).eos_tokens
+        return (*tokens, *(token for token in answer["tokens"] if token in ends))
+    return ()
+
+
+def _as_lab_error(failure: BaseException, hosted: HostedModel) -> LabError:
+    match failure:
+        case LabError():
+            return failure
+        case RefusedError(kind="exceed_context_size_error"):
+            return ContextLengthError(f"the prompt does not fit: {failure.message}; shorten it")
+        case RefusedError(status=400):
+            return InvalidRequestError(f"llama.cpp refuses this request: {failure.message}")
+        case RefusedError():
+            return EngineError(f"the generation failed inside llama.cpp: {failure.message}")
+    log.error("a generation of %s failed", hosted.entry.id, exc_info=failure)
+    return EngineError(f"the generation failed: {type(failure).__name__}: {failure}")

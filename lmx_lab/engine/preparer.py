@@ -1,0 +1,265 @@
+"""Prepare requests for any engine: the tokens of the prompt, how the answer begins, its format and its limits.
+
+What depends on a model's vocabulary, or on its engine, is behind ``Tokenizer``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
+
+from llguidance import LLMatcher
+
+from lmx_lab.engine.admission import Permit
+from lmx_lab.engine.answers import Generation
+from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
+from lmx_lab.engine.requests import AnswerStart, ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
+from lmx_lab.engine.stream import Mailbox
+from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState
+from lmx_lab.engine.text.splitter import Decode, TextSplitter
+from lmx_lab.engine.validation import (
+    check_characters,
+    check_length,
+    check_messages,
+    check_tokens,
+)
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.tokenizer_files import InfillTokens
+
+Row = TypeVar("Row")
+
+
+class Tokenizer(Protocol[Row]):
+    """What one model does with texts and tokens. Used on an event loop, which none of the methods blocks."""
+
+    @property
+    def entry(self) -> ModelEntry: ...
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int | None:
+        """Maximum number of tokens of prompt and answer; None without a limit."""
+
+    @property
+    def chat_format(self) -> ChatFormat: ...
+
+    @property
+    def bytes_of(self) -> Callable[[int], bytes] | None:
+        """Returns the bytes that a token adds to a text; None if the engine supports no ``thinking_budget``."""
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what the engine does not support.
+
+        Raises:
+            InvalidRequestError: it does not support a field of the request.
+        """
+
+    async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
+        """Return the tokens of a text of the prompt.
+
+        Args:
+            special: Whether special tokens, such as one that begins every text, are added.
+
+        Raises:
+            ContextLengthError: the text is so long that at most its beginning was tokenized.
+        """
+
+    async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:
+        """Return the tokens of a chat, and at least the end of its text. Raises the same as ``encode``."""
+
+    async def encode_name(self, text: str, param: str) -> list[int]:
+        """Return the tokens of a text that should be a single one."""
+
+    async def show(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, including special ones, with U+FFFD for incomplete characters."""
+
+    async def infill_tokens(self) -> InfillTokens | None:
+        """Return the tokens around the texts before and after a gap; None if the model does not fill gaps."""
+
+    def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
+        """Return whether the answer may begin with reasoning, from the end of the prompt of a chat."""
+
+    def divides(self, request: GenerationRequest) -> bool:
+        """Return whether the engine itself divides the answer into channels, and enforces no format."""
+
+    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> Sequence[LLMatcher] | str:
+        """Return a matcher of the grammar for each answer, or the grammar that the engine enforces itself.
+
+        Raises:
+            InvalidRequestError: the grammar cannot be enforced.
+            QueueFullError: other grammars are checked first.
+        """
+
+    def decode(self) -> Decode:
+        """Return the function that decodes the tokens of an answer."""
+
+    def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> Row:
+        """Return what the engine needs for an answer."""
+
+    async def begin(self, generation: Generation[Row]) -> None:
+        """Read the tokens with which an answer begins (``Generation.read_start``)."""
+
+
+async def prepare(
+    tokenizer: Tokenizer[Row],
+    request: GenerationRequest,
+    permits: Sequence[Permit],
+    *,
+    reader: asyncio.AbstractEventLoop,
+    arrived_at: float,
+    timeout_s: float,
+) -> list[Generation[Row]]:
+    """Return a generation for each permit.
+
+    Args:
+        reader: The event loop on which the answers are read.
+
+    Raises:
+        InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
+    """
+    entry, limit, chat_format = tokenizer.entry, tokenizer.context_length, tokenizer.chat_format
+    tokenizer.check(request)
+    check_tokens(request, entry, tokenizer.vocabulary_size)
+    prompt, thinking = await encode_prompt(tokenizer, request)
+    start = await _start_tokens(tokenizer, request, request.start) if request.start is not None else []
+    prompt += start
+    check_length(request, prompt, entry, limit)
+    named = [await token_of(tokenizer, named, "logprob_tokens") for named in request.logprob_tokens]
+    matchers: Sequence[LLMatcher | None] | str = [None] * len(permits)
+    channel_format = None
+    if not tokenizer.divides(request):
+        if (grammar := chat_format.grammar(request, thinking)) is not None:
+            matchers = await tokenizer.enforce(request, grammar, len(permits))
+        channel_format = chat_format.channel_format(request, thinking)
+    generations = []
+    for choice, permit in enumerate(permits):
+        generation = Generation(
+            request=request,
+            model=entry.id,
+            prompt=prompt,
+            start=start,
+            max_tokens=min(request.max_tokens - len(start), (limit or 2**31) - len(prompt)),
+            choice=choice,
+            named_tokens=tuple(named),
+            grammar=matchers if isinstance(matchers, str) else None,
+            constraint=_constraint(
+                tokenizer, request, thinking, None if isinstance(matchers, str) else matchers[choice]
+            ),
+            splitter=TextSplitter(tokenizer.decode(), request.stop, channel_format, min_tokens=request.min_tokens),
+            mailbox=Mailbox(reader, arrived_at),
+            permit=permit,
+            arrived_at=arrived_at,
+            timeout_s=timeout_s,
+            row=tokenizer.row(request, prompt, choice),
+        )
+        if start:
+            await tokenizer.begin(generation)
+        generations.append(generation)
+    return generations
+
+
+async def encode_prompt(tokenizer: Tokenizer[Row], request: GenerationRequest) -> tuple[list[int], ReasoningState]:
+    """Return the tokens of the prompt, and whether it begins the reasoning of the answer. Raises as ``prepare``."""
+    prompt, tail = request.prompt, ""
+    match prompt:
+        case _ if request.start is not None:
+            tokens = list(request.start.prompt)
+            if isinstance(prompt, ChatPrompt) and tokenizer.chat_format.reasoning_markers is not None:
+                tail = await tokenizer.show(tokens[-TAIL_TOKENS:])
+        case TokenPrompt():
+            tokens = list(prompt.tokens)
+        case TextPrompt():
+            check_characters(prompt.text, "prompt")
+            tokens = await tokenizer.encode(request, prompt.text, special=prompt.special, param="prompt")
+        case InfillPrompt():
+            if (marks := await tokenizer.infill_tokens()) is None:
+                raise InvalidRequestError(
+                    f"{tokenizer.entry.id} cannot fill a gap before a suffix: its vocabulary has no tokens for that, "
+                    "such as <|fim_prefix|>; leave suffix out, or load a code model that has them",
+                    param="suffix",
+                )
+            check_characters(prompt.prefix, "prompt")
+            check_characters(prompt.suffix, "suffix")
+            beginning = await tokenizer.encode(request, "", special=True, param="prompt")
+            before = await tokenizer.encode(request, prompt.prefix, special=False, param="prompt")
+            after = await tokenizer.encode(request, prompt.suffix, special=False, param="suffix")
+            tokens = [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle]
+        case ChatPrompt():
+            check_messages(prompt.messages)
+            tokens, tail = await tokenizer.encode_chat(request, prompt)
+    return tokens, tokenizer.reasoning(request, tail) if isinstance(prompt, ChatPrompt) else "closed"
+
+
+async def token_of(tokenizer: Tokenizer[Row], named: int | str, param: str) -> int:
+    """Return the id of a token that a request names by its id or by its text.
+
+    Raises:
+        InvalidRequestError: the text is not exactly one token.
+    """
+    if isinstance(named, int):
+        return named
+    check_characters(named, param)
+    tokens = await tokenizer.encode_name(named, param)
+    if len(tokens) != 1:
+        raise InvalidRequestError(
+            f"{param} has {named[:80]!r}, which is {len(tokens)} tokens of {tokenizer.entry.id} ({str(tokens)[:80]}); "
+            "name a text of one token, often with a space before it, or a token id",
+            param=param,
+        )
+    return tokens[0]
+
+
+async def _start_tokens(tokenizer: Tokenizer[Row], request: GenerationRequest, start: AnswerStart) -> list[int]:
+    """Return the tokens with which the answer begins.
+
+    Raises:
+        InvalidRequestError: the answer cannot begin with these tokens.
+    """
+    tokens = list(start.answer)
+    if start.token is not None:
+        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
+        if tools is not None and tools.forced:
+            raise InvalidRequestError(
+                "the request forces a tool call, whose tokens its grammar chooses; continue an answer to a request "
+                "without tool_choice",
+                param="token",
+            )
+        # A character has at most four bytes.
+        if tokens and (await tokenizer.show(tokens[-4:])).endswith("\ufffd"):
+            raise InvalidRequestError(
+                f"position {len(tokens)} is inside a character that consists of several tokens; continue the answer at "
+                "the first token of the character",
+                param="at",
+            )
+        tokens.append(await token_of(tokenizer, start.token, "token"))
+    if len(tokens) > request.max_tokens:
+        raise InvalidRequestError(
+            f"the answer begins with {len(tokens)} tokens, and max_tokens is {request.max_tokens}; raise max_tokens",
+            param="max_tokens",
+        )
+    return tokens
+
+
+def ends_answer(generation: Generation[Row], ends: Collection[int]) -> bool:
+    """Return whether the beginning of an answer ends it with one of these tokens."""
+    return generation.start[-1] in ends and not generation.request.ignore_eos
+
+
+def _constraint(
+    tokenizer: Tokenizer[Row], request: GenerationRequest, thinking: ReasoningState, matcher: LLMatcher | None
+) -> Constraint | None:
+    budget, chat_format, bytes_of = None, tokenizer.chat_format, tokenizer.bytes_of
+    markers = chat_format.reasoning_markers
+    if request.thinking_budget is not None and markers is not None and bytes_of is not None and thinking != "closed":
+        budget = ThinkingBudget(
+            request.thinking_budget,
+            markers=markers,
+            end=chat_format.reasoning_end,
+            open=thinking == "open",
+            bytes_of=bytes_of,
+        )
+    return Constraint(matcher, budget) if matcher is not None or budget is not None else None
