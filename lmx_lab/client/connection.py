@@ -243,10 +243,10 @@ class HttpConnection:
         )
         response = await self._send(request)
         try:
-            if document_bytes is not None and response.is_success and _media_type(response).endswith("json"):
+            if document_bytes is not None and response.is_success and media_type(response.headers).endswith("json"):
                 yield (await self._body(response, document_bytes)).decode(errors="replace")
                 return
-            if not response.is_success or _media_type(response) != EVENT_STREAM:
+            if not response.is_success or media_type(response.headers) != EVENT_STREAM:
                 raise self.error_for(response, await self._read_limited(response, SHORT_BYTES))
             decoder = EventDecoder()
             with translated_errors(self.url, has_begun=True, server=self._server):
@@ -353,6 +353,7 @@ def _parse_url(url: str) -> httpx2.URL:
     return httpx2.URL(url)
 
 
-def _media_type(response: httpx2.Response) -> str:
-    content_type: str = response.headers.get("content-type", "")
+def media_type(headers: httpx2.Headers) -> str:
+    """Return the media type of a response without its parameters, in lower case."""
+    content_type: str = headers.get("content-type", "")
     return content_type.partition(";")[0].strip().lower()
