@@ -126,7 +126,6 @@ SUBJECTS = {
     "bench.http_stream": "a protocol: HTTP/1.1 responses with the time of each piece",
     **dict.fromkeys(("cli.chat", "cli.daemon", "cli.doctor", "cli.events", "cli.labs", "cli.models"), COMMAND),
     **dict.fromkeys(("cli.bench_tables", "cli.event_printer", "cli.server"), LATER),
-    "client.chat_socket": "a protocol: chats over a WebSocket",
     "daemon.app": "the application of the daemon",
     "daemon.turns.message": "pure code: a message from the pieces of a stream",
     "daemon.storage.schema": "a file format: the tables of the database and their migrations",

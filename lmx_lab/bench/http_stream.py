@@ -15,11 +15,20 @@ from typing import Self
 
 import httpx2
 
-from lmx_lab.client.address import authorization_header, normalize_address
-from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, SHORT_BYTES, media_type
-from lmx_lab.client.errors import CHAT_SERVER, CHECK, UnexpectedResponse, chat_server_error
+from lmx_lab.client.chat_format import CHAT_SERVER, chat_server_error
+from lmx_lab.client.connection import (
+    CONNECT_S,
+    EVENT_STREAM,
+    LONG_BYTES,
+    SHORT_BYTES,
+    EventDecoder,
+    Remark,
+    UnexpectedResponse,
+    authorization_header,
+    media_type,
+    normalize_address,
+)
 from lmx_lab.client.plain_http import PlainConnection
-from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import ConnectionLostError, UnreachableError, WrongServerError
 
 
@@ -88,7 +97,7 @@ class TimedRequest:
         except (OSError, TimeoutError) as exc:
             reason = f"{exc!s:.200}" or f"no connection within {CONNECT_S:g} s"
             raise UnreachableError(
-                f"nothing answers at {endpoint.url} ({reason}); start the server, or {CHECK}"
+                f"nothing answers at {endpoint.url} ({reason}); start the server, or {CHAT_SERVER.check}"
             ) from exc
         return self
 
@@ -127,7 +136,8 @@ class TimedRequest:
             ) from exc
         except ValueError as exc:
             raise WrongServerError(
-                f"the response of {self._endpoint.url} is not valid ({exc!s:.200}), unlike {CHAT_SERVER.kind}; {CHECK}"
+                f"the response of {self._endpoint.url} is not valid ({exc!s:.200}), unlike {CHAT_SERVER.kind}; "
+                f"{CHAT_SERVER.check}"
             ) from exc
 
     async def _read_document(self, status: int, headers: httpx2.Headers) -> TimedEvent:

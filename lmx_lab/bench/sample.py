@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lmx_lab.client.chat_chunks import Piece, TokenUsage, count, number
+from lmx_lab.client.chat_format import Piece, TokenUsage, count, number
 from lmx_lab.results.frames import dtypes_of, make_table
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from typing_extensions import TypeIs
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
 from lmx_lab.bench.sample import Chunk, ServerMetrics, measure_chunk
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
-from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
-from lmx_lab.client.chat_format import DONE, MAX_OPEN_S, next_until
-from lmx_lab.client.errors import was_sent
+from lmx_lab.client.chat_format import DONE, MAX_OPEN_S, ChunkReader, TokenUsage, next_until
+from lmx_lab.client.connection import was_sent
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
