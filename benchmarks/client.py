@@ -37,7 +37,7 @@ class SentRequest(TimedRequest):
 
     def abort(self) -> None:
         """Close the connection immediately."""
-        self._buffer.transport.abort()
+        self.connection.transport.abort()
 
     async def data(self) -> AsyncGenerator[tuple[float, str], None]:
         """Yield the ``data:`` lines of an event stream with their times, or a JSON document as a single line.

@@ -162,7 +162,7 @@ async def _turns(bench: Bench, url: str, worker: Worker, extras: dict[str, Any])
         model=bench.model,
         value=median(overhead),
         unit="ms",
-        limit=Limit(sign="≤", bound=4),
+        limit=Limit(sign="≤", bound=5),
         # The time of a real model varies by more than that; with the tiny one, three processes share two cores.
         binding=False,
         summary=f"{median(turns) * 1e3:.1f} against {median(direct) * 1e3:.1f} ms",

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 COPY = ROOT / "build" / "mutants"
 RESULTS = ROOT / "tests" / "mutants.txt"
 FORMATS = "tests/contract/formats"
-SUBSCRIPTION = ("", "_cuts", "_filters", "_parts")
+SUBSCRIPTION = ("", "_cursors", "_cuts", "_filters", "_parts")
 PROMPTS = "tests/engine/contract/test_prompts.py tests/engine/contract/test_forms.py"
 MODULES: Mapping[str, tuple[str, int | None]] = {
     "engine/scheduler": ("tests/engine/test_scheduler.py", None),

@@ -66,7 +66,7 @@ TABLE = {
         "fastapi starlette pydantic pydantic_core prometheus_client numpy opentelemetry",
     ),
     # settings: the state file of a daemon on this machine. numpy: vectors of embeddings.
-    "client": Row("errors values settings broadcast blocking portal wire", "httpx2 pydantic pydantic_core numpy"),
+    "client": Row("errors values settings broadcast blocking portal wire", "httpx2 h11 pydantic pydantic_core numpy"),
     # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.
     "daemon": Row(
         "errors settings values broadcast http portal sanitize wire client",
@@ -103,7 +103,7 @@ TABLE = {
 # Packages with one importing file: what is behind them can be exchanged there.
 ONLY_IN = {
     "uvicorn": {"http.uvicorn_server", "http.connections"},
-    "h11": {"http.connections"},
+    "h11": {"http.connections", "client.plain_http"},
     "huggingface_hub": {"weights.hub_download"},
     "filelock": {"weights.store", "weights.hub_download"},
     "prometheus_client": {"server.metrics"},
@@ -126,7 +126,6 @@ SUBJECTS = {
     "bench.http_stream": "a protocol: HTTP/1.1 responses with the time of each piece",
     **dict.fromkeys(("cli.chat", "cli.daemon", "cli.doctor", "cli.events", "cli.labs"), COMMAND),
     **dict.fromkeys(("cli.bench_tables", "cli.event_printer", "cli.server"), LATER),
-    "client.chat_socket": "a protocol: chats over a WebSocket",
     "daemon.app": "the application of the daemon",
     "daemon.turns.message": "pure code: a message from the pieces of a stream",
     "daemon.storage.schema": "a file format: the tables of the database and their migrations",

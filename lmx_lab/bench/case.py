@@ -21,8 +21,6 @@ from lmx_lab.errors import InvalidRequestError
 Cache: TypeAlias = Literal["cold", "warm"]
 MAX_CASES = 10_000
 """Maximum number of cases of one sweep, repeats included."""
-MAX_RATE = 10_000.0
-"""Maximum mean rate of requests, in requests per second."""
 DEFAULT_REQUESTS = 8
 BOUNDS: dict[str, tuple[int, int]] = {
     "prompt_tokens": (1, 10_000_000),
@@ -46,7 +44,6 @@ MIN_WORDS = 4
 """Minimum length of a prompt: 48⁴ combinations, five million."""
 TASK = "Write a very long story, in many chapters, about all of these words."
 """A task at the end of the prompt, so that models write long answers on servers without ``ignore_eos``."""
-MIN_WORDS_WITH_TASK = 2 * len(TASK.split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +68,9 @@ class Poisson:
     def __post_init__(self) -> None:
         rate = self.per_second
         number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not (number and 0 < rate <= MAX_RATE):
+        if not (number and 0 < rate <= 10_000):
             raise InvalidRequestError(
-                f"per_second is {rate!r}; give a number above 0 and up to {MAX_RATE:g}",
-                param="per_second",
+                f"per_second is {rate!r}; give a number above 0 and up to 10000", param="per_second"
             )
 
     def times_s(self, count: int, seed: int) -> tuple[float, ...]:
@@ -250,7 +246,10 @@ def prompt(
         tokens_per_word: Mean number of tokens of a word in the vocabulary of the target.
     """
     count = max(MIN_WORDS, round((case.prompt_tokens if tokens is None else tokens) / tokens_per_word))
-    task = TASK.split() if count >= MIN_WORDS_WITH_TASK else []
+    task = TASK.split()
+    # In a shorter prompt, the task would be most of the text.
+    if count < 2 * len(task):
+        task = []
     count -= len(task)
     if case.cache == "cold":
         own = min(UNIQUE_WORDS, count)

@@ -18,17 +18,8 @@ from lmx_lab.errors import InvalidRequestError, LabError, UnclearModelError, Unr
 log = logging.getLogger(__name__)
 SILENCE_S = 60.0
 """Default time without data after which a request fails."""
-DAY_S = 86400
-KEEPALIVE_FACTOR = 10
-"""A server that sends only keep-alives has this many times ``silence_s`` to send a token."""
 MAX_FAILURES = 3
 """Number of consecutive requests without any reply after which no further request of the case is sent."""
-MAX_RETRY_DELAY_S = 5.0
-"""Maximum time that a user waits after a refusal, if the server advises to wait."""
-FEW_WORDS = 8
-"""Length of the short prompt for the calibration."""
-MANY_WORDS = (64, 512)
-"""Minimum and maximum length of the long prompt for the calibration."""
 SampleCallback = Callable[[RequestSample], None]
 
 
@@ -67,9 +58,9 @@ class Run:
 
     def __post_init__(self) -> None:
         seconds = self.silence_s
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= DAY_S:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 86_400:
             raise InvalidRequestError(
-                f"silence_s is {seconds!r:.40}; give a number of seconds above 0 and up to {DAY_S:,}", param="silence_s"
+                f"silence_s is {seconds!r:.40}; give a number of seconds above 0 and up to 86,400", param="silence_s"
             )
 
 
@@ -153,7 +144,8 @@ class CaseRun:
         async def user() -> None:
             advised_s: float | None = None
             for number in remaining:
-                await asyncio.sleep(min(advised_s or 0.0, MAX_RETRY_DELAY_S))
+                # After a refusal, a user waits as the server advises, but at most 5 s.
+                await asyncio.sleep(min(advised_s or 0.0, 5.0))
                 sample, advised_s = await self._request(number, warm_up=warm_up)
                 on_sample(sample)
 
@@ -262,7 +254,8 @@ class CaseRun:
                 last_s = now_s if chunk.tokens else last_s
                 if now_s > moved_s + step_s:
                     moved_s = now_s
-                    limit.reschedule(min(now_s + silence_s + step_s, last_s + KEEPALIVE_FACTOR * silence_s))
+                    # A server that sends only keep-alives has ten times ``silence_s`` to send a token.
+                    limit.reschedule(min(now_s + silence_s + step_s, last_s + 10 * silence_s))
 
     def _note_failure(self, exc: Exception) -> tuple[str, float | None]:
         """Return the error for the sample, and the time in seconds that the server advises to wait."""
@@ -288,13 +281,12 @@ async def calibrate(target: Target, tokens: int) -> Calibration:
     Raises:
         LabError: the target's error.
     """
-    least, most = MANY_WORDS
-    many = max(least, min(tokens, most))
-    few_tokens, many_tokens = await _prompt_tokens(target, FEW_WORDS), await _prompt_tokens(target, many)
+    few, many = 8, max(64, min(tokens, 512))
+    few_tokens, many_tokens = await _prompt_tokens(target, few), await _prompt_tokens(target, many)
     if few_tokens is None or many_tokens is None or many_tokens <= few_tokens:
         return Calibration()
-    tokens_per_word = (many_tokens - few_tokens) / (many - FEW_WORDS)
-    return Calibration(tokens_per_word=tokens_per_word, template_tokens=few_tokens - FEW_WORDS * tokens_per_word)
+    tokens_per_word = (many_tokens - few_tokens) / (many - few)
+    return Calibration(tokens_per_word=tokens_per_word, template_tokens=few_tokens - few * tokens_per_word)
 
 
 async def _prompt_tokens(target: Target, count: int) -> int | None:

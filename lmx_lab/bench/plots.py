@@ -30,19 +30,8 @@ LABELS = {
     **{name: metric.label for name, metric in METRICS.items()},
     **{"concurrency": "concurrent requests", "prompt_tokens_wanted": "prompt tokens"},
 }
-BY_CONCURRENCY = (TOTAL, "decode_tok_s", "ttft_ms")
-BY_PROMPT_LENGTH = ("prefill_tok_s", "ttft_ms", "decode_tok_s")
-PANEL_INCHES = (4.2, 3.6)
 MAX_LINES = 20
-MAX_NAME_CHARACTERS = 60
-PANEL_PADDING_INCHES = 0.1
-TITLE_CHARACTERS = 55
-COLORS = 10
-"""Number of matplotlib's colours, after which they repeat."""
-MARKERS = "osD^vPX"
-"""Markers, which distinguish lines without colours. Together with ten colours, each line has its own pair."""
-MAX_WIDE_LABELS = 5
-"""Number of bars whose labels fit side by side; those of more bars are upright."""
+PADDING_INCHES = 0.1
 UNKNOWN = "not known"
 
 
@@ -57,11 +46,11 @@ class NotebookFigure(Figure):
     def widen(self, *texts: Artist) -> None:
         """Widen the figure if its longest text would be cut otherwise."""
         longest = max(text.get_window_extent().width for text in texts) / self.dpi
-        self.set_figwidth(max(self.get_figwidth(), longest + 2 * PANEL_PADDING_INCHES))
+        self.set_figwidth(max(self.get_figwidth(), longest + 2 * PADDING_INCHES))
 
 
 def by_concurrency(
-    samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY, level: float = LEVEL
+    samples: Samples, *, metrics: Sequence[str] = (TOTAL, "decode_tok_s", "ttft_ms"), level: float = LEVEL
 ) -> NotebookFigure:
     """Plot the median of each metric over the number of concurrent requests, with bars for intervals that are known.
 
@@ -78,7 +67,7 @@ def by_concurrency(
 
 
 def by_prompt_length(
-    samples: Samples, *, metrics: Sequence[str] = BY_PROMPT_LENGTH, level: float = LEVEL
+    samples: Samples, *, metrics: Sequence[str] = ("prefill_tok_s", "ttft_ms", "decode_tok_s"), level: float = LEVEL
 ) -> NotebookFigure:
     """Plot the median of each metric over the length of the prompts.
 
@@ -99,15 +88,15 @@ def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) ->
     if not len(table):
         raise InvalidRequestError("there is nothing to plot: the table has no requests besides warm-up requests")
     lines = _lines(table, over)
-    width, height = PANEL_INCHES[0] * len(metrics), PANEL_INCHES[1]
+    width, height = 4.2 * len(metrics), 3.6
     chart = NotebookFigure(figsize=(width, height))
-    chart.set_layout_engine("constrained", w_pad=PANEL_PADDING_INCHES)
+    chart.set_layout_engine("constrained", w_pad=PADDING_INCHES)
     panels = chart.subplots(1, len(metrics), squeeze=False)[0]
     handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
     # The values that all lines have in common.
     same = [name for name in _key_columns(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
     text = " · ".join(_parts(same, table[same].iloc[0]))
-    title = chart.suptitle(textwrap.fill(text, TITLE_CHARACTERS * len(metrics)), fontsize="medium")
+    title = chart.suptitle(textwrap.fill(text, 55 * len(metrics)), fontsize="medium")
     below = _legend(chart, handles, list(lines)) if len(lines) > 1 else 0.0
     chart.set_figheight(height + below)
     chart.widen(title, *chart.legends)
@@ -141,7 +130,7 @@ def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
     lines: dict[str, pd.DataFrame] = {}
     for key, group in groups:
         text = " · ".join(_parts(differing, key)) or UNKNOWN
-        name = text if len(text) <= MAX_NAME_CHARACTERS else f"{text[: MAX_NAME_CHARACTERS - 1]}…"
+        name = text if len(text) <= 60 else f"{text[:59]}…"
         # Names that were shortened may be equal.
         lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = group
     return lines
@@ -202,7 +191,8 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
 
 def _draw_lines(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> list[Container]:
     drawn: list[Container] = []
-    for marker, rows in zip(itertools.cycle(MARKERS), lines.values(), strict=False):
+    # Markers distinguish lines without colours. Together with matplotlib's ten colours, each line has its own pair.
+    for marker, rows in zip(itertools.cycle("osD^vPX"), lines.values(), strict=False):
         ordered = rows.sort_values(over)
         middle = ordered[metric].to_numpy(dtype=float)
         # matplotlib draws no bar if its length is NaN.
@@ -218,9 +208,11 @@ def _draw_bars(panel: Axes, lines: dict[str, pd.DataFrame], metric: str) -> list
     drawn: list[Container] = []
     for at, (value, rows) in enumerate(zip(values, lines.values(), strict=True)):
         ends = [[abs(float(rows[f"{metric}_{end}"].iloc[0]) - value)] for end in ("low", "high")]
-        bar = panel.bar(at, value, yerr=ends, capsize=3, width=0.6, hatch="//" if at >= COLORS else None)
+        # matplotlib's ten colours repeat after ten bars.
+        bar = panel.bar(at, value, yerr=ends, capsize=3, width=0.6, hatch="//" if at >= 10 else None)
         drawn.append(bar)
-        rotation = 90 if len(lines) > MAX_WIDE_LABELS else 0
+        # The labels of more than five bars do not fit side by side.
+        rotation = 90 if len(lines) > 5 else 0
         if math.isfinite(value):
             label = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
             panel.bar_label(bar, [label], padding=3, rotation=rotation)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 Measured: TypeAlias = "Target | str | ModelManager"
 Plan: TypeAlias = Case | Sequence[Case]
-POLL_S = 0.25
-"""Maximum duration of one wait. A signal that arrives just before a wait starts does not interrupt it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +160,8 @@ class Measurement:
         """Do the same as ``step``, but block."""
         received = self._thread.submit(self._steps.get())
         while not received.done():
-            concurrent.futures.wait([received], POLL_S)
+            # Repeated, because a signal that arrives just before a wait starts does not interrupt it.
+            concurrent.futures.wait([received], 0.25)
         if received.result() is None and not self.interrupted:
             self._work.result()
         return received.result()

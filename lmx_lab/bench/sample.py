@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lmx_lab.client.chat_chunks import Piece, TokenUsage, count, number
+from lmx_lab.client.chat_format import Piece, TokenUsage, count, number
 from lmx_lab.results.frames import dtypes_of, make_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
-MAX_TOKENS_PER_PIECE = 2
-"""Mean number of tokens in a piece up to which the times of pieces count as times of tokens."""
 PERCENTILES = (50, 95, 99)
 CountedBy = Literal["usage", "chunks"]
 
@@ -120,8 +118,8 @@ class Trace:
         computed = None if prompt is None else max(0, prompt - (cached or 0))
         decode_tok_s: float | None = None
         gaps: dict[str, float] = {}
-        # Otherwise the pieces are so large that the times of single tokens are not known.
-        if times_s and tokens <= MAX_TOKENS_PER_PIECE * pieces:
+        # With more than two tokens in a piece on average, the times of single tokens are not known.
+        if times_s and tokens <= 2 * pieces:
             # The last tokens may have no text, such as the end-of-text token.
             elapsed_s = max(times_s[-1], self.finished_at_s or 0.0) - times_s[0]
             if tokens > self.counts[0] and elapsed_s > 0:
@@ -231,7 +229,6 @@ class RequestSample:
 
 COLUMNS = tuple(field.name for field in fields(RequestSample))
 """Columns of the table, in order."""
-MAX_INTEGER = 2**63
 _TYPES = {str(field.name): str(field.type) for field in fields(RequestSample)}
 _OPTIONAL = frozenset(name for name in COLUMNS if hasattr(RequestSample, name))
 
@@ -307,7 +304,7 @@ def _has_type(value: Any, kind: str) -> bool:
         case "bool":
             return isinstance(value, bool)
         case "int":
-            return isinstance(value, int) and not isinstance(value, bool) and abs(value) < MAX_INTEGER
+            return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
         case "float":
             return isinstance(value, float) or _has_type(value, "int")
         case _:

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
 SUFFIX = ".jsonl"
-MAX_LINE_CHARACTERS = 2**20
-"""Maximum length of a line. A sample has some hundred characters."""
-NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
-"""The name of a run, as returned by ``new_run``."""
 
 
 def default_folder() -> Path:
@@ -67,9 +62,11 @@ class Recorder:
         self._is_empty = True
 
     def __enter__(self) -> Self:
-        head = _line({"lmx_lab_bench": FORMAT, "provenance": self.provenance})
+        head = _line({"lmx_lab_bench": 1, "provenance": self.provenance})
         run = str(self.provenance.get("run"))
-        path = self.folder / f"{run if NAME.fullmatch(run) else new_run()}{SUFFIX}"
+        # As returned by ``new_run``; other texts could be paths.
+        name = run if re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", run) else new_run()
+        path = self.folder / f"{name}{SUFFIX}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
@@ -183,8 +180,8 @@ def _files(source: Path, last: int | None, *, explicit: bool) -> list[Path]:
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with path.open(encoding="utf-8", errors="replace") as file:
-        # A line that is longer than any sample is split into pieces, which are not valid.
-        lines = iter(lambda: file.readline(MAX_LINE_CHARACTERS), "")
+        # A sample has some hundred characters. A longer line is split into pieces, which are not valid.
+        lines = iter(lambda: file.readline(2**20), "")
         head = _parse_object(next(lines, ""))
         if head is None or not isinstance(head.get("provenance"), dict) or "lmx_lab_bench" not in head:
             raise InvalidRequestError(f"{path} is not the file of a run: its first line is not a provenance")

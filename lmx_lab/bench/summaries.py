@@ -84,8 +84,6 @@ LEFT = ("target", "prompt_tokens_wanted", "concurrency")
 """Columns that a summary has on the left even if their values are equal in all rows."""
 FIRST = (TOTAL, "decode_tok_s", "ttft_ms", "itl_ms_p99", "prefill_tok_s", "e2e_ms")
 """Metrics that are the first ones in a summary."""
-MAX_LENGTH_DIFFERENCE = 0.05
-"""Relative difference of token counts above which two measurements are not comparable."""
 
 
 def as_frame(samples: Samples) -> pd.DataFrame:
@@ -348,7 +346,7 @@ def counts_pieces(table: pd.DataFrame) -> bool:
 
 def token_counts_differ(one: float, other: float) -> bool:
     """Whether two numbers of tokens differ by more than 5 % of the greater one. False if one is NaN."""
-    return min(one, other) < (1 - MAX_LENGTH_DIFFERENCE) * max(one, other)
+    return min(one, other) < 0.95 * max(one, other)
 
 
 def numbers(column: pd.Series[Any]) -> Floats:

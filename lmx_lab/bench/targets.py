@@ -16,9 +16,8 @@ from typing_extensions import TypeIs
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
 from lmx_lab.bench.sample import Chunk, ServerMetrics, measure_chunk
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
-from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
-from lmx_lab.client.chat_format import DONE, MAX_OPEN_S, next_until
-from lmx_lab.client.errors import was_sent
+from lmx_lab.client.chat_format import DONE, MAX_OPEN_S, ChunkReader, TokenUsage, next_until
+from lmx_lab.client.connection import was_sent
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -32,12 +31,6 @@ from lmx_lab.errors import (
 # The engine is imported only for types and in EngineTarget, because measuring another server does not need MLX.
 if TYPE_CHECKING:
     from lmx_lab.engine import ModelManager
-
-LAB_FIELDS = {"temperature": 0, "ignore_eos": True}
-"""Additional request fields for LMX Lab servers, with which all answers are deterministic and have the requested
-length."""
-MAX_SHOWN_NAMES = 5
-"""Number of model names in an error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +85,7 @@ class ChatTarget:
         name: The target's name in tables; by default the address.
         known: Facts that the server does not report, such as ``TargetFacts(engine="llama.cpp", device="cpu")``.
         extra: Additional fields of each request, such as ``{"ignore_eos": True}`` for llama.cpp and vLLM.
+        max_open_s: Time for which a stream may stay open after the finish reason; then the answer counts as complete.
 
     Raises:
         InvalidRequestError: the address or the key is not valid.
@@ -106,6 +100,7 @@ class ChatTarget:
         name: str | None = None,
         known: TargetFacts | None = None,
         extra: Mapping[str, Any] | None = None,
+        max_open_s: float = MAX_OPEN_S,
     ) -> None:
         self._endpoint = ChatEndpoint(url, api_key)
         self.url = self._endpoint.url
@@ -114,6 +109,7 @@ class ChatTarget:
         self._api_key = api_key
         self._known = known or TargetFacts()
         self._extra = dict(extra or {})
+        self._max_open_s = max_open_s
         self._is_lab: bool | None = None
 
     def __repr__(self) -> str:
@@ -137,8 +133,7 @@ class ChatTarget:
                 raise ModelNotFoundError(f"{self.url} lists no models; give the name of a model with model=")
             # Some servers list all models that they could load, so the first of several is not used by default.
             if len(names) > 1:
-                more = len(names) - MAX_SHOWN_NAMES
-                listed = ", ".join(names[:MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+                listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
                 raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); choose one with model=")
             self._model = names[0]
         found = await self._lab_facts() if self._is_lab else TargetFacts(model=self._model)
@@ -174,7 +169,8 @@ class ChatTarget:
                 raise
             except LabError:
                 pass
-        lab_fields = LAB_FIELDS if self._is_lab else {}
+        # All answers of LMX Lab servers are deterministic and have the requested length.
+        lab_fields = {"temperature": 0, "ignore_eos": True} if self._is_lab else {}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         request = {"model": self._model or "default", **body, **stream, **lab_fields, **self._extra}
         try:
@@ -195,7 +191,7 @@ class ChatTarget:
             while (event := await next_until(events, until_s)) is not None and (event.data or "").strip() != DONE:
                 yield measure_chunk(reader.read(event.data) if event.data else None, event.at_s)
                 if reader.finished and until_s is None:
-                    until_s = asyncio.get_running_loop().time() + MAX_OPEN_S
+                    until_s = asyncio.get_running_loop().time() + self._max_open_s
         if not reader.finished:
             raise ConnectionLostError(f"{self.url} ended the stream before the answer was complete; try again")
 

@@ -159,7 +159,7 @@ def _check_reachable(targets: Iterable[ChatTarget]) -> None:
     """
     import asyncio
 
-    from lmx_lab.client.errors import was_sent
+    from lmx_lab.client.connection import was_sent
 
     for target in targets:
         try:

@@ -98,7 +98,7 @@ def _check_upstream(url: str | None) -> None:
     """
     if url is None:
         return
-    from lmx_lab.client.address import normalize_address
+    from lmx_lab.client.connection import normalize_address
 
     try:
         # An address with neither scheme nor port would be a web site at port 80.

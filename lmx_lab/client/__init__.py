@@ -10,36 +10,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmx_lab.client.chat_chunks import Piece
-    from lmx_lab.client.chat_format import ChatFormatClient
-    from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
-    from lmx_lab.client.daemon import AsyncDaemonClient, BlockingSubscription, DaemonClient
+    from lmx_lab.client.chat_format import ChatFormatClient, Piece
+    from lmx_lab.client.connection import Remark
+    from lmx_lab.client.daemon import AsyncDaemonClient, AsyncSession, BlockingSubscription, DaemonClient, Session
     from lmx_lab.client.lab import AsyncLabClient, Include, LabClient, LabEvent, UnknownLabEvent, as_array
-    from lmx_lab.client.session import AsyncSession, Session
-    from lmx_lab.client.sse import Remark
-    from lmx_lab.client.subscription import ConnectionState, Subscription
+    from lmx_lab.client.subscription import ConnectionState, Cursor, CursorStore, FileCursor, MemoryCursor, Subscription
     from lmx_lab.client.turn import TurnResult
     from lmx_lab.wire.events import DaemonEvent, UnknownEvent
 
 _MODULES = {
     "AsyncDaemonClient": "lmx_lab.client.daemon",
     "AsyncLabClient": "lmx_lab.client.lab",
-    "AsyncSession": "lmx_lab.client.session",
+    "AsyncSession": "lmx_lab.client.daemon",
     "BlockingSubscription": "lmx_lab.client.daemon",
     "ChatFormatClient": "lmx_lab.client.chat_format",
     "ConnectionState": "lmx_lab.client.subscription",
-    "Cursor": "lmx_lab.client.cursors",
-    "CursorStore": "lmx_lab.client.cursors",
+    "Cursor": "lmx_lab.client.subscription",
+    "CursorStore": "lmx_lab.client.subscription",
     "DaemonClient": "lmx_lab.client.daemon",
     "DaemonEvent": "lmx_lab.wire.events",
-    "FileCursor": "lmx_lab.client.cursors",
+    "FileCursor": "lmx_lab.client.subscription",
     "Include": "lmx_lab.client.lab",
     "LabClient": "lmx_lab.client.lab",
     "LabEvent": "lmx_lab.client.lab",
-    "MemoryCursor": "lmx_lab.client.cursors",
-    "Piece": "lmx_lab.client.chat_chunks",
-    "Remark": "lmx_lab.client.sse",
-    "Session": "lmx_lab.client.session",
+    "MemoryCursor": "lmx_lab.client.subscription",
+    "Piece": "lmx_lab.client.chat_format",
+    "Remark": "lmx_lab.client.connection",
+    "Session": "lmx_lab.client.daemon",
     "Subscription": "lmx_lab.client.subscription",
     "TurnResult": "lmx_lab.client.turn",
     "UnknownEvent": "lmx_lab.wire.events",

@@ -16,9 +16,6 @@ from lmx_lab.blocking import Portal
 from lmx_lab.errors import HostingError
 from lmx_lab.portal import LoopThread
 
-CLOSE_S = 5.0
-"""Maximum time for closing a client, including the cancellation of its turns."""
-
 
 class _Background:
     """The event loop of this process's blocking clients, in a thread that starts with the first client."""
@@ -84,7 +81,8 @@ class ClientPortal(Portal):
         """Close the client with its connections. Idempotent."""
         if self._finalizer.detach() is not None and self._used:
             with suppress(TimeoutError, HostingError):
-                self._used[0].run(self._close(), CLOSE_S)
+                # Closing includes the cancellation of the client's turns.
+                self._used[0].run(self._close(), 5.0)
 
 
 _CLOSING: set[asyncio.Task[None]] = set()

@@ -1,4 +1,4 @@
-"""Connect to one server: requests, responses, server-sent events and WebSockets, with limits and translated errors.
+"""Connect to one server: addresses, requests, responses, server-sent events and WebSockets, with limits and errors.
 
 ``HttpConnection`` sends all requests of the clients. ``bench.http_stream`` has its own HTTP client, because
 this one would use too much CPU time of the machine that is measured.
@@ -10,30 +10,34 @@ import asyncio
 import base64
 import functools
 import hashlib
+import ipaddress
 import secrets
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast, get_args
 
 import httpx2
+import pydantic_core
 from httpx2.websockets import AsyncWebSocketSession
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
 
-from lmx_lab.client.address import authorization_header, is_loopback, normalize_address
-from lmx_lab.client.errors import (
-    LAB_SERVER,
-    ErrorReader,
-    ServerDescription,
-    UnexpectedResponse,
-    lab_server_error,
-    translated_errors,
-    wrong_server_error,
+from lmx_lab.errors import (
+    ERROR_CLASSES,
+    ConnectionLostError,
+    CursorExpiredError,
+    InvalidRequestError,
+    LabError,
+    UnauthorizedError,
+    UnreachableError,
+    WrongServerError,
 )
-from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
-from lmx_lab.errors import LabError, UnreachableError
+from lmx_lab.wire.errors import Expiry
 
 Shape = TypeVar("Shape", bound=BaseModel)
 SHORT_BYTES = 100_000
@@ -46,12 +50,268 @@ QUICK_S = 30.0
 KEEPALIVE_S = 10.0
 """Idle time after which a connection is closed. Less than the 30 s of the server, which could otherwise close a
 connection at the moment in which it is used again."""
-MAX_CONNECTIONS = 256
-WEBSOCKET_HEADERS = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
-SWITCHING_PROTOCOLS = 101
-WEBSOCKET_GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-"""From RFC 6455, section 1.3."""
+CLOSE_S = 2.0
+"""Maximum wait for closing a WebSocket whose other end does not respond."""
 JSON = {"content-type": "application/json"}
+EVENT_STREAM = "text/event-stream"
+
+
+# Addresses and keys
+
+
+def normalize_address(text: str) -> str:
+    """Return the address of a server: scheme, host, port and a proxy's prefix, without a trailing slash.
+
+    ``http://`` may be missing. ``/v1`` at the end, as other chat clients expect it, is removed.
+
+    Raises:
+        InvalidRequestError: the text is not an address, or contains a password or a query. The message shows neither
+            of these.
+    """
+    given = text.strip()
+    if len(given) > 2000:
+        raise _invalid(f"the address has {len(given)} characters; the limit is 2000")
+    if "?" in given or "#" in given:
+        raise _invalid(
+            "the address has a part after '?' or '#'; remove that part, and give a key or Jupyter's token as api_key"
+        )
+    if "@" in given:
+        raise _invalid("the address has a name or a password before '@'; remove it, and give the key as api_key")
+    try:
+        url = httpx2.URL(given if "://" in given else f"http://{given}")
+    except httpx2.InvalidURL as exc:
+        raise _invalid(f"{given[:200]!r} is not an address: {exc}; give one such as http://127.0.0.1:8400") from None
+    if url.scheme not in ("http", "https") or not url.host or not (url.port is None or 0 < url.port < 65536):
+        raise _invalid(f"{given[:200]!r} is not the address of a web server, such as http://127.0.0.1:8400")
+    return str(url.copy_with(path=url.path.rstrip("/").removesuffix("/v1").rstrip("/") or "/")).rstrip("/")
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"url: {message}", param="url")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the address is on this machine's loopback interface."""
+    host = httpx2.URL(address).host
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def authorization_header(key: str | None, *, name: str = "api_key") -> dict[str, str]:
+    """Return the header that sends the key; no header without a key.
+
+    Args:
+        name: The argument with which the caller gave the key, for the error message.
+
+    Raises:
+        InvalidRequestError: the key cannot be sent in a header. The message does not show it.
+    """
+    if key is None:
+        return {}
+    if not (key.isascii() and key.isprintable() and key.split() == [key]):
+        raise InvalidRequestError(
+            f"{name} must consist of printable ASCII characters without spaces; omit it to send no key", param=name
+        )
+    return {"authorization": f"Bearer {key}"}
+
+
+# Errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerDescription:
+    """The kind of server that is expected at an address, as error messages describe it."""
+
+    kind: str = "an LMX Lab server"
+    start: str = "lmx-lab serve"
+    """The command that starts it."""
+    check: str = "check the address; the lab's server prints it when it starts"
+    """The next step if the server runs but does not answer."""
+    key: str = "api_key=KEY"
+    """The argument with which Python callers give its key."""
+
+
+LAB_SERVER = ServerDescription()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnexpectedResponse:
+    """A response that is an error, or not the requested document."""
+
+    url: str
+    """The server's address."""
+    status: int
+    content_type: str
+    retry_after: str | None
+    body: bytes
+    server: ServerDescription = LAB_SERVER
+
+
+ErrorReader = Callable[[UnexpectedResponse], LabError]
+
+
+def lab_server_error(response: UnexpectedResponse) -> LabError:
+    """Return the error for an unexpected response of an LMX Lab server."""
+    error = parse_error(response.body, retry_after=response.retry_after, server=response.server)
+    return error or wrong_server_error(response)
+
+
+def parse_error(
+    text: str | bytes, *, retry_after: str | None = None, server: ServerDescription = LAB_SERVER
+) -> LabError | None:
+    """Parse an error body, or the error event of a stream. Returns None if the text is neither."""
+    try:
+        body: Any = pydantic_core.from_json(text)
+    except ValueError:
+        return None
+    detail = body.get("error") if isinstance(body, Mapping) else None
+    message = detail.get("message") if isinstance(detail, Mapping) else None
+    if not isinstance(detail, Mapping) or not isinstance(message, str):
+        return None
+    code, param = detail.get("code"), detail.get("param")
+    kind = ERROR_CLASSES.get(code) if isinstance(code, str) else None
+    if kind is None and code is not None:
+        message = f"{message} ({code!s:.80})"
+    if kind is UnauthorizedError:
+        message = f"{message}; in Python, give {server.key}"
+    param = param if isinstance(param, str) else None
+    retry_after_s = read_retry_after(retry_after)
+    if kind is CursorExpiredError and (reason := detail.get("reason")) in get_args(Expiry):
+        return CursorExpiredError(message, reason=cast(Expiry, reason), param=param, retry_after_s=retry_after_s)
+    return (kind or LabError)(message, param=param, retry_after_s=retry_after_s)
+
+
+def read_retry_after(text: str | None) -> float | None:
+    """Return the seconds in a Retry-After header. A date, which a proxy may send, is ignored."""
+    return float(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+def wrong_server_error(response: UnexpectedResponse) -> UnreachableError:
+    """Return the error for a response of another program, a proxy or a login page."""
+    content_type = response.content_type.partition(";")[0].strip()[:200] or "no content type"
+    if 300 <= response.status < 400 or response.status in (401, 403):
+        hint = "a proxy or login page before the server asks for a login: give its token as the key, or use the "
+        hint += "server's own address"
+    elif response.status in (500, 502, 503, 504):
+        hint = "a proxy answers, but not the server behind it; check that the server is running"
+    else:
+        hint = response.server.check
+    message = f"{response.url} answered {response.status} with {content_type}, unlike {response.server.kind}; {hint}"
+    error = UnreachableError if response.status >= 500 else WrongServerError
+    return error(message, retry_after_s=read_retry_after(response.retry_after))
+
+
+@contextmanager
+def translated_errors(url: str, *, has_begun: bool = False, server: ServerDescription = LAB_SERVER) -> Iterator[None]:
+    """Translate connection errors raised in the block to ``UnreachableError`` with the address and the next step.
+
+    Args:
+        has_begun: Whether part of the response has been received.
+    """
+    try:
+        yield
+    # The causes are suppressed: the HTTP library's traceback has a hundred lines, and the message contains the reason.
+    except httpx2.ConnectTimeout:
+        message = f"{url} did not accept the connection in time; check the address, and that its machine is reachable"
+        raise UnreachableError(message) from None
+    except (httpx2.ConnectError, httpx2.ProxyError, httpx2.UnsupportedProtocol) as exc:
+        message = f"nothing answers at {url} ({exc!s:.200}); start the server ({server.start}), or {server.check}"
+        raise UnreachableError(message) from None
+    except httpx2.TimeoutException:
+        raise UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s") from None
+    except httpx2.DecodingError as exc:
+        raise UnreachableError(f"the response of {url} cannot be decoded ({exc!s:.200}); {server.check}") from exc
+    except httpx2.TransportError as exc:
+        when = "during the response" if has_begun else "before the response"
+        reason = f"{exc!s:.200}" or type(exc).__name__
+        raise ConnectionLostError(
+            f"{url} closed the connection {when} ({reason}); try again when the server is back"
+        ) from None
+
+
+def was_sent(error: LabError) -> bool:
+    """Whether a request that ended with this error may have reached a server."""
+    return not isinstance(error.__context__, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError)
+
+
+# Bodies of requests
+
+
+def encode_body(body: BaseModel) -> bytes:
+    """Return the body as JSON, with only the fields that were set: an older server may not know new ones.
+
+    Raises:
+        InvalidRequestError: a value cannot be written as JSON.
+    """
+    try:
+        # pydantic warns about unions whose members are chosen by a validator, but serializes them correctly.
+        return body.model_dump_json(by_alias=True, exclude_unset=True, warnings="none").encode()
+    except PydanticSerializationError as exc:
+        raise InvalidRequestError(
+            f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
+        ) from None
+
+
+# Server-sent events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remark:
+    """A comment in the stream: the state of a request that has no output yet, such as ``prompt 512/7000 tokens``."""
+
+    text: str
+
+
+class EventDecoder:
+    """Decodes the data of events, and comments. Event names, ids and retry times are ignored.
+
+    An event is complete when the blank line after it has arrived. Only LF and CRLF end a line: JSON may contain the
+    other characters that are line ends elsewhere. The benchmark decodes each token, so this has to be fast.
+
+    Args:
+        max_event_bytes: Maximum size of one event.
+    """
+
+    def __init__(self, max_event_bytes: int = 4_000_000) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._pending_bytes = 0
+
+    def feed(self, chunk: bytes) -> list[str | Remark]:
+        """Add bytes, and return the events and comments that are complete.
+
+        Raises:
+            ValueError: an event is larger than ``max_event_bytes``.
+        """
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        found: list[str | Remark] = []
+        for line in lines:
+            text = line[:-1] if line.endswith(b"\r") else line
+            if not text:
+                if self._data:
+                    found.append(b"\n".join(self._data).decode(errors="replace"))
+                    self._data.clear()
+                    self._pending_bytes = 0
+            elif text.startswith(b"data:"):
+                self._add_data(text[6:] if text.startswith(b"data: ") else text[5:])
+            elif text.startswith(b":"):
+                found.append(Remark(text=text[1:].removeprefix(b" ").decode(errors="replace")))
+            elif text == b"data":
+                self._add_data(b"")
+        if self._pending_bytes + len(self._rest) > self._max_event_bytes:
+            raise ValueError(f"a server-sent event has more than {self._max_event_bytes} bytes")
+        return found
+
+    def _add_data(self, data: bytes) -> None:
+        self._data.append(data)
+        # Counting the line end limits the number of empty lines as well.
+        self._pending_bytes += len(data) + 1
+
+
+# Connections
 
 
 class _Key(httpx2.Auth):
@@ -104,7 +364,7 @@ class HttpConnection:
             headers=headers,
             transport=transport,
             timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S, pool=None),
-            limits=httpx2.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S),
+            limits=httpx2.Limits(max_connections=256, keepalive_expiry=KEEPALIVE_S),
             # Loading all certificates takes 30 ms or more, which plain HTTP does not need.
             verify=True if self.url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
             # A proxy cannot reach this machine's loopback interface.
@@ -243,10 +503,10 @@ class HttpConnection:
         )
         response = await self._send(request)
         try:
-            if document_bytes is not None and response.is_success and _media_type(response).endswith("json"):
+            if document_bytes is not None and response.is_success and media_type(response.headers).endswith("json"):
                 yield (await self._body(response, document_bytes)).decode(errors="replace")
                 return
-            if not response.is_success or _media_type(response) != EVENT_STREAM:
+            if not response.is_success or media_type(response.headers) != EVENT_STREAM:
                 raise self.error_for(response, await self._read_limited(response, SHORT_BYTES))
             decoder = EventDecoder()
             with translated_errors(self.url, has_begun=True, server=self._server):
@@ -275,19 +535,25 @@ class HttpConnection:
             LabError: the WebSocket was not opened: the server's own error, or UnreachableError.
         """
         key = base64.b64encode(secrets.token_bytes(16)).decode()
-        # RFC 6455, section 4.2.2.
-        accept = base64.b64encode(hashlib.sha1(f"{key}{WEBSOCKET_GUID}".encode(), usedforsecurity=False).digest())
+        # RFC 6455, sections 1.3 and 4.2.2.
+        hashed = hashlib.sha1(f"{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11".encode(), usedforsecurity=False)
+        accept = base64.b64encode(hashed.digest())
         request = self._http.build_request(
             "GET",
             path,
             params=params,
-            headers={**WEBSOCKET_HEADERS, "sec-websocket-key": key},
+            headers={
+                "connection": "upgrade",
+                "upgrade": "websocket",
+                "sec-websocket-version": "13",
+                "sec-websocket-key": key,
+            },
             timeout=httpx2.Timeout(QUICK_S, connect=CONNECT_S, pool=None),
         )
         response = await self._send(request)
         try:
             accepted = response.headers.get("sec-websocket-accept") == accept.decode()
-            if response.status_code != SWITCHING_PROTOCOLS or not accepted:
+            if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS or not accepted:
                 raise self.error_for(response, await self._read_limited(response, SHORT_BYTES))
             stream = response.extensions["network_stream"]
             async with AsyncWebSocketSession(
@@ -353,6 +619,7 @@ def _parse_url(url: str) -> httpx2.URL:
     return httpx2.URL(url)
 
 
-def _media_type(response: httpx2.Response) -> str:
-    content_type: str = response.headers.get("content-type", "")
+def media_type(headers: httpx2.Headers) -> str:
+    """Return the media type of a response without its parameters, in lower case."""
+    content_type: str = headers.get("content-type", "")
     return content_type.partition(";")[0].strip().lower()

@@ -10,14 +10,13 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from lmx_lab.client.address import authorization_header, normalize_address
+from lmx_lab.client.connection import authorization_header, normalize_address
 from lmx_lab.errors import InvalidRequestError, UnreachableError
 from lmx_lab.settings import Settings
 from lmx_lab.wire.daemon import StateFile
 
 STATE = "state.json"
 START = "start a daemon with lmx-lab daemon, or launch(daemon=True) in a notebook"
-MAX_STATE_BYTES = 65_536
 
 
 def find_state_file(path: Path) -> StateFile | None:
@@ -76,7 +75,7 @@ def _read_private_file(path: Path) -> bytes:
             raise OSError(0, "it belongs to another user")
         if known.st_mode & 0o077:
             raise OSError(0, f"other users have access to it (its mode is {stat.S_IMODE(known.st_mode):o}, not 600)")
-        return os.read(file, MAX_STATE_BYTES)
+        return os.read(file, 65_536)
     finally:
         os.close(file)
 

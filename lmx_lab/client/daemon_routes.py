@@ -8,15 +8,23 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Literal, TypeVar
 
 import httpx2
 from pydantic import BaseModel, RootModel
 
-from lmx_lab.client.connection import LONG_BYTES, QUICK_S, AsyncClientBase, HttpConnection
+from lmx_lab.client.connection import (
+    LONG_BYTES,
+    QUICK_S,
+    AsyncClientBase,
+    HttpConnection,
+    ServerDescription,
+    encode_body,
+    was_sent,
+)
 from lmx_lab.client.credentials import Credentials, DaemonEndpoint
-from lmx_lab.client.errors import DAEMON, was_sent
-from lmx_lab.client.request_bodies import build_body, encode_body
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -27,6 +35,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.wire.base import ID_PATTERN, new_id
 from lmx_lab.wire.daemon import DaemonRecord, Health, Shutdown, ShutdownAnswer
+from lmx_lab.wire.errors import validated
 from lmx_lab.wire.events import EventPage
 from lmx_lab.wire.mcp import (
     ChangeMcpServer,
@@ -57,10 +66,14 @@ from lmx_lab.wire.sessions import (
 
 T = TypeVar("T")
 Shape = TypeVar("Shape", bound=BaseModel)
-HEALTH_S = 10.0
+DAEMON = ServerDescription(
+    kind="the lab's daemon",
+    start="lmx-lab daemon",
+    check="check the address; the daemon prints it when it starts",
+    key="discover(), which reads the token of this user's daemon, or token=TOKEN",
+)
 MCP_SERVER_S = 120.0
 """Time limit of requests that wait until an MCP server has stopped, or has finished its current work."""
-NO_CONTENT = 204
 
 
 class DaemonConnection:
@@ -137,7 +150,7 @@ class DaemonConnection:
 
         async def send(connection: HttpConnection) -> None:
             response, body = await connection.request("DELETE", path, limit=LONG_BYTES, within_s=within_s)
-            if response.status_code != NO_CONTENT:
+            if response.status_code != HTTPStatus.NO_CONTENT:
                 raise connection.error_for(response, body)
 
         await self._send(send, repeatable=True)
@@ -232,10 +245,35 @@ class _SharedTransport(httpx2.AsyncBaseTransport):
 
 
 async def _health(connection: HttpConnection) -> Health:
-    return await connection.fetch("GET", "/v3/health", Health, within_s=HEALTH_S, with_key=False)
+    return await connection.fetch("GET", "/v3/health", Health, within_s=10.0, with_key=False)
 
 
 # Routes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientTimes:
+    """Delays and time limits of subscriptions and turns, in seconds."""
+
+    min_delay_s: float = 0.25
+    """Upper limit of the random delay after the first failure. It doubles with each further one."""
+    max_delay_s: float = 10.0
+    """Upper limit of the random delay after many failures."""
+    refusal_s: float = 1.0
+    """Minimum delay after a refusal, because a daemon that is starting has not yet written its state file."""
+    watch_s: float = 1.0
+    """Interval of the checks whether the machine has slept, and whether the daemon has another address."""
+    record_s: float = 15.0
+    """Time without an event of the turn after which the turn's record is read."""
+    ended_s: float = 1.0
+    """The same time if the record shows that the turn has ended: its last event will arrive soon, or is no longer in
+    the log."""
+    missed_s: float = 20.0
+    """Time to wait for missed events after the end of the turn if there is no connection. An attempt to connect takes
+    up to 15 s."""
+    deciding_s: float = 1.0
+    """Time for which a request waits for the turn's end if events are not available and permissions may need a decision
+    here, because only another request shows them."""
 
 
 class _McpTest(RootModel[McpTestPassed | McpTestFailed]):
@@ -250,8 +288,16 @@ class DaemonRoutes(AsyncClientBase):
     ``ConnectionLostError``, and may or may not have been executed.
     """
 
-    def __init__(self, credentials: Credentials, *, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        *,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        times: ClientTimes | None = None,
+    ) -> None:
         self._connection = DaemonConnection(credentials, transport=transport)
+        self.times = times or ClientTimes()
+        """Delays and time limits of the subscriptions and turns of this client."""
 
     @property
     def credentials(self) -> Credentials:
@@ -291,7 +337,7 @@ class DaemonRoutes(AsyncClientBase):
         Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled immediately. Queued turns
         run after the next start.
         """
-        body = build_body(Shutdown, mode=mode, grace_s=grace_s)
+        body = validated(Shutdown, {"mode": mode, "grace_s": grace_s})
         await self._connection.request("POST", "/v3/daemon/shutdown", ShutdownAnswer, body=body, repeatable=True)
 
     # Sessions
@@ -385,7 +431,7 @@ class DaemonRoutes(AsyncClientBase):
             AlreadyResolvedError: another client has decided; the message has its decision.
             PermissionExpiredError: the time for a decision is over, or the turn has ended.
         """
-        body = build_body(Decision, decision=decision, scope=scope)
+        body = validated(Decision, {"decision": decision, "scope": scope})
         path = f"/v3/permissions/{_path_segment('permission_id', permission_id)}"
         return await self._connection.request("POST", path, PermissionRecord, body=body)
 

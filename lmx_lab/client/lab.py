@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Unpack
@@ -13,19 +16,30 @@ from urllib.parse import urlencode
 import httpx2
 import numpy as np
 import numpy.typing as npt
-from pydantic import Discriminator, TypeAdapter, ValidationError
+from httpx2.websockets import HTTPXWSException
+from pydantic import Discriminator, Field, TypeAdapter, ValidationError
 
 # BlockingStream: in the type hints of streams.
 from lmx_lab.blocking import BlockingStream, twin, twin_stream  # noqa: F401
 from lmx_lab.client.blocking import BlockingClient
 from lmx_lab.client.chat_format import DONE, LAB_HEADER
-from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks, receive_messages
-from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, QUICK_S, SHORT_BYTES, AsyncClientBase, HttpConnection
-from lmx_lab.client.errors import CHECK, parse_error, wrong_server_error
-from lmx_lab.client.request_bodies import build_body, conversation_header, encode_body
-from lmx_lab.client.sse import Remark
+from lmx_lab.client.connection import (
+    CLOSE_S,
+    CONNECT_S,
+    LAB_SERVER,
+    LONG_BYTES,
+    QUICK_S,
+    SHORT_BYTES,
+    AsyncClientBase,
+    HttpConnection,
+    Remark,
+    encode_body,
+    parse_error,
+    wrong_server_error,
+)
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 from lmx_lab.values.models import LoadOptions, LoadSpec
+from lmx_lab.values.outputs import FinishReason
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import (
@@ -47,9 +61,22 @@ from lmx_lab.wire.admin import (
     UnloadAnswer,
     UnloadRequest,
 )
-from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketError
+from lmx_lab.wire.chat import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    ChoiceDelta,
+    ChoiceLogprobs,
+    ChunkChoice,
+    SocketDone,
+    SocketError,
+    SocketStats,
+    SocketToken,
+)
 from lmx_lab.wire.completions import Completion, CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
+from lmx_lab.wire.errors import validated
+from lmx_lab.wire.generation import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from lmx_lab.wire.rerank import RerankBody, RerankResults
 from lmx_lab.wire.tokens import TokenizeAnswer, TokenizeRequest
 from lmx_lab.wire.tracing import TraceBody
@@ -80,30 +107,195 @@ def lab_event(text: str) -> LabEvent:
         return UnknownLabEvent(text=text)
 
 
+def conversation_header(body: ChatRequest) -> dict[str, str]:
+    """Return a header that is the same for all requests of a conversation.
+
+    A proxy in front of several servers can send them to the same one, whose prefix cache contains their beginning. The
+    value is a hash of the messages up to the first one of the user. Ray Serve expects the name of a session in this
+    header, and other proxies can be configured to use it.
+    """
+    digest = hashlib.sha256()
+    for message in body.messages:
+        digest.update(encode_body(message))
+        if message.role == "user":
+            break
+    return {"x-session-id": digest.hexdigest()[:16]}
+
+
 # Maximum sizes of responses
 
-TRACE_BYTES = 2**34
-"""A trace may be as large as the server allows; by default its values have 1 GiB."""
 MAX_COMPONENTS = 16_384
 """Maximum length of a vector: more than any known embedding model has."""
-COMPONENT_BYTES = {"base64": 6, "float": 26}
-"""Size of one component by encoding: four bytes in base64, or a decimal number with its separator."""
 ITEM_BYTES = 200
 """Size of the JSON around one vector or score."""
-ESCAPE_FACTOR = 3
-"""Maximum ratio of the size of JSON with escapes to the size of the same text in UTF-8."""
 
 
 def max_embeddings_bytes(body: EmbeddingsBody) -> int:
     """Return the maximum size of the response to an embeddings request."""
     texts = 1 if body.is_single else len(body.input)
-    vector = (body.dimensions or MAX_COMPONENTS) * COMPONENT_BYTES[body.encoding_format or "float"]
+    # Four bytes in base64, or a decimal number with its separator.
+    component_bytes = 6 if body.encoding_format == "base64" else 26
+    vector = (body.dimensions or MAX_COMPONENTS) * component_bytes
     return SHORT_BYTES + texts * (ITEM_BYTES + vector)
 
 
 def max_rerank_bytes(documents: int, *, request_bytes: int) -> int:
     """Return the maximum size of the response to a rerank request, which may contain the documents of the request."""
-    return SHORT_BYTES + documents * ITEM_BYTES + ESCAPE_FACTOR * request_bytes
+    # JSON with escapes is at most three times as large as the same text in UTF-8.
+    return SHORT_BYTES + documents * ITEM_BYTES + 3 * request_bytes
+
+
+# Chats over a WebSocket
+
+
+async def receive_messages(
+    connection: HttpConnection, path: str, first: str, *, silence_s: float | None = None
+) -> AsyncGenerator[str, None]:
+    """Send a message, and yield the server's messages. Closing the generator closes the connection.
+
+    Args:
+        silence_s: Maximum time between two messages.
+
+    Raises:
+        ConnectionLostError: the connection was closed. Only the caller knows whether the answer was complete.
+        LabError: the server's error, if it refuses the connection.
+    """
+    # In a separate task: the library requires that the same task opens and closes a connection.
+    received: asyncio.Queue[str | Exception] = asyncio.Queue(1)
+    task = asyncio.create_task(_read(connection, path, first, silence_s, received), name="read a WebSocket")
+    try:
+        while isinstance(message := await received.get(), str):
+            yield message
+        raise message
+    finally:
+        task.cancel()
+        await asyncio.wait({task}, timeout=CLOSE_S)
+
+
+async def _read(
+    connection: HttpConnection,
+    path: str,
+    first: str,
+    silence_s: float | None,
+    received: asyncio.Queue[str | Exception],
+) -> None:
+    """Put all messages into the queue, followed by the error that has ended the connection."""
+    end: Exception | None = None
+    try:
+        async with connection.websocket(path) as socket:
+            try:
+                await socket.send_text(first)
+                while True:
+                    async with asyncio.timeout(silence_s):
+                        message = await socket.receive_text()
+                    await received.put(message)
+            except Exception as exc:
+                end = exc
+    except Exception as exc:
+        # An error while closing must not replace the first error.
+        end = end or exc
+    while isinstance(end, ExceptionGroup):
+        end = end.exceptions[0]
+    url = connection.url
+    if isinstance(end, TimeoutError):
+        error: LabError = UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s")
+    elif isinstance(end, LabError):
+        await received.put(end)
+        return
+    elif isinstance(end, HTTPXWSException):
+        error = ConnectionLostError(f"{url} closed the connection before the answer was complete; try again")
+    else:
+        # Invalid frames raise exceptions of another library, on which this one depends.
+        error = ConnectionLostError(f"{url} broke the connection ({type(end).__name__}: {end!s:.200}); try again")
+    error.__cause__ = end
+    await received.put(error)
+
+
+SocketMessage = SocketToken | SocketDone | SocketError
+SOCKET_MESSAGE: TypeAdapter[SocketMessage] = TypeAdapter(Annotated[SocketMessage, Field(union_mode="left_to_right")])
+
+
+class SocketChunks:
+    """Converts the messages of one WebSocket to chunks. Does no I/O.
+
+    Fields that are not sent over a WebSocket are filled in: ``id`` is generated here, ``model`` is the requested name,
+    ``system_fingerprint`` is empty. The prompt time in ``timings`` includes the time in the queue.
+    """
+
+    def __init__(self, body: ChatRequest) -> None:
+        self.done = False
+        """Whether the last message was read."""
+        self._model = body.model
+        self._with_usage = body.include_usage
+        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._has_begun = False
+
+    def read(self, message: SocketToken | SocketDone) -> Iterator[ChatChunk]:
+        """Yield the chunks of one message."""
+        if not self._has_begun:
+            self._has_begun = True
+            yield self._chunk(ChoiceDelta(role="assistant", content=""))
+        if isinstance(message, SocketToken):
+            # A chunk each for thoughts, text and tool calls; the first one has the log-probabilities.
+            thinking = message.reasoning_content
+            deltas = [ChoiceDelta(reasoning_content=thinking)] if thinking else []
+            if message.token:
+                deltas.append(ChoiceDelta(content=message.token))
+            deltas += [ChoiceDelta(tool_calls=[call]) for call in message.tool_calls or ()]
+            logprobs = None if message.logprobs is None else ChoiceLogprobs(content=message.logprobs)
+            # A token without text needs a chunk as well, for its log-probabilities.
+            for delta in deltas or [ChoiceDelta(content="")]:
+                yield self._chunk(delta, logprobs=logprobs)
+                logprobs = None
+            return
+        self.done = True
+        stats = message.stats
+        last = self._chunk(ChoiceDelta(), finish_reason=stats.finish_reason)
+        yield last.model_copy(update={"timings": _timings(stats)})
+        if self._with_usage:
+            usage = Usage(
+                prompt_tokens=stats.prompt_tokens,
+                completion_tokens=stats.completion_tokens,
+                total_tokens=stats.prompt_tokens + stats.completion_tokens,
+                prompt_tokens_details=PromptTokensDetails(cached_tokens=stats.cached_tokens),
+                completion_tokens_details=CompletionTokensDetails(reasoning_tokens=stats.reasoning_tokens),
+            )
+            yield self._chunk_with([]).model_copy(update={"usage": usage})
+
+    def _chunk(
+        self, delta: ChoiceDelta, *, logprobs: ChoiceLogprobs | None = None, finish_reason: FinishReason | None = None
+    ) -> ChatChunk:
+        return self._chunk_with([ChunkChoice(index=0, delta=delta, logprobs=logprobs, finish_reason=finish_reason)])
+
+    def _chunk_with(self, choices: list[ChunkChoice]) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            system_fingerprint="",
+            choices=choices,
+        )
+
+
+def _timings(stats: SocketStats) -> Timings:
+    computed, predicted = stats.prompt_tokens - stats.cached_tokens, stats.completion_tokens
+    speed = stats.tokens_per_second
+    predicted_ms = predicted / speed * 1e3 if speed > 0 else 0.0
+    prompt_ms = max(0.0, stats.total_ms - predicted_ms)
+    return Timings(
+        cache_n=stats.cached_tokens,
+        prompt_n=computed,
+        prompt_ms=prompt_ms,
+        prompt_per_token_ms=prompt_ms / computed if computed else 0.0,
+        prompt_per_second=computed / prompt_ms * 1e3 if prompt_ms > 0 else 0.0,
+        predicted_n=predicted,
+        predicted_ms=predicted_ms,
+        predicted_per_token_ms=predicted_ms / predicted if predicted else 0.0,
+        predicted_per_second=speed,
+        ttft_ms=stats.ttft_ms,
+    )
 
 
 # Loading and unloading with progress
@@ -272,7 +464,7 @@ class AsyncLabClient(AsyncClientBase):
                     message = SOCKET_MESSAGE.validate_json(text)
                 except ValidationError as exc:
                     raise WrongServerError(
-                        f"{self.url} sent {text[:80]!r} over a WebSocket, unlike an LMX Lab server; {CHECK}"
+                        f"{self.url} sent {text[:80]!r} over a WebSocket, unlike an LMX Lab server; {LAB_SERVER.check}"
                     ) from exc
                 if isinstance(message, SocketError):
                     raise parse_error(text) or LabError(message.error.message)
@@ -318,7 +510,7 @@ class AsyncLabClient(AsyncClientBase):
         if len(set(indices)) < len(indices) or not set(indices) <= set(range(count)):
             raise UnreachableError(
                 f"{self.url} was given {count} documents to rank, but its response has the indices {indices!s:.100}, "
-                f"unlike an LMX Lab server; {CHECK}"
+                f"unlike an LMX Lab server; {LAB_SERVER.check}"
             )
         return answer
 
@@ -327,14 +519,19 @@ class AsyncLabClient(AsyncClientBase):
     async def trace(self, body: TraceBody) -> Trace:
         """Return internal values of the loaded model. Only programs on the server's machine may do this."""
         response, data = await self._connection.request(
-            "POST", "/admin/trace", content=encode_body(body), limit=TRACE_BYTES, within_s=None
+            "POST",
+            "/admin/trace",
+            content=encode_body(body),
+            # A trace may be as large as the server allows; by default its values have 1 GiB.
+            limit=2**34,
+            within_s=None,
         )
         if not response.is_success:
             raise self._connection.error_for(response, data)
         try:
             return Trace.decode(data)
         except ValueError as exc:
-            raise WrongServerError(f"the trace of {self.url} cannot be read: {exc}; {CHECK}") from exc
+            raise WrongServerError(f"the trace of {self.url} cannot be read: {exc}; {LAB_SERVER.check}") from exc
 
     # Models
 
@@ -384,7 +581,7 @@ class AsyncLabClient(AsyncClientBase):
             options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
         """
         spec = LoadSpec.with_options(model, options)
-        content = encode_body(build_body(LoadRequest, model=model, **spec.options))
+        content = encode_body(validated(LoadRequest, {"model": model, **spec.options}))
 
         async def load() -> LoadAnswer:
             return await self._connection.fetch("POST", "/admin/models/load", LoadAnswer, content=content)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import secrets
+import stat
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 from httpx2.websockets import AsyncWebSocketSession, WebSocketDisconnect
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmx_lab.broadcast import Feed
+from lmx_lab.client.connection import CLOSE_S
 from lmx_lab.client.credentials import DaemonEndpoint
-from lmx_lab.client.cursors import Cursor, CursorStore
-from lmx_lab.client.daemon_routes import DaemonRoutes
-from lmx_lab.errors import CallerError, ConnectionLostError, LabError, UnauthorizedError, WrongServerError
+from lmx_lab.client.daemon_routes import ClientTimes, DaemonRoutes
+from lmx_lab.errors import CallerError, ConnectionLostError, HostingError, LabError, UnauthorizedError, WrongServerError
 from lmx_lab.wire.events import (
     ClosingFrame,
     ControlFrame,
@@ -32,9 +37,6 @@ from lmx_lab.wire.events import (
     UnknownEvent,
     daemon_event,
 )
-
-CLOSE_S = 2.0
-"""Maximum wait for closing a connection whose other end does not respond."""
 
 
 class Subscription:
@@ -56,6 +58,7 @@ class Subscription:
         session_ids: Return events of these sessions only; empty for all sessions.
         types: Return events of these types only, such as ``turn.done``, or ``turn.*`` for a group; empty for all types.
         cursor: Stores the last event that was read.
+        buffer: Events that were received and not read. The connection is not read while it is full.
         wall: A clock that continues while the machine sleeps, in seconds.
     """
 
@@ -67,6 +70,7 @@ class Subscription:
         session_ids: Sequence[str] = (),
         types: Sequence[str] = (),
         cursor: CursorStore | None = None,
+        buffer: EventBuffer | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._routes = routes
@@ -76,7 +80,9 @@ class Subscription:
         self._delivered: Cursor | None = None
         """The cursor after the event that was returned last; that event counts as read with the next request."""
         filters = {"session_id": _as_list(session_ids), "types": _as_list(types)}
-        self._receiver = EventReceiver(routes, filters, EventPosition(self._cursor, after), wall)
+        position = EventPosition(self._cursor, after)
+        self._buffer = EventBuffer() if buffer is None else buffer
+        self._receiver = _Receiver(routes, filters, position, self._buffer, wall)
         self._task: asyncio.Task[None] | None = None
         self._is_entered = False
         self._is_reading = False
@@ -94,7 +100,7 @@ class Subscription:
 
         There may be any number of readers. A slow one misses old changes, but never the newest.
         """
-        with self._receiver.changes.subscribe(MAX_UNREAD) as changes:
+        with self._receiver.changes.subscribe(64) as changes:
             yield self.state
             async for state in changes:
                 yield state
@@ -173,9 +179,8 @@ class Subscription:
         try:
             self._start()
             self._mark_read()
-            buffer = self._receiver.buffer
             while not self._receiver.is_closing:
-                while (delivery := buffer.take()) is not None:
+                while (delivery := self._buffer.take()) is not None:
                     if delivery.event is not None:
                         self._delivered = delivery.cursor
                         return delivery.event
@@ -183,7 +188,7 @@ class Subscription:
                 self._save()
                 if self._receiver.has_ended:
                     raise self._receiver.error or StopAsyncIteration
-                await buffer.filled()
+                await self._buffer.filled()
             raise StopAsyncIteration
         finally:
             self._is_reading = False
@@ -206,19 +211,16 @@ def _as_list(names: Sequence[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-EVENTS_PATH = "/v3/events"
 OPEN_S = 15.0
 """Maximum time from the start of an attempt to the hello frame."""
-SILENT_HEARTBEATS = 2.5
-"""A connection without data for this many heartbeat intervals is closed."""
-HEARTBEAT_S, MIN_HEARTBEAT_S, MAX_HEARTBEAT_S = 15.0, 0.05, 60.0
-"""The default heartbeat interval, and the smallest and the largest one that is accepted."""
-STABLE_S = 1.0
-"""A connection older than this, or one that has delivered an event, resets the backoff."""
-MAX_REFUSALS, MIN_REFUSAL_INTERVAL_S = 2, 1.0
-"""Number of consecutive refusals, and the minimum time between them, after which a refusal is final, unless the state
-file has changed."""
-MAX_SHOWN_CHARACTERS = 80
+
+
+def max_silence_s(heartbeat_s: float) -> float:
+    """Return the time without data after which a connection is closed: 2.5 of the daemon's heartbeat intervals.
+
+    An implausible interval is replaced by 15 s, the default.
+    """
+    return 2.5 * (heartbeat_s if 0.05 <= heartbeat_s <= 60.0 else 15.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +237,7 @@ class ConnectionState:
     has closed the subscription."""
 
 
-class EventReceiver:
+class _Receiver:
     """Keeps a connection to the daemon open in a task, and puts what it receives into the buffer.
 
     Args:
@@ -248,6 +250,7 @@ class EventReceiver:
         routes: DaemonRoutes,
         filters: Mapping[str, list[str]],
         position: EventPosition,
+        buffer: EventBuffer,
         wall: Callable[[], float],
     ) -> None:
         self._routes = routes
@@ -255,7 +258,7 @@ class EventReceiver:
         self._filters = filters
         self._wall = wall
         self.position = position
-        self.buffer = EventBuffer()
+        self._buffer = buffer
         self.state = ConnectionState(state="connecting")
         self.changes: Feed[ConnectionState] = Feed()
         """Feed of the states that follow."""
@@ -267,7 +270,8 @@ class EventReceiver:
         """The error after which the receiver does not reconnect."""
         self.is_closing = False
         self.has_ended = False
-        self._backoff = Backoff()
+        self._times = routes.times
+        self._backoff = Backoff(routes.times)
         self._refusals = 0
         self._woken = asyncio.Event()
         self._deadline: asyncio.Timeout | None = None
@@ -277,7 +281,7 @@ class EventReceiver:
 
     async def run(self) -> None:
         """Connect and reconnect until cancelled, or until an error that another attempt cannot fix."""
-        watch = SleepWatch(self._on_wake, wall=self._wall)
+        watch = SleepWatch(self._on_wake, wall=self._wall, interval_s=self._times.watch_s)
         try:
             # A library may swallow the cancellation while it cleans up.
             while not self.is_closing:
@@ -300,7 +304,7 @@ class EventReceiver:
         error = self.error if isinstance(self.error, LabError) else None
         self._set_state(ConnectionState(state="closed", attempts=self._backoff.attempts, error=error))
         self.changes.close()
-        self.buffer.end()
+        self._buffer.end()
 
     # One connection
 
@@ -311,7 +315,7 @@ class EventReceiver:
         try:
             async with asyncio.timeout(OPEN_S) as self._deadline:
                 connection = await self._routes.connection()
-                async with connection.websocket(EVENTS_PATH, {**self.position.begin(), **self._filters}) as socket:
+                async with connection.websocket("/v3/events", {**self.position.begin(), **self._filters}) as socket:
                     try:
                         ended: Exception = await self._read(socket)
                     except Exception as exc:
@@ -338,15 +342,15 @@ class EventReceiver:
         assert self._deadline is not None
         now = asyncio.get_running_loop().time
         while True:
-            if not self.buffer.has_room:
+            if not self._buffer.has_room:
                 # Time in which the reader processes events does not count as silence of the daemon.
                 self._deadline.reschedule(None)
-                await self.buffer.room()
+                await self._buffer.room()
             self._deadline.reschedule(now() + self._silence_s)
             try:
                 message = await socket.receive()
             except WebSocketDisconnect as exc:
-                reason = f"{exc.code} {exc.reason:.{MAX_SHOWN_CHARACTERS}}".rstrip()
+                reason = f"{exc.code} {exc.reason:.80}".rstrip()
                 return self._lost_error(f"closed the stream ({reason})")
             except Exception as exc:
                 return self._lost_error(f"broke the connection ({type(exc).__name__})")
@@ -355,14 +359,12 @@ class EventReceiver:
                 frame = daemon_event(text if isinstance(text, str) else "")
                 delivery = self.position.process(frame)
             except ValueError:
-                return self._lost_error(f"sent {text!r:.{MAX_SHOWN_CHARACTERS}}, which is not an event")
+                return self._lost_error(f"sent {text!r:.80}, which is not an event")
             if delivery.event is not None or delivery.cursor is not None:
-                self.buffer.put(delivery, len(text or ""))
+                self._buffer.put(delivery, len(text or ""))
                 self._has_delivered = self._has_delivered or frame.seq is not None
             if isinstance(frame, HelloFrame):
-                interval_s = frame.data.heartbeat_s
-                is_plausible = MIN_HEARTBEAT_S <= interval_s <= MAX_HEARTBEAT_S
-                self._silence_s = SILENT_HEARTBEATS * (interval_s if is_plausible else HEARTBEAT_S)
+                self._silence_s = max_silence_s(frame.data.heartbeat_s)
                 self._connected_at = now()
                 self.connections += 1
                 self.tried.set()
@@ -386,17 +388,18 @@ class EventReceiver:
             LabError: another attempt cannot succeed.
         """
         now = asyncio.get_running_loop().time
-        if self._connected_at is not None and (self._has_delivered or now() - self._connected_at > STABLE_S):
+        # A connection that has delivered an event, or was open for a second, was good.
+        if self._connected_at is not None and (self._has_delivered or now() - self._connected_at > 1.0):
             self._backoff.reset()
         if self._has_moved(endpoint):
             self._refusals = 0
             return
         is_refusal = isinstance(error, UnauthorizedError | WrongServerError)
         self._refusals = self._refusals + 1 if is_refusal else 0
-        if self._refusals >= MAX_REFUSALS or (isinstance(error, CallerError) and not is_refusal):
+        # The second refusal in a row is final, unless the state file has changed.
+        if self._refusals >= 2 or (isinstance(error, CallerError) and not is_refusal):
             raise error
-        # After a refusal the delay has a minimum: a daemon that is starting has not yet written its state file.
-        delay_s = max(self._backoff.next_delay_s(error.retry_after_s), MIN_REFUSAL_INTERVAL_S if is_refusal else 0.0)
+        delay_s = max(self._backoff.next_delay_s(error.retry_after_s), self._times.refusal_s if is_refusal else 0.0)
         self._set_state(
             ConnectionState(state="waiting", attempts=self._backoff.attempts, retry_in_s=delay_s, error=error)
         )
@@ -404,7 +407,7 @@ class EventReceiver:
         until = now() + delay_s
         while (left_s := until - now()) > 0 and not self._woken.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, CHECK_INTERVAL_S)):
+                async with asyncio.timeout(min(left_s, self._times.watch_s)):
                     await self._woken.wait()
             if self._has_moved(endpoint):
                 return
@@ -434,9 +437,6 @@ class Delivery:
     """The event in the frame; None if the reader has received it before, or if the frame is about the connection."""
     cursor: Cursor | None = None
     """The reader's cursor after everything that was delivered; None if the frame does not move it."""
-
-
-NOTHING = Delivery()
 
 
 class EventPosition:
@@ -480,7 +480,7 @@ class EventPosition:
             case HelloFrame():
                 # If ``after`` is not in the log, the hello frame has another cursor.
                 seq = frame.data.cursor if self._after is None else self._after
-                return NOTHING if self.cursor is not None else self._move(frame.stream_id, seq)
+                return Delivery() if self.cursor is not None else self._move(frame.stream_id, seq)
             case ResetFrame():
                 # The cursor moves only after the last snapshot, so that an interrupted reset is repeated.
                 self._resetting, self._last = True, frame.data.cursor
@@ -493,7 +493,7 @@ class EventPosition:
                 self._resetting = False
                 return self._move(frame.stream_id, frame.data.cursor)
             case HeartbeatFrame() | ClosingFrame():
-                return NOTHING if self._resetting else self._move(frame.stream_id, frame.data.cursor)
+                return Delivery() if self._resetting else self._move(frame.stream_id, frame.data.cursor)
             case _:
                 return self._process_event(frame)
 
@@ -501,7 +501,7 @@ class EventPosition:
         if event.seq is None:
             return Delivery(event=event)
         if event.seq <= self._last:
-            return NOTHING
+            return Delivery()
         self._resetting = False
         moved = self._move(event.stream_id, event.seq)
         is_in_snapshot = event.seq <= self._in_snapshots.get(event.session_id or "", -1)
@@ -514,16 +514,15 @@ class EventPosition:
         return Delivery(cursor=self.cursor)
 
 
-MAX_ITEMS, MAX_CHARACTERS = 1000, 4_000_000
-"""Limits of a buffer, which is full when it has reached one of them."""
-MAX_UNREAD = 64
-"""Number of changes of the state that are kept for a slow reader."""
-
-
 class EventBuffer:
-    """A queue of deliveries between two tasks. The producer waits until there is room; nothing is dropped."""
+    """A queue of deliveries between two tasks. The producer waits until there is room; nothing is dropped.
 
-    def __init__(self) -> None:
+    Args:
+        max_items, max_characters: The buffer is full when it has reached one of them.
+    """
+
+    def __init__(self, *, max_items: int = 1000, max_characters: int = 4_000_000) -> None:
+        self._max_items, self._max_characters = max_items, max_characters
         self._items: deque[tuple[Delivery, int]] = deque()
         self._characters = 0
         self._filled, self._room = asyncio.Event(), asyncio.Event()
@@ -542,7 +541,7 @@ class EventBuffer:
         self._items.append((item, characters))
         self._characters += characters
         self._filled.set()
-        if len(self._items) >= MAX_ITEMS or self._characters >= MAX_CHARACTERS:
+        if len(self._items) >= self._max_items or self._characters >= self._max_characters:
             self._room.clear()
 
     def take(self) -> Delivery | None:
@@ -551,7 +550,7 @@ class EventBuffer:
             return None
         item, characters = self._items.popleft()
         self._characters -= characters
-        if len(self._items) <= MAX_ITEMS // 2 and self._characters < MAX_CHARACTERS:
+        if len(self._items) <= self._max_items // 2 and self._characters < self._max_characters:
             self._room.set()
         if not self._items and not self._ended:
             self._filled.clear()
@@ -576,19 +575,11 @@ class EventBuffer:
         self._filled.set()
 
 
-MIN_DELAY_S, MAX_DELAY_S = 0.25, 10.0
-"""Upper limits of the random delay after the first failure, and after many."""
-MAX_ADVISED_S = 60.0
-"""Maximum delay that a server can request."""
-CHECK_INTERVAL_S = 1.0
-SLEEP_THRESHOLD_S = 5.0
-"""Time by which the wall clock has to be ahead of the loop's clock since the last check to count as sleep."""
-
-
 class Backoff:
     """Random delays between attempts, up to 0.25 s, 0.5 s … 10 s, so that many clients do not reconnect together."""
 
-    def __init__(self, chance: Callable[[float, float], float] = random.uniform) -> None:
+    def __init__(self, times: ClientTimes, chance: Callable[[float, float], float] = random.uniform) -> None:
+        self._times = times
         self._chance = chance
         self.attempts = 0
         """Failed attempts since the last ``reset``."""
@@ -597,12 +588,12 @@ class Backoff:
         """Count a failed attempt and return the delay before the next one, in seconds.
 
         Args:
-            advised_s: The minimum delay that the server requested, if any; at most ``MAX_ADVISED_S`` is used.
+            advised_s: The minimum delay that the server requested, if any; at most 60 s are used.
         """
         # 2**6 exceeds the maximum; a larger power could overflow.
-        longest_s = min(MAX_DELAY_S, MIN_DELAY_S * 2 ** min(self.attempts, 6))
+        longest_s = min(self._times.max_delay_s, self._times.min_delay_s * 2 ** min(self.attempts, 6))
         self.attempts += 1
-        return max(self._chance(0.0, longest_s), min(advised_s or 0.0, MAX_ADVISED_S))
+        return max(self._chance(0.0, longest_s), min(advised_s or 0.0, 60.0))
 
     def reset(self) -> None:
         """Start again with short delays, after a successful attempt."""
@@ -616,12 +607,15 @@ class SleepWatch:
     whose monotonic clock includes sleep, sleep is not detected, and dead connections end by their timeout.
     """
 
-    def __init__(self, on_wake: Callable[[], None], *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, on_wake: Callable[[], None], *, wall: Callable[[], float] = time.time, interval_s: float = 1.0
+    ) -> None:
+        self._interval_s = interval_s
         self._on_wake = on_wake
         self._wall = wall
         self._loop = asyncio.get_running_loop()
         self._last_difference_s = self._clock_difference_s()
-        self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
+        self._timer = self._loop.call_later(self._interval_s, self._check)
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -631,7 +625,102 @@ class SleepWatch:
         return self._wall() - self._loop.time()
 
     def _check(self) -> None:
-        self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
+        self._timer = self._loop.call_later(self._interval_s, self._check)
         before_s, self._last_difference_s = self._last_difference_s, self._clock_difference_s()
-        if self._last_difference_s - before_s > SLEEP_THRESHOLD_S:
+        # Smaller differences come from a busy loop, or from small corrections of the clock.
+        if self._last_difference_s - before_s > 5.0:
             self._on_wake()
+
+
+# Cursors
+
+
+class Cursor(BaseModel):
+    """The position of a reader in the event log: all events up to ``seq`` have been read."""
+
+    model_config = ConfigDict(frozen=True)
+
+    stream_id: str = Field(min_length=1, max_length=200)
+    """Id of the daemon's database, in which ``seq`` counts."""
+    seq: int = Field(ge=0, le=10**15)
+    """Number of the last event that was read."""
+
+
+class CursorStore(Protocol):
+    """Stores one reader's cursor between subscriptions."""
+
+    def load(self) -> Cursor | None:
+        """Return the cursor that was saved last; None if there is none yet."""
+
+    def save(self, cursor: Cursor) -> None:
+        """Save a cursor. It is called on the reader's event loop, so it must not block for long."""
+
+
+class MemoryCursor:
+    """A cursor store in memory: the cursor lives as long as this object."""
+
+    def __init__(self, cursor: Cursor | None = None) -> None:
+        self._cursor = cursor
+
+    def load(self) -> Cursor | None:
+        return self._cursor
+
+    def save(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+
+
+class FileCursor:
+    """A cursor store in a file, for one subscription at a time.
+
+    If the file has other content, loading raises an error: the path may be wrong, and saving would overwrite the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser()
+
+    def load(self) -> Cursor | None:
+        """Read the cursor; None if the file does not exist.
+
+        Raises:
+            HostingError: the file does not contain a cursor, or cannot be read.
+        """
+        try:
+            # Non-blocking: opening a pipe of that name would wait for its writer.
+            file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                is_file = stat.S_ISREG(os.fstat(file).st_mode)
+                text = os.read(file, 4096) if is_file else b"not a regular file"
+            finally:
+                os.close(file)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise HostingError(
+                f"the cursor in {self.path} cannot be read: {exc.strerror}; give the path of another file"
+            ) from exc
+        try:
+            return Cursor.model_validate_json(text)
+        except ValidationError as exc:
+            raise HostingError(
+                f"{self.path} does not contain a cursor: {text[:80]!r}; remove the file to start without one, or give "
+                "the path of another file"
+            ) from exc
+
+    def save(self, cursor: Cursor) -> None:
+        """Write the file atomically, readable by this user only.
+
+        Raises:
+            HostingError: the file cannot be written.
+        """
+        draft = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}")
+        try:
+            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(file, "w", encoding="utf-8") as stream:
+                stream.write(cursor.model_dump_json())
+            draft.replace(self.path)
+        except OSError as exc:
+            with suppress(OSError):
+                draft.unlink()
+            raise HostingError(
+                f"the cursor cannot be written to {self.path}: {exc.strerror}; give the path of another file"
+            ) from exc

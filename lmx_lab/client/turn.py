@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar
 import pydantic_core
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from lmx_lab.client.connection import was_sent
 from lmx_lab.client.daemon_routes import DaemonRoutes
-from lmx_lab.client.errors import was_sent
 from lmx_lab.client.subscription import Backoff, Subscription
 from lmx_lab.errors import (
     ERROR_CLASSES,
@@ -57,23 +57,6 @@ from lmx_lab.wire.sessions import (
     TurnStats,
 )
 
-CHECK_S = 15.0
-"""Time without an event of the turn after which the turn's record is read."""
-CHECK_ENDED_S = 1.0
-"""The same time if the record shows that the turn has ended: its last event will arrive soon, or is no longer in the
-log."""
-MISSED_EVENTS_S = 20.0
-"""Time to wait for missed events after the end of the turn if there is no connection. An attempt to connect takes up
-to 15 s."""
-MIN_EVENT_WAIT_S = 0.05
-"""Minimum wait for an event, so that events that have arrived are processed before the record is read."""
-SUBMIT_S = 30.0
-"""Time for which a submission is repeated if its response was lost."""
-CANCEL_S = 2.0
-"""Maximum time to wait until the daemon has confirmed a cancellation."""
-RECORD_WAIT_S, RECORD_WAIT_DECIDING_S = 20.0, 1.0
-"""Time for which a request waits for the turn's end if events are not available. It is shorter if permissions may need
-a decision here, because only another request shows them."""
 _CANCELLATIONS: set[asyncio.Task[None]] = set()
 """Cancellations in progress. The set keeps them alive after their callers have been cancelled."""
 
@@ -95,6 +78,7 @@ class TurnFollower:
     ) -> None:
         assert submit.turn_id is not None
         self._client = client
+        self._times = client.times
         self._turns = turns
         self._session_id = session_id
         self._submit = submit
@@ -160,8 +144,9 @@ class TurnFollower:
     # Submitting and cancelling
 
     async def _submit_repeatedly(self) -> TurnAccepted:
-        backoff, now = Backoff(), asyncio.get_running_loop().time
-        until, may_have_arrived = now() + SUBMIT_S, False
+        backoff, now = Backoff(self._times), asyncio.get_running_loop().time
+        # If the response was lost, the submission is repeated for 30 s.
+        until, may_have_arrived = now() + 30.0, False
         while True:
             try:
                 return await self._client.submit_turn(self._session_id, self._submit)
@@ -173,8 +158,9 @@ class TurnFollower:
 
     async def _cancel_turn(self, submitting: asyncio.Task[TurnAccepted]) -> None:
         with suppress(TimeoutError, LabError):
-            async with asyncio.timeout(CANCEL_S):
-                await asyncio.wait([submitting], timeout=CANCEL_S / 2)
+            # The caller does not wait longer for the daemon's confirmation.
+            async with asyncio.timeout(2.0):
+                await asyncio.wait([submitting], timeout=1.0)
                 if not submitting.cancel():
                     submitting.result()
                 await self._client.cancel_turns(self._session_id, CancelTurns(turn_id=self._turn_id))
@@ -186,7 +172,8 @@ class TurnFollower:
         while self._end is None:
             state = subscription.state
             try:
-                wait_s = max(self._check_at_s - now(), MIN_EVENT_WAIT_S)
+                # With a minimum, so that events that have arrived are processed before the record is read.
+                wait_s = max(self._check_at_s - now(), 0.05)
                 event = await self._permissions.run_while_deciding(anext(subscription), wait_s)
             except UnavailableError:
                 # The events are not available, for example because a proxy does not support WebSockets.
@@ -198,7 +185,7 @@ class TurnFollower:
                 has_all = state.state == "live" and subscription.state is state
                 if self._ended_record is None:
                     await self._read_and_note_end()
-                elif has_all or now() - self._silent_since_s > MISSED_EVENTS_S:
+                elif has_all or now() - self._silent_since_s > self._times.missed_s:
                     # The record is not read again: events could arrive in the meantime.
                     self._end = self._ended_record
                 self._schedule_check()
@@ -231,7 +218,8 @@ class TurnFollower:
         self._schedule_check()
 
     def _schedule_check(self) -> None:
-        self._check_at_s = asyncio.get_running_loop().time() + (CHECK_ENDED_S if self._has_ended else CHECK_S)
+        wait_s = self._times.ended_s if self._has_ended else self._times.record_s
+        self._check_at_s = asyncio.get_running_loop().time() + wait_s
 
     def _note_end(self, record: TurnRecord) -> None:
         """Note the end of the turn if its record has one."""
@@ -247,8 +235,8 @@ class TurnFollower:
     async def _poll_record(self) -> None:
         """Follow the turn by its record only, without events."""
         while self._end is None:
-            work = self._read_record(RECORD_WAIT_DECIDING_S if self._permissions.has_policy else RECORD_WAIT_S)
-            if (record := await self._permissions.run_while_deciding(work, 2 * RECORD_WAIT_S)) is None:
+            work = self._read_record(self._times.deciding_s if self._permissions.has_policy else 20.0)
+            if (record := await self._permissions.run_while_deciding(work, 40.0)) is None:
                 continue
             if record.ended_at is not None:
                 self._end = record
@@ -261,7 +249,7 @@ class TurnFollower:
                 self._permissions.decide_on(*await self._client.permissions())
 
     async def _read_record(self, wait_s: float = 0.0) -> TurnRecord:
-        backoff = Backoff()
+        backoff = Backoff(self._times)
         while True:
             try:
                 return await self._client.read_turn(self._session_id, self._turn_id, wait_s=wait_s)
@@ -371,7 +359,7 @@ class TurnPermissions:
                 f"on_permission returned {verdict!r:.80}; it must return 'allow', 'deny', True, False or a Decision",
                 param="on_permission",
             )
-        backoff = Backoff()
+        backoff = Backoff(self._routes.times)
         while True:
             try:
                 await self._routes.decide(permission.permission_id, decision.decision, scope=decision.scope)
@@ -386,10 +374,6 @@ class TurnPermissions:
 
 Arguments = dict[str, JsonValue]
 _ARGUMENTS: TypeAdapter[Arguments] = TypeAdapter(Arguments)
-
-
-SHOWN_CHARACTERS = 500
-"""Maximum number of characters of a tool's result in the display of a call."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -407,7 +391,7 @@ class TurnToolCall:
 
     def __repr__(self) -> str:
         arguments = "invalid arguments" if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
-        text = self.text if len(self.text) <= SHOWN_CHARACTERS else f"{self.text[:SHOWN_CHARACTERS]}…"
+        text = self.text if len(self.text) <= 500 else f"{self.text[:500]}…"
         return f"→ {self.name}({arguments}) {self.status} in {self.elapsed_s:.2f} s: {text}"
 
 

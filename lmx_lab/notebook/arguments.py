@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, PydanticUserError, ValidationError
+from pydantic import BaseModel, PydanticUserError
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.steering import Steer
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
-from lmx_lab.wire.errors import invalid_request
+from lmx_lab.wire.errors import validated
 from lmx_lab.wire.rerank import RerankBody
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Texts = str | Iterable[str] | Iterable[int] | Iterable[Sequence[int]]
 """One or several texts, or the token ids of one or several texts; also an array or a column of a data frame."""
 Documents = Iterable[str | Mapping[str, Any]]
-Body = TypeVar("Body", bound=BaseModel)
 
 
 def _list_of(items: Any) -> Any:
@@ -110,7 +109,7 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(messages, Sequence):
         messages = [*([{"role": "system", "content": system}] if system is not None else []), *messages]
-    request = _validated(ChatRequest, {"model": ANY_MODEL, "messages": messages, **fields})
+    request = validated(ChatRequest, {"model": ANY_MODEL, "messages": messages, **fields})
     if request.choices > 1:
         raise InvalidRequestError(
             "n is not available here, because a reply has one text; use OpenAI(**lab.openai)", param="n"
@@ -129,7 +128,7 @@ def embeddings_body(texts: Texts, *, model: str | os.PathLike[str] | None, **fie
     """
     values = texts if isinstance(texts, str) else [_to_python(item) for item in _as_list(texts, "texts")]
     others = {name: _to_python(value) for name, value in fields.items()}
-    return _validated(EmbeddingsBody, {"model": _model_field(model), "input": values, **others})
+    return validated(EmbeddingsBody, {"model": _model_field(model), "input": values, **others})
 
 
 def rerank_body(query: str, documents: Documents, *, model: str | os.PathLike[str] | None, **fields: Any) -> RerankBody:
@@ -145,7 +144,7 @@ def rerank_body(query: str, documents: Documents, *, model: str | os.PathLike[st
         raise InvalidRequestError("documents is a single document; pass a list of documents", param="documents")
     values = [dict(item) if isinstance(item, Mapping) else item for item in _as_list(documents, "documents")]
     others = {name: _to_python(value) for name, value in fields.items()}
-    return _validated(RerankBody, {"model": _model_field(model), "query": query, "documents": values, **others})
+    return validated(RerankBody, {"model": _model_field(model), "query": query, "documents": values, **others})
 
 
 def _as_list(items: object, name: str) -> list[Any]:
@@ -170,13 +169,6 @@ def _to_python(value: Any) -> Any:
 
 def _model_field(model: str | os.PathLike[str] | None) -> str:
     return ANY_MODEL if model is None else model_name(model)
-
-
-def _validated(model: type[Body], fields: Mapping[str, Any]) -> Body:
-    try:
-        return model.model_validate(fields)
-    except ValidationError as exc:
-        raise invalid_request(exc.errors(), shape=model) from None
 
 
 def model_name(model: object) -> str:

@@ -8,11 +8,11 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lmx_lab.client import AsyncDaemonClient, DaemonClient
-from lmx_lab.client.request_bodies import build_body
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import HostingError, InvalidRequestError, McpServerExistsError
 from lmx_lab.panels.workbench import EventSource
+from lmx_lab.wire.errors import validated
 from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
 from lmx_lab.wire.sessions import CancelTurns, PermissionRecord, SessionList, SessionMessage
@@ -145,12 +145,14 @@ class LabDaemon(Daemon):
             )
         if command:
             fields |= {"command": command[0], "args": tuple(command[1:])}
-        config = build_body(McpServerConfig, name=name, transport="http" if "url" in fields else "stdio", **fields)
+        config = validated(
+            McpServerConfig, {"name": name, "transport": "http" if "url" in fields else "stdio", **fields}
+        )
         try:
             return self.client.add_mcp_server(config)
         except McpServerExistsError:
             if self.client.mcp_server(name).transport == config.transport:
-                return self.client.change_mcp_server(name, build_body(ChangeMcpServer, **fields))
+                return self.client.change_mcp_server(name, validated(ChangeMcpServer, fields))
             self.client.remove_mcp_server(name)
             return self.client.add_mcp_server(config)
 

@@ -13,7 +13,6 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import AnswerCost, Backend, next_or_none
-from lmx_lab.client.request_bodies import build_body
 from lmx_lab.errors import HostingError, InvalidRequestError, QueueFullError
 from lmx_lab.panels.panel import Panel, integer_field, number_field, text_field
 from lmx_lab.panels.workbench import Workbench
@@ -22,6 +21,7 @@ from lmx_lab.values.outputs import Delta, whole_characters
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.errors import validated
 
 MAX_MESSAGES = 200
 """Maximum number of messages in the transcript."""
@@ -279,12 +279,12 @@ class ChatPanel(Panel):
         replaced = fields.get("replace")
         before = self._messages if replaced is None else messages_before(self._messages, replaced)
         question = TranscriptMessage(id=self._next_id(), role="user", text=text)
-        request = build_body(
-            ChatRequest,
-            model=ANY_MODEL,
-            messages=to_chat_messages((*before, question), sampling["system"], unanswered=question),
+        fields = {
+            "model": ANY_MODEL,
+            "messages": to_chat_messages((*before, question), sampling["system"], unanswered=question),
             **{name: value for name, value in sampling.items() if name != "system" and value is not None},
-        )
+        }
+        request = validated(ChatRequest, fields)
         self._answer_now = LiveAnswer(self._next_id(), sampling["max_tokens"])
         self._set_messages((*before, question), sampling=sampling, live=self._answer_now.live())
         self.run_job(self._generate(self.workbench.backend, request, self._answer_now), self._ended)

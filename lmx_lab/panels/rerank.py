@@ -12,7 +12,6 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import Backend, Ranking
-from lmx_lab.client.request_bodies import build_body
 from lmx_lab.errors import InvalidRequestError, ModelBusyError
 from lmx_lab.panels.panel import Panel, integer_field, number_field, text_field
 from lmx_lab.panels.workbench import Workbench
@@ -21,6 +20,7 @@ from lmx_lab.sanitize import clip, escape_text, replace_surrogates
 from lmx_lab.wire.admin import ModelEvent, Sample
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import INPUT_LIMIT
+from lmx_lab.wire.errors import validated
 from lmx_lab.wire.rerank import RerankBody
 
 PAGE_ROWS = 100
@@ -118,7 +118,10 @@ class RerankPanel(Panel):
         top_n = integer_field(fields, "top_n", low=1, high=INPUT_LIMIT, default=None)
         if self.task is not None:
             raise ModelBusyError("this panel is ranking documents already; cancel that, or wait for its result")
-        body = build_body(RerankBody, model=ANY_MODEL, query=query, documents=documents, top_n=top_n, truncate=True)
+        body = validated(
+            RerankBody,
+            {"model": ANY_MODEL, "query": query, "documents": documents, "top_n": top_n, "truncate": True},
+        )
         kept = text if isinstance(text, str) and len(text) <= KEPT_CHARACTERS else ""
         self.show(
             busy=True,

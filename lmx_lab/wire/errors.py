@@ -6,13 +6,14 @@ the field, the problem and the value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 
+Shape = TypeVar("Shape", bound=BaseModel)
 Expiry = Literal["pruned", "ahead", "other-stream"]
 # What other servers express with 0 or -1.
 UNLIMITED_HINTS = {
@@ -46,6 +47,18 @@ class ErrorBody(BaseModel):
 
 
 # Errors of pydantic
+
+
+def validated(shape: type[Shape], fields: Mapping[str, object]) -> Shape:
+    """Return a request of this class with these fields.
+
+    Raises:
+        InvalidRequestError: a field is invalid; the message names the first one.
+    """
+    try:
+        return shape.model_validate(fields)
+    except ValidationError as exc:
+        raise invalid_request(exc.errors(), shape=shape) from None
 
 
 def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = None) -> InvalidRequestError:

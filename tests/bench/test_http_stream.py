@@ -1,15 +1,10 @@
-"""Tests of the HTTP client of the benchmark: bytes in pieces of any size, and all kinds of invalid responses."""
+"""Tests of the HTTP client of the benchmark: times of arrival, documents, and all kinds of invalid responses."""
 
-import asyncio
-import itertools
 import socket
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
-from lmx_lab.client.plain_http import ChunkedDecoder
 from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
 from tests.support.sockets import HEAD, answering, streamed, whole
 
@@ -21,25 +16,6 @@ async def events(url):
     async with TimedRequest(ChatEndpoint(url), b"{}") as request:
         request.send()
         return [event async for event in request.events()]
-
-
-def cut(data, places):
-    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[start:end] for start, end in itertools.pairwise(edges)]
-
-
-@given(parts=st.lists(st.binary(min_size=1, max_size=40), max_size=6), places=st.lists(st.integers(0, 500)))
-def test_chunked_coding_is_decoded_from_pieces_of_any_size(parts, places):
-    sent = b"".join(b"%x;name=value\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
-    decoder = ChunkedDecoder()
-    assert b"".join(decoder.feed(piece) for piece in cut(sent, places)) == b"".join(parts)
-    assert decoder.ended
-
-
-@pytest.mark.parametrize("size", [b"-5\r\n", b"x\r\n", b"\r\n", b"1" * 70_000])
-def test_an_invalid_chunk_size_is_refused(size):
-    with pytest.raises(ValueError, match=r"."):
-        ChunkedDecoder().feed(size)
 
 
 async def test_events_have_their_time_of_arrival():
@@ -99,19 +75,6 @@ async def test_an_address_without_a_server_differs_from_a_lost_connection():
     with pytest.raises(UnreachableError, match="nothing answers") as raised:
         await events(f"http://127.0.0.1:{port}")
     assert type(raised.value) is UnreachableError
-
-
-async def test_a_server_that_sends_more_than_is_read_has_to_wait():
-    """Of 4 MB that are not read, a part is in the buffer, and the rest has not left the server."""
-    with answering(streamed(*["data: " + "x" * 99_992 + "\n\n"] * 40)) as server:
-        async with TimedRequest(ChatEndpoint(server.url), b"{}") as request:
-            request.send()
-            source = request.events()
-            await anext(source)
-            while request._buffer.transport.is_reading():  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            assert request._buffer._unread_bytes < 2_000_000
-            assert len([event async for event in source]) == 39
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from lmx_lab.bench import frame
 from lmx_lab.bench.sample import COLUMNS, Chunk, RunClock, ServerMetrics, Trace, measure_chunk, row
-from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
+from lmx_lab.client.chat_format import ChunkReader, TokenUsage
 from lmx_lab.errors import EngineError, UnreachableError
 from tests.support.model_server import event
 from tests.support.samples import sample

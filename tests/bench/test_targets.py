@@ -229,10 +229,9 @@ async def test_a_lab_is_asked_for_full_length_and_deterministic_answers():
     assert (server.bodies[0]["ignore_eos"], server.bodies[0]["temperature"]) == (True, 0)
 
 
-async def test_a_stream_that_stays_open_after_the_finish_reason_is_complete(monkeypatch):
-    monkeypatch.setattr("lmx_lab.bench.targets.MAX_OPEN_S", 0.05)
+async def test_a_stream_that_stays_open_after_the_finish_reason_is_complete():
     with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as server:
-        chunks = await read_chunks(ChatTarget(server.url))
+        chunks = await read_chunks(ChatTarget(server.url, max_open_s=0.05))
         await server.until(lambda: server.left == 1)
     assert [piece.finish_reason for piece in chunks] == [None, None, "stop"]
 

@@ -76,19 +76,18 @@ async def test_the_finish_reason_may_be_missing_before_done():
     assert (await read_answer([token("a"), DONE]))[3] is None
 
 
-async def test_a_stream_that_stays_open_after_its_end_is_complete(monkeypatch):
-    monkeypatch.setattr("lmx_lab.client.chat_format.MAX_OPEN_S", 0.01)
+async def test_a_stream_that_stays_open_after_its_end_is_complete():
     with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as upstream:
-        assert "".join(piece.text for piece in await pieces(upstream.url)) == "a"
+        async with ChatFormatClient(upstream.url, max_open_s=0.01) as client:
+            assert "".join([piece.text async for piece in client.stream(BODY)]) == "a"
         await upstream.until(lambda: upstream.left == 1)
 
 
-async def test_a_stream_that_continues_with_comments_after_its_end_is_complete(monkeypatch):
-    monkeypatch.setattr("lmx_lab.client.chat_format.MAX_OPEN_S", 0.05)
+async def test_a_stream_that_continues_with_comments_after_its_end_is_complete():
     comments = [step for _ in range(3000) for step in (b": ping\n\n", 0.01)]
     with Scripted([token("a"), chunk({}, finish="stop"), *comments]) as upstream:
-        async with asyncio.timeout(10):
-            assert "".join(piece.text for piece in await pieces(upstream.url)) == "a"
+        async with asyncio.timeout(10), ChatFormatClient(upstream.url, max_open_s=0.05) as client:
+            assert "".join([piece.text async for piece in client.stream(BODY)]) == "a"
 
 
 @pytest.mark.parametrize("script", [[token("a")], [token("a"), DROP], [DROP], [token("a")[:-9], DROP]])
@@ -206,8 +205,7 @@ async def test_the_key_is_sent_in_a_header_and_not_displayed():
 # --- bounds
 
 
-async def test_the_size_of_a_response_is_limited(monkeypatch):
-    monkeypatch.setattr("lmx_lab.client.chat_format.LONG_BYTES", 1_000_000)
+async def test_the_size_of_a_response_is_limited():
     endless = answering(Endless(b"z" * 1_000_000))
     with endless as server, pytest.raises(errors.UnreachableError, match="answered with more than"):
         await pieces(server.url)

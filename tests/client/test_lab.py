@@ -16,7 +16,7 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
-from lmx_lab.client.connection import SHORT_BYTES
+from lmx_lab.client.connection import QUICK_S, SHORT_BYTES, HttpConnection
 from lmx_lab.client.lab import MAX_COMPONENTS, Include, KnownEvent, lab_event, max_embeddings_bytes, max_rerank_bytes
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.server.events import EXTRAS
@@ -524,13 +524,27 @@ async def test_a_compressed_response_counts_with_its_decompressed_size():
     [Endless(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", head=b""), Endless(b" ", every_s=0.01)],
     ids=["early hints", "drop by drop"],
 )
-async def test_requests_without_computation_have_a_time_limit_for_the_complete_response(endless, monkeypatch):
+async def test_a_time_limit_applies_to_the_complete_response(endless):
     with answering(endless) as server:
-        async with AsyncLabClient(server.url) as client, asyncio.timeout(WAIT_S):
-            monkeypatch.setattr("lmx_lab.client.lab.QUICK_S", 0.5)
-            for ask in (client.version(), client.ready(), client.models()):
-                with pytest.raises(errors.UnreachableError, match="within"):
-                    await ask
+        connection = HttpConnection(server.url)
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(errors.UnreachableError, match=r"was not complete within 0\.5 s"):
+                await connection.request("GET", "/healthz", within_s=0.5)
+        await connection.aclose()
+
+
+async def test_requests_without_computation_have_a_time_limit():
+    limits = []
+
+    def answer(request):
+        limits.append(request.extensions["timeout"]["read"])
+        return httpx2.Response(500)
+
+    async with AsyncLabClient("http://lab", transport=httpx2.MockTransport(answer)) as client:
+        for ask in (client.version(), client.ready(), client.models(), client.timeline()):
+            with pytest.raises(errors.UnreachableError):
+                await ask
+    assert limits == [QUICK_S] * 4
 
 
 @pytest.mark.parametrize("written", ["float", "base64"])

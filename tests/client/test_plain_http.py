@@ -6,7 +6,9 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 
-from lmx_lab.client.plain_http import PlainTransport
+from lmx_lab.client.plain_http import PlainConnection, PlainTransport
+from tests.support.sockets import HEAD, streamed
+from tests.support.sockets import answering as closing
 
 pytestmark = pytest.mark.anyio
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"
@@ -51,7 +53,8 @@ def client(*, keepalive_s=60.0, read_s=30.0):
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi", "hi", True),
         (b"HTTP/1.1 204 No Content\r\n\r\n", "", True),
         (CHUNKED + b"\r\n2\r\nhi\r\n0\r\n\r\n", "hi", True),
-        (CHUNKED + b"\r\n2\r\nhi\r\n0\r\nx-trailer: 1\r\n\r\n", "hi", False),
+        (CHUNKED + b"\r\n2\r\nhi\r\n0\r\nx-trailer: 1\r\n\r\n", "hi", True),
+        (CHUNKED + b"\r\n2\r\nhi\r\n0\r\n\r\n, and more", "hi", False),
         (CHUNKED + b"connection: close\r\n\r\n2\r\nhi\r\n0\r\n\r\n", "hi", False),
         (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nhi", "hi", False),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi, and more", "hi", False),
@@ -98,3 +101,70 @@ async def test_errors_are_those_of_the_library():
     async with client() as http:
         with pytest.raises(httpx2.ConnectError):
             await http.post(server.url, content=b"body")
+
+
+async def body_of(answer):
+    """Return the body of a response in pieces of any size."""
+    with closing(answer) as server:
+        url = httpx2.URL(server.url)
+        _, connection = await asyncio.get_running_loop().create_connection(PlainConnection, url.host, url.port)
+        connection.send(b"GET", b"/", [(b"host", url.netloc)], b"")
+        await connection.head()
+        data = b""
+        while piece := (await connection.body())[1]:
+            data += piece
+        await connection.aclose()
+        return data
+
+
+@pytest.mark.parametrize("length", [1, 7, 50, 1000])
+async def test_chunked_coding_is_decoded_from_pieces_of_any_size(length):
+    parts = [b"x" * 40, b"y", b"\r\n0\r\n\r\n", b"z" * 100]
+    sent = b"".join(b"%x;name=value\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    pieces = [sent[at : at + length] for at in range(0, len(sent), length)]
+    assert await body_of([CHUNKED + b"\r\n", *pieces]) == b"".join(parts)
+
+
+async def test_a_body_without_a_length_ends_with_the_connection():
+    head = HEAD.format(status="200 OK", kind="text/plain").encode()
+    assert await body_of([head + b"\r\n", b"some", b" text"]) == b"some text"
+
+
+async def test_a_response_follows_those_that_only_inform():
+    assert await body_of([b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", streamed("hi")]) == b"hi"
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (b"-5\r\n", "illegal chunk header"),
+        (b"x\r\n", "illegal chunk header"),
+        (b"\r\n", "illegal chunk header"),
+        (b"1" * 70_000, "the size field of a chunk is longer than 65536 bytes"),
+    ],
+)
+async def test_an_invalid_chunk_size_is_refused(size, message):
+    with pytest.raises(ValueError, match=message):
+        await body_of(CHUNKED + b"\r\n" + size)
+
+
+async def test_a_head_without_end_is_refused():
+    with pytest.raises(ValueError, match="its head is longer than 65536 bytes"):
+        await body_of(b"HTTP/1.1 200 OK\r\nx-long: " + b"x" * 100_000)
+
+
+async def test_a_server_that_sends_more_than_is_read_has_to_wait():
+    """Of 4 MB that are not read, a part is in the buffer, and the rest has not left the server."""
+    with closing(streamed(*["x" * 100_000] * 40)) as server:
+        url = httpx2.URL(server.url)
+        _, connection = await asyncio.get_running_loop().create_connection(PlainConnection, url.host, url.port)
+        connection.send(b"GET", b"/", [(b"host", url.netloc)], b"")
+        await connection.head()
+        while connection.transport.is_reading():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert connection.unread_bytes < 2_000_000
+        left = 4_000_000
+        while left:
+            left -= len((await connection.body())[1])
+        assert connection.unread_bytes == 0
+        await connection.aclose()

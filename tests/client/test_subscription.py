@@ -6,11 +6,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from lmx_lab.client import subscription
-from lmx_lab.client.cursors import Cursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import ResetFrame, SnapshotFrame, TurnTokenEvent, UnknownEvent
-from lmx_lab.client.subscription import ConnectionState, Subscription
+from lmx_lab.client.daemon_routes import ClientTimes
+from lmx_lab.client.subscription import ConnectionState, Cursor, EventBuffer, MemoryCursor, Subscription, max_silence_s
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -39,16 +38,13 @@ pytestmark = pytest.mark.anyio
 WAIT_S = 20.0
 
 
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch):
-    monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.001)
-    monkeypatch.setattr(subscription, "MIN_REFUSAL_INTERVAL_S", 0.001)
+SHORT = ClientTimes(min_delay_s=0.001, refusal_s=0.001, watch_s=0.01)
 
 
 @asynccontextmanager
 async def subscribed(server, **options):
     async with (
-        AsyncDaemonClient(server.url, token="secret") as client,
+        AsyncDaemonClient(server.url, token="secret", times=SHORT) as client,
         asyncio.timeout(WAIT_S),
         Subscription(client, **options) as events,
     ):
@@ -163,12 +159,12 @@ async def test_silence_for_several_heartbeats_ends_a_connection():
 
 @pytest.mark.parametrize("heartbeat_s", [float("nan"), float("inf"), 0.0, -1.0, 1e9])
 async def test_implausible_heartbeat_intervals_are_ignored(heartbeat_s):
+    assert (max_silence_s(heartbeat_s), max_silence_s(20.0)) == (37.5, 50.0)
     async with (
         EventServer([hello(3, heartbeat_s=heartbeat_s), synced(3), event(4), STAY]) as server,
         subscribed(server, after=3) as events,
     ):
         assert (await anext(events)).seq == 4
-        assert events._receiver._silence_s == 37.5
 
 
 async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatch):
@@ -183,12 +179,11 @@ async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatc
 
 
 @pytest.mark.slow
-async def test_a_slow_reader_does_not_count_as_silence(monkeypatch):
-    monkeypatch.setattr("lmx_lab.client.subscription.MAX_ITEMS", 2)
+async def test_a_slow_reader_does_not_count_as_silence():
     many = [event(seq) for seq in range(4, 40)]
     async with (
         EventServer([hello(3, heartbeat_s=0.6), *many, STAY]) as server,
-        subscribed(server, after=3) as events,
+        subscribed(server, after=3, buffer=EventBuffer(max_items=2)) as events,
     ):
         first = await anext(events)
         # Longer than the silence that ends a connection.
@@ -304,7 +299,7 @@ async def test_events_before_a_final_refusal_are_read_first():
 async def test_the_subscription_waits_until_a_daemon_answers():
     async with EventServer([STAY]) as server:
         address = server.url
-    async with AsyncDaemonClient(address, token=None) as client, Subscription(client) as events:
+    async with AsyncDaemonClient(address, token=None, times=SHORT) as client, Subscription(client) as events:
         assert await events.opened() is None
         state = await until(events, "waiting")
         assert isinstance(state.error, UnreachableError)
@@ -323,7 +318,7 @@ async def until(events, state):
 async def test_states_describe_the_connection():
     async with EventServer([hello(3), synced(3), event(4), CUT], [hello(4), synced(4), STAY]) as server:
         states = []
-        async with AsyncDaemonClient(server.url, token=None) as client:
+        async with AsyncDaemonClient(server.url, token=None, times=SHORT) as client:
             async with (
                 Subscription(client, after=3) as events,
                 asyncio.timeout(WAIT_S),
@@ -379,8 +374,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("ahead_s", [3600.0, 86_400.0 * 365])
-async def test_after_sleep_a_new_connection_is_opened_at_once(monkeypatch, ahead_s):
-    monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.01)
+async def test_after_sleep_a_new_connection_is_opened_at_once(ahead_s):
     clock = Clock()
     async with (
         EventServer([hello(3), synced(3), STAY], [hello(3), event(4), STAY]) as server,
@@ -392,8 +386,7 @@ async def test_after_sleep_a_new_connection_is_opened_at_once(monkeypatch, ahead
     assert len(server.queries) == 2
 
 
-async def test_after_sleep_the_next_attempt_starts_at_once(monkeypatch):
-    monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.01)
+async def test_after_sleep_the_next_attempt_starts_at_once():
     clock = Clock()
     busy = Refused(503, error("queue-full"), headers={"Retry-After": "3600"})
     async with (
@@ -406,8 +399,7 @@ async def test_after_sleep_the_next_attempt_starts_at_once(monkeypatch):
         assert (await anext(events)).seq == 4
 
 
-async def test_setting_the_clock_back_has_no_effect(monkeypatch):
-    monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.01)
+async def test_setting_the_clock_back_has_no_effect():
     clock = Clock()
     checked = asyncio.Event()
 
@@ -459,7 +451,7 @@ async def test_two_tasks_cannot_read_the_same_subscription():
 async def test_leaving_the_loop_closes_the_subscription():
     async with (
         EventServer([hello(3), event(4), event(5), STAY]) as server,
-        AsyncDaemonClient(server.url, token=None) as client,
+        AsyncDaemonClient(server.url, token=None, times=SHORT) as client,
     ):
         events = Subscription(client, after=3)
         async for found in events:
@@ -473,7 +465,7 @@ async def test_leaving_the_loop_closes_the_subscription():
 async def test_closing_ends_the_readers_loop():
     async with (
         EventServer([hello(3), event(4), STAY]) as server,
-        AsyncDaemonClient(server.url, token=None) as client,
+        AsyncDaemonClient(server.url, token=None, times=SHORT) as client,
     ):
         events = Subscription(client, after=3)
         read = []

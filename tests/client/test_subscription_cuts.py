@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from lmx_lab.client import subscription
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import TurnDoneEvent, TurnErrorEvent, TurnTokenEvent
+from lmx_lab.client.daemon_routes import ClientTimes
 from lmx_lab.errors import DaemonRestartedError
 from tests.support.daemons import Program
 from tests.support.model_server import Scripted, counted
@@ -19,6 +19,7 @@ TOKENS = 60
 CUTS = 200
 WAIT_S = 60.0
 EXPECTED = "".join(f"w{at} " for at in range(TOKENS))
+SHORT = ClientTimes(min_delay_s=0.01, max_delay_s=0.1)
 
 
 @pytest.fixture
@@ -28,12 +29,6 @@ def program(tmp_path):
         program = Program(tmp_path, upstream.url).start()
         yield program
         assert program.stop() == 0
-
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch):
-    monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.01)
-    monkeypatch.setattr(subscription, "MAX_DELAY_S", 0.1)
 
 
 class Seen:
@@ -112,7 +107,7 @@ async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program):
 
     async with (
         Proxy(lambda: program.state.port) as proxy,
-        AsyncDaemonClient.discover(program.home, transport=Through(proxy)) as client,
+        AsyncDaemonClient.discover(program.home, transport=Through(proxy), times=SHORT) as client,
     ):
         seen, results = Seen(client), []
         async with seen.following():
@@ -135,7 +130,7 @@ async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program):
 
 async def test_a_subscription_continues_after_the_daemon_was_killed_and_restarted(program):
     chance = random.Random(5)
-    async with AsyncDaemonClient.discover(program.home) as client:
+    async with AsyncDaemonClient.discover(program.home, times=SHORT) as client:
         seen = Seen(client)
         async with seen.following():
             session = await client.session()
@@ -156,7 +151,7 @@ async def test_a_subscription_continues_after_the_daemon_was_killed_and_restarte
 
 
 async def test_a_queued_turn_runs_after_a_restart_and_its_caller_receives_the_result(program):
-    async with AsyncDaemonClient.discover(program.home) as client:
+    async with AsyncDaemonClient.discover(program.home, times=SHORT) as client:
         seen = Seen(client)
         async with seen.following():
             session = await client.session()
@@ -175,7 +170,7 @@ async def test_a_queued_turn_runs_after_a_restart_and_its_caller_receives_the_re
 async def test_a_proxy_that_closes_idle_connections_loses_no_event(program):
     async with (
         Proxy(lambda: program.state.port, idle_s=2.0) as proxy,
-        AsyncDaemonClient.discover(program.home, transport=Through(proxy)) as client,
+        AsyncDaemonClient.discover(program.home, transport=Through(proxy), times=SHORT) as client,
     ):
         seen = Seen(client)
         async with seen.following():

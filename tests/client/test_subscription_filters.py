@@ -4,25 +4,18 @@ import asyncio
 
 import pytest
 
-from lmx_lab.client import subscription
 from lmx_lab.client.credentials import Credentials
-from lmx_lab.client.cursors import FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import ResetFrame, SessionCreatedEvent, SnapshotFrame
-from lmx_lab.client.daemon_routes import DaemonRoutes
-from lmx_lab.client.subscription import Subscription
+from lmx_lab.client.daemon_routes import ClientTimes, DaemonRoutes
+from lmx_lab.client.subscription import EventBuffer, FileCursor, MemoryCursor, Subscription
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from tests.support.daemons import serving, settled, write_tokens
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 20.0
-
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch):
-    monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.005)
-    monkeypatch.setattr(subscription, "MIN_REFUSAL_INTERVAL_S", 0.005)
+SHORT = ClientTimes(min_delay_s=0.005, refusal_s=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +25,7 @@ def daemon(tmp_path_factory):
 
 
 def client_of(daemon):
-    return AsyncDaemonClient(daemon.url, token=daemon.token)
+    return AsyncDaemonClient(daemon.url, token=daemon.token, times=SHORT)
 
 
 async def take(events, count):
@@ -108,19 +101,18 @@ async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events
 
 
 @pytest.mark.slow
-async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(daemon, monkeypatch):
-    monkeypatch.setattr("lmx_lab.client.subscription.MAX_ITEMS", 50)
-    start = latest(daemon)
+async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(daemon):
+    buffer, start = EventBuffer(max_items=50), latest(daemon)
     last = write_tokens(daemon, 3000)
-    async with client_of(daemon) as client, client.events(after=start) as events:
+    async with client_of(daemon) as client, Subscription(client, after=start, buffer=buffer) as events:
         most, seqs = 0, list[int | None]()
         async with asyncio.timeout(WAIT_S):
             while len(seqs) < 3000:
                 if len(seqs) % 500 == 0:
                     # Until the reader stops reading ahead.
-                    while events._receiver.buffer.has_room:  # noqa: ASYNC110
+                    while buffer.has_room:  # noqa: ASYNC110
                         await asyncio.sleep(0)
-                most = max(most, len(events._receiver.buffer))
+                most = max(most, len(buffer))
                 seqs.append((await anext(events)).seq)
         assert seqs == list(range(start + 1, last + 1))
         assert most <= 50
@@ -164,7 +156,7 @@ async def test_a_reader_waits_while_there_are_too_many_subscribers(daemon):
 async def test_a_new_daemon_at_the_same_port_has_a_new_token(tmp_path):
     home = tmp_path / "home"
     with serving(home) as first:
-        port, client = first.port, AsyncDaemonClient.discover(home)
+        port, client = first.port, AsyncDaemonClient.discover(home, times=SHORT)
         events = client.events(after=0)
         kinds = [event.event for event in await take(events, 1)]
     with serving(home, daemon_port=port) as second:
@@ -181,7 +173,7 @@ async def test_a_new_daemon_at_the_same_port_has_a_new_token(tmp_path):
 async def test_an_outdated_token_is_replaced_by_that_of_the_state_file_without_delay(tmp_path):
     with serving(tmp_path) as daemon:
         access = Credentials(daemon.url, "stale", state_path=tmp_path / "daemon" / "state.json")
-        async with DaemonRoutes(access) as routes, Subscription(routes, after=0) as events:
+        async with DaemonRoutes(access, times=SHORT) as routes, Subscription(routes, after=0) as events:
             states = events.states()
             told = [(await anext(states)).state]
             (event,) = await take(events, 1)

@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.client import subscription
-from lmx_lab.client.cursors import Cursor
 from lmx_lab.client.daemon_events import daemon_event
+from lmx_lab.client.daemon_routes import ClientTimes
 from lmx_lab.client.subscription import (
-    MAX_CHARACTERS,
-    MAX_ITEMS,
     Backoff,
+    Cursor,
     Delivery,
     EventBuffer,
     EventPosition,
@@ -105,18 +103,18 @@ def test_an_invalid_cursor_is_refused(text):
 
 
 async def test_a_buffer_is_full_at_its_item_limit_and_has_room_again_at_half():
-    buffer = EventBuffer()
-    for number in range(MAX_ITEMS):
+    buffer = EventBuffer(max_items=10)
+    for number in range(10):
         assert buffer.has_room
         buffer.put(number, 1)
     assert not buffer.has_room
-    assert [buffer.take() for _ in range(MAX_ITEMS // 2)] == list(range(MAX_ITEMS // 2))
+    assert [buffer.take() for _ in range(5)] == [0, 1, 2, 3, 4]
     assert buffer.has_room
 
 
 async def test_one_item_can_fill_a_buffer_by_its_size():
-    buffer = EventBuffer()
-    buffer.put("long", MAX_CHARACTERS)
+    buffer = EventBuffer(max_characters=1000)
+    buffer.put("long", 1000)
     assert not buffer.has_room
     waiting = asyncio.create_task(buffer.room())
     assert buffer.take() == "long"
@@ -139,32 +137,31 @@ def longest(low, high):
 
 
 def test_delays_double_up_to_ten_seconds_and_start_again_after_a_reset():
-    delays = Backoff(longest)
+    delays = Backoff(ClientTimes(), longest)
     assert [delays.next_delay_s() for _ in range(8)] == [0.25, 0.5, 1, 2, 4, 8, 10, 10]
     delays.reset()
     assert (delays.next_delay_s(), delays.attempts) == (0.25, 1)
 
 
 def test_delays_are_random_up_to_the_limit():
-    drawn = [Backoff().next_delay_s() for _ in range(200)]
+    drawn = [Backoff(ClientTimes()).next_delay_s() for _ in range(200)]
     assert min(drawn) < 0.05
     assert 0.2 < max(drawn) <= 0.25
 
 
 def test_a_million_failures_do_not_overflow():
-    delays = Backoff(longest)
+    delays = Backoff(ClientTimes(), longest)
     delays.attempts = 1_000_000
     assert delays.next_delay_s() == 10
 
 
 @pytest.mark.parametrize(("advised_s", "delay_s"), [(None, 0.25), (0.0, 0.25), (7.0, 7.0), (1e9, 60.0), (-5.0, 0.25)])
 def test_the_advised_delay_is_followed_up_to_a_limit(advised_s, delay_s):
-    assert Backoff(longest).next_delay_s(advised_s) == delay_s
+    assert Backoff(ClientTimes(), longest).next_delay_s(advised_s) == delay_s
 
 
 @pytest.mark.parametrize(("ahead_s", "wakes"), [(4.0, 0), (6.0, 1), (86_400.0, 1), (-86_400.0, 0)])
-async def test_a_jump_of_the_wall_clock_is_reported_once_as_sleep(monkeypatch, ahead_s, wakes):
-    monkeypatch.setattr(subscription, "CHECK_INTERVAL_S", 0.001)
+async def test_a_jump_of_the_wall_clock_is_reported_once_as_sleep(ahead_s, wakes):
     loop, seen, checks = asyncio.get_running_loop(), list[None](), list[None]()
     done = asyncio.Event()
 
@@ -174,7 +171,7 @@ async def test_a_jump_of_the_wall_clock_is_reported_once_as_sleep(monkeypatch, a
             done.set()
         return loop.time() + (ahead_s if len(checks) > 5 else 0.0)
 
-    watch = SleepWatch(lambda: seen.append(None), wall=wall)
+    watch = SleepWatch(lambda: seen.append(None), wall=wall, interval_s=0.001)
     await done.wait()
     watch.close()
     watch.close()

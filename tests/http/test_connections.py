@@ -18,7 +18,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode, Frame, Opcode
 
-from lmx_lab.client.errors import parse_error
+from lmx_lab.client.connection import parse_error
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.http import connections
 from lmx_lab.http.connections import WebSocketProtocol

@@ -22,8 +22,7 @@ from typing import Any, Literal, Self
 
 import httpx2
 
-from lmx_lab.client.chat_chunks import Piece, TokenUsage
-from lmx_lab.client.chat_format import ChatFormatClient
+from lmx_lab.client.chat_format import ChatFormatClient, Piece, TokenUsage
 from lmx_lab.values.outputs import ToolCallDelta, merge_tool_calls
 
 WAIT_S = 20.0

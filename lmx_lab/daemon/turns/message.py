@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lmx_lab.client.chat_chunks import Piece
+from lmx_lab.client.chat_format import Piece
 from lmx_lab.values.outputs import ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.sessions import CONTENT_CHARACTERS, TurnStats
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx2
 
-from lmx_lab.client.chat_chunks import Piece
-from lmx_lab.client.chat_format import ChatFormatClient
+from lmx_lab.client.chat_format import ChatFormatClient, Piece
 from lmx_lab.errors import (
     ConnectionLostError,
     LabError,

@@ -10,9 +10,9 @@ from contextlib import suppress
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.client.cursors import MemoryCursor
 from lmx_lab.client.daemon import DaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent, PermissionRequestEvent, TurnDoneEvent
+from lmx_lab.client.subscription import MemoryCursor
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed
 from lmx_lab.wire.sessions import (
     CancelTurns,

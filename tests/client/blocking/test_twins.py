@@ -7,9 +7,8 @@ from typing import get_type_hints
 import pytest
 
 from lmx_lab.blocking import with_keywords
-from lmx_lab.client.daemon import AsyncDaemonClient, BlockingSubscription, DaemonClient
+from lmx_lab.client.daemon import AsyncDaemonClient, AsyncSession, BlockingSubscription, DaemonClient, Session
 from lmx_lab.client.lab import AsyncLabClient, LabClient
-from lmx_lab.client.session import AsyncSession, Session
 from lmx_lab.client.subscription import Subscription
 
 ALONE = {"aclose", "close", "connection", "credentials", "session_id", "url"}

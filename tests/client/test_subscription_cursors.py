@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lmx_lab.client.cursors import MAX_CURSOR_BYTES, Cursor, FileCursor, MemoryCursor
+from lmx_lab.client.subscription import Cursor, FileCursor, MemoryCursor
 from lmx_lab.errors import HostingError
 
 FIRST, SECOND = Cursor(stream_id="stm_1", seq=7), Cursor(stream_id="stm_1", seq=9)
@@ -73,4 +73,3 @@ def test_the_longest_cursor_is_read_completely(tmp_path):
     store = FileCursor(tmp_path / "cursor.json")
     store.save(longest)
     assert store.load() == longest
-    assert len(longest.model_dump_json()) < MAX_CURSOR_BYTES

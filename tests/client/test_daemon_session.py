@@ -2,14 +2,13 @@
 
 import asyncio
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx2
 import pytest
 
-from lmx_lab.client import subscription, turn
-from lmx_lab.client.daemon import AsyncDaemonClient
+from lmx_lab.client.daemon import AsyncDaemonClient, AsyncSession
 from lmx_lab.client.daemon_events import (
     DaemonEvent,
     PermissionRequestEvent,
@@ -18,7 +17,7 @@ from lmx_lab.client.daemon_events import (
     TurnDoneEvent,
     TurnTokenEvent,
 )
-from lmx_lab.client.session import AsyncSession
+from lmx_lab.client.daemon_routes import ClientTimes
 from lmx_lab.client.turn import TurnAccumulator, TurnResult, TurnToolCall, turn_error
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
@@ -49,13 +48,8 @@ FAR = 4e9
 """A Unix time in seconds at which all events have expired."""
 
 
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch):
-    monkeypatch.setattr(subscription, "MIN_DELAY_S", 0.005)
-    monkeypatch.setattr(turn, "RECORD_WAIT_DECIDING_S", 0.05)
-    monkeypatch.setattr(turn, "CHECK_ENDED_S", 0.05)
-    # No test must pass because the record is read periodically.
-    monkeypatch.setattr(turn, "CHECK_S", 3600.0)
+# No test must pass because the record is read periodically.
+SHORT = ClientTimes(min_delay_s=0.005, refusal_s=0.001, ended_s=0.05, deciding_s=0.05, record_s=3600.0)
 
 
 class Model:
@@ -124,12 +118,12 @@ class Here:
 
 
 @asynccontextmanager
-async def here(place, *scripts, transport=None):
+async def here(place, *scripts, transport=None, times=SHORT):
     """Create a session for one test."""
     place.model.play(*scripts)
     place.written.clear()
     daemon = place.daemon
-    async with AsyncDaemonClient(daemon.url, token=daemon.token, transport=transport) as client:
+    async with AsyncDaemonClient(daemon.url, token=daemon.token, transport=transport, times=times) as client:
         async with asyncio.timeout(WAIT_S):
             yield Here(daemon, place.model, client, await client.session(), place.written)
 
@@ -198,7 +192,7 @@ async def test_a_slow_reader_receives_all_events_of_a_turn_that_has_ended(place)
         async for event in at.session.stream("go", turn_id="t1"):
             again.append(event)
             # Longer than the time without events after which the record ends the turn.
-            await asyncio.sleep(2 * turn.CHECK_ENDED_S)
+            await asyncio.sleep(2 * SHORT.ended_s)
     assert [event.seq for event in again] == [event.seq for event in first]
 
 
@@ -496,7 +490,7 @@ class Late(Slow):
             self._sockets += 1
             if self._sockets > 1:
                 await self._looked.wait()
-                await asyncio.sleep(5 * turn.CHECK_ENDED_S if self._opens else 2 * WAIT_S)
+                await asyncio.sleep(5 * SHORT.ended_s if self._opens else 2 * WAIT_S)
         return await self._network.handle_async_request(request)
 
 
@@ -505,7 +499,7 @@ async def proxied(at):
     """Provide the same session in another client, whose connections a test can cut."""
     async with (
         Proxy(lambda: at.daemon.port) as proxy,
-        AsyncDaemonClient(at.daemon.url, token=at.daemon.token, transport=Through(proxy)) as client,
+        AsyncDaemonClient(at.daemon.url, token=at.daemon.token, transport=Through(proxy), times=SHORT) as client,
     ):
         yield proxy, AsyncSession(client, at.session.session_id)
 
@@ -529,18 +523,16 @@ async def test_a_stored_record_does_not_end_a_turn_while_events_can_still_arrive
     assert (first.thinking, len(first.tool_calls)) == ("hm", 1)
 
 
-async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(place, monkeypatch):
-    monkeypatch.setattr(turn, "MISSED_EVENTS_S", 0.2)
+async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(place):
     late = Late(opens=False)
-    async with here(place, says("one", thinks=["hm"]), transport=late) as at:
+    async with here(place, says("one", thinks=["hm"]), transport=late, times=replace(SHORT, missed_s=0.2)) as at:
         first = await at.session.run("go", turn_id="t1")
         late.is_late = True
         again = await at.session.run("go", turn_id="t1")
     assert (again.text, again.stats, again.thinking) == (first.text, first.stats, "")
 
 
-async def test_without_websockets_a_turn_ends_by_its_record(place, monkeypatch):
-    monkeypatch.setattr("lmx_lab.client.subscription.MIN_REFUSAL_INTERVAL_S", 0.001)
+async def test_without_websockets_a_turn_ends_by_its_record(place):
     async with here(place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Old()) as at:
         result = await at.session.run("go", on_permission="allow")
         assert (result.text, result.stop_reason, at.written) == ("done", "end", ["hello"])
@@ -549,8 +541,7 @@ async def test_without_websockets_a_turn_ends_by_its_record(place, monkeypatch):
             await at.session.run("go", turn_id="t2")
 
 
-async def test_without_websockets_a_turn_ends_while_a_policy_is_still_running(place, monkeypatch):
-    monkeypatch.setattr("lmx_lab.client.subscription.MIN_REFUSAL_INTERVAL_S", 0.001)
+async def test_without_websockets_a_turn_ends_while_a_policy_is_still_running(place):
     asked = asyncio.Event()
 
     async def never(permission: PermissionRecord) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.client.chat_chunks import MAX_CALLS, TokenUsage
+from lmx_lab.client.chat_format import MAX_CALLS, TokenUsage
 from lmx_lab.values.outputs import ToolCallDelta
 from tests.support.model_server import (
     DONE,

@@ -12,7 +12,7 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient
-from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks
+from lmx_lab.client.lab import SOCKET_MESSAGE, SocketChunks
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.wire.chat import ChatRequest
 from tests.support.labs import serving
