@@ -28,13 +28,14 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store, Transaction
-from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
+from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.settings import Settings
 from lmx_lab.wire.daemon import StateFile
 from lmx_lab.wire.events import TurnText
+from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import CreateSession, PermissionRecord, SessionSnapshot, SubmitTurn, TurnRecord
 from tests.support.model_server import Scripted
 from tests.support.sockets import HANDSHAKE
@@ -323,12 +324,13 @@ class ScriptedToolbox(Toolbox):
         """Why tools are not available, by name."""
         self.running = 0
         self.most_running = 0
+        schema = {"type": "object", "properties": {}}
         self.listed = [
-            DaemonTool(name=FREE, description="Adds.", parameters={"type": "object", "properties": {}}, read_only=True),
-            DaemonTool(name=ASKS, description="Writes.", parameters={"type": "object", "properties": {}}),
+            ToolRecord(name=FREE, description="Adds.", parameters=schema, read_only=True, permission="ask"),
+            ToolRecord(name=ASKS, description="Writes.", parameters=schema, read_only=False, permission="ask"),
         ]
 
-    def list_tools(self) -> list[DaemonTool]:
+    def list_tools(self) -> list[ToolRecord]:
         return self.listed
 
     @property

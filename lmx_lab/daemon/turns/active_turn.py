@@ -15,7 +15,6 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.storage.turns import StartedTurn, end_from_rows
-from lmx_lab.daemon.tools.tool import DaemonTool
 from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.concurrency import TurnSlots
 from lmx_lab.daemon.turns.machine import (
@@ -46,6 +45,7 @@ from lmx_lab.daemon.turns.prompt import call_ids, chat_request, normalize_calls,
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.events import ToolEnd
+from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall
 
 log = logging.getLogger(__name__)
@@ -412,7 +412,7 @@ class ActiveTurn:
         if not message.is_closed:
             self._inbox.put_nowait(result)
 
-    def _current_tools(self) -> list[DaemonTool]:
+    def _current_tools(self) -> list[ToolRecord]:
         session, overrides = self._started.session, self._started.overrides
         names = session.tools if overrides.tools is None else overrides.tools
         return select_tools(self._dependencies.toolbox.list_tools(), names)

@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lmx_lab.daemon.tools.tool import DaemonTool
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.sanitize import replace_surrogates
 from lmx_lab.values.outputs import ToolCallDelta
 from lmx_lab.wire.base import new_id
+from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import SessionMessage, ToolCall, TurnOverrides
 
 TOOL_CHOICES = ("auto", "none", "required")
@@ -31,7 +31,7 @@ def chat_request(
     *,
     system_prompt: str | None,
     history: Sequence[SessionMessage],
-    tools: Sequence[DaemonTool],
+    tools: Sequence[ToolRecord],
     overrides: TurnOverrides,
     is_first_step: bool,
     absence: str | None = None,
@@ -58,7 +58,7 @@ def chat_request(
     return body
 
 
-def select_tools(tools: Iterable[DaemonTool], names: Sequence[str] | None) -> list[DaemonTool]:
+def select_tools(tools: Iterable[ToolRecord], names: Sequence[str] | None) -> list[ToolRecord]:
     """Return the tools that a session or a turn may use.
 
     Args:
@@ -71,7 +71,7 @@ def select_tools(tools: Iterable[DaemonTool], names: Sequence[str] | None) -> li
     return [tool for tool in tools if tool.name in exact or tool.name.startswith(prefixes or ("\0",))]
 
 
-def _tool_choice(choice: str | None, tools: Sequence[DaemonTool], absence: str | None) -> Any:
+def _tool_choice(choice: str | None, tools: Sequence[ToolRecord], absence: str | None) -> Any:
     names = [tool.name for tool in tools]
     if choice is None or (choice in TOOL_CHOICES and (names or choice != "required")):
         return choice

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmx_lab.daemon.mcp import process as mcp_process
+from lmx_lab.daemon.mcp.process import INVALID_LINE_BYTES
 from lmx_lab.daemon.mcp.process_cleanup import is_alive
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
@@ -21,10 +21,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture
-async def harness(tmp_path, monkeypatch):
-    # Shortens the tests in which servers have to be killed.
-    monkeypatch.setattr(mcp_process, "STDIN_GRACE_S", 0.3)
-    monkeypatch.setattr(mcp_process, "TERM_GRACE_S", 0.3)
+async def harness(tmp_path):
     async with open_harness(tmp_path) as harness:
         yield harness
 
@@ -165,7 +162,7 @@ def printing(script, secret):
 )
 async def test_no_part_of_a_secret_that_was_cut_is_shown(harness, script):
     key = "".join(chr(0x4E00 + i) for i in range(20))
-    sizes = f"LINE_BYTES = {mcp_process.INVALID_LINE_BYTES}"
+    sizes = f"LINE_BYTES = {INVALID_LINE_BYTES}"
     begun = (
         f"import os, sys; sys.stderr.reconfigure(encoding='utf-8'); sys.stdout.reconfigure(encoding='utf-8'); {sizes}"
     )
@@ -414,6 +411,28 @@ async def test_a_server_that_does_not_answer_is_stopped_without_delay(harness, m
     assert not psutil.pid_exists(record.pid or 0)
 
 
+async def test_a_server_can_be_removed_at_any_moment_of_its_start(harness):
+    """Also between the start of its process and the moment at which the process id is known."""
+    starts = ("-c", "sleep 600 & exec sleep 600")
+    for steps in range(0, 60, 3):
+        await harness.servers.add(McpServerConfig(name="x", command="/bin/sh", args=starts, env=RUN))
+        for _ in range(steps):
+            await asyncio.sleep(0.001)
+        await harness.servers.remove("x")
+        assert left_over() == []
+
+
+async def test_a_server_is_removed_while_its_lost_process_is_being_stopped(harness):
+    record = await harness.ready(hostile("ignore_term"))
+    pids = [record.pid, *json.loads((await harness.call("bad__family")).text)]
+    processes = [psutil.Process(pid) for pid in pids]
+    await harness.call("bad__close")
+    # The connection is lost, and the process has some time to exit.
+    assert all(map(is_alive, processes))
+    await harness.servers.remove("bad")
+    assert not any(map(is_alive, processes))
+
+
 async def test_nothing_is_left_of_a_server_that_ignores_term_and_has_grandchildren(harness):
     record = await harness.ready(hostile("ignore_term"))
     pids = [record.pid, *json.loads((await harness.call("bad__family")).text)]
@@ -443,7 +462,7 @@ async def main():
     await harness.again()
     record = await harness.ready(hostile("ignore_term"))
     print(json.dumps([record.pid, *json.loads((await harness.call("bad__family")).text)]), flush=True)
-    os.kill(harness.servers._registry.watchdog.pid, signal.SIGKILL)
+    os.kill(harness.processes.watchdog_pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -462,28 +481,26 @@ def killed_daemon(folder, script=KILLED_DAEMON):
 KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from lmx_lab.daemon.mcp import watchdog
-from tests.support.mcp import McpHarness, hostile
+from lmx_lab.daemon.mcp.servers import McpServers
+from lmx_lab.daemon.mcp.watchdog import ServerProcesses
+from tests.support.mcp import hostile
 from tests.support.mcp import Store
 
-write = watchdog._write_registry
-
-def write_until_it_runs(path, roots):
-    for root in roots:
+class KilledAtStart(ServerProcesses):
+    async def add(self, root):
         if root.pid:
             print(f"[{root.pid}]", flush=True)
-            os.kill(harness.servers._registry.watchdog.pid, signal.SIGKILL)
+            os.kill(self.watchdog_pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-    write(path, roots)
+        await super().add(root)
 
 async def main():
-    global harness
-    watchdog._write_registry = write_until_it_runs
     folder = Path(sys.argv[1])
-    harness = McpHarness(await Store.open(folder / "daemon.db"), folder)
-    await harness.again()
+    servers = McpServers(store=await Store.open(folder / "daemon.db"), processes=KilledAtStart(folder))
+    await servers.start()
     sleeps = ("-I", "-c", "import time; time.sleep(600)")
-    await harness.ready(hostile().model_copy(update={"args": sleeps}))
+    await servers.add(hostile().model_copy(update={"args": sleeps}))
+    await asyncio.Event().wait()
 
 asyncio.run(main())
 """

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
+from lmx_lab.daemon.tools.tool import ToolResult
+from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage, SubmitTurn, TurnOverrides
 from tests.support.daemons import ASKS, FREE, ScriptedToolbox, check_log, daemon
 from tests.support.labs import serving
@@ -360,7 +361,8 @@ async def test_the_status_of_a_tool_is_that_of_its_result(here, upstream, status
     ],
 )
 async def test_a_turn_has_the_tools_of_its_session_or_its_overrides(here, upstream, session_tools, turn_tools, names):
-    here.toolbox.listed.append(DaemonTool(name="time__now", description="", parameters={"type": "object"}))
+    time = {"description": "", "parameters": {"type": "object"}, "read_only": False, "permission": "ask"}
+    here.toolbox.listed.append(ToolRecord(name="time__now", **time))
     upstream.then(says("ok"))
     session = await here.session(tools=session_tools)
     await here.run(session, overrides=None if turn_tools is None else TurnOverrides(tools=turn_tools))
