@@ -360,10 +360,9 @@ class TurnHarness:
     """The components of a daemon that turns need."""
 
     def __init__(
-        self, store: Store, log: EventLog, upstream: ModelClient, toolbox: ScriptedToolbox, limits: Limits
+        self, store: Store, log: EventLog, upstream: ModelClient, toolbox: ScriptedToolbox, turns: TurnRunner
     ) -> None:
-        self.store, self.log, self.upstream, self.toolbox = store, log, upstream, toolbox
-        self.turns = TurnRunner(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
+        self.store, self.log, self.upstream, self.toolbox, self.turns = store, log, upstream, toolbox, turns
 
     async def session(self, **fields: Any) -> str:
         body = CreateSession(**fields)
@@ -418,7 +417,14 @@ class TurnHarness:
 
 @asynccontextmanager
 async def daemon(
-    folder: Path, upstream: Scripted | str, toolbox: ScriptedToolbox | None = None, *, stop: bool = True, **limits: Any
+    folder: Path,
+    upstream: Scripted | str,
+    toolbox: ScriptedToolbox | None = None,
+    *,
+    stop: bool = True,
+    retry_s: float = 0.01,
+    tools_start_s: float = 10.0,
+    **limits: Any,
 ) -> AsyncIterator[TurnHarness]:
     """
     Args:
@@ -430,7 +436,10 @@ async def daemon(
     log = EventLog(store, allowed)
     await log.start()
     far = ModelClient(upstream if isinstance(upstream, str) else upstream.url)
-    made = TurnHarness(store, log, far, toolbox or ScriptedToolbox(), allowed)
+    tools = toolbox or ScriptedToolbox()
+    parts: dict[str, Any] = {"store": store, "upstream": far, "toolbox": tools, "limits": allowed}
+    turns = TurnRunner(**parts, retry_s=retry_s, tools_start_s=tools_start_s)
+    made = TurnHarness(store, log, far, tools, turns)
     await made.turns.start()
     try:
         yield made

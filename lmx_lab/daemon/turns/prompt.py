@@ -25,6 +25,7 @@ TOOL_CHOICES = ("auto", "none", "required")
 SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed", "max_tokens")
 """Overrides that are sent to the server unchanged."""
 LISTED_TOOLS = 30
+"""Maximum number of tools that an error message lists."""
 
 
 def chat_request(
@@ -127,7 +128,6 @@ def _chat_result(call_id: str, content: str) -> dict[str, Any]:
 
 PLAIN_ID = re.compile(r"[!-~]{1,64}")
 """Ids of a model that are used unchanged."""
-NAME_CHARACTERS = 200
 EXCERPT_CHARACTERS = 200
 """Maximum length of the model's text that an error message quotes."""
 
@@ -143,7 +143,7 @@ def normalize_calls(calls: Iterable[ToolCallDelta], used_ids: set[str]) -> tuple
         own_id = call.id or ""
         call_id = own_id if PLAIN_ID.fullmatch(own_id) and own_id not in used_ids else new_id("call")
         used_ids.add(call_id)
-        name = replace_surrogates(call.name or "")[:NAME_CHARACTERS] or "unnamed"
+        name = replace_surrogates(call.name or "")[:200] or "unnamed"
         normalized.append(ToolCall(call_id=call_id, name=name, arguments=replace_surrogates(call.arguments)))
     return tuple(normalized)
 
