@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ import pytest
 from lmx_lab.daemon.mcp.process import INVALID_LINE_BYTES
 from lmx_lab.daemon.mcp.process_cleanup import is_alive
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
+from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError, StoppingError
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
 from tests.support.mcp import HOSTILE, RUN, SECRET, McpHarness, hostile, left_over, open_harness, quick
@@ -411,24 +412,42 @@ async def test_a_server_that_does_not_answer_is_stopped_without_delay(harness, m
     assert not psutil.pid_exists(record.pid or 0)
 
 
+PARENT = McpServerConfig(name="x", command="/bin/sh", args=("-c", "sleep 600 & exec sleep 600"), env=RUN)
+
+
 async def test_a_server_can_be_removed_at_any_moment_of_its_start(harness):
-    """Also between the start of its process and the moment at which the process id is known."""
-    starts = ("-c", "sleep 600 & exec sleep 600")
-    for steps in range(0, 60, 3):
-        await harness.servers.add(McpServerConfig(name="x", command="/bin/sh", args=starts, env=RUN))
-        for _ in range(steps):
+    for moment in range(0, 40, 8):
+        await harness.servers.add(PARENT)
+        for _ in range(moment):
             await asyncio.sleep(0.001)
         await harness.servers.remove("x")
         assert left_over() == []
 
 
+async def test_a_child_of_a_process_whose_start_is_cancelled_is_ended(harness):
+    test = asyncio.create_task(harness.servers.test(PARENT))
+    while not left_over():
+        assert not test.done()
+        await asyncio.sleep(0)
+    # The process runs, but its pipes are not connected before the next iterations of the event loop.
+    deadline = time.monotonic() + 30
+    while len(left_over()) < 2:
+        assert time.monotonic() < deadline
+    await harness.servers.stop()
+    with pytest.raises(StoppingError):
+        await test
+    assert left_over() == []
+
+
 async def test_a_server_is_removed_while_its_lost_process_is_being_stopped(harness):
     record = await harness.ready(hostile("ignore_term"))
-    pids = [record.pid, *json.loads((await harness.call("bad__family")).text)]
-    processes = [psutil.Process(pid) for pid in pids]
+    child, grandchild = json.loads((await harness.call("bad__family")).text)
+    processes = [psutil.Process(record.pid), psutil.Process(grandchild)]
+    # This one would keep the output open.
+    psutil.Process(child).kill()
     await harness.call("bad__close")
-    # The connection is lost, and the process has some time to exit.
-    assert all(map(is_alive, processes))
+    # The process has some time to exit after the end of its input.
+    await harness.until("bad", lambda record: "end of input" in record.stderr_tail)
     await harness.servers.remove("bad")
     assert not any(map(is_alive, processes))
 
