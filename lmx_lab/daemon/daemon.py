@@ -26,6 +26,7 @@ from lmx_lab.daemon.encoding import timestamp
 from lmx_lab.daemon.home import DaemonHome, LogFile
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
+from lmx_lab.daemon.mcp.watchdog import ServerProcesses
 from lmx_lab.daemon.services import Services, Subscribers
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.retention import run_retention
@@ -140,7 +141,7 @@ class Lifespan:
         await events.start()
         subscribers = Subscribers(limits.subscribers)
         self._stop_functions["subscribers"] = lambda: subscribers.close(SUBSCRIBERS_S)
-        servers = McpServers(store=store, runtime_folder=config.home.folder)
+        servers = McpServers(store=store, processes=ServerProcesses(config.home.folder))
         self._stop_functions["MCP servers"] = servers.stop
         await servers.start()
         upstream = ModelClient(config.upstream_url, api_key=config.upstream_key, headers=config.upstream_headers)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, JsonValue, TypeAdapter, ValidationError
 
+from lmx_lab.wire.daemon import Upstream
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.mcp import ErrorKind, ServerState
 from lmx_lab.wire.sessions import (
@@ -289,11 +290,8 @@ class McpStatusEvent(_LogEvent):
         return "bad" if self.data.error else ""
 
 
-class ModelStatus(BaseModel):
-    url: str
+class ModelStatus(Upstream):
     reachable: bool
-    model: str | None
-    error: str | None
 
 
 class ModelStatusEvent(_LogEvent):

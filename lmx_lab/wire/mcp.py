@@ -89,21 +89,12 @@ class ChangeMcpServer(RequestModel):
     permission: Permission | None = None
 
 
-class McpServerRecord(BaseModel):
+class McpServerRecord(McpServerConfig):
     """The configuration of a server with redacted secrets, and its state."""
 
-    name: str
-    transport: Literal["stdio", "http"]
-    command: str | None
-    args: list[str]
-    env: dict[str, str]
-    cwd: str | None
-    url: str | None
-    headers: dict[str, str]
-    enabled: bool
-    start_timeout_s: float
-    tool_timeout_s: float
-    permission: Permission
+    # Lenient and complete, as an answer: not the rules of requests.
+    model_config = ConfigDict(extra="ignore", strict=False, json_schema_serialization_defaults_required=True)
+
     state: ServerState
     tools: int
     """Number of tools."""
@@ -131,6 +122,11 @@ class ToolRecord(BaseModel):
     read_only: bool
     """Whether the server declares that the tool changes nothing."""
     permission: Permission
+
+    @property
+    def needs_permission(self) -> bool:
+        """Whether a client has to allow each call."""
+        return self.permission == "ask" and not self.read_only
 
 
 class ToolList(BaseModel):

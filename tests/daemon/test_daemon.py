@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from logging.handlers import RotatingFileHandler
 
 import psutil
 import pytest
@@ -61,18 +62,18 @@ def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(tmp_path, mo
         raise OSError(28, "No space left on device")
 
     daemon = new(tmp_path)
-    close = daemon._log_file._handler.close
+    close = RotatingFileHandler.close
 
     def fail_to_publish(*_: object) -> None:
         logging.getLogger("lmx_lab").warning("A line, so that the log is open.")
         full()
 
-    def close_incompletely() -> None:
-        close()
+    def close_incompletely(handler: RotatingFileHandler) -> None:
+        close(handler)
         full()
 
     monkeypatch.setattr(DaemonHome, "publish", fail_to_publish)
-    monkeypatch.setattr(daemon._log_file._handler, "close", close_incompletely)
+    monkeypatch.setattr(RotatingFileHandler, "close", close_incompletely)
     with pytest.raises(OSError, match="No space left"):
         daemon.start()
     check_nothing_left(tmp_path)
@@ -258,7 +259,7 @@ def test_a_draining_daemon_refuses_new_turns_and_completes_the_running_one(tmp_p
             while http.get("/v3/health").json()["status"] != "stopping":
                 pass
             # The status changes slightly before turns are refused.
-            assert settled(daemon, lambda: daemon.services.turns._is_stopping)
+            assert settled(daemon, lambda: daemon.services.turns.is_stopping)
             refused = http.post("/v3/sessions/s/turns", json={"content": "more"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "daemon-stopping")
             gate.open()

@@ -28,13 +28,14 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store, Transaction
-from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
+from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.settings import Settings
 from lmx_lab.wire.daemon import StateFile
 from lmx_lab.wire.events import TurnText
+from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import CreateSession, PermissionRecord, SessionSnapshot, SubmitTurn, TurnRecord
 from tests.support.model_server import Scripted
 from tests.support.sockets import HANDSHAKE
@@ -323,12 +324,13 @@ class ScriptedToolbox(Toolbox):
         """Why tools are not available, by name."""
         self.running = 0
         self.most_running = 0
+        schema = {"type": "object", "properties": {}}
         self.listed = [
-            DaemonTool(name=FREE, description="Adds.", parameters={"type": "object", "properties": {}}, read_only=True),
-            DaemonTool(name=ASKS, description="Writes.", parameters={"type": "object", "properties": {}}),
+            ToolRecord(name=FREE, description="Adds.", parameters=schema, read_only=True, permission="ask"),
+            ToolRecord(name=ASKS, description="Writes.", parameters=schema, read_only=False, permission="ask"),
         ]
 
-    def list_tools(self) -> list[DaemonTool]:
+    def list_tools(self) -> list[ToolRecord]:
         return self.listed
 
     @property
@@ -358,10 +360,9 @@ class TurnHarness:
     """The components of a daemon that turns need."""
 
     def __init__(
-        self, store: Store, log: EventLog, upstream: ModelClient, toolbox: ScriptedToolbox, limits: Limits
+        self, store: Store, log: EventLog, upstream: ModelClient, toolbox: ScriptedToolbox, turns: TurnRunner
     ) -> None:
-        self.store, self.log, self.upstream, self.toolbox = store, log, upstream, toolbox
-        self.turns = TurnRunner(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
+        self.store, self.log, self.upstream, self.toolbox, self.turns = store, log, upstream, toolbox, turns
 
     async def session(self, **fields: Any) -> str:
         body = CreateSession(**fields)
@@ -416,7 +417,14 @@ class TurnHarness:
 
 @asynccontextmanager
 async def daemon(
-    folder: Path, upstream: Scripted | str, toolbox: ScriptedToolbox | None = None, *, stop: bool = True, **limits: Any
+    folder: Path,
+    upstream: Scripted | str,
+    toolbox: ScriptedToolbox | None = None,
+    *,
+    stop: bool = True,
+    retry_s: float = 0.01,
+    tools_start_s: float = 10.0,
+    **limits: Any,
 ) -> AsyncIterator[TurnHarness]:
     """
     Args:
@@ -428,7 +436,10 @@ async def daemon(
     log = EventLog(store, allowed)
     await log.start()
     far = ModelClient(upstream if isinstance(upstream, str) else upstream.url)
-    made = TurnHarness(store, log, far, toolbox or ScriptedToolbox(), allowed)
+    tools = toolbox or ScriptedToolbox()
+    parts: dict[str, Any] = {"store": store, "upstream": far, "toolbox": tools, "limits": allowed}
+    turns = TurnRunner(**parts, retry_s=retry_s, tools_start_s=tools_start_s)
+    made = TurnHarness(store, log, far, tools, turns)
     await made.turns.start()
     try:
         yield made

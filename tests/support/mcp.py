@@ -16,6 +16,7 @@ import psutil
 
 from lmx_lab.daemon.mcp.process_cleanup import MARK, is_alive
 from lmx_lab.daemon.mcp.servers import McpServers, RestartPolicy
+from lmx_lab.daemon.mcp.watchdog import ServerProcesses
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
@@ -44,11 +45,14 @@ class McpHarness:
     store: Store
     folder: Path
     restarts: RestartPolicy = field(default_factory=quick)
+    processes: ServerProcesses = field(init=False)
     servers: McpServers = field(init=False)
     notes: list[str] = field(default_factory=list)
 
     async def again(self) -> McpServers:
-        self.servers = McpServers(store=self.store, runtime_folder=self.folder, restarts=self.restarts)
+        # Short times, since many tests have servers that must be killed.
+        self.processes = ServerProcesses(self.folder, stdin_grace_s=0.3, term_grace_s=0.3)
+        self.servers = McpServers(store=self.store, processes=self.processes, restarts=self.restarts)
         await self.servers.start()
         return self.servers
 

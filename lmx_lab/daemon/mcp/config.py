@@ -1,4 +1,7 @@
-"""Check, change and read the configurations of MCP servers, find their programs, and hide their secrets."""
+"""Check, change and read the configurations of MCP servers, find their programs, and hide their secrets.
+
+``McpFailure`` is how a server with a valid configuration fails.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,9 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from lmx_lab.daemon.mcp.failure import McpFailure
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.sanitize import UNSAFE
-from lmx_lab.wire.mcp import REDACTED, ChangeMcpServer, McpServerConfig
+from lmx_lab.wire.mcp import REDACTED, ChangeMcpServer, ErrorKind, McpServerConfig
 
 INHERITED = (
     "PATH",
@@ -35,13 +37,10 @@ INHERITED = (
 """The variables of the daemon's environment that a server inherits. It receives no others."""
 NO_RESTART = frozenset({"name", "permission"})
 """Fields that can be changed while a server runs. A change of other fields restarts it."""
-ENTRIES = 256
-"""Maximum number of entries of ``env`` and of ``headers``."""
-VALUE_CHARACTERS = 32_768
+SERVERS = 64
+"""Maximum number of configured servers."""
 _VARIABLE_NAME = re.compile(r"[^=\0]{1,256}")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}")
-FILE_BYTES = 2**20
-SERVERS = 64
 _TRANSPORTS: dict[str, Literal["stdio", "http"]] = {
     "stdio": "stdio",
     "http": "http",
@@ -53,11 +52,23 @@ _VARIABLE = re.compile(r"\$\{[^}\"]*\}")
 _FIELDS = {"command", "args", "env", "cwd", "url", "headers"}
 _OTHER_FIELDS = {"type", "transport", "disabled", "timeout", "alwaysAllow", "autoApprove", "description", "$schema"}
 """Fields that other programs use. They are accepted; all but ``type``, ``transport`` and ``disabled`` are ignored."""
-MIN_SECRET_CHARACTERS = 4
-"""Shorter values are not redacted, since they occur in much text that is not secret."""
-TAIL_BYTES = 16_384
-TAIL_LINES = 50
-_LINE_CHARACTERS = 2000
+
+
+class McpFailure(Exception):
+    """A connection to an MCP server could not be opened, or has ended.
+
+    It never leaves the daemon: it becomes the state of a server, the result of a test or the text of a call.
+    """
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a restart does not help, because the configuration has to be changed first."""
+        return self.kind in ("command-not-found", "invalid")
 
 
 def check(config: McpServerConfig) -> None:
@@ -162,16 +173,16 @@ def _check_url(url: str) -> None:
 
 
 def _check_entries(field: str, values: dict[str, str], names: re.Pattern[str]) -> None:
-    if len(values) > ENTRIES:
-        raise InvalidRequestError(f"{field} has {len(values)} entries, the limit is {ENTRIES}", param=field)
+    if len(values) > (limit := 256):
+        raise InvalidRequestError(f"{field} has {len(values)} entries, the limit is {limit}", param=field)
     for name, value in values.items():
         if not names.fullmatch(name):
             raise InvalidRequestError(f"{field} has the invalid name {name!r:.80}; correct it", param=field)
         forbidden = "\0" if field == "env" else "\0\r\n"
-        if len(value) > VALUE_CHARACTERS or any(character in value for character in forbidden):
+        if len(value) > 32_768 or any(character in value for character in forbidden):
             raise InvalidRequestError(
                 f"the value of {name!r:.80} in {field} contains a line break or null character, or has more than "
-                f"{VALUE_CHARACTERS:,} characters; correct it",
+                "32,768 characters; correct it",
                 param=field,
             )
         if field == "headers" and not value.isascii():
@@ -225,13 +236,14 @@ def read_mcp_file(path: Path) -> list[McpServerConfig]:
     Raises:
         InvalidRequestError: The file cannot be read or is invalid. The message names the server and the field.
     """
+    limit_bytes = 2**20
     try:
         with path.open("rb") as file:
-            data = file.read(FILE_BYTES + 1)
+            data = file.read(limit_bytes + 1)
     except OSError as exc:
         raise InvalidRequestError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    if len(data) > FILE_BYTES:
-        raise InvalidRequestError(f"{path} has more than {FILE_BYTES:,} bytes, so it is not a list of MCP servers")
+    if len(data) > limit_bytes:
+        raise InvalidRequestError(f"{path} has more than {limit_bytes:,} bytes, so it is not a list of MCP servers")
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as exc:
@@ -291,10 +303,9 @@ class SecretRedactor:
             if scheme.lower() in ("bearer", "basic", "token"):
                 # The value of an Authorization header.
                 secrets.add(credentials.strip())
-        # Longest first, because a secret can be a part of another one.
-        self._secrets = sorted(
-            (secret for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS), key=len, reverse=True
-        )
+        # Longest first, because a secret can be a part of another one. Values of up to three characters are not
+        # redacted, since they occur in much text that is not secret.
+        self._secrets = sorted((secret for secret in secrets if len(secret) > 3), key=len, reverse=True)
         self._longest_bytes = max((len(secret.encode()) for secret in self._secrets), default=0)
 
     @classmethod
@@ -327,11 +338,11 @@ def last_lines(text: str) -> str:
 
     Empty lines are omitted.
     """
-    text = _replace_unprintable(text)[-TAIL_BYTES:]
-    lines = [line[:_LINE_CHARACTERS] for line in text.split("\n") if line.strip()]
-    tail = "\n".join(lines[-TAIL_LINES:])
+    limit_bytes = 16_384
+    text = _replace_unprintable(text)[-limit_bytes:]
+    lines = [line[:2000] for line in text.split("\n") if line.strip()]
     # Cut again as bytes, because a character can take more than one.
-    return tail.encode()[-TAIL_BYTES:].decode("utf-8", "ignore")
+    return "\n".join(lines[-50:]).encode()[-limit_bytes:].decode("utf-8", "ignore")
 
 
 def one_line(text: str, limit: int = 300) -> str:

@@ -13,8 +13,7 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn, Self
 
@@ -38,28 +37,15 @@ from mcp.shared.message import SessionMessage
 from mcp.types.jsonrpc import CONNECTION_CLOSED, REQUEST_TIMEOUT, jsonrpc_message_adapter
 from pydantic import TypeAdapter, ValidationError
 
-from lmx_lab.daemon.mcp.config import SecretRedactor, one_line
-from lmx_lab.daemon.mcp.failure import McpFailure, StopSignal
+from lmx_lab.daemon.mcp.config import McpFailure, SecretRedactor, one_line
 from lmx_lab.daemon.mcp.process import MESSAGE_BYTES, LineTooLongError, McpProcess
-from lmx_lab.daemon.tools.tool import ToolResult
-from lmx_lab.wire.mcp import McpServerConfig
+from lmx_lab.daemon.tools.tool import ToolResult, mcp_tool_name
+from lmx_lab.wire.mcp import McpServerConfig, ToolRecord
 
-PAGES = 100
-"""Maximum number of pages of a server's list of tools."""
 TOOLS = 256
 """Maximum number of tools of one server. Further tools are ignored."""
-SCHEMA_CHARACTERS = 65_536
-DESCRIPTION_CHARACTERS = 8192
-PROGRESS_INTERVAL_S = 0.1
-"""Minimum time between two reports of progress. Reports in between are ignored."""
-PROGRESS_CHARACTERS = 1000
 CANCEL_S = 1.5
 """Time in which a cancelled call can notify its server."""
-EXIT_S = 0.5
-"""Time in which a process whose connection was lost may exit, so that its exit code can be reported."""
-INVALID_LINES = 10_000
-"""Maximum number of lines within ``INVALID_LINES_S`` that are not messages. More than that would block the loop."""
-INVALID_LINES_S = 10.0
 GRACE_S = 1.0
 """Time beyond its limit after which a call is abandoned."""
 
@@ -72,34 +58,21 @@ _OPEN_ERRORS = (TimeoutError, MCPError, ValidationError, RuntimeError)
 """Exceptions that the package raises if a server does not answer, or not according to the protocol."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfferedTool:
-    """A tool as its server describes it."""
-
-    name: str
-    description: str
-    parameters: dict[str, Any] = field(repr=False)
-    read_only: bool
-
-
 class McpConnection:
     """An open session with a server, and the calls in it."""
 
     def __init__(
-        self,
-        session: ClientSession,
-        config: McpServerConfig,
-        stop_signal: StopSignal,
-        end_failure: Callable[[], Awaitable[McpFailure]],
+        self, session: ClientSession, config: McpServerConfig, end_failure: Callable[[], Awaitable[McpFailure]]
     ) -> None:
         """
         Args:
             end_failure: Returns why the session has ended.
         """
         self._session = session
-        self._stop_signal = stop_signal
         self._config = config
         self.end_failure = end_failure
+        self.is_closing = False
+        """Whether the session is being closed by its owner."""
         self._redactor = SecretRedactor.of(config)
         self._calls: set[asyncio.Task[ToolResult]] = set()
         self._too_long: weakref.WeakSet[asyncio.Task[ToolResult]] = weakref.WeakSet()
@@ -110,9 +83,8 @@ class McpConnection:
 
         Raises:
             TimeoutError, MCPError, ValidationError, RuntimeError: The session could not be opened.
-            McpFailure: The server is to be stopped.
         """
-        with self._stop_signal.timeout(self._config.start_timeout_s):
+        with anyio.fail_after(self._config.start_timeout_s):
             try:
                 await self._session.initialize()
             except MCPError as exc:
@@ -123,26 +95,42 @@ class McpConnection:
                 except MCPError:
                     raise exc from None
 
-    async def list_tools(self) -> list[OfferedTool]:
-        """Return the tools that the server offers at the moment, at most 256.
+    async def list_tools(self) -> dict[str, ToolRecord]:
+        """Return the tools that the server offers at the moment, at most 256, by the server's own names for them.
+
+        Tools that models cannot use are omitted: those without a name, and those whose schema is too long or not that
+        of an object.
 
         Raises:
             McpFailure: The server does not answer within ``start_timeout_s``, or refuses.
         """
+        found: dict[str, ToolRecord] = {}
+        names: set[str] = set()
         try:
-            with self._stop_signal.timeout(self._config.start_timeout_s):
-                found: dict[str, OfferedTool] = {}
+            with anyio.fail_after(self._config.start_timeout_s):
                 cursor: str | None = None
-                for _ in range(PAGES):
+                for _ in range(100):
                     params = types.PaginatedRequestParams(cursor=cursor) if cursor is not None else None
                     page = await self._session.list_tools(params=params)
-                    for tool in filter(None, map(_offered_tool, page.tools)):
-                        if len(found) < TOOLS:
-                            found.setdefault(tool.name, tool)
+                    for tool in page.tools:
+                        schema, hints = tool.input_schema, tool.annotations
+                        name = mcp_tool_name(self._config.name, tool.name)
+                        is_object = schema.get("type", "object") == "object" and len(repr(schema)) <= 65_536
+                        if not (is_object and tool.name and len(found) < TOOLS) or name in names:
+                            continue
+                        names.add(name)
+                        text = tool.description or tool.title or (hints.title if hints else None) or tool.name
+                        found[tool.name] = ToolRecord(
+                            name=name,
+                            description=text[:8192],
+                            parameters=schema,
+                            read_only=hints is not None and hints.read_only_hint is True,
+                            permission=self._config.permission,
+                        )
                     cursor = page.next_cursor
                     if cursor is None or len(found) >= TOOLS:
                         break
-                return list(found.values())
+                return found
         except _OPEN_ERRORS as exc:
             raise await self.failure(exc, "the list of its tools") from exc
 
@@ -185,33 +173,40 @@ class McpConnection:
         if self._calls:
             await asyncio.wait(self._calls, timeout=CANCEL_S)
 
-    async def _call(self, name: str, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> ToolResult:
+    async def _call(  # noqa: PLR0911 (one for each way in which a call ends)
+        self, name: str, arguments: dict[str, Any], on_progress: Callable[[str], None]
+    ) -> ToolResult:
+        next_at = 0.0
+
+        async def report(progress: float, total: float | None, message: str | None) -> None:
+            """Report progress, at most every 0.1 s. Reports in between are ignored."""
+            nonlocal next_at
+            if (now := time.monotonic()) >= next_at:
+                next_at = now + 0.1
+                share = f"{progress:g}/{total:g}" if total else f"{progress:g}"
+                on_progress(f"{share} {self._clean(message or '')}".strip())
+
         # Not the session's call_tool: it validates results against schemas of the server on this event loop, which can
         # take any time.
         request = types.CallToolRequest(params=types.CallToolRequestParams(name=name, arguments=arguments))
+        timeout_s = self._config.tool_timeout_s
         try:
             result = await self._session.send_request(
-                request,
-                _Result,
-                request_read_timeout_seconds=self._config.tool_timeout_s,
-                progress_callback=_Progress(on_progress, self._redactor),
+                request, _Result, request_read_timeout_seconds=timeout_s, progress_callback=report
             )
+        except MCPError as exc:
+            if exc.code == REQUEST_TIMEOUT:
+                return _timeout_result(timeout_s)
+            if exc.code == CONNECTION_CLOSED:
+                return _lost_result((await self.end_failure()).message)
+            return ToolResult(status="error", text=f"The tool failed: {self._clean(exc.message)}")
+        except ValidationError:
+            return ToolResult(status="error", text="The server's answer does not conform to the protocol.")
         except Exception as exc:
-            return await self._error_result(exc)
+            return _lost_result(self._clean(f"{type(exc).__name__}: {exc}"))
         if isinstance(result, types.InputRequiredResult):
             return ToolResult(status="error", text="The tool requests input from its user, which is not supported.")
         return tool_result(result.content, result.structured_content, is_error=result.is_error)
-
-    async def _error_result(self, exc: Exception) -> ToolResult:
-        if isinstance(exc, ValidationError):
-            return ToolResult(status="error", text="The server's answer does not conform to the protocol.")
-        if not isinstance(exc, MCPError):
-            return _lost_result(self._clean(f"{type(exc).__name__}: {exc}"))
-        if exc.code == REQUEST_TIMEOUT:
-            return _timeout_result(self._config.tool_timeout_s)
-        if exc.code == CONNECTION_CLOSED:
-            return _lost_result((await self.end_failure()).message)
-        return ToolResult(status="error", text=f"The tool failed: {self._clean(exc.message)}")
 
     async def failure(self, exc: Exception, requested: str) -> McpFailure:
         """Describe why a request to the server failed.
@@ -234,25 +229,23 @@ class McpConnection:
         return one_line(self._redactor.redact(text), 1000)
 
 
-class _Progress:
-    """Reports a call's progress, at most every ``PROGRESS_INTERVAL_S`` seconds."""
+class _ProcessStream:
+    """What the streams of a process have in common. Closing one does nothing: the process is stopped by its owner."""
 
-    def __init__(self, on_progress: Callable[[str], None], redactor: SecretRedactor) -> None:
-        self._on_progress = on_progress
-        self._redactor = redactor
-        self._next_at = 0.0
+    def __init__(self, process: McpProcess) -> None:
+        self._process = process
 
-    async def __call__(self, progress: float, total: float | None, message: str | None) -> None:
-        now = time.monotonic()
-        if now < self._next_at:
-            return
-        self._next_at = now + PROGRESS_INTERVAL_S
-        share = f"{progress:g}/{total:g}" if total else f"{progress:g}"
-        text = one_line(self._redactor.redact(message), PROGRESS_CHARACTERS) if message else ""
-        self._on_progress(f"{share} {text}".strip())
+    async def aclose(self) -> None:
+        pass
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
 
 
-class MessageReader:
+class MessageReader(_ProcessStream):
     """The messages of a process, as the stream that a session reads. The number of other lines is limited."""
 
     def __init__(self, process: McpProcess, on_end: Callable[[], None]) -> None:
@@ -260,7 +253,7 @@ class MessageReader:
         Args:
             on_end: Called once, when there are no more messages.
         """
-        self._process = process
+        super().__init__(process)
         self._on_end = on_end
         self.invalid_lines = 0
         """Number of lines that were not messages."""
@@ -292,10 +285,11 @@ class MessageReader:
                 self._process.keep_invalid_line(line)
                 self.invalid_lines += 1
             now, (started, count) = time.monotonic(), self._window
-            if now - started > INVALID_LINES_S:
+            if now - started > 10.0:
                 started, count = now, self.invalid_lines
             self._window = (started, count)
-            self.is_flooded = self.invalid_lines - count > INVALID_LINES
+            # More than 10,000 within 10 s would block the loop.
+            self.is_flooded = self.invalid_lines - count > 10_000
         if not self.at_end:
             self.at_end = True
             self._on_end()
@@ -312,21 +306,9 @@ class MessageReader:
         except StopAsyncIteration:
             raise anyio.EndOfStream from None
 
-    async def aclose(self) -> None:
-        """Do nothing: the process is stopped by its owner."""
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass
-
-
-class MessageWriter:
+class MessageWriter(_ProcessStream):
     """The messages for a process, as the stream that a session writes."""
-
-    def __init__(self, process: McpProcess) -> None:
-        self._process = process
 
     async def send(self, item: SessionMessage, /) -> None:
         """Send a message.
@@ -342,21 +324,11 @@ class MessageWriter:
         except (ConnectionError, OSError) as exc:
             raise anyio.BrokenResourceError from exc
 
-    async def aclose(self) -> None:
-        """Do nothing: the process is stopped by its owner."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass
-
 
 @contextlib.asynccontextmanager
 async def connect_stdio(
     config: McpServerConfig,
     process: McpProcess,
-    stop_signal: StopSignal,
     *,
     on_tools_changed: Callable[[], None],
     on_lost: Callable[[], None],
@@ -374,16 +346,16 @@ async def connect_stdio(
     async def end_failure() -> McpFailure:
         if reader.is_flooded:
             return McpFailure("protocol", "the server wrote thousands of lines to stdout that are not messages")
-        if not stop_signal.is_set:
+        if not connection.is_closing:
             # A failed write, and the end of the output, are often noticed before the process has exited.
-            await asyncio.wait({process.closed}, timeout=EXIT_S)
+            await asyncio.wait({process.closed}, timeout=0.5)
         if not reader.at_end and process.returncode is None:
             return McpFailure("exited", "the server was stopped")
         return McpFailure("exited", f"the server {process.describe_end()}")
 
     reader = MessageReader(process, on_lost)
     session = _session(config, on_tools_changed, reader, MessageWriter(process))
-    connection = McpConnection(session, config, stop_signal, end_failure)
+    connection = McpConnection(session, config, end_failure)
     reader.on_long_line = connection.fail_calls_too_long
     try:
         async with session:
@@ -402,7 +374,10 @@ async def connect_stdio(
                         f"{config.command!r} is an MCP server",
                     )
                 raise failure from exc
-            yield connection
+            try:
+                yield connection
+            finally:
+                connection.is_closing = True
     except BaseExceptionGroup as group:
         raise_first(group, SecretRedactor.of(config))
     finally:
@@ -411,36 +386,36 @@ async def connect_stdio(
 
 @contextlib.asynccontextmanager
 async def connect_http(
-    config: McpServerConfig,
-    stop_signal: StopSignal,
-    *,
-    on_tools_changed: Callable[[], None],
-    on_lost: Callable[[], None],
+    config: McpServerConfig, *, on_tools_changed: Callable[[], None], on_lost: Callable[[], None]
 ) -> AsyncIterator[McpConnection]:
     """Open a session with a server over HTTP. Arguments and exceptions are those of ``connect_stdio``."""
-    monitor = ResponseMonitor(on_lost)
+    transport = HttpTransport(on_lost)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            client = await stack.enter_async_context(http_client(config, monitor))
+            # The requests have their own read timeouts, because a stream of events can be silent for long.
+            timeout = Timeout(config.start_timeout_s, read=None)
+            client = await stack.enter_async_context(
+                AsyncClient(headers=config.headers, timeout=timeout, transport=transport)
+            )
             streams = await stack.enter_async_context(
                 streamable_http_client(
                     config.url or "", http_client=client, max_sse_event_size=MESSAGE_BYTES, terminate_on_close=False
                 )
             )
             session = _session(config, on_tools_changed, *streams)
-            connection = McpConnection(session, config, stop_signal, monitor.end_failure)
+            connection = McpConnection(session, config, transport.end_failure)
             # Pushed before the session is entered, so that the connection is closed after it.
             stack.push_async_callback(connection.close)
             await stack.enter_async_context(session)
             try:
                 await connection.initialize()
             except _OPEN_ERRORS as exc:
-                if monitor.refusal:
+                if transport.refusal:
                     raise McpFailure(
-                        "protocol", f"the server answered {monitor.refusal}; check url and headers"
+                        "protocol", f"the server answered {transport.refusal}; check url and headers"
                     ) from exc
                 raise await connection.failure(exc, "the session") from exc
-            monitor.is_initialized = True
+            transport.is_initialized = True
             yield connection
     except BaseExceptionGroup as group:
         raise_first(group, SecretRedactor.of(config))
@@ -462,20 +437,6 @@ def _session(config: McpServerConfig, on_tools_changed: Callable[[], None], read
     )
 
 
-def _offered_tool(tool: types.Tool) -> OfferedTool | None:
-    """Convert a tool; None if models cannot use it: it has no name, or its schema is too long or not an object."""
-    schema = tool.input_schema
-    if schema.get("type", "object") != "object" or len(repr(schema)) > SCHEMA_CHARACTERS or not tool.name:
-        return None
-    title = tool.title or (tool.annotations.title if tool.annotations else None) or tool.name
-    return OfferedTool(
-        name=tool.name,
-        description=(tool.description or title)[:DESCRIPTION_CHARACTERS],
-        parameters=schema,
-        read_only=tool.annotations is not None and tool.annotations.read_only_hint is True,
-    )
-
-
 def _timeout_result(timeout_s: float) -> ToolResult:
     return ToolResult(status="timeout", text=f"The tool did not answer within {timeout_s:g} s and was cancelled.")
 
@@ -488,56 +449,11 @@ def _lost_result(reason: str) -> ToolResult:
     )
 
 
-def http_client(config: McpServerConfig, monitor: ResponseMonitor) -> AsyncClient:
-    """Return a client that sends the headers of the configuration and reads answers of at most 8 MiB."""
-    return AsyncClient(
-        headers=config.headers,
-        # The requests have their own read timeouts, because a stream of events can be silent for long.
-        timeout=Timeout(config.start_timeout_s, read=None),
-        transport=LimitedTransport(MESSAGE_BYTES),
-        event_hooks={"response": [monitor.on_response]},
-    )
+class HttpTransport(AsyncBaseTransport):
+    """The transport of httpx2 with a limit: an answer of more than 8 MiB fails, unless it is a stream of events.
 
-
-class LimitedTransport(AsyncBaseTransport):
-    """The transport of httpx2 with a limit: an answer that is larger fails, unless it is a stream of events."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._inner = AsyncHTTPTransport()
-
-    async def handle_async_request(self, request: Request) -> Response:
-        # Without compression, because a few compressed bytes can expand to any size.
-        request.headers["Accept-Encoding"] = "identity"
-        response = await self._inner.handle_async_request(request)
-        is_event_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
-        if not is_event_stream and isinstance(response.stream, AsyncByteStream):
-            response.stream = _LimitedStream(response.stream, self._limit_bytes)
-        return response
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-
-class _LimitedStream(AsyncByteStream):
-    def __init__(self, stream: AsyncByteStream, limit_bytes: int) -> None:
-        self._stream = stream
-        self._limit_bytes = limit_bytes
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        read_bytes = 0
-        async for piece in self._stream:
-            read_bytes += len(piece)
-            if read_bytes > self._limit_bytes:
-                raise ReadError(f"an answer of more than {self._limit_bytes:,} bytes")
-            yield piece
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-
-class ResponseMonitor:
-    """Notes the statuses with which a server refuses requests, because the errors of the package ``mcp`` omit them."""
+    It notes the statuses with which a server refuses requests, because the errors of the package ``mcp`` omit them.
+    """
 
     def __init__(self, on_lost: Callable[[], None]) -> None:
         """
@@ -545,25 +461,50 @@ class ResponseMonitor:
             on_lost: Called when the server no longer accepts the session.
         """
         self._on_lost = on_lost
+        self._inner = AsyncHTTPTransport()
         self.is_initialized = False
         """Whether the session was opened."""
         self.refusal = ""
         """Status and reason of the last refusal, such as ``401 Unauthorized``."""
 
-    async def on_response(self, response: Response) -> None:
-        """Handle a response; a hook of the client."""
+    async def handle_async_request(self, request: Request) -> Response:
+        # Without compression, because a few compressed bytes can expand to any size.
+        request.headers["Accept-Encoding"] = "identity"
+        response = await self._inner.handle_async_request(request)
+        is_event_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        if not is_event_stream and isinstance(response.stream, AsyncByteStream):
+            response.stream = _LimitedStream(response.stream)
         # A GET requests the stream of notifications, which a server need not support.
-        if response.status_code < 400 or response.request.method != "POST":
-            return
-        self.refusal = f"{response.status_code} {response.reason_phrase}".strip()
-        if self.is_initialized and response.status_code in (401, 403, 404):
-            # The session, or the authorization for it, has expired: all further calls would be refused.
-            self._on_lost()
+        if response.status_code >= 400 and request.method == "POST":
+            self.refusal = f"{response.status_code} {response.reason_phrase}".strip()
+            if self.is_initialized and response.status_code in (401, 403, 404):
+                # The session, or the authorization for it, has expired: all further calls would be refused.
+                self._on_lost()
+        return response
 
     async def end_failure(self) -> McpFailure:
         """Return why the session has ended."""
         reason = f"the server answered {self.refusal}" if self.refusal else "the server could not be reached"
         return McpFailure("unreachable", reason)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class _LimitedStream(AsyncByteStream):
+    def __init__(self, stream: AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read_bytes = 0
+        async for piece in self._stream:
+            read_bytes += len(piece)
+            if read_bytes > MESSAGE_BYTES:
+                raise ReadError(f"an answer of more than {MESSAGE_BYTES:,} bytes")
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 def raise_first(group: BaseExceptionGroup[BaseException], redactor: SecretRedactor) -> NoReturn:
@@ -584,34 +525,33 @@ def unreachable(exc: HTTPError, redactor: SecretRedactor) -> McpFailure:
     return McpFailure("unreachable", f"the server cannot be reached: {reason}; check url, and that the server runs")
 
 
-TEXT_CHARACTERS = 2**20
-"""Maximum length of a result. The runner of the turn applies a lower limit."""
-
-
-def tool_result(content: Sequence[Any], structured: Any, *, is_error: bool) -> ToolResult:
+def tool_result(
+    content: Sequence[Any], structured: Any, *, is_error: bool, limit_characters: int = 2**20
+) -> ToolResult:
     """Convert a result to text: the text parts, and descriptions in place of images and other parts.
 
     Args:
         content: Parts of the result, which have a ``type`` as defined by MCP.
         structured: Structured part of the result. It comes first, as JSON, if there is no text part.
         is_error: Whether the tool reports an error.
+        limit_characters: Maximum length of the text. The runner of the turn applies a lower limit.
     """
-    text = _join(filter(None, map(_block_text, content)))
+
+    def join(texts: Iterable[str]) -> str:
+        kept, size = [], 0
+        for text in texts:
+            kept.append(text[: limit_characters - size])
+            size += len(kept[-1]) + 1
+            if size >= limit_characters:
+                break
+        return "\n".join(kept)
+
+    text = join(filter(None, map(_block_text, content)))
     if structured is not None and not any(block.type == "text" and block.text for block in content):
-        text = _join([json.dumps(structured, ensure_ascii=False), *([text] if text else [])])
+        text = join([json.dumps(structured, ensure_ascii=False), *([text] if text else [])])
     if is_error:
         return ToolResult(status="error", text=text or "The tool failed without a message.")
     return ToolResult(status="ok", text=text or "(no result)")
-
-
-def _join(texts: Iterator[str] | Sequence[str]) -> str:
-    kept, size = [], 0
-    for text in texts:
-        kept.append(text[: TEXT_CHARACTERS - size])
-        size += len(kept[-1]) + 1
-        if size >= TEXT_CHARACTERS:
-            break
-    return "\n".join(kept)
 
 
 def _block_text(block: Any) -> str:

@@ -11,30 +11,19 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Self
 
-import psutil
-
-from lmx_lab.daemon.mcp.config import SecretRedactor, environment, find_program, last_lines, one_line
-from lmx_lab.daemon.mcp.failure import McpFailure
+from lmx_lab.daemon.mcp.config import McpFailure, SecretRedactor, environment, find_program, last_lines, one_line
 from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, find_processes, root_of_child
 from lmx_lab.wire.mcp import McpServerConfig
 
 MESSAGE_BYTES = 8 * 2**20
 """Maximum size of one message. Longer lines are discarded while they are read."""
-STDIN_GRACE_S = 1.0
-"""Time in which a server may exit after its stdin was closed, before it receives SIGTERM."""
-TERM_GRACE_S = 2.0
-"""Time in which a server may exit after SIGTERM, before it receives SIGKILL."""
 UNREAD_BYTES = 2**20
 """Size of unread output above which reading the server's stdout is paused."""
-UNSENT_BYTES = 16 * 2**20
-"""Maximum size of input that the server has not read."""
 INVALID_LINE_BYTES = 500
 """Maximum size of a line that is not a message, when it is kept for display."""
 STDERR_BYTES = 20_480
 """Size of stderr that is kept. This is more than is displayed, because the first characters are removed: they may be
 the end of a secret that was cut in two."""
-DRAIN_S = 0.2
-"""Time after the exit in which remaining output is read. Longer is useless: a child may keep the pipes open forever."""
 
 
 class LineTooLongError(ValueError):
@@ -168,7 +157,8 @@ class _Pipes(asyncio.SubprocessProtocol):
     def process_exited(self) -> None:
         if not self.exited.done():
             self.exited.set_result(None)
-        asyncio.get_running_loop().call_later(DRAIN_S, self.close)
+        # Remaining output is read for 0.2 s. Longer is useless: a child may keep the pipes open forever.
+        asyncio.get_running_loop().call_later(0.2, self.close)
         self.writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -205,9 +195,12 @@ class McpProcess:
         self._pipes = pipes
         self._redactor = redactor
         self._invalid_lines = OutputTail(4 * INVALID_LINE_BYTES)
-        self._known: list[psutil.Process] = []
         self.pid = transport.get_pid()
         self.root: RootProcess = root_of_child(self.pid, mark)
+        self.exited = pipes.exited
+        """Done when the process has exited."""
+        self.closed = pipes.closed
+        """Done when the process has exited and its output was read, at the latest 0.2 s after the exit."""
 
     @classmethod
     async def start(cls, config: McpServerConfig, mark: str) -> Self:
@@ -242,16 +235,6 @@ class McpProcess:
             message = f"{config.command!r} could not be started: {reason}; check command, args, env and cwd"
             raise McpFailure("invalid", message) from exc
         return cls(transport, pipes, mark, SecretRedactor.of(config))
-
-    @property
-    def exited(self) -> asyncio.Future[None]:
-        """Done when the process has exited."""
-        return self._pipes.exited
-
-    @property
-    def closed(self) -> asyncio.Future[None]:
-        """Done when the process has exited and its output was read, at the latest ``DRAIN_S`` after the exit."""
-        return self._pipes.closed
 
     @property
     def returncode(self) -> int | None:
@@ -310,28 +293,29 @@ class McpProcess:
             ConnectionError: The process no longer reads its stdin.
         """
         stdin: Any = self._transport.get_pipe_transport(0)
-        if stdin is None or stdin.is_closing() or self._pipes.exited.done():
+        if stdin is None or stdin.is_closing() or self.exited.done():
             raise ConnectionError("the server's stdin is closed")
-        if stdin.get_write_buffer_size() + len(line) > UNSENT_BYTES:
+        if stdin.get_write_buffer_size() + len(line) > 2 * MESSAGE_BYTES:
             raise ConnectionError("the server does not read its stdin")
         stdin.write(line + b"\n")
         if wait:
             await self._pipes.writable.wait()
 
-    async def stop(self) -> None:
+    async def stop(self, *, stdin_grace_s: float = 1.0, term_grace_s: float = 2.0) -> None:
         """Stop the process and all processes that it has started. Idempotent.
 
-        Closes stdin, then sends SIGTERM, then SIGKILL. This takes up to 1 s for a process that exits when its stdin is
-        closed, and up to 3 s for one that exits after SIGTERM.
+        Args:
+            stdin_grace_s: Time in which the process may exit after its stdin was closed, before it receives SIGTERM.
+            term_grace_s: Time in which it may exit after that, before it receives SIGKILL.
         """
         try:
-            self._known = await asyncio.to_thread(find_processes, [self.root])
+            known = await asyncio.to_thread(find_processes, [self.root])
             self._pipes.discard()
             if (stdin := self._transport.get_pipe_transport(0)) is not None:
                 stdin.close()
-            await asyncio.wait({self.exited}, timeout=STDIN_GRACE_S)
-            await asyncio.to_thread(end_processes, [self.root], self._known, term_s=TERM_GRACE_S)
-            await asyncio.wait({self.exited}, timeout=TERM_GRACE_S)
+            await asyncio.wait({self.exited}, timeout=stdin_grace_s)
+            await asyncio.to_thread(end_processes, [self.root], known, term_s=term_grace_s)
+            await asyncio.wait({self.exited}, timeout=term_grace_s)
         finally:
             # If the task that stops the process is cancelled itself, this kills the process immediately.
             self._pipes.close()

@@ -21,16 +21,6 @@ import psutil
 
 MARK = "LMX_LAB_MCP_MARK"
 """Environment variable that a server and all processes that it starts inherit."""
-START_TOLERANCE_S = 2.0
-"""Tolerance when start times are compared. They are relative to the boot time, which moves when the clock is set."""
-ORPHAN_TERM_S = 1.0
-"""Time in which a process whose daemon has died may exit after SIGTERM, before it receives SIGKILL."""
-ORPHAN_SETTLE_S = 1.0
-"""Time for which more processes of a daemon that has died are searched: one that was being started has no mark yet."""
-_POLL_S = 0.02
-_SETTLE_POLL_S = 0.1
-_KILL_S = 2.0
-_KILL_ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +95,17 @@ def end_processes(
     _signal(processes, kill=False)
     wait_ended(processes, term_s)
     settled, rounds = time.monotonic() + settle_s, 0
-    while rounds < _KILL_ROUNDS:
+    while rounds < 5:
         # Searched again, because new processes may have been started since.
         processes = find_processes(roots, processes)
         if processes:
             _signal(processes, kill=True)
-            wait_ended(processes, _KILL_S)
+            wait_ended(processes, 2.0)
             rounds += 1
         elif time.monotonic() >= settled:
             break
         else:
-            time.sleep(_SETTLE_POLL_S)
+            time.sleep(0.1)
     return [process for process in processes if is_alive(process)]
 
 
@@ -138,7 +128,7 @@ def wait_ended(processes: Iterable[psutil.Process], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     alive = list(processes)
     while (alive := [process for process in alive if is_alive(process)]) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(0.02)
 
 
 def _owns_session(root: RootProcess) -> bool:
@@ -146,7 +136,8 @@ def _owns_session(root: RootProcess) -> bool:
     if root.pid == 0:
         return False
     try:
-        return abs(psutil.Process(root.pid).create_time() - root.started) < START_TOLERANCE_S
+        # Start times are relative to the boot time, which moves when the clock is set.
+        return abs(psutil.Process(root.pid).create_time() - root.started) < 2.0
     except psutil.NoSuchProcess:
         # Unless it is a child, another process may have had the pid since then, and have left a session behind.
         return root.is_child
@@ -161,6 +152,6 @@ def _signal(processes: Iterable[psutil.Process], *, kill: bool) -> None:
 
 
 if __name__ == "__main__":
-    end_processes(
-        [RootProcess(**fields) for fields in json.loads(sys.argv[1])], term_s=ORPHAN_TERM_S, settle_s=ORPHAN_SETTLE_S
-    )
+    # Searched for one more second after the processes have ended: one that was being started when the daemon died has
+    # no mark yet.
+    end_processes([RootProcess(**fields) for fields in json.loads(sys.argv[1])], term_s=1.0, settle_s=1.0)

@@ -12,9 +12,6 @@ import select
 import signal
 import sys
 
-CHECK_S = 1.0
-"""Interval at which the parent is checked. A fork of the daemon can hold the pipe open after the daemon has died."""
-READ_BYTES = 65_536
 NO_SERVERS = b"[]"
 
 
@@ -22,9 +19,10 @@ def wait_for_death(daemon_pid: int) -> bytes:
     """Wait until the daemon has died or has closed the pipe, and return its last list of servers."""
     servers, rest = NO_SERVERS, b""
     while True:
-        readable, _, _ = select.select([0], [], [], CHECK_S)
+        # The parent is checked every second: a fork of the daemon can hold the pipe open after the daemon has died.
+        readable, _, _ = select.select([0], [], [], 1.0)
         if readable:
-            if not (data := os.read(0, READ_BYTES)):
+            if not (data := os.read(0, 65_536)):
                 return servers
             complete, separator, rest = (rest + data).rpartition(b"\n")
             if separator:

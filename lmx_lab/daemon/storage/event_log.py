@@ -87,6 +87,11 @@ class EventLog:
         self._pruned_seq = await self._store.read(_read_pruned_seq)
 
     @property
+    def in_memory(self) -> tuple[int, int]:
+        """Number and size in bytes of the events that are kept in memory."""
+        return len(self._ring), self._ring_bytes
+
+    @property
     def oldest_seq(self) -> int:
         """The lowest ``seq`` that was not pruned."""
         return self._pruned_seq + 1

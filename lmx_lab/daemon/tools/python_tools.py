@@ -17,9 +17,9 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from lmx_lab.daemon.tools.function_schema import ArgumentsError, FunctionSchema, function_schema
-from lmx_lab.daemon.tools.tool import SEPARATOR, DaemonTool, ToolResult
+from lmx_lab.daemon.tools.tool import SEPARATOR, ToolResult
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.wire.mcp import Permission
+from lmx_lab.wire.mcp import Permission, ToolRecord
 
 THREADS = 8
 """Maximum number of calls that run at the same time, including abandoned calls whose thread has not ended."""
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True)
 class _Registration:
-    tool: DaemonTool
+    tool: ToolRecord
     function: Callable[..., Any]
     schema: FunctionSchema
     timeout_s: float
@@ -66,7 +66,7 @@ class PythonTools:
         read_only: bool = False,
         permission: Permission = "ask",
         timeout_s: float = 60.0,
-    ) -> DaemonTool:
+    ) -> ToolRecord:
         """Register a function as a tool. Its signature becomes the schema, its docstring the description.
 
         Registering a function of the same name and module again replaces it, for instance when a cell is run again. A
@@ -105,7 +105,7 @@ class PythonTools:
                 param="name",
             )
         schema = function_schema(function)
-        tool = DaemonTool(
+        tool = ToolRecord(
             name=name,
             description=description if description is not None else schema.description,
             parameters=schema.parameters,
@@ -131,7 +131,7 @@ class PythonTools:
         with self._lock:
             self._registrations.pop(name, None)
 
-    def list_tools(self) -> list[DaemonTool]:
+    def list_tools(self) -> list[ToolRecord]:
         """Return all registered tools, sorted by name."""
         with self._lock:
             return [self._registrations[name].tool for name in sorted(self._registrations)]

@@ -7,9 +7,9 @@ from typing import Any
 
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.tool import SEPARATOR, DaemonTool, ToolResult
+from lmx_lab.daemon.tools.tool import SEPARATOR, ToolResult
 from lmx_lab.errors import McpServerNotFoundError
-from lmx_lab.wire.mcp import ServerState
+from lmx_lab.wire.mcp import ServerState, ToolRecord
 
 STATE_TEXTS: dict[ServerState, str] = {
     "starting": "is still starting{reason}",
@@ -30,7 +30,7 @@ class Toolbox:
         self._python = python
         self._servers = servers
 
-    def list_tools(self) -> list[DaemonTool]:
+    def list_tools(self) -> list[ToolRecord]:
         """Return the tools, sorted by name, except those with the permission ``deny``."""
         functions = [tool for tool in self._python.list_tools() if tool.permission != "deny"]
         return sorted([*functions, *self._servers.offered_tools()], key=lambda tool: tool.name)

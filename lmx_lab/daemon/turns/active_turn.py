@@ -15,9 +15,8 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.storage.turns import StartedTurn, end_from_rows
-from lmx_lab.daemon.tools.tool import DaemonTool
 from lmx_lab.daemon.tools.toolbox import Toolbox
-from lmx_lab.daemon.turns.concurrency import TurnSlots
+from lmx_lab.daemon.turns.concurrency import TurnSlots, retry_delays
 from lmx_lab.daemon.turns.machine import (
     CallModel,
     EndToolCall,
@@ -46,6 +45,7 @@ from lmx_lab.daemon.turns.prompt import call_ids, chat_request, normalize_calls,
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.events import ToolEnd
+from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall
 
 log = logging.getLogger(__name__)
@@ -53,17 +53,8 @@ Effect = Callable[[], None]
 """The effect of an action after it was written to the log."""
 PROGRESS_CHARACTERS = 4000
 """Maximum length of one message of progress."""
-PROGRESS_PER_BATCH = 100
-"""Maximum number of messages of progress of tools in one batch. Further messages are dropped."""
-PARSED_ON_LOOP = 100
-"""Maximum number of messages of a history that is parsed on the event loop. A longer one is parsed in a thread: 2,000
-messages take 21 to 37 ms, during which all other turns and connections would wait."""
-TOOLS_SHARE_OF_CANCEL = 0.8
-"""Share of ``limits.cancel_s`` within which tools have to end. The rest is for writing the end of the turn."""
 Change = Callable[[Transaction], object]
 """Changes rows and appends events."""
-MIN_RETRY_S = 1.0
-MAX_RETRY_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +65,8 @@ class TurnDependencies:
     upstream: ModelClient
     toolbox: Toolbox
     limits: Limits
+    retry_s: float
+    """Delay before the first retry of a change that cannot be written. Later delays are longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +164,9 @@ class ActiveTurn:
         self._call_later(timeout_s, partial(self.stop, TurnEnding(error=timed_out)))
         try:
             parse = partial(sessions.parse_messages, self._started.history)
-            is_long = len(self._started.history) > PARSED_ON_LOOP
+            # A long history is parsed in a thread: 2,000 messages take 21 to 37 ms, during which all other turns and
+            # connections would wait.
+            is_long = len(self._started.history) > 100
             self._history = await asyncio.to_thread(parse) if is_long else parse()
             self._call_ids = call_ids(self._history)
             await self._perform(self._machine.start())
@@ -302,7 +297,8 @@ class ActiveTurn:
                 self._add_turn_change(turns.end_tool, end=end, message=message)
             case WithdrawPermissions():
                 self._add_change(permissions.withdraw, session_id=self.key.session_id, turn_id=self.key.turn_id)
-                tools_s = self._limits.cancel_s * TOOLS_SHARE_OF_CANCEL
+                # The rest of the time is for writing the end of the turn.
+                tools_s = 0.8 * self._limits.cancel_s
                 self._call_later(tools_s, partial(self._inbox.put_nowait, StopTimedOut()))
             case EndTurn():
                 if not self._message_is_saved:
@@ -355,8 +351,9 @@ class ActiveTurn:
         Args:
             retry_on: Exceptions after which to retry. Others are raised.
         """
-        retry_s = MIN_RETRY_S
-        while not self._abandoned.is_set():
+        for delay_s in retry_delays(self._dependencies.retry_s):
+            if self._abandoned.is_set():
+                return
             try:
                 await self._write(ending=True)
                 return
@@ -365,8 +362,7 @@ class ActiveTurn:
             except retry_on as exc:
                 log.warning("the end of a turn cannot be written yet: %s", exc)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._abandoned.wait(), retry_s)
-            retry_s = min(MAX_RETRY_S, 2 * retry_s)
+                await asyncio.wait_for(self._abandoned.wait(), delay_s)
 
     # The model
 
@@ -412,7 +408,7 @@ class ActiveTurn:
         if not message.is_closed:
             self._inbox.put_nowait(result)
 
-    def _current_tools(self) -> list[DaemonTool]:
+    def _current_tools(self) -> list[ToolRecord]:
         session, overrides = self._started.session, self._started.overrides
         names = session.tools if overrides.tools is None else overrides.tools
         return select_tools(self._dependencies.toolbox.list_tools(), names)
@@ -457,7 +453,8 @@ class ActiveTurn:
 
         def on_progress(text: str) -> None:
             is_running = self._machine.phase not in (TurnPhase.ENDED, TurnPhase.STOPPING)
-            if is_running and self._progress_count < PROGRESS_PER_BATCH:
+            # Further messages of this batch are dropped.
+            if is_running and self._progress_count < 100:
                 self._progress_count += 1
                 shown = text[:PROGRESS_CHARACTERS]
                 self._add_turn_change(turns.append_tool_output, call_id=call.call_id, text=shown)

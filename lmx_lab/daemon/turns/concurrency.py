@@ -22,6 +22,14 @@ async def give_way(iterations: int) -> None:
         await asyncio.sleep(0)
 
 
+def retry_delays(first_s: float) -> Iterator[float]:
+    """Return the delays before repeated attempts: each twice as long as the one before, up to 30 times the first."""
+    delay_s = first_s
+    while True:
+        yield delay_s
+        delay_s = min(2 * delay_s, 30 * first_s)
+
+
 class TurnSlots:
     """A semaphore of running turns. A turn that continues has priority over turns that start; otherwise it is FIFO.
 
@@ -75,6 +83,9 @@ class TurnWaiters:
 
     def __init__(self) -> None:
         self._waiting: dict[TurnKey, set[asyncio.Future[None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     @contextlib.contextmanager
     def wait_for(self, key: TurnKey) -> Iterator[asyncio.Future[None]]:

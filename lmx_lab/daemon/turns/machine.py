@@ -19,12 +19,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from lmx_lab.daemon.turns.prompt import EXCERPT_CHARACTERS, parse_arguments
+from lmx_lab.daemon.turns.prompt import EXCERPT_CHARACTERS, LISTED_TOOLS, parse_arguments
 from lmx_lab.errors import LabError, TurnError
 from lmx_lab.wire.sessions import StopReason, ToolCall, ToolStatus
-
-LISTED_TOOLS = 30
-"""Maximum number of tools that an error message for the model lists."""
 
 
 class TurnPhase(Enum):

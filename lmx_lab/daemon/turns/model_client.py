@@ -26,8 +26,6 @@ from lmx_lab.wire.events import ModelStatus
 
 LOADED = "default"
 """LMX Lab's name for the loaded model."""
-CHOICE_S = 30.0
-"""Time for which the first model in the list of another server is used before the list is read again."""
 WITHOUT_MODEL = (NotLoadedError, ModelBusyError, OutOfMemoryError)
 """Errors of a server that is reachable but cannot answer with a model at the moment."""
 
@@ -53,7 +51,7 @@ class ModelClient:
         self._client = ChatFormatClient(url, api_key=api_key, headers=headers, transport=transport)
         self.url = self._client.url
         self._state = Upstream(url=self.url, reachable=None, model=None, error=None)
-        self._reported = self._state
+        self._reported: Upstream = self._state
         self._choice: tuple[str, float] | None = None
         """The chosen model, and the monotonic time until which the choice is valid."""
 
@@ -70,11 +68,12 @@ class ModelClient:
 
     def unreported_status(self) -> ModelStatus | None:
         """Return the state as an event's data if it differs from the one that was reported last."""
-        return None if self._state == self._reported else ModelStatus(**self._state.model_dump())
+        state = self._state
+        return state if isinstance(state, ModelStatus) and state != self._reported else None
 
     def mark_reported(self, status: ModelStatus) -> None:
         """Note that this state was written to the log."""
-        self._reported = Upstream(**status.model_dump())
+        self._reported = status
 
     async def call(self, body: Mapping[str, Any], *, model: str | None) -> AsyncGenerator[Piece, None]:
         """Stream a chat. Closing the generator closes the server's stream.
@@ -124,10 +123,11 @@ class ModelClient:
         if not models:
             raise NotLoadedError(f"{self.url} lists no models; load a model there, or set the session's model")
         name = models[0]
-        self._choice = (name, time.monotonic() + CHOICE_S if name != LOADED else math.inf)
+        # The list of another server is read again after 30 s.
+        self._choice = (name, time.monotonic() + 30.0 if name != LOADED else math.inf)
         return name
 
     def _set_state(self, *, reachable: bool, model: str | None = None, error: str | None = None) -> None:
         state = self._state
         if (reachable, model, error) != (state.reachable, state.model, state.error):
-            self._state = Upstream(url=self.url, reachable=reachable, model=model, error=error)
+            self._state = ModelStatus(url=self.url, reachable=reachable, model=model, error=error)

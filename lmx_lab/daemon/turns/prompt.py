@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lmx_lab.daemon.tools.tool import DaemonTool
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.sanitize import replace_surrogates
 from lmx_lab.values.outputs import ToolCallDelta
 from lmx_lab.wire.base import new_id
+from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import SessionMessage, ToolCall, TurnOverrides
 
 TOOL_CHOICES = ("auto", "none", "required")
@@ -25,13 +25,14 @@ TOOL_CHOICES = ("auto", "none", "required")
 SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed", "max_tokens")
 """Overrides that are sent to the server unchanged."""
 LISTED_TOOLS = 30
+"""Maximum number of tools that an error message lists."""
 
 
 def chat_request(
     *,
     system_prompt: str | None,
     history: Sequence[SessionMessage],
-    tools: Sequence[DaemonTool],
+    tools: Sequence[ToolRecord],
     overrides: TurnOverrides,
     is_first_step: bool,
     absence: str | None = None,
@@ -58,7 +59,7 @@ def chat_request(
     return body
 
 
-def select_tools(tools: Iterable[DaemonTool], names: Sequence[str] | None) -> list[DaemonTool]:
+def select_tools(tools: Iterable[ToolRecord], names: Sequence[str] | None) -> list[ToolRecord]:
     """Return the tools that a session or a turn may use.
 
     Args:
@@ -71,7 +72,7 @@ def select_tools(tools: Iterable[DaemonTool], names: Sequence[str] | None) -> li
     return [tool for tool in tools if tool.name in exact or tool.name.startswith(prefixes or ("\0",))]
 
 
-def _tool_choice(choice: str | None, tools: Sequence[DaemonTool], absence: str | None) -> Any:
+def _tool_choice(choice: str | None, tools: Sequence[ToolRecord], absence: str | None) -> Any:
     names = [tool.name for tool in tools]
     if choice is None or (choice in TOOL_CHOICES and (names or choice != "required")):
         return choice
@@ -127,7 +128,6 @@ def _chat_result(call_id: str, content: str) -> dict[str, Any]:
 
 PLAIN_ID = re.compile(r"[!-~]{1,64}")
 """Ids of a model that are used unchanged."""
-NAME_CHARACTERS = 200
 EXCERPT_CHARACTERS = 200
 """Maximum length of the model's text that an error message quotes."""
 
@@ -143,7 +143,7 @@ def normalize_calls(calls: Iterable[ToolCallDelta], used_ids: set[str]) -> tuple
         own_id = call.id or ""
         call_id = own_id if PLAIN_ID.fullmatch(own_id) and own_id not in used_ids else new_id("call")
         used_ids.add(call_id)
-        name = replace_surrogates(call.name or "")[:NAME_CHARACTERS] or "unnamed"
+        name = replace_surrogates(call.name or "")[:200] or "unnamed"
         normalized.append(ToolCall(call_id=call_id, name=name, arguments=replace_surrogates(call.arguments)))
     return tuple(normalized)
 

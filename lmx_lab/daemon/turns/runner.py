@@ -13,8 +13,8 @@ from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.storage.turns import StartedTurn, Submitted, TurnKey, end_abandoned
 from lmx_lab.daemon.tools.toolbox import Toolbox
-from lmx_lab.daemon.turns.active_turn import MAX_RETRY_S, MIN_RETRY_S, ActiveTurn, TurnDependencies
-from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters, give_way
+from lmx_lab.daemon.turns.active_turn import ActiveTurn, TurnDependencies
+from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters, give_way, retry_delays
 from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.errors import LabError, SessionNotFoundError, StoppingError
@@ -37,8 +37,6 @@ STOPPED = TurnEnding(
     ),
     open_call_status="interrupted",
 )
-TOOLS_START_S = 10.0
-"""Maximum time that a queued turn waits for MCP servers to start, since after a restart there would be no tools."""
 STOP_S = 2.0
 """Time for writing the ends of turns, in addition to the time that tools have to end."""
 
@@ -51,11 +49,29 @@ before other work."""
 class TurnRunner:
     """Runs the turns of all sessions on the daemon's event loop. Call ``start()`` first and ``stop()`` at the end."""
 
-    def __init__(self, *, store: Store, upstream: ModelClient, toolbox: Toolbox, limits: Limits) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        upstream: ModelClient,
+        toolbox: Toolbox,
+        limits: Limits,
+        tools_start_s: float = 10.0,
+        retry_s: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            tools_start_s: Maximum time that a queued turn waits for MCP servers to start, since after a restart there
+                would be no tools.
+            retry_s: Delay before the first retry of a change that cannot be written. Later delays are longer.
+        """
         self._store = store
         self._upstream = upstream
         self._limits = limits
-        self._dependencies = TurnDependencies(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
+        self._tools_start_s = tools_start_s
+        self._dependencies = TurnDependencies(
+            store=store, upstream=upstream, toolbox=toolbox, limits=limits, retry_s=retry_s
+        )
         self._slots = TurnSlots(limits.running_turns)
         self._workers: dict[str, SessionWorker] = {}
         """The workers that are in use, by session."""
@@ -65,7 +81,8 @@ class TurnRunner:
         """Cancelled tasks of turns that have ended without them."""
         self._shielded = ShieldedTasks()
         self._recovery: asyncio.Task[None] | None = None
-        self._is_stopping = False
+        self.is_stopping = False
+        """Whether turns are no longer accepted or started."""
 
     # Start and stop
 
@@ -91,10 +108,8 @@ class TurnRunner:
                 await self._end_inactive(worker, [])
 
     async def _recover_later(self, abandoned: list[str], waiting: list[str]) -> None:
-        retry_s = MIN_RETRY_S
-        while True:
-            await asyncio.sleep(retry_s)
-            retry_s = min(MAX_RETRY_S, 2 * retry_s)
+        for delay_s in retry_delays(self._dependencies.retry_s):
+            await asyncio.sleep(delay_s)
             with contextlib.suppress(LabError):
                 await self._recover(abandoned)
                 break
@@ -113,7 +128,7 @@ class TurnRunner:
             mode: With ``drain``, running turns have ``grace_s`` seconds to end by themselves. Then, or immediately
                 with ``now``, they end with ``turn.error``, the code ``daemon-stopping`` and their partial answer.
         """
-        self._is_stopping = True
+        self.is_stopping = True
         if self._recovery is not None:
             self._recovery.cancel()
         for worker in list(self._workers.values()):
@@ -149,6 +164,12 @@ class TurnRunner:
         """Return the number of running turns, including those that wait for permissions, and of queued turns."""
         return len(self._active_turns()), self._queued_count
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no turn and no request is in progress. Then nothing is kept in memory for any session."""
+        is_in_use = self._workers or len(self._waiters) or self._adopted_tasks or self._shielded.tasks
+        return not is_in_use and self._slots.free == self._limits.running_turns
+
     # Turns
 
     async def submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
@@ -165,7 +186,7 @@ class TurnRunner:
             SessionNotFoundError, IdempotencyConflictError, TurnInProgressError, QueueFullError, StorageFullError: See
                 ``turns.submit``.
         """
-        if self._is_stopping:
+        if self.is_stopping:
             raise StoppingError("the daemon is stopping and accepts no turns; start it again, then repeat the request")
         submitted = await self._shielded.run(self._submit(session_id, body))
         # The response takes as long to write as the request to the model, which is sent first.
@@ -174,7 +195,7 @@ class TurnRunner:
 
     async def _submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
         async with self._locked(session_id) as worker:
-            can_start = worker.task is None and not (self._is_stopping or self._dependencies.toolbox.is_starting)
+            can_start = worker.task is None and not (self.is_stopping or self._dependencies.toolbox.is_starting)
             has_slot = can_start and self._slots.acquire_nowait()
             started: StartedTurn | None = None
             model = self._upstream.state().model
@@ -326,12 +347,12 @@ class TurnRunner:
     # Workers
 
     def _start_worker(self, worker: SessionWorker) -> None:
-        if worker.task is None and (worker.active is not None or not self._is_stopping):
+        if worker.task is None and (worker.active is not None or not self.is_stopping):
             worker.task = asyncio.create_task(self._run_worker(worker), name=f"lmx-lab turns of {worker.session_id}")
 
     async def _run_worker(self, worker: SessionWorker) -> None:
         """Run the session's turns until none is queued. The slots are shared fairly with the other sessions."""
-        retry_s = MIN_RETRY_S
+        delays_s = retry_delays(self._dependencies.retry_s)
         try:
             while True:
                 try:
@@ -346,13 +367,12 @@ class TurnRunner:
                         worker.active = None
                         self._waiters.notify(active.key)
                     await give_way(BEHIND_TURN)
-                    retry_s = MIN_RETRY_S
+                    delays_s = retry_delays(self._dependencies.retry_s)
                 except StoppingError:
                     return  # The database is closed: queued turns run at the next start.
                 except LabError as exc:
                     log.warning("the next turn of session %s cannot start yet: %s", worker.session_id, exc)
-                    await asyncio.sleep(retry_s)
-                    retry_s = min(MAX_RETRY_S, 2 * retry_s)
+                    await asyncio.sleep(next(delays_s))
         finally:
             # The worker may have another task already.
             if worker.task is asyncio.current_task():
@@ -362,16 +382,18 @@ class TurnRunner:
     async def _start_next(self, worker: SessionWorker) -> ActiveTurn | None:
         """Start the next queued turn, which then has a slot. Returns None if none is queued."""
         try:
-            async with asyncio.timeout(TOOLS_START_S):
+            async with asyncio.timeout(self._tools_start_s):
                 await self._dependencies.toolbox.wait_started()
         except TimeoutError:
-            log.warning("some MCP servers have not started within %g s; a turn starts without them", TOOLS_START_S)
+            log.warning(
+                "some MCP servers have not started within %g s; a turn starts without them", self._tools_start_s
+            )
         await self._slots.acquire()
         started: StartedTurn | None = None
         model = self._upstream.state().model
         try:
             async with worker.lock:
-                if not (self._is_stopping or worker.is_deleting):
+                if not (self.is_stopping or worker.is_deleting):
                     started = await self._store.write(lambda tx: turns.start_next(tx, worker.session_id, model=model))
                 if started is None:
                     # While the lock is held, so that a turn that is submitted next starts a new task.

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.daemon.mcp import connection
 from lmx_lab.daemon.mcp.config import SecretRedactor, last_lines, read_mcp_file
 from lmx_lab.daemon.mcp.connection import tool_result
 from lmx_lab.daemon.mcp.process import LineSplitter, OutputTail
@@ -136,7 +135,6 @@ def test_an_error_has_a_message():
     assert (failed.status, failed.text) == ("error", "The tool failed without a message.")
 
 
-def test_a_long_result_is_cut(monkeypatch):
-    monkeypatch.setattr(connection, "TEXT_CHARACTERS", 5)
+def test_a_long_result_is_cut():
     parts = [part("text", text="abc"), part("text", text="def"), part("text", text="ghi")]
-    assert tool_result(parts, None, is_error=False).text == "abc\nd"
+    assert tool_result(parts, None, is_error=False, limit_characters=5).text == "abc\nd"

@@ -4,15 +4,16 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from lmx_lab.daemon.mcp import process as mcp_process
+from lmx_lab.daemon.mcp.process import INVALID_LINE_BYTES
 from lmx_lab.daemon.mcp.process_cleanup import is_alive
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
+from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError, StoppingError
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
 from tests.support.mcp import HOSTILE, RUN, SECRET, McpHarness, hostile, left_over, open_harness, quick
@@ -21,10 +22,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture
-async def harness(tmp_path, monkeypatch):
-    # Shortens the tests in which servers have to be killed.
-    monkeypatch.setattr(mcp_process, "STDIN_GRACE_S", 0.3)
-    monkeypatch.setattr(mcp_process, "TERM_GRACE_S", 0.3)
+async def harness(tmp_path):
     async with open_harness(tmp_path) as harness:
         yield harness
 
@@ -165,7 +163,7 @@ def printing(script, secret):
 )
 async def test_no_part_of_a_secret_that_was_cut_is_shown(harness, script):
     key = "".join(chr(0x4E00 + i) for i in range(20))
-    sizes = f"LINE_BYTES = {mcp_process.INVALID_LINE_BYTES}"
+    sizes = f"LINE_BYTES = {INVALID_LINE_BYTES}"
     begun = (
         f"import os, sys; sys.stderr.reconfigure(encoding='utf-8'); sys.stdout.reconfigure(encoding='utf-8'); {sizes}"
     )
@@ -414,6 +412,46 @@ async def test_a_server_that_does_not_answer_is_stopped_without_delay(harness, m
     assert not psutil.pid_exists(record.pid or 0)
 
 
+PARENT = McpServerConfig(name="x", command="/bin/sh", args=("-c", "sleep 600 & exec sleep 600"), env=RUN)
+
+
+async def test_a_server_can_be_removed_at_any_moment_of_its_start(harness):
+    for moment in range(0, 40, 8):
+        await harness.servers.add(PARENT)
+        for _ in range(moment):
+            await asyncio.sleep(0.001)
+        await harness.servers.remove("x")
+        assert left_over() == []
+
+
+async def test_a_child_of_a_process_whose_start_is_cancelled_is_ended(harness):
+    test = asyncio.create_task(harness.servers.test(PARENT))
+    while not left_over():
+        assert not test.done()
+        await asyncio.sleep(0)
+    # The process runs, but its pipes are not connected before the next iterations of the event loop.
+    deadline = time.monotonic() + 30
+    while len(left_over()) < 2:
+        assert time.monotonic() < deadline
+    await harness.servers.stop()
+    with pytest.raises(StoppingError):
+        await test
+    assert left_over() == []
+
+
+async def test_a_server_is_removed_while_its_lost_process_is_being_stopped(harness):
+    record = await harness.ready(hostile("ignore_term"))
+    child, grandchild = json.loads((await harness.call("bad__family")).text)
+    processes = [psutil.Process(record.pid), psutil.Process(grandchild)]
+    # This one would keep the output open.
+    psutil.Process(child).kill()
+    await harness.call("bad__close")
+    # The process has some time to exit after the end of its input.
+    await harness.until("bad", lambda record: "end of input" in record.stderr_tail)
+    await harness.servers.remove("bad")
+    assert not any(map(is_alive, processes))
+
+
 async def test_nothing_is_left_of_a_server_that_ignores_term_and_has_grandchildren(harness):
     record = await harness.ready(hostile("ignore_term"))
     pids = [record.pid, *json.loads((await harness.call("bad__family")).text)]
@@ -443,7 +481,7 @@ async def main():
     await harness.again()
     record = await harness.ready(hostile("ignore_term"))
     print(json.dumps([record.pid, *json.loads((await harness.call("bad__family")).text)]), flush=True)
-    os.kill(harness.servers._registry.watchdog.pid, signal.SIGKILL)
+    os.kill(harness.processes.watchdog_pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -462,28 +500,26 @@ def killed_daemon(folder, script=KILLED_DAEMON):
 KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from lmx_lab.daemon.mcp import watchdog
-from tests.support.mcp import McpHarness, hostile
+from lmx_lab.daemon.mcp.servers import McpServers
+from lmx_lab.daemon.mcp.watchdog import ServerProcesses
+from tests.support.mcp import hostile
 from tests.support.mcp import Store
 
-write = watchdog._write_registry
-
-def write_until_it_runs(path, roots):
-    for root in roots:
+class KilledAtStart(ServerProcesses):
+    async def add(self, root):
         if root.pid:
             print(f"[{root.pid}]", flush=True)
-            os.kill(harness.servers._registry.watchdog.pid, signal.SIGKILL)
+            os.kill(self.watchdog_pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-    write(path, roots)
+        await super().add(root)
 
 async def main():
-    global harness
-    watchdog._write_registry = write_until_it_runs
     folder = Path(sys.argv[1])
-    harness = McpHarness(await Store.open(folder / "daemon.db"), folder)
-    await harness.again()
+    servers = McpServers(store=await Store.open(folder / "daemon.db"), processes=KilledAtStart(folder))
+    await servers.start()
     sleeps = ("-I", "-c", "import time; time.sleep(600)")
-    await harness.ready(hostile().model_copy(update={"args": sleeps}))
+    await servers.add(hostile().model_copy(update={"args": sleeps}))
+    await asyncio.Event().wait()
 
 asyncio.run(main())
 """

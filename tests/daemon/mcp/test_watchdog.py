@@ -13,19 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmx_lab.daemon.mcp import watchdog as watchdog_module
 from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, is_alive, root_of_child
-from lmx_lab.daemon.mcp.watchdog import PROGRAM, Watchdog
+from lmx_lab.daemon.mcp.watchdog import Watchdog
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "lmx_lab" / "daemon" / "mcp" / "watchdog_process.py"
 MOMENT_S = 0.05
 LIMIT_S = 30.0
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 DAEMON = """
 import asyncio, json, os, signal, sys
 from pathlib import Path
-from lmx_lab.daemon.mcp import watchdog
 from tests.support.mcp import McpHarness, hostile
 from tests.support.mcp import Store
 
@@ -42,7 +41,7 @@ async def main():
         # The mark of this server is not known to anything but its environment.
         await harness.servers.add(hostile("mute", name="three", start_timeout_s=600.0))
         pids.append((await harness.until("three", lambda record: record.pid is not None)).pid)
-    print(json.dumps({"servers": pids, "watchdog": harness.servers._registry.watchdog.pid}), flush=True)
+    print(json.dumps({"servers": pids, "watchdog": harness.processes.watchdog_pid}), flush=True)
     if sys.argv[2] == "fork" and os.fork() == 0:
         # Like a worker of multiprocessing: it has copies of all of the daemon's descriptors.
         signal.pause()
@@ -99,9 +98,8 @@ async def test_servers_are_ended_although_a_fork_of_the_daemon_holds_the_pipe_op
 
 
 @pytest.fixture
-async def watchdog(monkeypatch):
-    monkeypatch.setattr(watchdog_module, "RESTART_S", 0.01)
-    watchdog = Watchdog()
+async def watchdog():
+    watchdog = Watchdog(restart_s=0.01)
     yield watchdog
     await watchdog.stop()
 

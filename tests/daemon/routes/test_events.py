@@ -27,17 +27,19 @@ def daemon(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _no_subscribers_left(daemon):
     """Check after each test that no subscriber is counted and no task is left."""
-    before = tasks(daemon)
+
+    async def subscriber_tasks():
+        return subscribers()
+
+    before = daemon.run(subscriber_tasks())
     yield
     assert settled(daemon, lambda: len(daemon.services.subscribers) == 0)
-    assert settled(daemon, lambda: not [name for name in tasks(daemon) - before if "subscriber" in name])
+    assert settled(daemon, lambda: subscribers() <= before)
 
 
-def tasks(daemon):
-    async def names():
-        return {task.get_name() for task in asyncio.all_tasks()}
-
-    return daemon.run(names()) if threading.current_thread() is not daemon._thread._thread else set()
+def subscribers():
+    """Return the tasks of subscribers on the current event loop."""
+    return {task for task in asyncio.all_tasks() if "subscriber" in task.get_name()}
 
 
 def seqs(frames):

@@ -196,13 +196,16 @@ CHARACTERS = pytest.mark.parametrize(("character", "size"), [("x", 1), ("語", 3
 @CHARACTERS
 async def test_the_ring_is_bounded_in_events_and_bytes(tmp_path, character, size):
     store = await Store.open(tmp_path / "daemon.db")
-    log = EventLog(store, replace(LIMITS, ring_bytes=3000))
+    log = EventLog(store, replace(LIMITS, ring_bytes=3000, page_events=10))
     for _ in range(50):
         await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (501 // size))))
-        assert log._ring_bytes == sum(len(event.text.encode()) for event in log._ring) <= 3000
-        assert len(log._ring) == len(log._seqs) <= 8
+        count, size_bytes = log.in_memory
+        newest = (await log.read_page(log.latest_seq - count)).events
+        assert (len(newest), sum(len(event.text.encode()) for event in newest)) == (count, size_bytes)
+        assert count <= 8
+        assert size_bytes <= 3000
     await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (5000 // size))))
-    assert log._ring == []
+    assert log.in_memory == (0, 0)
     assert [event.seq for event in (await log.read_page(50)).events] == [51]
     await store.close()
 

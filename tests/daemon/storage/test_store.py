@@ -157,9 +157,14 @@ async def test_a_closed_store_refuses_writes(tmp_path):
 # A full disk, simulated by SQLite's limit of pages, which causes the same error.
 
 
-def fill(store):
-    (pages,) = store._writing.execute("PRAGMA page_count").fetchone()
-    store._writing.execute(f"PRAGMA max_page_count = {pages}")
+async def limit_pages(store, pages=None, **options):
+    """Limit the size of the database, by default to its current size."""
+
+    def limit(tx):
+        most = pages or tx.fetch_one("PRAGMA page_count")["page_count"]
+        tx.fetch_one(f"PRAGMA max_page_count = {most}")
+
+    await store.write(limit, **options)
 
 
 def long_event(tx):
@@ -167,7 +172,7 @@ def long_event(tx):
 
 
 async def test_a_write_on_a_full_disk_fails_and_changes_nothing(store):
-    fill(store)
+    await limit_pages(store)
     with pytest.raises(StorageFullError, match="free disk space"):
         await store.write(long_event)
     assert await store.read(lambda r: r.fetch_all("SELECT * FROM events")) == []
@@ -178,11 +183,12 @@ async def test_on_a_full_disk_the_reserve_is_used_for_writing_ends(store, monkey
     assert reserve.stat().st_size > 10**6
     room = 0
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=room))
-    fill(store)
+    await limit_pages(store)
     with pytest.raises(StorageFullError):
         await store.write(long_event)
     assert not reserve.exists()
-    store._writing.execute("PRAGMA max_page_count = 1000000")  # The space of the deleted reserve.
+    # The space of the deleted reserve.
+    await limit_pages(store, 1_000_000, ending=True)
     with pytest.raises(StorageFullError):
         await store.write(long_event)
     assert await store.write(lambda tx: tx.append("session.deleted", deleted("a")), ending=True)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.tool import mcp_tool_names
+from lmx_lab.daemon.tools.tool import mcp_tool_name
 from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
 from tests.support.mcp import hostile, open_harness
@@ -64,8 +64,8 @@ async def test_a_server_that_is_ready_explains_an_absence_only_by_its_permission
 
 
 @given(st.lists(st.text(min_size=1, max_size=100), unique=True, max_size=20))
-def test_names_for_models_are_valid_and_map_to_the_servers_names(own):
-    names = mcp_tool_names("server-1", own)
-    assert list(names.values()) == own
-    assert all(len(name) <= 64 and name.isascii() and name.startswith("server-1__") for name in names)
+def test_names_for_models_are_valid_and_unique(own):
+    names = [mcp_tool_name("server-1", name) for name in own]
+    assert len(set(names)) == len(own)
+    assert all(len(name) <= 64 and name.startswith("server-1__") for name in names)
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-") for name in names)

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
+from lmx_lab.daemon.tools.tool import ToolResult
+from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage, SubmitTurn, TurnOverrides
 from tests.support.daemons import ASKS, FREE, ScriptedToolbox, check_log, daemon
 from tests.support.labs import serving
@@ -23,6 +24,7 @@ from tests.support.model_server import (
     thought,
     token,
 )
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
@@ -129,11 +131,10 @@ async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(he
     assert (status["session_id"], status["turn_id"]) == (None, None)
 
 
-async def test_the_length_of_a_message_is_limited(here, upstream, monkeypatch):
-    monkeypatch.setattr("lmx_lab.daemon.turns.message.CONTENT_CHARACTERS", 10)
-    upstream.then([token("abcdef"), token("ghijkl"), STALL])
+async def test_the_length_of_a_message_is_limited(here, upstream):
+    upstream.then([token("a" * 600_000), token("b" * 600_000), STALL])
     record = await here.run(await here.session())
-    assert (record.stop_reason, record.text) == ("length", "abcdefghij")
+    assert (record.stop_reason, record.text) == ("length", "a" * 600_000 + "b" * 400_000)
     await upstream.until(lambda: upstream.left == 1)
 
 
@@ -360,7 +361,8 @@ async def test_the_status_of_a_tool_is_that_of_its_result(here, upstream, status
     ],
 )
 async def test_a_turn_has_the_tools_of_its_session_or_its_overrides(here, upstream, session_tools, turn_tools, names):
-    here.toolbox.listed.append(DaemonTool(name="time__now", description="", parameters={"type": "object"}))
+    time = {"description": "", "parameters": {"type": "object"}, "read_only": False, "permission": "ask"}
+    here.toolbox.listed.append(ToolRecord(name="time__now", **time))
     upstream.then(says("ok"))
     session = await here.session(tools=session_tools)
     await here.run(session, overrides=None if turn_tools is None else TurnOverrides(tools=turn_tools))
@@ -496,7 +498,7 @@ async def test_unknown_sessions_and_turns_are_errors(here):
         await here.turns.read(session, "nope", wait_s=5)
     with pytest.raises(errors.TurnNotFoundError):
         await here.turns.cancel(session, CancelTurns(turn_id="nope"))
-    assert [*here.turns._workers] == []
+    assert here.turns.is_idle
 
 
 async def test_sessions_share_the_slots_fairly(tmp_path, upstream):
@@ -533,7 +535,7 @@ async def test_reading_waits_for_the_end_up_to_the_requested_time(here, upstream
     assert (await here.turns.read(session, turn, wait_s=0.01)).status == "running"
     gate.open()
     assert {record.text for record in await asyncio.gather(*waiting)} == {"a"}
-    assert here.turns._waiters._waiting == {}
+    await auntil(lambda: here.turns.is_idle)
 
 
 async def test_the_history_that_a_session_was_created_with_is_sent(here, upstream):

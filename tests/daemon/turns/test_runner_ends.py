@@ -8,7 +8,6 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.daemon.storage import turns as turn_rows
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.turns import active_turn, runner
 from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage
 from tests.support.daemons import ASKS, FREE, WAIT_S, ScriptedToolbox, check_log, daemon
 from tests.support.model_server import DROP, STALL, Gate, calls, says, thought, token
@@ -17,13 +16,6 @@ from tests.support.waiting import auntil
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
 ALWAYS = Decision(decision="allow", scope="session")
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """Shorten the time between retries."""
-    for module in (active_turn, runner):
-        monkeypatch.setattr(module, "MIN_RETRY_S", 0.01)
 
 
 def held(toolbox):
@@ -141,7 +133,7 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path, upstream):
         assert (end["data"]["status"], "did not end in time" in end["data"]["text"]) == ("cancelled", True)
         assert (await here.run(session)).text == "next"
         gate.open()
-        await auntil(lambda: not here.turns._adopted_tasks)
+        await auntil(lambda: here.turns.is_idle)
         check_log(await here.events())
 
 
@@ -267,8 +259,7 @@ async def test_a_turn_that_waits_for_a_permission_does_not_occupy_a_slot(tmp_pat
         assert here.turns.counts() == (1, 0)
         await here.turns.decide(permission.permission_id, ALLOW)
         assert (await here.ended(waiting, turn)).text == "ok"
-        await auntil(lambda: not [*here.turns._workers])
-        assert here.turns._slots.free == 1
+        await auntil(lambda: here.turns.is_idle)
 
 
 async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path, upstream):
@@ -286,8 +277,7 @@ async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path, upstream
         assert (await here.ended(waiting, turn)).stop_reason == "cancelled"
         gate.open()
         assert (await here.ended(other, second)).text == "ok"
-        await auntil(lambda: not [*here.turns._workers])
-        assert here.turns._slots.free == 1
+        await auntil(lambda: here.turns.is_idle)
 
 
 # --- deleted sessions
@@ -309,7 +299,8 @@ async def test_deleting_a_session_ends_its_turns_first(here, upstream):
     assert isinstance(waiting.exception(), errors.SessionNotFoundError) or waiting.result().stop_reason == "cancelled"
     await here.turns.delete_session(session)
     await here.turns.delete_session("nope")
-    assert ([*here.turns._workers], here.turns.counts()) == ([], (0, 0))
+    assert here.turns.counts() == (0, 0)
+    await auntil(lambda: here.turns.is_idle)
 
 
 async def test_a_session_can_be_deleted_while_all_slots_are_taken(tmp_path, upstream):
@@ -439,11 +430,10 @@ class Late(ScriptedToolbox):
 
 
 @pytest.mark.parametrize("come", [True, False])
-async def test_turns_wait_for_mcp_servers_to_start_for_a_limited_time(tmp_path, upstream, monkeypatch, come):
-    monkeypatch.setattr(runner, "TOOLS_START_S", WAIT_S if come else 0.01)
+async def test_turns_wait_for_mcp_servers_to_start_for_a_limited_time(tmp_path, upstream, come):
     upstream.then(says("ok"))
     late = Late()
-    async with daemon(tmp_path, upstream, late) as here:
+    async with daemon(tmp_path, upstream, late, tools_start_s=WAIT_S if come else 0.01) as here:
         session = await here.session()
         turn = await here.submit(session)
         cancelled = await here.submit(session)
@@ -486,18 +476,17 @@ class Full:
         self.for_ends = True
         """Whether writes of ends fail too, as if the reserve were used up."""
         self.refused = 0
-        self._commit = store._commit
-        monkeypatch.setattr(store, "_write", self._write)
+        self._store_write = store.write
+        monkeypatch.setattr(store, "write", self.write)
 
-    def _write(self, work, ending):
+    async def write(self, work, *, ending=False):
         def failing(transaction):
             work(transaction)
             raise sqlite3.OperationalError("database or disk is full")
 
-        if self.on and (self.for_ends or not ending):
-            self.refused += 1
-            return self._commit(failing)
-        return self._commit(work)
+        is_full = self.on and (self.for_ends or not ending)
+        self.refused += is_full
+        return await self._store_write(failing if is_full else work, ending=ending)
 
 
 async def test_a_full_disk_refuses_a_submit(here, upstream, monkeypatch):
@@ -573,27 +562,24 @@ async def test_a_queued_turn_starts_once_there_is_space(here, upstream, monkeypa
     session = await here.session()
     first, second = await here.submit(session), await here.submit(session)
     await gate.reached()
-    full = Full(here.store, monkeypatch)
-    begin = here.turns._start_next
+    start_next, full = turn_rows.start_next, [sqlite3.OperationalError("database or disk is full")]
 
-    async def refused(lane):
-        full.on = not full.refused
-        try:
-            return await begin(lane)
-        finally:
-            full.on = False
+    def once(*arguments, **fields):
+        if full:
+            raise full.pop()
+        return start_next(*arguments, **fields)
 
-    monkeypatch.setattr(here.turns, "_start_next", refused)
+    monkeypatch.setattr(turn_rows, "start_next", once)
     gate.open()
     await here.ended(session, first)
     assert (await here.ended(session, second)).text == "2"
-    assert full.refused == 1
+    assert not full
 
 
 async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(tmp_path, upstream, monkeypatch):
     gate = Gate()
     upstream.then([token("Hel"), gate, DROP])
-    async with daemon(tmp_path, upstream) as here:
+    async with daemon(tmp_path, upstream, cancel_s=0.01) as here:
         session = await here.session()
         full = Full(here.store, monkeypatch)
         turn = await here.submit(session)
@@ -601,7 +587,6 @@ async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(tmp_path, 
         full.on = True
         gate.open()
         await auntil(lambda: full.refused >= 2)
-        here.turns._limits = type(here.turns._limits)(cancel_s=0.01)
         await here.turns.stop(mode="now", grace_s=0)
         assert (await here.turns.read(session, turn)).status == "running"
     async with daemon(tmp_path, upstream) as here:

@@ -7,16 +7,13 @@ import threading
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions
 from lmx_lab.daemon.storage import turns as turn_rows
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.turns import runner
-from lmx_lab.daemon.turns.concurrency import TurnSlots
+from lmx_lab.daemon.turns.concurrency import TurnSlots, give_way
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.support.daemons import ASKS, FREE, WAIT_S, check_log, daemon
 from tests.support.model_server import STALL, Gate, calls, says, token
-from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 ALLOW = Decision(decision="allow")
@@ -58,17 +55,6 @@ async def test_a_decision_takes_effect_even_if_its_caller_was_cancelled(here, up
     assert (await here.ended(session, turn)).text == "ok"
 
 
-async def test_a_repeated_submit_starts_a_turn_that_is_queued(here, upstream):
-    upstream.then(says("ok"))
-    session = await here.session()
-    body = SubmitTurn(content="hi", turn_id="t")
-    await here.store.write(lambda tx: turn_rows.submit(tx, session, body, Limits()))
-    here.turns._queued_count = 1
-    _, new = await here.turns.submit(session, body)
-    assert not new
-    assert (await here.ended(session, "t")).text == "ok"
-
-
 async def test_a_repeated_submit_has_the_cursor_of_the_current_session_of_that_id(tmp_path, upstream):
     upstream.then(says("ok"))
     body = SubmitTurn(content="hi", turn_id="t")
@@ -84,11 +70,12 @@ async def test_a_repeated_submit_has_the_cursor_of_the_current_session_of_that_i
 
 async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here, upstream):
     upstream.then(calls((FREE, {})))
-    let_go = asyncio.Event()
+    is_deleting, let_go = asyncio.Event(), asyncio.Event()
 
     async def work(*_):
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
+        is_deleting.set()
         await let_go.wait()
         return "done"
 
@@ -97,7 +84,7 @@ async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here, ups
     await here.submit(session)
     await here.seen("tool.start")
     first = asyncio.create_task(here.turns.delete_session(session))
-    await auntil(lambda: session in here.turns._workers and here.turns._workers[session].is_deleting)
+    await is_deleting.wait()
     second = asyncio.create_task(here.turns.delete_session(session))
     await here.store.write(lambda tx: None)
     assert not second.done()
@@ -118,7 +105,8 @@ async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(t
         await gate.reached()
         await here.turns.decide(permission.permission_id, ALLOW)
         await here.seen("tool.end")
-        await auntil(lambda: bool(here.turns._slots._continuing))
+        # Until the turn waits for a slot: the event is published a few iterations of the loop before.
+        await give_way(20)
         gate.open()
         for session, turn in [(asking, first), *zip(others, turns, strict=True)]:
             await here.ended(session, turn)
@@ -130,11 +118,16 @@ async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(t
 
 
 @contextlib.asynccontextmanager
-async def abandoned(folder, upstream, monkeypatch):
-    """A daemon whose session ``s`` has a turn ``t`` of an earlier process, which it could not end on a full disk."""
+async def abandoned(folder, upstream, monkeypatch, queued=()):
+    """A daemon whose session ``s`` has a turn ``t`` of an earlier process, which it could not end on a full disk.
+
+    Args:
+        queued: Ids of turns that wait behind it.
+    """
     async with daemon(folder, upstream, stop=False) as here:
         await here.session(session_id="s")
-        await here.submit("s", turn_id="t")
+        for turn_id in ("t", *queued):
+            await here.submit("s", turn_id=turn_id)
         await here.seen("turn.token")
     write, full = Store.write, iter([errors.StorageFullError("full")])
 
@@ -144,8 +137,7 @@ async def abandoned(folder, upstream, monkeypatch):
         return await write(store, work, **options)
 
     monkeypatch.setattr(Store, "write", failing)
-    monkeypatch.setattr(runner, "MIN_RETRY_S", 600.0)
-    async with daemon(folder, upstream) as here:
+    async with daemon(folder, upstream, retry_s=600.0) as here:
         assert (await here.turns.read("s", "t")).status == "running"
         yield here
         check_log(await here.events())
@@ -177,6 +169,16 @@ async def test_the_next_turn_starts_after_the_end_of_an_abandoned_one(tmp_path, 
         assert texts == ["hello", "Hel", "hello", "ok"]
         order = [(item["event"], item["turn_id"]) for item in await here.events("s")]
         assert order.index(("turn.error", "t")) < order.index(("turn.started", "next"))
+
+
+async def test_a_repeated_submit_starts_a_turn_that_is_queued(tmp_path, upstream, monkeypatch):
+    upstream.then([token("Hel"), STALL], says("ok"))
+    async with abandoned(tmp_path, upstream, monkeypatch, queued=["next"]) as here:
+        assert here.turns.counts() == (0, 1)
+        _, new = await here.turns.submit("s", SubmitTurn(content="hello", turn_id="next"))
+        assert not new
+        assert (await here.ended("s", "next")).text == "ok"
+        assert here.turns.counts() == (0, 0)
 
 
 async def queue(slots, *continuing):

@@ -191,4 +191,5 @@ if __name__ == "__main__":
             babble()
         handle(json.loads(line))
     if "ignore_term" in MODES:
+        print("end of input", file=sys.stderr, flush=True)
         time.sleep(600)
