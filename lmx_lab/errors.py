@@ -8,6 +8,7 @@
           ArgumentError
           BodyTooLargeError
           ContextLengthError
+          SlowRequestError
           UnclearModelError
           UnusableModelError
         ModelNotFoundError
@@ -115,6 +116,10 @@ class BodyTooLargeError(InvalidRequestError):
     """The request body is larger than the limit."""
 
     code = "body-too-large"
+
+
+class SlowRequestError(InvalidRequestError):
+    """The body of the request arrived too slowly."""
 
 
 class ContextLengthError(InvalidRequestError):

@@ -135,7 +135,6 @@ SUBJECTS = {
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
     "engine.llama_cpp.scoring": "an algorithm: log-probabilities of prompts",
     "engine.llama_cpp.texts": "embedding and ranking on llama.cpp",
-    "http.paced_transport": "received data in pieces, so that no connection occupies the loop",
     "notebook.bench": "a method of a lab",
     "notebook.rerank_result": "the result of a method",
     "panels.static_views": "how panels are displayed without a kernel",

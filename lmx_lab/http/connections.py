@@ -10,6 +10,7 @@ import logging
 import re
 import resource
 import socket
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -22,45 +23,19 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.server import ServerProtocol
 
+from lmx_lab.http import SMALL_BYTES, Limits
 from lmx_lab.http.guard import CONTENT_POLICY, RESPONSE_HEADERS, is_loopback
-from lmx_lab.http.paced_transport import PIECE_BYTES, READ_BYTES, PacedTransport
 
-HEAD_S = 20.0
-"""Time for the head of a request, from its first byte. Before that, a connection may be idle for uvicorn's
-``timeout_keep_alive``."""
+PIECE_BYTES = 2048
+"""Number of bytes read at once if chunks or frames may be short. A parser needs about 10 µs for a chunk or a frame, no
+matter how short it is, so this takes about 4 ms if each of them has one byte; what asyncio reads at once by default
+could take half a second."""
 HEAD_LINES = 256
 """Largest number of header lines of a request. h11 would parse 20,000 in one step of 100 ms."""
 END_OF_HEAD = re.compile(rb"\n\r?\n")
-BODY_S = 30.0
-BODY_BYTES = 128 * 1024
-"""Number of bytes of a body that have to arrive in every ``BODY_S``, unless it ends: 4.3 KB/s, so that 8 MiB may take
-half an hour."""
-LATE_S = 1.0
-"""If the loop handles a deadline this much too late, it was busy or suspended and has not read what arrived. The client
-then gets the same time again."""
-MAX_CONNECTIONS = 2000
-"""Largest number of simultaneous connections of a server, including WebSockets and streams."""
-RESERVED_DESCRIPTORS = 128
-"""File descriptors that are kept for the rest of the process: models, databases, child processes. If the process may
-have fewer than 512 (macOS: 256), it is a quarter of them."""
 FULL_RETRY_S = 5
-LINGER_S = 2.0
-"""Time in which the data of a client that was refused while sending are read and dropped. If the connection were closed
-immediately, the client could lose the response."""
-FREE_LINE_ENDS = 4096
-BYTES_PER_LINE_END = 8
-"""A chunked body may have ``FREE_LINE_ENDS`` line ends, and one more per this number of bytes. Each chunk has two."""
-FRAMING_BYTES = 64 * 1024
-"""The framing of a chunked body, such as chunk extensions, may have this many bytes more than its data."""
 OWN_HEADERS = {**dict(RESPONSE_HEADERS), "content-security-policy": CONTENT_POLICY}
 """Headers of responses that the application did not send."""
-UNFINISHED_BYTES = 256 * 2**20
-"""Memory for incomplete WebSocket messages of all connections of a server. ``http.bodies`` has as much for bodies."""
-FRAMES_PER_S = 500
-"""Largest number of messages, pings and pongs per second on a WebSocket. Also the number of fragments in a message, in
-addition to one per 64 bytes."""
-SMALL_BYTES = 64 * 1024
-"""This much of each message does not count, so that large messages do not keep small ones out."""
 RESTART = 1012
 """Close code that a stopping server sends to WebSockets."""
 KEEPALIVE_IDLE_S = 5
@@ -75,7 +50,7 @@ UNSENT_BYTES = 16 * 1024
 blocked. Without this limit, the system would buffer several megabytes."""
 
 
-def close_now(transport: PacedTransport) -> None:
+def close_now(transport: asyncio.Transport) -> None:
     """Close a connection immediately, without waiting for a client that accepts no data."""
     if transport.get_write_buffer_size():
         transport.abort()
@@ -84,37 +59,52 @@ def close_now(transport: PacedTransport) -> None:
 
 
 def is_reserved(descriptor: int) -> bool:
-    """Whether a new file descriptor is one of the reserved ones. It is the lowest free one, so all below are in use."""
+    """Whether a new file descriptor is one of those kept for the rest of the process: models, databases, child
+    processes. These are 128, or a quarter of all if the process may have fewer than 512 (macOS: 256).
+
+    The new descriptor is the lowest free one, so all below are in use.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit != resource.RLIM_INFINITY and descriptor >= limit - min(RESERVED_DESCRIPTORS, limit // 4)
+    return limit != resource.RLIM_INFINITY and descriptor >= limit - min(128, limit // 4)
+
+
+def rest_after(step_s: float, protocol: HttpProtocol | WebSocketProtocol) -> None:
+    """Stop reading for twice the time of a step of more than 2 ms, and longer if other connections rest too.
+
+    A client whose data take long to parse therefore does not occupy the event loop.
+    """
+    if step_s > 0.002 and not protocol.resting:
+        connections: Any = protocol.connections
+        rest_s = 2 * step_s * (1 + sum(each.resting for each in connections))
+        protocol.resting = True
+        protocol.transport.pause_reading()
+        protocol.loop.call_later(rest_s, protocol.end_rest)
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's HTTP protocol, with limits on the number of connections and on the time for the rest of a request.
+    """uvicorn's HTTP protocol, with limits on the number of connections and on the time for parts of a request.
 
     The protocol of a WebSocket takes over the connection of this one; the time limits then no longer apply.
     """
 
-    _expected: tuple[str, object] | None = None
-    """The part that the client has to send, ``head`` or ``body``, and after which request. Each starts the time."""
-    _deadline: asyncio.TimerHandle | None = None
-    _received_bytes = 0
-    """Number of bytes received since the deadline was set."""
-    _was_paused = False
-    """Whether the client could not send more of the body since then, because received data were not read."""
+    resting = False
+    _head_timer: asyncio.TimerHandle | None = None
+    """Runs from the first byte of a head to its end."""
     _ending = False
-    _body_bytes = _line_ends = 0
-    """Number of bytes and line ends in a chunked body, as received."""
-    _data_bytes = 0
-    """Number of bytes of data in the chunked body."""
-    transport: PacedTransport  # type: ignore[assignment]
+    _framing_bytes = 0
+    """Number of bytes by which the framing of the current chunked body exceeds its data."""
+
+    def __init__(self, *arguments: Any, limits: Limits, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits = limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(PacedTransport(transport))  # type: ignore[arg-type]
+        super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         enable_keepalive(sock)
         limit_unsent(transport)
-        if len(self.connections) > MAX_CONNECTIONS or is_reserved(sock.fileno()):
+        self._set_piece()
+        if len(self.connections) > self._limits.connections or is_reserved(sock.fileno()):
             others = len(self.connections) - 1
             self._refuse(
                 HTTPStatus.TOO_MANY_REQUESTS,
@@ -124,59 +114,50 @@ class HttpProtocol(H11Protocol):
                 retry_after_s=FULL_RETRY_S,
             )
         else:
-            self._update_deadline()
+            self._set_timers()
 
     def data_received(self, data: bytes) -> None:
-        self._received_bytes += len(data)
-        self.transport.take(data, self)
+        if self._ending:
+            return
+        began = time.thread_time()
+        is_chunked = self._in_body and self._is_chunked
+        cycle, held = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
+        super().data_received(data)
+        self._set_timers()
+        if self.transport.get_protocol() is not self:  # it is now that of a WebSocket
+            return
+        if not is_chunked:
+            self._framing_bytes = 0
+        elif self._in_body and not cycle.response_complete:
+            self._framing_bytes += len(data) - 2 * (len(cycle.body) - held)
+            if self._framing_bytes > 65_536:
+                self._refuse(
+                    HTTPStatus.BAD_REQUEST,
+                    "the sizes, extensions and line ends of the chunks of the body have over 65536 bytes more than its "
+                    "data; send longer chunks, without extensions",
+                )
+        self._set_piece()
+        rest_after(time.thread_time() - began, self)
 
-    @property
-    def piece_bytes(self) -> int:
-        return READ_BYTES if self._ending or (self._in_body and not self._is_chunked) else PIECE_BYTES
-
-    def feed(self, data: bytes) -> None:
-        """Parse a piece of the received data."""
-        if not self._ending and self._check_head_lines(data) and self._check_chunk_sizes(data):
-            cycle, before = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
-            super().data_received(data)
-            if cycle is not None:
-                # Data after a complete response is discarded, but counted.
-                self._data_bytes += len(data) if cycle.response_complete else len(cycle.body) - before
-            if self.flow.read_paused:
-                self.loop.call_later(LATE_S, self._record_pause)
-            self._update_deadline()
+    def end_rest(self) -> None:
+        self.resting = False
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def handle_events(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            head = END_OF_HEAD.split(self.conn.trailing_data[0], maxsplit=1)[0]
+            if head.count(b"\n") > HEAD_LINES:
+                self._refuse(
+                    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                    f"the head of the request has more than {HEAD_LINES} lines, the limit of this server",
+                )
+                return
         super().handle_events()
         if self.cycle is not None:
             # The task of a new request has not started yet, so it will find the extension.
-            self.cycle.scope["extensions"] = {"lmx_lab.abort": self.transport.abort}
-
-    def _check_head_lines(self, data: bytes) -> bool:
-        """Refuse a request whose head has too many lines. Return whether the connection continues."""
-        if self.conn.their_state is not h11.IDLE:
-            return True
-        received = self.conn.trailing_data[0]
-        # The end of the head may be split between the pieces.
-        overlap = received[-3:]
-        head = END_OF_HEAD.split(overlap + data, maxsplit=1)[0]
-        if received.count(b"\n") + head.count(b"\n") - overlap.count(b"\n") > HEAD_LINES:
-            message = f"the head of the request has more than {HEAD_LINES} lines, the limit of this server"
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
-        return not self._ending
-
-    def _check_chunk_sizes(self, data: bytes) -> bool:
-        """Refuse a body with very short chunks or long chunk extensions. Return whether the connection continues."""
-        if not (self._in_body and self._is_chunked):
-            self._body_bytes = self._line_ends = self._data_bytes = 0
-            return True
-        self._body_bytes += len(data)
-        self._line_ends += data.count(b"\r\n")
-        if self._line_ends > FREE_LINE_ENDS + self._body_bytes // BYTES_PER_LINE_END:
-            self._refuse(HTTPStatus.BAD_REQUEST, "the chunks of the body have only a few bytes; send larger chunks")
-        elif self._body_bytes - self._data_bytes > len(data) + FRAMING_BYTES + self._data_bytes:
-            self._refuse(HTTPStatus.BAD_REQUEST, "the chunks of the body have long extensions; send them without")
-        return not self._ending
+            scope: Any = self.cycle.scope
+            scope["extensions"] = {"lmx_lab.abort": self.transport.abort}
 
     @property
     def _in_body(self) -> bool:
@@ -186,17 +167,27 @@ class HttpProtocol(H11Protocol):
     def _is_chunked(self) -> bool:
         return any(name == b"transfer-encoding" for name, _ in self.headers)
 
-    def _record_pause(self) -> None:
-        # Shorter pauses do not delay a client: after each of them, 64 KiB were read.
-        self._was_paused |= self.flow.read_paused
+    def _set_piece(self) -> None:
+        """Set how much is read at once: more if the rest of the body is not chunked, or is dropped."""
+        is_plain = self._ending or (self._in_body and not self.cycle.response_complete and not self._is_chunked)
+        # An attribute of asyncio's selector transports; with others, the amount of data is not limited.
+        self.transport.max_size = 65_536 if is_plain else PIECE_BYTES  # type: ignore[attr-defined]
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._update_deadline()
+        if self._in_body and self.cycle.response_complete and not self.transport.is_closing():
+            self.loop.call_later(self._limits.linger_s, self._end_body, self.cycle)
+        self._set_timers()
+        self._set_piece()
+
+    def _end_body(self, cycle: object) -> None:
+        """Close the connection if the client still sends the body of a request that was answered."""
+        if self.cycle is cycle and self._in_body:
+            close_now(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._update_deadline()
+        self._set_timers()
 
     def shutdown(self) -> None:
         # If this protocol is already closing, h11 may fail, which would keep other connections from being closed.
@@ -205,59 +196,30 @@ class HttpProtocol(H11Protocol):
         else:
             super().shutdown()
 
-    def _update_deadline(self) -> None:
-        """Set a new deadline if the part that the client has to send next has changed."""
+    def _set_timers(self) -> None:
         is_over = self._ending or self.transport.is_closing() or self.transport.get_protocol() is not self
-        expected = None if is_over else self._find_expected()
-        if expected != self._expected:
-            self._expected = expected
-            self._set_deadline()
+        in_head = not is_over and self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if self._head_timer is not None and not in_head:
+            self._head_timer.cancel()
+            self._head_timer = None
+        elif self._head_timer is None and in_head:
+            self._begin_head()
         is_idle = self.cycle is None or self.cycle.response_complete
-        if not is_over and expected is None and is_idle and self.timeout_keep_alive_task is None:
+        if not (is_over or in_head or self._in_body) and is_idle and self.timeout_keep_alive_task is None:
             # uvicorn starts this timer after a response, but not before the first request or after a refused body.
             after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
 
-    def _find_expected(self) -> tuple[str, object] | None:
-        if self.conn.their_state is h11.SEND_BODY:
-            return "body", self.cycle
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            return "head", self.cycle
-        return None
+    def _begin_head(self) -> None:
+        due = self.loop.time() + self._limits.head_s
+        self._head_timer = self.loop.call_at(due, self._end_head, due)
 
-    def _set_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        self._received_bytes = 0
-        if self._expected is not None:
-            what = self._expected[0]
-            self._was_paused = what == "body" and not self._is_reading_body()
-            due = self.loop.time() + (HEAD_S if what == "head" else BODY_S)
-            self._deadline = self.loop.call_at(due, self._on_deadline, what, due)
-
-    def _on_deadline(self, what: str, due: float) -> None:
-        is_late = self.loop.time() - due > LATE_S
-        if is_late or (what == "body" and self._is_body_on_time()):
-            self._set_deadline()
-        elif what == "head":
-            self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the head of the request took longer than {HEAD_S:g} s")
+    def _end_head(self, due: float) -> None:
+        if self.loop.time() - due > self._limits.late_s:
+            self._begin_head()
         else:
-            message = f"less than {BODY_BYTES} bytes of the body arrived in {BODY_S:g} s; send it faster"
+            message = f"the head of the request took longer than {self._limits.head_s:g} s"
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
-
-    def _is_body_on_time(self) -> bool:
-        return (
-            self._was_paused
-            or self.transport.waiting_bytes > 0
-            or self._received_bytes >= BODY_BYTES
-            or not self._is_reading_body()
-        )
-
-    def _is_reading_body(self) -> bool:
-        """Whether the server waits for more of the body. While a response is being sent, there is no time limit."""
-        is_responding = self.cycle.response_started and not self.cycle.response_complete
-        return not (is_responding or self.flow.read_paused or self.cycle.waiting_for_100_continue)
 
     def _refuse(
         self,
@@ -271,7 +233,8 @@ class HttpProtocol(H11Protocol):
         """Send an error response instead of the application, unless a response has begun, and close the connection."""
         self._abandon_cycle()
         self._ending = True
-        self._update_deadline()
+        self._set_timers()
+        self._set_piece()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
         else:
@@ -284,7 +247,7 @@ class HttpProtocol(H11Protocol):
                 return
             with contextlib.suppress(OSError):  # the connection has already ended
                 self.transport.write_eof()
-            self.loop.call_later(LINGER_S, close_now, self.transport)
+            self.loop.call_later(self._limits.linger_s, close_now, self.transport)
 
     def _send_response(self, status: HTTPStatus, body: bytes, headers: dict[str, str]) -> None:
         """Send a whole response without the application."""
@@ -347,9 +310,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     ``lmx_lab.frames`` encodes any number of texts, once for all connections. ``lmx_lab.send`` sends the result in one
     write, as soon as the client has accepted enough of the data before. ``lmx_lab.abort`` disconnects a client that
-    accepts nothing. ``lmx_lab.close`` sends a close code first, which the client must receive within ``LINGER_S``.
+    accepts nothing. ``lmx_lab.close`` sends a close code first, which the client must receive within
+    ``Limits.linger_s``.
     """
 
+    resting = False
     _pongs = b""
     _stopping = False
     _fragments = 0
@@ -358,8 +323,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """Number of other frames since ``_counted_since``."""
     _counted_since = 0.0
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, limits: Limits, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._limits = limits
         # The same as uvicorn's own, without compression.
         self.conn = _Handshake(max_size=self.config.ws_max_size, logger=logging.getLogger("uvicorn.error"))
 
@@ -368,24 +334,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """Size of the incomplete message."""
         return sum(map(len, self.frames)) + len(self.conn.reader.buffer)
 
-    transport: PacedTransport  # type: ignore[assignment]
-
     def data_received(self, data: bytes) -> None:
-        self.transport.take(data, self)
-
-    @property
-    def piece_bytes(self) -> int:
-        if self.close_sent:
-            return READ_BYTES
-        # Within a long frame, the parser only waits for the end.
-        return 8 * PIECE_BYTES if len(self.conn.reader.buffer) >= 8 * PIECE_BYTES else PIECE_BYTES
-
-    def feed(self, data: bytes) -> None:
-        """Parse a piece of the received data."""
+        began = time.thread_time()
         super().data_received(data)
         if self.held_bytes > SMALL_BYTES and not self.close_sent:
             held = (each.held_bytes for each in self.connections if isinstance(each, WebSocketProtocol))
-            if sum(max(0, size - SMALL_BYTES) for size in held) > UNFINISHED_BYTES:
+            if sum(max(0, size - SMALL_BYTES) for size in held) > self._limits.memory_bytes:
                 self._refuse(1013, "not enough memory for a message of this length; try again later")
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # The request was valid as HTTP but not as a handshake; uvicorn would send nothing and keep reading.
@@ -393,6 +347,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             response = b"".join(self.conn.data_to_send())
             self.transport.write(response or _with_headers(self.conn.reject(status, message)).serialize())
             self.transport.close()
+        # Within a long frame, the parser only waits for the end.
+        is_long = self.close_sent or len(self.conn.reader.buffer) >= 8 * PIECE_BYTES
+        self.transport.max_size = 8 * PIECE_BYTES if is_long else PIECE_BYTES  # type: ignore[attr-defined]
+        rest_after(time.thread_time() - began, self)
+
+    def end_rest(self) -> None:
+        self.resting = False
+        if not self.read_paused:
+            self.transport.resume_reading()
 
     def handle_text(self, event: Any) -> None:
         # The parser keeps the last frame until the next one, even after a disconnect, until garbage is collected.
@@ -412,7 +375,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         message += data
         self.frames = [message]  # type: ignore[list-item]
         self._fragments += 1
-        if self._fragments > FRAMES_PER_S + len(message) // 64:
+        if self._fragments > self._limits.frames_per_s + len(message) // 64:
             self._refuse(1008, "a message in fragments of a few bytes; send longer ones")
         elif event.fin:
             self._fragments = 0
@@ -423,13 +386,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if now - self._counted_since > 1.0:
             self._counted_since, self._frames = now, 0
         self._frames += sum(isinstance(event, Frame) and event.opcode is not Opcode.CONT for event in self.conn.events)
-        if self._frames > FRAMES_PER_S and not self.close_sent:
-            self._refuse(1008, f"more than {FRAMES_PER_S} messages and pings in a second")
+        if self._frames > self._limits.frames_per_s and not self.close_sent:
+            self._refuse(1008, f"more than {self._limits.frames_per_s} messages and pings in a second")
         else:
             super().handle_events()
 
     def _refuse(self, code: int, why: str) -> None:
-        """Close the connection with a code. Further data of the client are read and dropped for ``LINGER_S``."""
+        """Close the connection with a code. Further data of the client are read and dropped for a while."""
         self.frames = []
         self.conn.fail(code, why)
         self.transport.write(b"".join(self.conn.data_to_send()))
@@ -485,12 +448,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             # As over HTTP, the application may finish what it is sending. uvicorn would close immediately, before a
             # slow client has received the last data.
             self._stopping = True
-            self.close_timeout = LINGER_S
+            self.close_timeout = self._limits.linger_s
             disconnect: Any = {"type": "websocket.disconnect", "code": RESTART, "lmx_lab": "stopping"}
             self.queue.put_nowait(disconnect)
 
     def _close_and_linger(self) -> None:
-        """Close the connection when the client has answered the close frame, or after ``LINGER_S``.
+        """Close the connection when the client has answered the close frame, or after ``Limits.linger_s``.
 
         If data arrive on a closed connection, the system drops everything that is still in transit to the client.
         """
@@ -505,7 +468,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
         if self.close_timer is not None:
             self.close_timer.cancel()
-        self.close_timer = self.loop.call_later(LINGER_S, close_now, self.transport)
+        self.close_timer = self.loop.call_later(self._limits.linger_s, close_now, self.transport)
 
     async def send(self, message: Any) -> None:
         await super().send(message)

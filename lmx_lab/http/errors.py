@@ -29,6 +29,7 @@ STATUS: dict[type[LabError], int] = {
     errors.LabError: 500,
     errors.CallerError: 400,
     errors.BodyTooLargeError: 413,
+    errors.SlowRequestError: 408,
     errors.ModelNotFoundError: 404,
     errors.UnauthorizedError: 401,
     errors.AdminForbiddenError: 403,

@@ -6,7 +6,9 @@ allow them.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from types import MappingProxyType
@@ -20,8 +22,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from lmx_lab.errors import LabError
-from lmx_lab.http import errors
-from lmx_lab.http.bodies import MEMORY_BYTES, BodyMemory, LargeBodyQueue
+from lmx_lab.heap import return_freed_memory
+from lmx_lab.http import Limits, errors
+from lmx_lab.http.bodies import BodyMemory
 from lmx_lab.http.guard import (
     CONTENT_POLICY,
     RESPONSE_HEADERS,
@@ -61,6 +64,7 @@ def wrap_app(
     methods: Sequence[str] = ("GET", "POST"),
     observers: Sequence[RequestObserver] = (),
     error_forms: Mapping[str, errors.ErrorForm] = MappingProxyType({}),
+    limits: Limits | None = None,
 ) -> ASGIApp:
     """Wrap an application so that untrusted clients may reach it and all errors have the same form.
 
@@ -69,16 +73,17 @@ def wrap_app(
         methods: Methods that pages of allowed origins may use.
         error_forms: Forms of errors, by the beginning of the path of the routes whose errors have them.
     """
+    limits = limits or Limits()
     # A single body of the largest allowed size always fits.
-    api.state.body_memory = BodyMemory(max(MEMORY_BYTES, api.state.max_body_bytes))
-    api.state.large_body_queue = LargeBodyQueue()
+    api.state.body_memory = BodyMemory(max(limits.memory_bytes, api.state.max_body_bytes))
+    api.state.limits = limits
     api.add_exception_handler(LabError, errors.on_lab_error)
     api.add_exception_handler(RequestValidationError, errors.on_invalid)
     api.add_exception_handler(HTTPException, errors.on_http_error)
     api.add_exception_handler(ClientDisconnect, errors.on_disconnect)
     api.add_exception_handler(Exception, errors.on_bug)
     guarded = Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods)
-    return ResponseHeaders(guarded, observers, error_forms, at_end=api.state.large_body_queue.trim_later)
+    return ResponseHeaders(guarded, observers, error_forms, trim_s=limits.trim_s)
 
 
 class Cors(CORSMiddleware):
@@ -113,10 +118,8 @@ def _refusal(error: LabError) -> ASGIApp:
 class ResponseHeaders:
     """Adds headers to every response: a request id (also in the scope), the version, and restrictions for browsers.
 
-    It is the outermost middleware, and therefore also adds the forms of errors to the scope.
-
-    Args:
-        at_end: Called at the end of each request.
+    It is the outermost middleware, and therefore also adds the forms of errors to the scope. Some time after a request,
+    it returns the memory that requests have freed to the operating system.
     """
 
     def __init__(
@@ -125,12 +128,13 @@ class ResponseHeaders:
         observers: Sequence[RequestObserver],
         error_forms: Mapping[str, errors.ErrorForm],
         *,
-        at_end: Callable[[], None],
+        trim_s: float,
     ) -> None:
         self._app = app
         self._error_forms = error_forms
         self._observers = observers
-        self._at_end = at_end
+        self._trim_s = trim_s
+        self._trim_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -159,4 +163,8 @@ class ResponseHeaders:
         finally:
             for observer in self._observers:
                 observer.end(scope, status)
-            self._at_end()
+            # Clients that ask for the state every second do not postpone it.
+            if (now := time.monotonic()) >= self._trim_at:
+                self._trim_at = now + self._trim_s
+                loop = asyncio.get_running_loop()
+                loop.call_later(self._trim_s, loop.run_in_executor, None, return_freed_memory)

@@ -17,11 +17,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from lmx_lab.errors import HostingError, PortTakenError
+from lmx_lab.http import Limits
 from lmx_lab.http.connections import HttpProtocol, WebSocketProtocol
 from lmx_lab.http.guard import ASGIApp, Message, Receive, Scope, Send
 from lmx_lab.sanitize import RecentLinesHandler
@@ -36,25 +38,22 @@ PORTS_TRIED = 50
 """Number of ports after the preferred one that are tried if the port was not requested explicitly."""
 GRACE_S = 3
 """Time that running requests get to finish after ``stop``."""
-CANCEL_S = 2.0
-"""Time that cancelled work gets to finish."""
-END_POLL_S = 0.01
-"""Interval at which a stopping server checks whether its connections are closed."""
 PROBE_S = 0.4
-RESPONSE_S = 2.0
-"""Time in which the program on a taken port has to respond after it has accepted the connection. It is long because the
-loop of a lab may be busy."""
-LOG_RECORDS = 500
 REQUEST_LOGGERS = ("lmx_lab.http", "lmx_lab.server")
 """Loggers of the packages that answer requests. Their records concern requests of all clients."""
 
 
-def bind(host: str, port: int, *, explicit: bool) -> socket.socket:
+def bind(
+    host: str, port: int, *, explicit: bool, ports_tried: int = PORTS_TRIED, response_s: float = 2.0
+) -> socket.socket:
     """Create a listening socket. Requests wait in it and are answered once ``serve`` runs.
 
     Args:
         port: 0 means any free port.
         explicit: Whether only this port is allowed. If not, and it is taken, one of the next 50 is used.
+        ports_tried: Number of ports after the preferred one that are tried.
+        response_s: Time in which the program on a taken port has to respond after it has accepted the connection, for
+            the error to name it. It is long because the loop of a lab may be busy.
 
     Raises:
         PortTakenError: the port, or every port that was tried, is in use.
@@ -63,7 +62,7 @@ def bind(host: str, port: int, *, explicit: bool) -> socket.socket:
     host = host.strip("[]")
     if not 0 <= port <= 65535:
         raise HostingError(f"port is {port}; it must be between 0 (any free port) and 65535", param="port")
-    last = port if explicit or port == 0 else min(port + PORTS_TRIED, 65535)
+    last = port if explicit or port == 0 else min(port + ports_tried, 65535)
     for candidate in range(port, last + 1):
         try:
             return _listen(host, candidate)
@@ -76,7 +75,7 @@ def bind(host: str, port: int, *, explicit: bool) -> socket.socket:
     if last > port:
         raise PortTakenError(f"ports {port} to {last} on {host} are all in use; free one, or {remedy}", param="port")
     owner = "another program"
-    if _is_own(host, port):
+    if _is_own(host, port, response_s):
         owner, remedy = "another LMX Lab server", f"stop it, {remedy}"
     raise PortTakenError(f"port {port} on {host} is in use by {owner}; {remedy}, or choose another port", param="port")
 
@@ -108,13 +107,13 @@ def _is_accepting(host: str, port: int) -> bool:
     return False
 
 
-def _is_own(host: str, port: int) -> bool:
-    """Whether the program on a port is LMX Lab; takes at most ``PROBE_S + RESPONSE_S``."""
+def _is_own(host: str, port: int, response_s: float) -> bool:
+    """Whether the program on a port is LMX Lab; takes at most ``PROBE_S + response_s``."""
     host = _loopback_for(host)
     name = f"[{host}]" if ":" in host else host
     response = b""
     with contextlib.suppress(OSError), socket.create_connection((host, port), PROBE_S) as sock:
-        deadline = time.monotonic() + RESPONSE_S
+        deadline = time.monotonic() + response_s
         # With HTTP/1.0 there are no chunks, and the body ends with the connection.
         sock.sendall(f"GET /healthz HTTP/1.0\r\nHost: {name}:{port}\r\n\r\n".encode())
         while len(response) < 65536 and (left := deadline - time.monotonic()) > 0:
@@ -137,7 +136,7 @@ def _remove_keys(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.INFO
 
 
-_LOGS = RecentLinesHandler(LOG_RECORDS)
+_LOGS = RecentLinesHandler(500)
 
 
 def recent_logs() -> list[str]:
@@ -148,8 +147,9 @@ def recent_logs() -> list[str]:
 class _Lifespan:
     """Wraps an application to keep the error of its lifespan, which uvicorn would only log, and the task to cancel."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, cancel_s: float) -> None:
         self._app = app
+        self.cancel_s = cancel_s
         self._task: asyncio.Task[Any] | None = None
         self.error: BaseException | None = None
         self.reason = ""
@@ -175,7 +175,7 @@ class _Lifespan:
         """Cancel a lifespan that hangs, or that remains after a cancelled start."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
-            await asyncio.wait({self._task}, timeout=CANCEL_S)
+            await asyncio.wait({self._task}, timeout=self.cancel_s)
 
 
 class _Server(uvicorn.Server):
@@ -215,9 +215,9 @@ class _Server(uvicorn.Server):
             connection.shutdown()
         try:
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):
-                await asyncio.sleep(END_POLL_S)
+                await asyncio.sleep(0.01)
                 while state.connections or state.tasks:  # noqa: ASYNC110 - uvicorn has no event for their end
-                    await asyncio.sleep(END_POLL_S)
+                    await asyncio.sleep(0.01)
                 for listener in self.servers:
                     await listener.wait_closed()
         except TimeoutError:
@@ -264,12 +264,11 @@ class RunningServer:
         """
         if asyncio.get_running_loop() is not self.loop:
             raise HostingError("this server runs on another loop; stop it there: thread.run(server.stop())")
-        # uvicorn's type is a number of whole seconds, but fractions work.
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         self._server.stop()
-        await asyncio.wait({self._task}, timeout=grace_s + CANCEL_S)
+        await asyncio.wait({self._task}, timeout=grace_s + self._lifespan.cancel_s)
         await self._lifespan.end()
-        await asyncio.wait({self._task}, timeout=CANCEL_S)
+        await asyncio.wait({self._task}, timeout=self._lifespan.cancel_s)
         await self._abandon()
 
     def stop_at_exit(self) -> None:
@@ -280,7 +279,7 @@ class RunningServer:
         if not self.running or self.loop.is_closed():
             return
         with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(self.stop(1), self.loop).result(1 + 2 * CANCEL_S)
+            asyncio.run_coroutine_threadsafe(self.stop(1), self.loop).result(1 + 2 * self._lifespan.cancel_s)
 
     async def _wait_until_accepting(self) -> None:
         """Wait until requests are accepted, or raise the error that prevented it."""
@@ -298,12 +297,17 @@ class RunningServer:
 
     async def _abandon(self) -> None:
         self._task.cancel()
-        await asyncio.wait({self._task, *self._server.server_state.tasks}, timeout=CANCEL_S)
+        await asyncio.wait({self._task, *self._server.server_state.tasks}, timeout=self._lifespan.cancel_s)
         await self._lifespan.end()
 
 
 async def serve(
-    app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2**20, ws_pong_s: float = 20.0
+    app: ASGIApp,
+    sock: socket.socket,
+    *,
+    ws_max_bytes: int = 8 * 2**20,
+    ws_pong_s: float = 20.0,
+    limits: Limits | None = None,
 ) -> RunningServer:
     """Serve an application on a socket of ``bind``, on the running loop. Returns once requests are accepted.
 
@@ -321,15 +325,16 @@ async def serve(
         logging.getLogger(name).addHandler(_LOGS)
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).addFilter(_remove_keys)
-    lifespan = _Lifespan(app)
+    limits = limits or Limits()
+    lifespan = _Lifespan(app, limits.cancel_s)
     config = uvicorn.Config(
         lifespan,
         interface="asgi3",
         lifespan="on",
         loop="none",
         # h11 limits headers (64 KiB) and rejects duplicate Host headers; httptools is 0.2 ms per request faster.
-        http=HttpProtocol,
-        ws=WebSocketProtocol,
+        http=partial(HttpProtocol, limits=limits),  # type: ignore[arg-type]
+        ws=partial(WebSocketProtocol, limits=limits),  # type: ignore[arg-type]
         ws_max_size=ws_max_bytes,
         ws_ping_interval=ws_pong_s / 2,
         ws_ping_timeout=ws_pong_s,
@@ -343,8 +348,8 @@ async def serve(
         proxy_headers=False,
         workers=1,
         backlog=ACCEPTED_AT_ONCE,
-        # Longer than httpx keeps idle connections (5 s), so that it never sends into a connection that is closing.
-        timeout_keep_alive=30,
+        # uvicorn's type is a number of whole seconds, but fractions work.
+        timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)

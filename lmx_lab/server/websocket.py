@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.http.bodies import LargeBodyQueue, read_json
+from lmx_lab.http.bodies import read_json
 from lmx_lab.http.errors import detail_for, request_id_of, validation_error
 from lmx_lab.http.streaming import SendWatch
 from lmx_lab.server.answers import Choices
@@ -49,9 +49,7 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
         with suppress(WebSocketDisconnect):
             try:
                 # The message is not kept in a variable, so that its memory is released once it is parsed.
-                request = await _parse(
-                    await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes, socket.app.state.large_body_queue
-                )
+                request = await _parse(await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes)
                 await _answer(socket, service, request)
             except LabError as exc:
                 log.warning("%s: the WebSocket request failed: %s", request_id_of(socket), exc)
@@ -146,13 +144,13 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
     return text if text is not None else message["bytes"]
 
 
-async def _parse(text: str | bytes, limit_bytes: int, queue: LargeBodyQueue) -> ChatRequest:
+async def _parse(text: str | bytes, limit_bytes: int) -> ChatRequest:
     if isinstance(text, bytes):
         raise InvalidRequestError("the request is a binary message; send a text message")
     if len(text) > limit_bytes:
         raise InvalidRequestError(f"the message has {len(text)} characters, the limit is {limit_bytes}; send less")
     try:
-        request = await read_json(text, queue, ChatRequest.model_validate)
+        request = await read_json(text, ChatRequest.model_validate)
     except ValidationError as exc:
         raise validation_error(exc) from exc
     if request.choices > 1:

@@ -182,7 +182,7 @@ def test_programs_on_other_machines_name_models_by_id_only(tiny_http, tiny_home)
         },
         {"temperature": None, "top_p": None, "max_tokens": None, "max_completion_tokens": 3, "stop": None},
         {"top_p": 0},
-        {"seed": -(10**400), "temperature": 1},
+        {"seed": -(10**399), "temperature": 1},
         {"top_k": 10**9, "temperature": 1},
         {"logit_bias": {"5": -100, "05": 100}, "min_p": 0, "repetition_penalty": 1},
         {"logprobs": False, "top_logprobs": 0},

@@ -22,7 +22,6 @@ HANDOVERS = {
     "http.streaming.EventStream.stream_response",
     "http.streaming._TimedConnection.send_body",
     "http.middleware.ResponseHeaders.__call__.<locals>.send_with_headers",
-    "http.paced_transport.PacedTransport.__getattr__",
     "engine.stream.Mailbox.deliver",
     "engine.stream.Answer.__anext__",
 }

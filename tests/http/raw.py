@@ -9,11 +9,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lmx_lab.http import Limits
 from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
 from tests.support.waiting import WAIT_S
 
 SHORT_S = 0.2
 READ_LATER_S = 3.5 * SHORT_S
+SHORT = Limits(head_s=SHORT_S, body_s=SHORT_S, body_bytes=10**9, late_s=SHORT_S / 4, linger_s=SHORT_S)
+"""Very short deadlines, and a minimum speed that only complete bodies reach."""
 GET = b"GET /read HTTP/1.1\r\nhost: localhost\r\n\r\n"
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -57,8 +60,8 @@ class RawClient:
 
 
 @asynccontextmanager
-async def running(app: App) -> AsyncIterator[RunningServer]:
-    host = await serve(app, bind("127.0.0.1", 0, explicit=True))
+async def running(app: App, limits: Limits | None = None) -> AsyncIterator[RunningServer]:
+    host = await serve(app, bind("127.0.0.1", 0, explicit=True), limits=limits)
     try:
         yield host
     finally:
@@ -88,10 +91,6 @@ async def respond(send: Any, text: bytes = b"", status: int = 200) -> None:
     await send({"type": "http.response.body", "body": text})
 
 
-disconnected: list[str] = []
-"""Paths of the requests whose disconnect the application received."""
-
-
 async def app(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] == "lifespan":
         await lifespan(receive, send)
@@ -110,9 +109,6 @@ async def read(receive: Any, send: Any) -> None:
     size, more = 0, True
     while more:
         message = await receive()
-        if message["type"] == "http.disconnect":
-            disconnected.append("/read")
-            return
         size, more = size + len(message["body"]), message["more_body"]
     await respond(send, str(size).encode())
 
@@ -174,6 +170,6 @@ async def report_length(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    async with running(report_length) as host, connect_raw(host) as client, asyncio.timeout(30):
+async def opened(limits: Limits | None = None) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async with running(report_length, limits) as host, connect_raw(host) as client, asyncio.timeout(30):
         yield client.reader, client.writer

@@ -1,31 +1,34 @@
 """Tests that large bodies are counted before they are parsed, and are read in short steps."""
 
 import asyncio
-import contextlib
 import gc
 import json
 import threading
 import time
+import tracemalloc
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import httpx2
 import pydantic_core
 import pytest
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, QueueFullError
-from lmx_lab.http import bodies
-from lmx_lab.http.bodies import SMALL_BODY_BYTES, BodyMemory, LargeBodyQueue, StrictRoute, read_json
+from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, QueueFullError, SlowRequestError
+from lmx_lab.http import SMALL_BYTES, Limits, middleware
+from lmx_lab.http.bodies import BodyMemory, StrictRoute, read_body, read_json
+from lmx_lab.http.errors import respond
 from lmx_lab.http.guard import local_policy
 from lmx_lab.http.middleware import wrap_app
+from lmx_lab.wire.errors import ErrorBody
 from lmx_lab.wire.limits import CONTAINER_LIMIT, ITEM_LIMIT, MEMBERS_LIMIT, Structure
-from tests.http.raw import connect_raw, running
-from tests.support.waiting import auntil
+from tests.http.raw import SHORT, SHORT_S, connect_raw, lifespan, running
+from tests.support.waiting import WAIT_S, auntil
 
 pytestmark = pytest.mark.anyio
-LARGE = b" " * SMALL_BODY_BYTES
+LARGE = b" " * SMALL_BYTES
 TEXTS = st.text(alphabet='"\\,:[]{}a\n\u00e9\U0001f600')
 VALUES = st.recursive(
     st.none() | st.integers() | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=30
@@ -33,7 +36,7 @@ VALUES = st.recursive(
 
 
 async def read_value(text):
-    return await read_json(text, LargeBodyQueue(), lambda value: value)
+    return await read_json(text, lambda value: value)
 
 
 def counts(value):
@@ -88,16 +91,16 @@ async def test_a_body_within_the_limits_is_read():
 @pytest.mark.parametrize(
     ("body", "match"),
     [
-        (b"[" + b"1," * SMALL_BODY_BYTES, "not valid JSON"),
-        (b"[" + b"1," * SMALL_BODY_BYTES + b"1e400]", "exceeds"),
-        (b"[" * 65 + b"1," * SMALL_BODY_BYTES + b"1" + b"]" * 65, "deeper than 64"),
+        (b"[" + b"1," * SMALL_BYTES, "not valid JSON"),
+        (b"[" + b"1," * SMALL_BYTES + b"1e400]", "exceeds"),
+        (b"[" * 65 + b"1," * SMALL_BYTES + b"1" + b"]" * 65, "deeper than 64"),
         (b'{"a":"\\ud800"}' + LARGE, "lone surrogate"),
         (b"\xef\xbb\xbf1" + LARGE, "byte order mark"),
         (b"[1e2," + b"1" * 401 + b"]" + LARGE, "more than 400 digits"),
         (b"[" + b"1" * 4300 + b"]" + LARGE, "more than 400 digits"),
-        (b" " * (SMALL_BODY_BYTES - 200) + b"1" * 401, "more than 400 digits"),
-        (b'"' + b"\\" * 2 * SMALL_BODY_BYTES, "not valid JSON"),
-        (b'"' * 2 * SMALL_BODY_BYTES, "not valid JSON"),
+        (b" " * (SMALL_BYTES - 200) + b"1" * 401, "more than 400 digits"),
+        (b'"' + b"\\" * 2 * SMALL_BYTES, "not valid JSON"),
+        (b'"' * 2 * SMALL_BYTES, "not valid JSON"),
     ],
 )
 async def test_errors_in_large_and_small_bodies_have_the_same_messages(body, match):
@@ -106,120 +109,119 @@ async def test_errors_in_large_and_small_bodies_have_the_same_messages(body, mat
 
 
 @pytest.mark.slow
-async def test_the_event_loop_runs_between_the_pieces_of_a_large_body():
-    steps = 0
+async def test_the_event_loop_runs_between_the_steps_of_a_large_body():
+    iterations = 0
 
     async def count():
-        nonlocal steps
+        nonlocal iterations
         while True:
-            steps += 1
+            iterations += 1
             await asyncio.sleep(0)
 
     other = asyncio.create_task(count())
-    await read_value(json.dumps([12345] * 5 * SMALL_BODY_BYTES))
+    await read_value(json.dumps([12345] * 5 * SMALL_BYTES))
     other.cancel()
-    # Once for each piece of the text and of the list in it.
-    assert steps > 5 * 7 + 5 * SMALL_BODY_BYTES // bodies.WALK_ITEMS
+    assert iterations > 5 * 7
 
 
-async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch):
-    monkeypatch.setattr(bodies, "PAUSE_S", 0)
-    turns, now, steps = LargeBodyQueue(), 0, []
+async def test_large_bodies_are_read_one_at_a_time_on_one_thread_without_garbage_collections():
+    seen = []
 
-    async def clock():
-        nonlocal now
-        while True:
-            now += 1
-            await asyncio.sleep(0)
+    def validate(value):
+        seen.append((threading.current_thread(), gc.isenabled()))
+        time.sleep(0.01)
+        seen.append((threading.current_thread(), gc.isenabled()))
 
-    async def step():
-        for _ in range(3):
-            async with turns.step():
-                steps.append(now)
-
-    other = asyncio.create_task(clock())
-    await asyncio.gather(*(step() for _ in range(5)))
-    other.cancel()
-    assert len(set(steps)) == len(steps) == 15
+    large = json.dumps([12345] * SMALL_BYTES)
+    await asyncio.gather(*(read_json(large, validate) for _ in range(3)))
+    assert len(seen) == 6
+    ((thread, has_gc),) = set(seen)
+    assert (thread is threading.current_thread(), has_gc, gc.isenabled()) == (False, False, True)
 
 
-async def test_garbage_is_not_collected_in_a_step_of_a_large_body():
-    queue, enabled = LargeBodyQueue(), []
+async def test_a_small_body_is_read_on_the_event_loop_unless_it_has_many_values():
+    async def thread_of(values):
+        return await read_json(json.dumps([1] * values), lambda value: threading.current_thread())
 
-    async def step():
-        async with queue.step():
-            await asyncio.to_thread(bodies.parse_json, "[1]")
-            enabled.append(gc.isenabled())
-
-    await asyncio.gather(step(), step())
-    assert enabled == [False, False]
-    assert gc.isenabled()
+    assert await thread_of(2000) is threading.current_thread()
+    assert await thread_of(2001) is not threading.current_thread()
 
 
-@pytest.mark.slow
-async def test_freed_memory_is_returned_once_after_large_bodies_and_after_requests(monkeypatch):
+async def test_a_body_that_waits_for_others_too_long_is_refused_and_a_single_one_is_not():
+    large, go_on = json.dumps([12345] * SMALL_BYTES), threading.Event()
+    first = asyncio.create_task(read_json(large, lambda value: go_on.wait(), wait_s=0.001))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError) as refused:
+        await read_json(large, len, wait_s=0.01)
+    assert refused.value.retry_after_s == 2
+    # Bodies that are read on the event loop do not wait.
+    assert await read_json("[1]", len, wait_s=0) == 1
+    go_on.set()
+    assert await first
+    assert await read_json(large, len) == SMALL_BYTES
+
+
+async def test_a_body_whose_request_was_cancelled_is_not_read():
+    large, go_on, read = json.dumps([12345] * SMALL_BYTES), threading.Event(), []
+    first = asyncio.create_task(read_json(large, lambda value: go_on.wait()))
+    second = asyncio.create_task(read_json(large, read.append))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    go_on.set()
+    await first
+    await read_json(large, len)
+    assert read == []
+
+
+async def test_an_invalid_large_body_leaves_no_garbage():
+    def validate(value):
+        raise InvalidRequestError("invalid")
+
+    large = json.dumps([12345] * SMALL_BYTES)
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError):
+            await read_json(bytearray(large.encode()), validate)
+        held = [stat for stat in tracemalloc.take_snapshot().statistics("lineno") if stat.size >= len(large)]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert held == []
+
+
+async def test_freed_memory_is_returned_some_time_after_requests_that_do_not_end(monkeypatch):
     trimmed = []
-    trim = bodies.return_freed_memory
-
-    def record() -> None:
-        trim()
-        trimmed.append(threading.current_thread().name)
-
-    monkeypatch.setattr(bodies, "return_freed_memory", record)
-    monkeypatch.setattr(bodies, "TRIM_S", 1.0)
-    queue, large = LargeBodyQueue(), json.dumps([12345] * SMALL_BODY_BYTES)
-    await read_json("[1]", queue, list)
-    assert queue._trimming is None
-    for _ in range(3):
-        await read_json(large, queue, list)
-    last = time.monotonic()
-    await auntil(lambda: trimmed)
-    assert time.monotonic() - last > 0.5
-    assert queue._trimming is None
-    (thread,) = trimmed
-    assert thread != threading.current_thread().name
-
-    app = wrap_app(application(), lambda: local_policy(80))
+    monkeypatch.setattr(middleware, "return_freed_memory", lambda: trimmed.append(threading.current_thread()))
+    app = wrap_app(application(), lambda: local_policy(80), limits=Limits(trim_s=0.2))
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        await client.get("/none")
-    await auntil(lambda: len(trimmed) == 2)
-
-
-async def test_a_body_that_waits_for_others_too_long_is_refused_and_a_single_one_is_not(monkeypatch):
-    monkeypatch.setattr(bodies, "WAIT_S", 0)
-    queue, large = LargeBodyQueue(), json.dumps([12345] * SMALL_BODY_BYTES)
-    first, second = await asyncio.gather(*(read_json(large, queue, len) for _ in range(2)), return_exceptions=True)
-    assert isinstance(first, QueueFullError)
-    assert first.retry_after_s == bodies.RETRY_S
-    assert second == await read_json(large, queue, len) == SMALL_BODY_BYTES
+        requests = 0
+        async with asyncio.timeout(WAIT_S):
+            while len(trimmed) < 2:
+                await client.get("/none")
+                requests += 1
+                await asyncio.sleep(0)
+    assert requests > 2
+    assert threading.current_thread() not in trimmed
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"[", b"]"), (b'{"a":', b"}")])
-def test_64_levels_of_nesting_are_accepted_and_65_are_rejected(before, after):
-    bodies.parse_json(before * 64 + b"1" + after * 64)
+async def test_64_levels_of_nesting_are_accepted_and_65_are_rejected(before, after):
+    await read_value(before * 64 + b"1" + after * 64)
     with pytest.raises(InvalidRequestError, match="deeper than 64"):
-        bodies.parse_json(before * 65 + b"1" + after * 65)
+        await read_value(before * 65 + b"1" + after * 65)
 
 
+@pytest.mark.parametrize("padding", [b"", LARGE])
 @pytest.mark.parametrize("text", [b"1e400", b"[1, -1e999]", b'{"a": [{"b": 1e309}]}'])
-def test_a_number_that_would_be_parsed_as_infinity_is_rejected(text):
+async def test_a_number_that_would_be_parsed_as_infinity_is_rejected(text, padding):
     with pytest.raises(InvalidRequestError, match="exceeds"):
-        bodies.parse_json(text)
+        await read_value(text + padding)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_state_of_the_garbage_collector_is_restored(enabled):
-    (gc.enable if enabled else gc.disable)()
-    try:
-        for text in (b"[1]", b"[1"):
-            with contextlib.suppress(InvalidRequestError):
-                bodies.parse_json(text)
-            assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
-
-
-LARGE_BYTES = SMALL_BODY_BYTES + 30_000
+LARGE_BYTES = SMALL_BYTES + 30_000
 LIMIT_BYTES = 8 * LARGE_BYTES
 
 
@@ -236,12 +238,12 @@ def application(max_body_bytes=LIMIT_BYTES):
 
 
 @asynccontextmanager
-async def serving(memory_bytes):
-    api = application()
+async def serving(memory_bytes=10**9, limits=None, max_body_bytes=LIMIT_BYTES):
+    api = application(max_body_bytes)
     ports = []
-    app = wrap_app(api, lambda: local_policy(ports[0]))
+    app = wrap_app(api, lambda: local_policy(ports[0]), limits=limits)
     memory = api.state.body_memory = BodyMemory(memory_bytes)
-    async with running(app) as host:
+    async with running(app, limits) as host:
         ports.append(host.port)
         yield host, memory
 
@@ -270,15 +272,15 @@ async def test_large_bodies_share_a_memory_limit_and_small_ones_are_not_counted(
     ):
         body = body_of(LARGE_BYTES)
         begin(slow, host, body, part=LARGE_BYTES - 1)
-        await auntil(lambda: memory.used_bytes == LARGE_BYTES - 1 - SMALL_BODY_BYTES)
+        await auntil(lambda: memory.used_bytes == LARGE_BYTES - 1 - SMALL_BYTES)
 
         code, said, head = await status(second, host, body)
         assert (code, said["error"]["code"], said["error"]["retryable"]) == (429, "queue-full", True)
         assert b"retry-after: 2" in head
-        assert (await status(second, host, body_of(SMALL_BODY_BYTES)))[:2] == (200, SMALL_BODY_BYTES - 4)
+        assert (await status(second, host, body_of(SMALL_BYTES)))[:2] == (200, SMALL_BYTES - 4)
         # An error that waiting cannot resolve precedes the one about memory.
         assert (await status(third, host, body_of(LIMIT_BYTES + 1)))[0] == 413
-        assert memory.used_bytes == LARGE_BYTES - 1 - SMALL_BODY_BYTES
+        assert memory.used_bytes == LARGE_BYTES - 1 - SMALL_BYTES
 
         slow.send(body[-1:])
         assert (await slow.read_response()).endswith(str(LARGE_BYTES - 4).encode())
@@ -302,16 +304,99 @@ async def test_a_rejected_body_releases_its_memory(content):
 
 
 async def test_a_single_body_within_the_size_limit_is_always_accepted():
-    for limit, size in ((LIMIT_BYTES, bodies.MEMORY_BYTES), (2 * bodies.MEMORY_BYTES, 2 * bodies.MEMORY_BYTES)):
+    for limit, size in ((1000, 10_000), (20_000, 20_000)):
         api = application(limit)
-        wrap_app(api, lambda: local_policy(1))
+        wrap_app(api, lambda: local_policy(1), limits=Limits(memory_bytes=10_000))
         assert api.state.body_memory.size_bytes == size
 
 
 async def test_a_body_without_memory_keeps_its_reservation_until_it_is_released():
     memory = BodyMemory(10)
-    held = memory.resize(0, SMALL_BODY_BYTES + 4)
+    held = memory.resize(0, SMALL_BYTES + 4)
     with pytest.raises(QueueFullError):
-        memory.resize(held, SMALL_BODY_BYTES + 11)
+        memory.resize(held, SMALL_BYTES + 11)
     assert memory.used_bytes == 4
     assert memory.resize(held, 0) == memory.used_bytes == 0
+
+
+# The time for a body
+
+
+def head_of(host, length="content-length: 1000000000"):
+    lines = ("POST /size HTTP/1.1", f"host: 127.0.0.1:{host.port}", "content-type: application/json", length, "", "")
+    return "\r\n".join(lines).encode()
+
+
+def check_timeout_error(answer):
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"\r\nx-content-type-options: nosniff\r\n" in head
+    error = ErrorBody.model_validate_json(body).error
+    assert (error.code, error.type, error.retryable) == (InvalidRequestError.code, "invalid_request_error", False)
+    assert "of the body arrived in 0.2 s" in error.message
+
+
+@pytest.mark.parametrize("drip", [b"", b"y"])
+@pytest.mark.parametrize(
+    ("length", "begin"), [("content-length: 1000000", b"y"), ("transfer-encoding: chunked", b"ffff\r\ny")]
+)
+async def test_an_incomplete_body_is_answered_with_408_and_the_connection_is_closed(length, begin, drip):
+    async with serving(limits=SHORT) as (host, memory), connect_raw(host) as client:
+        client.send(head_of(host, length) + begin)
+        check_timeout_error(await client.read_to_end(drip))
+        assert memory.used_bytes == 0
+
+
+async def test_a_body_that_fills_the_buffer_for_a_moment_still_has_its_deadline():
+    async with serving(limits=SHORT, max_body_bytes=10**9) as (host, _), connect_raw(host) as client:
+        client.send(head_of(host))
+        check_timeout_error(await client.read_to_end(b"y" * 70_000))
+
+
+@pytest.mark.slow
+async def test_a_slow_client_that_is_fast_enough_is_answered():
+    limits = Limits(body_s=0.6, body_bytes=3, late_s=0.05)
+    async with serving(limits=limits) as (host, _), connect_raw(host) as client:
+        client.send(head_of(host, "content-length: 15"))
+        for byte in b'["xxxxxxxxxxx"]':
+            await asyncio.sleep(0.1)
+            client.send(bytes([byte]))
+        assert (await client.read_response()).endswith(b"\r\n11")
+
+
+@pytest.mark.slow
+async def test_time_in_which_the_server_was_busy_does_not_count_against_the_sender_of_a_body():
+    limits = replace(SHORT, late_s=SHORT_S / 5)
+    async with serving(limits=limits) as (host, memory), connect_raw(host) as client:
+        body = body_of(LARGE_BYTES)
+        begin(client, host, body, part=LARGE_BYTES - 1)
+        await auntil(lambda: memory.used_bytes > 0)
+        time.sleep(3 * SHORT_S)  # noqa: ASYNC251 (that is the case)
+        # Data that arrives in the next moment counts too.
+        await asyncio.sleep(SHORT_S / 10)
+        client.send(body[-1:])
+        assert (await client.read_response()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.slow
+async def test_the_deadline_of_a_body_begins_when_the_application_reads_it():
+    async def read_later(scope, receive, send):
+        if scope["type"] == "lifespan":
+            await lifespan(receive, send)
+            return
+        await asyncio.sleep(2 * SHORT_S)
+        try:
+            async with read_body(Request(scope, receive), 10**6, BodyMemory(10**6), SHORT) as body:
+                response = Response(str(len(body)))
+        except SlowRequestError as exc:
+            response = respond(scope, exc)
+        await response(scope, receive, send)
+
+    async with running(read_later, SHORT) as host, connect_raw(host) as client:
+        expecting = head_of(host, "content-length: 3\r\nexpect: 100-continue")
+        client.send(expecting)
+        assert (await client.read_response()).startswith(b"HTTP/1.1 100 ")
+        client.send(b"yyy")
+        assert (await client.read_response()).endswith(b"\r\n3")
+        client.send(head_of(host, "content-length: 3") + b"y")
+        assert (await client.read_response()).startswith(b"HTTP/1.1 408 ")

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -20,19 +22,19 @@ from websockets.frames import CloseCode, Frame, Opcode
 
 from lmx_lab.client.connection import parse_error
 from lmx_lab.errors import InvalidRequestError, QueueFullError
-from lmx_lab.http import connections
-from lmx_lab.http.connections import WebSocketProtocol
+from lmx_lab.http import SMALL_BYTES, Limits, connections
+from lmx_lab.http.connections import WebSocketProtocol, rest_after
 from lmx_lab.http.errors import on_bug, status_for
 from lmx_lab.http.uvicorn_server import bind, serve
 from lmx_lab.wire.errors import ErrorBody
 from tests.http.raw import (
     GET,
     READ_LATER_S,
+    SHORT,
     SHORT_S,
     answer_to,
     app,
     connect_raw,
-    disconnected,
     lifespan,
     opened,
     running,
@@ -93,8 +95,8 @@ CHUNKED = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n
 @pytest.mark.parametrize(
     ("sent", "answer"),
     [
-        (CHUNKED + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n", b"only a few bytes"),
-        (CHUNKED + (b"1;" + b"x" * 9000 + b"\r\na\r\n") * 20 + b"0\r\n\r\n", b"long extensions"),
+        (CHUNKED + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n", b"over 65536 bytes more"),
+        (CHUNKED + (b"1;" + b"x" * 9000 + b"\r\na\r\n") * 20 + b"0\r\n\r\n", b"over 65536 bytes more"),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 5000 + b"\r\n", b"more than 256 lines"),
     ],
 )
@@ -114,7 +116,7 @@ async def test_long_chunks_are_received_completely():
 
 
 HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
-CHUNKED_READ = b"POST /read HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED_REFUSED = b"POST /refuse HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def check_timeout_error(answer):
@@ -127,11 +129,10 @@ def check_timeout_error(answer):
     return error.message
 
 
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("drip", [b"", b"y"])
 @pytest.mark.parametrize("kept", [False, True])
 async def test_an_incomplete_head_is_answered_with_408(kept, drip):
-    async with running(app) as host, connect_raw(host) as client:
+    async with running(app, SHORT) as host, connect_raw(host) as client:
         if kept:
             client.send(GET)
             assert (await client.read_response()).endswith(b"0")
@@ -139,79 +140,41 @@ async def test_an_incomplete_head_is_answered_with_408(kept, drip):
         assert "head" in check_timeout_error(await client.read_to_end(drip))
 
 
-@pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("drip", [b"", b"y"])
-@pytest.mark.parametrize("begin", [HEAD % (b"/read", 10**6) + b"y", CHUNKED_READ + b"ffff\r\ny"])
-async def test_an_incomplete_body_is_answered_with_408_and_the_application_sees_a_disconnect(begin, drip):
-    async with running(app) as host, connect_raw(host) as client:
+@pytest.mark.parametrize("begin", [HEAD % (b"/refuse", 10**6), CHUNKED_REFUSED + b"ffff\r\n"])
+async def test_the_rest_of_a_body_is_read_only_for_a_limited_time_after_the_response(begin):
+    async with running(app, SHORT) as host, connect_raw(host) as client:
         client.send(begin)
-        assert "body" in check_timeout_error(await client.read_to_end(drip))
-        await auntil(lambda: disconnected == ["/read"])
-
-
-@pytest.mark.usefixtures("short")
-async def test_a_body_that_fills_the_buffer_for_a_moment_still_has_its_deadline():
-    async with running(app) as host, connect_raw(host) as client:
-        client.send(HEAD % (b"/read", 10**9))
-        assert "body" in check_timeout_error(await client.read_to_end(b"y" * 70_000))
-
-
-@pytest.mark.usefixtures("short")
-async def test_the_408_for_a_head_request_has_no_body():
-    async with running(app) as host, connect_raw(host) as client:
-        client.send(b"HEAD" + (HEAD % (b"/read", 9)).removeprefix(b"POST"))
-        answer = await client.read_to_end()
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert answer.endswith(b"\r\n\r\n")
-
-
-@pytest.mark.usefixtures("short")
-async def test_the_rest_of_a_rejected_body_is_read_only_for_a_limited_time():
-    async with running(app) as host, connect_raw(host) as client:
-        client.send(HEAD % (b"/refuse", 10**6))
         assert (await client.read_response()).startswith(b"HTTP/1.1 403 ")
         assert await client.read_to_end(b"y") == b""
 
 
-def idle_for(host, after_s, monkeypatch):
-    monkeypatch.setattr(host._server.config, "timeout_keep_alive", after_s)
+async def test_a_connection_is_kept_if_the_body_ends_soon_after_the_response():
+    async with running(app, Limits(linger_s=SHORT_S)) as host, connect_raw(host) as client:
+        client.send(HEAD % (b"/refuse", 2))
+        assert (await client.read_response()).endswith(b"no")
+        client.send(b"yy" + HEAD % (b"/read", 2) + b"y")
+        await asyncio.sleep(2 * SHORT_S)
+        client.send(b"y")
+        assert (await client.read_response()).endswith(b"\r\n2")
 
 
-async def test_an_idle_connection_is_closed_without_a_response(monkeypatch):
-    async with running(app) as host:
-        idle_for(host, SHORT_S, monkeypatch)
-        async with connect_raw(host) as client:
-            assert await client.read_to_end() == b""
+async def test_an_idle_connection_is_closed_without_a_response():
+    async with running(app, Limits(idle_s=SHORT_S)) as host, connect_raw(host) as client:
+        assert await client.read_to_end() == b""
 
 
-async def test_a_connection_that_is_idle_after_a_rejected_body_is_closed(monkeypatch):
-    async with running(app) as host:
-        idle_for(host, SHORT_S, monkeypatch)
-        async with connect_raw(host) as client:
-            client.send(HEAD % (b"/refuse", 2) + b"y")
-            assert (await client.read_response()).endswith(b"no")
-            client.send(b"y")
-            assert await client.read_to_end() == b""
-
-
-@pytest.mark.slow
-async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch):
-    monkeypatch.setattr(connections, "BODY_S", 0.6)
-    monkeypatch.setattr(connections, "BODY_BYTES", 3)
-    monkeypatch.setattr(connections, "LATE_S", 0.05)
-    async with running(app) as host, connect_raw(host) as client:
-        client.send(HEAD % (b"/read", 15))
-        for _ in range(15):
-            await asyncio.sleep(0.1)
-            client.send(b"y")
-        assert (await client.read_response()).endswith(b"\r\n15")
+async def test_a_connection_that_is_idle_after_a_rejected_body_is_closed():
+    async with running(app, Limits(idle_s=SHORT_S)) as host, connect_raw(host) as client:
+        client.send(HEAD % (b"/refuse", 2) + b"y")
+        assert (await client.read_response()).endswith(b"no")
+        client.send(b"y")
+        assert await client.read_to_end() == b""
 
 
 @pytest.mark.slow
-async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
-    monkeypatch.setattr(connections, "LATE_S", SHORT_S / 5)
-    async with running(app) as host, connect_raw(host) as client:
+async def test_time_in_which_the_server_was_busy_does_not_count_against_clients():
+    limits = Limits(head_s=SHORT_S, late_s=SHORT_S / 5)
+    async with running(app, limits) as host, connect_raw(host) as client:
         client.send(GET[:9])
         await auntil(lambda: bool(host._server.server_state.connections))
         (connection,) = host._server.server_state.connections
@@ -225,19 +188,9 @@ async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
 async def test_a_body_that_the_application_does_not_read_yet_has_no_deadline():
     body = b"y" * 400_000
-    async with running(app) as host, connect_raw(host) as client:
-        client.send(HEAD % (b"/read-later", len(body)) + body)
-        assert (await client.read_response()).endswith(b"\r\n400000")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short")
-async def test_the_deadline_of_a_body_begins_when_the_application_reads_it():
-    body = b"y" * 400_000
-    async with running(app) as host, connect_raw(host) as client:
+    async with running(app, SHORT) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/read-later", len(body)) + body[:100_000])
         await asyncio.sleep(READ_LATER_S + 0.75 * SHORT_S)
         client.send(body[100_000:])
@@ -245,21 +198,10 @@ async def test_the_deadline_of_a_body_begins_when_the_application_reads_it():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
-async def test_a_body_after_expect_continue_has_no_deadline_before_it_is_read():
-    async with running(app) as host, connect_raw(host) as client:
-        client.send((HEAD % (b"/read-later", 3)).replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
-        assert (await client.read_response()).startswith(b"HTTP/1.1 100 ")
-        client.send(b"yyy")
-        assert (await client.read_response()).endswith(b"\r\n3")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("size", [0, 5])
 async def test_a_response_can_take_any_time(size):
     """Also the response to a request that announces a body and never sends it."""
-    async with running(app) as host, connect_raw(host) as client:
+    async with running(app, SHORT) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/stream", size))
         async with asyncio.timeout(20):
             answer = await client.reader.readuntil(b"\r\n0\r\n\r\n")
@@ -267,9 +209,8 @@ async def test_a_response_can_take_any_time(size):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
 async def test_a_response_can_begin_at_any_time():
-    async with running(app) as host, connect_raw(host) as client:
+    async with running(app, SHORT) as host, connect_raw(host) as client:
         client.send(HEAD % (b"/read-later", 0))
         assert (await client.read_response()).endswith(b"\r\n0")
 
@@ -277,9 +218,11 @@ async def test_a_response_can_begin_at_any_time():
 FULL = status_for(QueueFullError)
 
 
-async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch):
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
-    async with running(app) as host, httpx2.AsyncClient(base_url=host.url, trust_env=False, timeout=WAIT_S) as http:
+async def test_connections_beyond_the_limit_are_rejected_with_429():
+    async with (
+        running(app, Limits(connections=2)) as host,
+        httpx2.AsyncClient(base_url=host.url, trust_env=False, timeout=WAIT_S) as http,
+    ):
         async with connect(host.url.replace("http", "ws"), proxy=None) as socket_, connect_raw(host) as client:
             await auntil(lambda: len(host._server.server_state.connections) == 2)
             answer = await http.get("/read")
@@ -287,7 +230,7 @@ async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch):
             ErrorBody.model_validate_json(answer.content)
             error = parse_error(answer.content, retry_after=answer.headers["retry-after"])
             assert isinstance(error, QueueFullError)
-            assert error.retry_after_s == connections.FULL_RETRY_S
+            assert error.retry_after_s == 5
             assert "2 connections" in error.message
             with pytest.raises(InvalidStatus) as refused:
                 await connect(host.url.replace("http", "ws"), proxy=None)
@@ -438,7 +381,7 @@ async def test_a_flood_of_short_frames_closes_the_websocket(sent):
 
 
 @pytest.mark.slow
-async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_ping(monkeypatch):
+async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_ping():
     ended = asyncio.Event()
 
     async def flood(scope: Any, receive: Any, send: Any) -> None:
@@ -456,8 +399,7 @@ async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_p
         while True:
             await send({"type": "websocket.send", "text": "a" * 10_000})
 
-    monkeypatch.setattr(connections, "LINGER_S", SHORT_S)
-    host = await serve(flood, bind("127.0.0.1", 0, explicit=True), ws_pong_s=SHORT_S)
+    host = await serve(flood, bind("127.0.0.1", 0, explicit=True), ws_pong_s=SHORT_S, limits=Limits(linger_s=SHORT_S))
     client = socket.create_connection(("127.0.0.1", host.port))
     client.sendall(SOCKET)
     async with asyncio.timeout(WAIT_S):
@@ -516,47 +458,80 @@ async def test_a_message_does_not_stay_in_memory_after_a_disconnect(frames, monk
     assert held == []
 
 
+async def count_iterations(counted):
+    while True:
+        counted.append(None)
+        await asyncio.sleep(0)
+
+
 @pytest.mark.slow
-async def test_the_event_loop_runs_while_many_short_frames_are_parsed(monkeypatch):
-    monkeypatch.setattr(connections, "FRAMES_PER_S", 10**9)
-    pieces = []
-    feed = WebSocketProtocol.feed
-
-    def noting(self: WebSocketProtocol, data: bytes) -> None:
-        pieces.append(len(data))
-        feed(self, data)
-
-    monkeypatch.setattr(WebSocketProtocol, "feed", noting)
-    async with opened() as (reader, writer):
+async def test_the_event_loop_runs_while_many_short_frames_are_parsed():
+    iterations = []
+    async with opened(Limits(frames_per_s=10**9)) as (reader, writer):
         writer.write(SOCKET)
         await reader.readuntil(b"\r\n\r\n")
+        counting = asyncio.create_task(count_iterations(iterations))
         writer.write(b"\x01\x81\0\0\0\0a" + FRAGMENT * 40_000 + b"\x80" + FRAGMENT[1:])
         assert b"40002" in await reader.readuntil(b" characters")
-    assert sum(pieces) > 40_000 * len(FRAGMENT)
-    assert max(pieces) <= connections.PIECE_BYTES
+        counting.cancel()
+    assert len(iterations) > 40_000 * len(FRAGMENT) / connections.PIECE_BYTES
+
+
+@asynccontextmanager
+async def connected(host, begin):
+    """Yield a client whose connection is an HTTP connection or, after a handshake, a WebSocket, and its protocol."""
+    known = set(host._server.server_state.connections)
+    async with connect_raw(host) as client:
+        client.send(begin)
+        await client.read_response()
+        (protocol,) = host._server.server_state.connections - known
+        yield client, protocol
+
+
+@pytest.mark.parametrize(("begin", "more"), [(GET, GET), (SOCKET, b"\x81\x81\0\0\0\0a")])
+async def test_a_connection_rests_after_a_long_step_while_others_are_served(begin, more):
+    async with running(app) as host, connected(host, GET) as (other, _), connected(host, begin) as (client, protocol):
+        rest_after(0.001, protocol)
+        assert not protocol.resting
+        rest_after(0.05, protocol)
+        assert protocol.resting
+        assert not protocol.transport.is_reading()
+        client.send(more)
+        await auntil(lambda: not protocol.resting)
+        assert await client.reader.read(1)
+        rest_after(60.0, protocol)
+        client.send(more)
+        other.send(GET)
+        assert (await other.read_response()).startswith(b"HTTP/1.1 200 ")
+        assert protocol.resting
+
+
+async def test_a_connection_that_was_paused_while_it_rested_stays_paused():
+    async with running(app) as host, connected(host, GET) as (_, protocol):
+        rest_after(0.01, protocol)
+        protocol.flow.pause_reading()
+        await auntil(lambda: not protocol.resting)
+        assert not protocol.transport.is_reading()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
-async def test_a_websocket_can_be_silent_and_slow(monkeypatch):
-    async with running(app) as host:
-        monkeypatch.setattr(host._server.config, "timeout_keep_alive", SHORT_S)
-        async with connect(f"ws://127.0.0.1:{host.port}/", proxy=None) as socket:
-            await asyncio.sleep(3 * SHORT_S)
+async def test_a_websocket_can_be_silent_and_slow():
+    limits = replace(SHORT, idle_s=SHORT_S)
+    async with running(app, limits) as host, connect(f"ws://127.0.0.1:{host.port}/", proxy=None) as socket:
+        await asyncio.sleep(3 * SHORT_S)
 
-            async def slowly():
-                for piece in "abc":
-                    yield piece
-                    await asyncio.sleep(SHORT_S)
+        async def slowly():
+            for piece in "abc":
+                yield piece
+                await asyncio.sleep(SHORT_S)
 
-            await socket.send(slowly())
-            assert await socket.recv() == "abc"
+        await socket.send(slowly())
+        assert await socket.recv() == "abc"
 
 
 @pytest.mark.slow
-async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counted(monkeypatch):
-    monkeypatch.setattr(connections, "UNFINISHED_BYTES", 50_000)
-    size = connections.SMALL_BYTES + 40_000
+async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counted():
+    size = SMALL_BYTES + 40_000
     go_on = asyncio.Event()
 
     async def slowly():
@@ -564,7 +539,7 @@ async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counte
         await go_on.wait()
         yield "end"
 
-    async with running(app) as host:
+    async with running(app, Limits(memory_bytes=50_000)) as host:
         url = host.url.replace("http", "ws")
         async with (
             connect(url, proxy=None) as first,

@@ -14,7 +14,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from lmx_lab.errors import HostingError, PortTakenError
-from lmx_lab.http import uvicorn_server
+from lmx_lab.http import Limits, uvicorn_server
 from lmx_lab.http.uvicorn_server import bind, recent_logs, serve
 from tests.support.programs import ROOT
 from tests.support.sockets import HealthApp, fetch
@@ -52,9 +52,9 @@ def test_port_zero_is_replaced_by_a_free_port():
 
 
 @pytest.mark.parametrize("second", ["127.0.0.1", "0.0.0.0"])
-def test_the_error_for_a_used_explicit_port_names_the_port_and_the_next_step(second, monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", 0.05)
-    with bind("127.0.0.1", 0, explicit=True) as sock:
+def test_the_error_for_a_used_explicit_port_names_the_port_and_the_next_step(second):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
         with pytest.raises(PortTakenError, match=rf"port {port} .* another program; use port 0"):
             bind(second, port, explicit=True)
@@ -67,11 +67,11 @@ def test_the_next_free_port_replaces_a_used_preferred_port():
             assert port < second.getsockname()[1] <= port + uvicorn_server.PORTS_TRIED
 
 
-def test_the_error_names_all_ports_that_were_tried(monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "PORTS_TRIED", 0)
-    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", 0.05)
-    with bind("127.0.0.1", 0, explicit=True) as sock, pytest.raises(PortTakenError, match="port 0"):
-        bind("127.0.0.1", sock.getsockname()[1], explicit=False)
+def test_the_error_names_all_ports_that_were_tried():
+    with bind("127.0.0.1", 0, explicit=True) as first:
+        port = first.getsockname()[1]
+        with bind("127.0.0.1", port + 1, explicit=True), pytest.raises(PortTakenError, match=rf"ports {port} to"):
+            bind("127.0.0.1", port, explicit=False, ports_tried=1)
 
 
 @pytest.mark.parametrize(
@@ -84,35 +84,32 @@ def test_an_address_of_no_interface_is_a_hosting_error(host, port):
 
 
 def test_a_forbidden_port_is_a_hosting_error(monkeypatch):
-    def refuse(host, port):
+    def refuse(sock, address):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(uvicorn_server, "_listen", refuse)
+    monkeypatch.setattr(socket.socket, "bind", refuse)
     with pytest.raises(HostingError, match="Permission denied"):
         bind("127.0.0.1", 80, explicit=False)
 
 
-def test_a_program_on_the_port_that_does_not_respond_does_not_delay_the_error(monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", 0.05)
+def test_a_program_on_the_port_that_does_not_respond_is_another_program():
     with bind("127.0.0.1", 0, explicit=True) as sock, pytest.raises(PortTakenError, match="another program"):
-        bind("127.0.0.1", sock.getsockname()[1], explicit=True)
+        bind("127.0.0.1", sock.getsockname()[1], explicit=True, response_s=0.05)
 
 
-def test_a_busy_lab_on_the_port_is_named_in_the_error(monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", WAIT_S)
-
+def test_a_busy_lab_on_the_port_is_named_in_the_error():
     def answer(listener):
         client, _ = listener.accept()
         with client:
             client.recv(8192)
-            time.sleep(1.5 * uvicorn_server.PROBE_S)  # busy
+            time.sleep(0.6)  # busy, for longer than a connection may take
             client.sendall(b"HTTP/1.1 200 OK\r\nx-lmx-lab: 1\r\n\r\n{}")
 
     with bind("127.0.0.1", 0, explicit=True) as sock, ThreadPoolExecutor(1) as pool:
         sock.settimeout(WAIT_S)
         answering = pool.submit(answer, sock)
         with pytest.raises(PortTakenError, match="another LMX Lab server"):
-            bind("127.0.0.1", sock.getsockname()[1], explicit=True)
+            bind("127.0.0.1", sock.getsockname()[1], explicit=True, response_s=WAIT_S)
         answering.result(WAIT_S)
 
 
@@ -138,14 +135,12 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "holder"), [("lmx-lab", "another LMX Lab server"), ("other", "another program")])
-def test_a_lab_of_another_process_on_the_port_is_named_in_the_error(name, holder, monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "PROBE_S", WAIT_S)
-    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", WAIT_S)
+def test_a_lab_of_another_process_on_the_port_is_named_in_the_error(name, holder):
     command = [sys.executable, "-c", SERVER, name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         port = int(process.stdout.readline())
         with pytest.raises(PortTakenError, match=holder):
-            bind("127.0.0.1", port, explicit=True)
+            bind("127.0.0.1", port, explicit=True, response_s=WAIT_S)
         process.communicate()
     assert process.returncode == 0
 
@@ -197,7 +192,7 @@ async def test_signal_handlers_logging_and_event_loop_are_unchanged(capfd):
     assert logging.getLogger().handlers == root
     assert capfd.readouterr() == ("", "")
     assert any("startup complete" in line for line in recent_logs())
-    assert len(recent_logs()) <= uvicorn_server.LOG_RECORDS
+    assert len(recent_logs()) <= 500
 
 
 @pytest.mark.anyio
@@ -256,9 +251,9 @@ async def test_stop_takes_a_limited_time_if_a_request_hangs():
 
 
 @pytest.mark.anyio
-async def test_stop_takes_a_limited_time_if_the_lifespan_hangs(monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "CANCEL_S", 0.3)
-    host = await serve(HealthApp(fail_at="shutdown hangs"), bind("127.0.0.1", 0, explicit=True))
+async def test_stop_takes_a_limited_time_if_the_lifespan_hangs():
+    app, sock = HealthApp(fail_at="shutdown hangs"), bind("127.0.0.1", 0, explicit=True)
+    host = await serve(app, sock, limits=Limits(cancel_s=0.3))
     await host.stop(grace_s=0)
     assert not host.running
 

@@ -5,6 +5,7 @@ import html
 import inspect
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,6 @@ from lmx_lab.errors import (
     InvalidRequestError,
     PortTakenError,
 )
-from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.instrument.requests import RecordedRequest
 from lmx_lab.notebook.reply import Reply
 from lmx_lab.settings import Settings
@@ -36,8 +36,8 @@ def launched_with_models(tiny_home):
 
 async def test_a_failing_start_releases_everything(tmp_path, monkeypatch):
     before = set(threading.enumerate())
-    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
-    with bind("127.0.0.1", 0, explicit=True) as other:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
         taken = Settings(home=tmp_path, port=other.getsockname()[1])
         with pytest.raises(PortTakenError):
             await lmx_lab.Lab(taken, loop="thread").astart()

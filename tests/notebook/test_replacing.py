@@ -219,8 +219,9 @@ def test_a_setting_that_cannot_work_leaves_the_lab_as_it_is(running, options, se
 
 @MLX_ONLY
 def test_a_port_in_use_leaves_the_lab_as_it_is(running, options, monkeypatch):
-    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
-    with bind("127.0.0.1", 0, explicit=True) as other, unchanged(running):
+    # A socket that does not listen refuses the request that asks which program it is.
+    with socket.socket() as other, unchanged(running):
+        other.bind(("127.0.0.1", 0))
         taken = other.getsockname()[1]
         with pytest.raises(PortTakenError):
             lmx_lab.launch("other", **{**options, "port": taken})
@@ -228,8 +229,10 @@ def test_a_port_in_use_leaves_the_lab_as_it_is(running, options, monkeypatch):
             lmx_lab.launch("other", slots=3, daemon=True, daemon_port=taken, **options)
     # Another program has the lab's port on an address at which the lab does not listen yet.
     monkeypatch.setattr(addresses, "lan_addresses", lambda: ["127.0.0.2"])
-    with bind("127.0.0.2", running.port, explicit=True), unchanged(running), pytest.raises(PortTakenError):
-        lmx_lab.launch("other", **{**options, "port": running.port, "host": "0.0.0.0"})
+    with socket.socket() as other, unchanged(running):
+        other.bind(("127.0.0.2", running.port))
+        with pytest.raises(PortTakenError):
+            lmx_lab.launch("other", **{**options, "port": running.port, "host": "0.0.0.0"})
 
 
 # A socket that zeroconf has opened is left to the garbage collector if another one cannot be opened.
@@ -418,8 +421,7 @@ def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(running, optio
 
 
 @MLX_ONLY
-def test_a_port_that_another_program_takes_at_the_last_moment_is_an_error(running, options, monkeypatch):
-    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
+def test_a_port_that_another_program_takes_at_the_last_moment_is_an_error(running, options):
     taken = []
     before = threading.enumerate()
     running.server.when_closed(lambda: taken.append(bind("127.0.0.1", running.port, explicit=True)))
