@@ -25,7 +25,7 @@ from lmx_lab.client.errors import CHECK, parse_error, wrong_server_error
 from lmx_lab.client.request_bodies import build_body, conversation_header, encode_body
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
-from lmx_lab.values.models import LoadOptions, LoadSpec
+from lmx_lab.values.models import LoadOptions, LoadSpec, ModelEvent
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import (
@@ -36,7 +36,6 @@ from lmx_lab.wire.admin import (
     LoadAnswer,
     LoadRequest,
     Memory,
-    ModelEvent,
     ModelRecords,
     NotReady,
     Ready,

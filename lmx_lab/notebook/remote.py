@@ -27,13 +27,13 @@ from lmx_lab.notebook.discovery import find_address, is_name
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.portal import LoopThread
-from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent, Unloading
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.admin import ModelEvent, ModelRecords, NotReady, Ready, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecords, NotReady, Ready, RequestEvent, Sample
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, TokenLogprobs, TopLogprob
 from lmx_lab.wire.completions import CompletionRequest

@@ -21,7 +21,7 @@ from lmx_lab.server.admin import admin_routes, listing_routes
 from lmx_lab.server.chat import chat_routes
 from lmx_lab.server.completions import completion_routes
 from lmx_lab.server.embeddings import embedding_routes
-from lmx_lab.server.events import ServerEvent, event_routes, model_event
+from lmx_lab.server.events import ServerEvent, event_routes
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.messages import messages_error, messages_routes
@@ -93,7 +93,7 @@ def create_server(
         InvalidRequestError: requests cannot be exported as the setting ``otel`` requires.
     """
     feed: Feed[ServerEvent] = Feed()
-    manager.add_observer(lambda progress: feed.publish(model_event(progress)))
+    manager.add_observer(feed.publish)
     metrics = Metrics(manager)
     request_log = RequestLog()
     spans: list[RequestSpans] = []

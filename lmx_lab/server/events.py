@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
@@ -20,8 +22,8 @@ from lmx_lab.http.openapi import event_stream, failures
 from lmx_lab.http.streaming import EventStream, data_line
 from lmx_lab.server.openapi import EVENTS
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot
-from lmx_lab.values.models import LoadProgress
-from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
+from lmx_lab.values.models import ModelEvent
+from lmx_lab.wire.admin import Heartbeat, Memory, RequestEvent, Sample, Throughput
 
 ServerEvent = ModelEvent | RequestEvent
 SAMPLE_S = 1.0
@@ -67,18 +69,6 @@ def event_routes(*, manager: ModelManager, feed: Feed[ServerEvent]) -> APIRouter
     return router
 
 
-def model_event(progress: LoadProgress) -> ModelEvent:
-    """Convert a step of a load to the event that clients receive."""
-    return ModelEvent(
-        model=progress.model,
-        stage=progress.stage,
-        done_bytes=progress.done_bytes,
-        total_bytes=progress.total_bytes,
-        message=progress.message,
-        unloading=progress.unloading,
-    )
-
-
 async def _lines(
     manager: ModelManager, feed: Feed[ServerEvent], included: set[str], hide: Callable[[str], str] | None = None
 ) -> AsyncIterator[str]:
@@ -111,14 +101,18 @@ async def _lines(
                 return
             if extra.type not in included:
                 continue
-            changes: dict[str, Any] = {}
             if hide is not None:
-                changes["model"] = public_id(extra.model, local=False)
-                if isinstance(extra, ModelEvent) and extra.message is not None:
-                    changes["message"] = hide(extra.message)
-                if isinstance(extra, ModelEvent) and extra.unloading is not None:
-                    changes["unloading"] = public_unloading(extra.unloading)
-            yield data_line(extra.model_copy(update=changes).model_dump_json())
+                model = public_id(extra.model, local=False)
+                if isinstance(extra, ModelEvent):
+                    extra = replace(
+                        extra,
+                        model=model,
+                        message=extra.message and hide(extra.message),
+                        unloading=extra.unloading and public_unloading(extra.unloading),
+                    )
+                else:
+                    extra = extra.model_copy(update={"model": model})
+            yield data_line(to_json(extra).decode())
 
 
 def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:

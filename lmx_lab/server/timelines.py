@@ -20,7 +20,7 @@ from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
-from lmx_lab.values.models import LoadProgress, LoadStage
+from lmx_lab.values.models import LoadStage, ModelEvent
 from lmx_lab.values.outputs import GenerationReport
 from lmx_lab.values.timeline import ModelStage, ModelTimeline, RequestTimeline, ServerTimeline, StepLog, phase_durations
 from lmx_lab.wire.admin import PAGE_REQUESTS, TimelinePage
@@ -92,7 +92,7 @@ class TimelineLog:
             entry.ended_at = time.perf_counter()
             entry.outcome, entry.code, entry.report = outcome, code, report
 
-    def observe_model(self, progress: LoadProgress) -> None:
+    def observe_model(self, progress: ModelEvent) -> None:
         """Record a stage of a load or unload."""
         with self._lock:
             change = self._change_of(progress)
@@ -102,7 +102,7 @@ class TimelineLog:
             elif not change.stages or change.stages[-1][0] != progress.stage:
                 change.stages.append((progress.stage, time.perf_counter()))
 
-    def _change_of(self, progress: LoadProgress) -> _Change:
+    def _change_of(self, progress: ModelEvent) -> _Change:
         """Return the load or unload to which a stage belongs; add it if this is its first stage."""
         kind: Literal["load", "unload"] = "unload" if progress.stage in ("unloading", "unloaded") else "load"
         running = [change for change in self._changes if change.kind == kind and change.ended_at is None]

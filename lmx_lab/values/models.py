@@ -117,9 +117,10 @@ class Unloading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadProgress:
-    """One step of a load, or of the end of a model's time in memory."""
+class ModelEvent:
+    """A step of a load or unload, also as an event of ``/admin/events``, sent only with ``include=models``."""
 
+    type: Literal["model"] = "model"
     model: str
     stage: LoadStage
     done_bytes: int | None = None
@@ -127,7 +128,8 @@ class LoadProgress:
     message: str | None = None
     """Why a load failed, why a model was unloaded without a request to do so, or on which engine it is loaded."""
     unloading: Unloading | None = None
-    """The state of the model in the stage ``unloading``."""
+    """The state of the model in the stage ``unloading``: sent when it begins, when an answer has ended, and when the
+    time limit has changed."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -15,7 +15,6 @@ from lmx_lab.values.models import (
     Format,
     Kind,
     KvCacheDtype,
-    LoadStage,
     QuantizedCopy,
     Unloading,
 )
@@ -269,20 +268,6 @@ class Heartbeat(BaseModel):
     type: Literal["heartbeat"] = "heartbeat"
     uptime: float
     """Seconds since the start of the server."""
-
-
-class ModelEvent(BaseModel):
-    """An event with the progress of a load or unload, sent only with ``include=models``."""
-
-    type: Literal["model"] = "model"
-    model: str
-    stage: LoadStage
-    done_bytes: int | None = None
-    total_bytes: int | None = None
-    message: str | None = None
-    unloading: Unloading | None = None
-    """The state of the model in the stage ``unloading``: sent when it begins, when an answer has ended, and when the
-    time limit has changed."""
 
 
 class RequestEvent(BaseModel):

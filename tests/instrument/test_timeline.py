@@ -14,7 +14,7 @@ import lmx_lab
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument import Timeline, load_requests
 from lmx_lab.server.timelines import KEPT_LOADS, KEPT_REQUESTS, TimelineLog
-from lmx_lab.values.models import LoadProgress
+from lmx_lab.values.models import ModelEvent
 from lmx_lab.values.timeline import KINDS, MAX_STEPS, EngineStep, ModelStage, ModelTimeline, RequestTimeline, StepLog
 from lmx_lab.wire.admin import TimelinePage
 from tests.support.labs import serving
@@ -275,7 +275,7 @@ def test_loads_and_unloads_consist_of_their_stages():
         *(("x", "load"), ("path/x", "failed"), ("m", "unloaded"), ("n", "load")),
     ]
     for model, stage in stages:
-        log.observe_model(LoadProgress(model=model, stage=stage, message="why" if stage == "failed" else None))
+        log.observe_model(ModelEvent(model=model, stage=stage, message="why" if stage == "failed" else None))
     found = log.read(60).models
     assert [(one.kind, one.model, one.outcome, [stage.name for stage in one.stages]) for one in found] == [
         ("load", "m", "loaded", ["download", "verify", "load"]),
@@ -289,7 +289,7 @@ def test_loads_and_unloads_consist_of_their_stages():
         check_nesting(one.spans(), one.total_s)
     assert found[3].message == "why"
     for number in range(2 * KEPT_LOADS):
-        log.observe_model(LoadProgress(model=f"{number}", stage="unloaded"))
+        log.observe_model(ModelEvent(model=f"{number}", stage="unloaded"))
     assert len(log.read(60).models) == KEPT_LOADS
 
 

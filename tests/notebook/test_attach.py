@@ -16,7 +16,7 @@ from lmx_lab.client import AsyncLabClient, LabClient
 from lmx_lab.notebook import remote
 from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
-from lmx_lab.wire.admin import ModelEvent
+from lmx_lab.values.models import ModelEvent
 from tests.support.labs import serving, wait_until_idle
 from tests.support.models import write_tiny_llama
 from tests.support.sockets import answering, streamed, whole

@@ -19,7 +19,7 @@ from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import LoadProgress
+from lmx_lab.values.models import ModelEvent
 from lmx_lab.values.outputs import EncodeReport
 from lmx_lab.weights import Catalog
 from tests.support.models import TINY_ENTRY
@@ -46,7 +46,7 @@ class FakeEncoder:
     started: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def add_observer(self, observer: Callable[[LoadProgress], None]) -> None:
+    def add_observer(self, observer: Callable[[ModelEvent], None]) -> None:
         """Do nothing, because this manager does not load models."""
 
     def model_for(self, name: str | None, kinds: Any, *, local: bool) -> Any:

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from pydantic_core import from_json, to_json
 
-from lmx_lab.server.events import events_between, model_event, sample
+from lmx_lab.server.events import events_between, sample
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot
-from lmx_lab.values.models import LoadProgress
-from lmx_lab.wire.admin import Memory, ModelEvent, Sample, Throughput
+from lmx_lab.values.models import ModelEvent, Unloading
+from lmx_lab.wire.admin import Memory, Sample, Throughput
 
 
 def test_throughput_is_measured_since_the_previous_snapshot():
@@ -58,8 +59,16 @@ def test_rates_are_never_negative_after_the_engine_was_started_again():
     assert (throughput.tokens_per_second, memory.pct) == (0, 0)
 
 
-def test_the_progress_of_a_load_becomes_an_event():
-    progress = LoadProgress(model="tiny", stage="download", done_bytes=5, total_bytes=7, message="from a mirror")
-    assert model_event(progress) == ModelEvent(
-        model="tiny", stage="download", done_bytes=5, total_bytes=7, message="from a mirror"
+def test_the_event_of_a_load_has_the_promised_fields():
+    event = ModelEvent(
+        model="tiny", stage="download", done_bytes=5, unloading=Unloading(answers_left=1, seconds_left=2)
     )
+    assert from_json(to_json(event)) == {
+        "type": "model",
+        "model": "tiny",
+        "stage": "download",
+        "done_bytes": 5,
+        "total_bytes": None,
+        "message": None,
+        "unloading": {"answers_left": 1, "seconds_left": 2, "replaced_by": None},
+    }

@@ -18,9 +18,9 @@ from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
 from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, Vectors
-from lmx_lab.wire.admin import ModelEvent, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.events import EVENT_CLASSES

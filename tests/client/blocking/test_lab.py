@@ -15,8 +15,8 @@ from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.client.lab import LabClient
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.values.models import LoadReport, LoadSpec
-from lmx_lab.wire.admin import ModelEvent, NotReady, Sample
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
+from lmx_lab.wire.admin import NotReady, Sample
 from lmx_lab.wire.chat import ChatChunk
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
