@@ -34,8 +34,8 @@ TABLE = {
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
-    # pydantic_core: the form of steps in JSON.
-    "values": Row("errors", "numpy pydantic_core"),
+    # pydantic and pydantic_core: values that are bodies of requests, and the form of steps in JSON.
+    "values": Row("errors", "numpy pydantic pydantic_core"),
     "settings": Row("errors"),
     "urls": Row("errors extras"),
     "broadcast": Row(),

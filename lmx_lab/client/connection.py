@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 from httpx2.websockets import AsyncWebSocketSession
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from lmx_lab.client.address import authorization_header, is_loopback, normalize_address
 from lmx_lab.client.errors import (
@@ -35,7 +35,7 @@ from lmx_lab.client.errors import (
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import LabError, UnreachableError
 
-Shape = TypeVar("Shape", bound=BaseModel)
+Shape = TypeVar("Shape")
 SHORT_BYTES = 100_000
 """Maximum size of an error body, and of a response with a few fields."""
 LONG_BYTES = 64_000_000
@@ -191,7 +191,7 @@ class HttpConnection:
         if not response.is_success:
             raise self.error_for(response, body)
         try:
-            return shape.model_validate_json(body)
+            return TypeAdapter(shape).validate_json(body)
         except ValidationError as exc:
             raise self.error_for(response, body) from exc
 

@@ -14,6 +14,7 @@ import httpx2
 import numpy as np
 import numpy.typing as npt
 from pydantic import Discriminator, TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 # BlockingStream: in the type hints of streams.
 from lmx_lab.blocking import BlockingStream, twin, twin_stream  # noqa: F401
@@ -25,7 +26,7 @@ from lmx_lab.client.errors import CHECK, parse_error, wrong_server_error
 from lmx_lab.client.request_bodies import build_body, conversation_header, encode_body
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
-from lmx_lab.values.models import LoadOptions, LoadSpec, ModelEvent
+from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec, ModelEvent
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import (
@@ -33,8 +34,6 @@ from lmx_lab.wire.admin import (
     CancelLoadAnswer,
     CancelLoadRequest,
     Heartbeat,
-    LoadAnswer,
-    LoadRequest,
     Memory,
     ModelRecords,
     NotReady,
@@ -372,7 +371,7 @@ class AsyncLabClient(AsyncClientBase):
         *,
         progress: Callable[[ModelEvent], None] | None = None,
         **options: Unpack[LoadOptions],
-    ) -> LoadAnswer:
+    ) -> LoadReport:
         """Load a model in place of the loaded one. Returns when the model is ready.
 
         Cancelling this stops the waiting, but not the load.
@@ -382,11 +381,11 @@ class AsyncLabClient(AsyncClientBase):
             progress: Called on this loop with each step of the load; most steps have byte counts.
             options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
         """
-        spec = LoadSpec.with_options(model, options)
-        content = encode_body(build_body(LoadRequest, model=model, **spec.options))
+        spec = build_body(LoadSpec, model=model, **LoadSpec.with_options(model, options).options)
+        content = to_json({"model": spec.model, **spec.options})
 
-        async def load() -> LoadAnswer:
-            return await self._connection.fetch("POST", "/admin/models/load", LoadAnswer, content=content)
+        async def load() -> LoadReport:
+            return await self._connection.fetch("POST", "/admin/models/load", LoadReport, content=content)
 
         if progress is None:
             return await load()

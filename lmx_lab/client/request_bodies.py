@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 from lmx_lab.wire.chat import ChatRequest
 
-Shape = TypeVar("Shape", bound=BaseModel)
+Shape = TypeVar("Shape")
 CONVERSATION_HEADER = "x-session-id"
 """The header in which Ray Serve expects the name of a session. Other proxies can be configured to use it."""
 
@@ -23,12 +23,12 @@ def build_body(shape: type[Shape], **fields: object) -> Shape:
         InvalidRequestError: a field is invalid; the message names the first one.
     """
     try:
-        return shape.model_validate(fields)
+        return TypeAdapter(shape).validate_python(fields)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_context=False)[0]
         field = ".".join(str(part)[:80] for part in first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1 and issubclass(shape, BaseModel):
             reason = f"there is no such field{did_you_mean(field, shape.model_fields)}"
         given = f" (given: {first['input']!r:.80})" if isinstance(first["input"], str | int | float) else ""
         raise InvalidRequestError(f"{field or 'the request'}: {reason}{given}", param=field or None) from None

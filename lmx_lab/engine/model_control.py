@@ -261,7 +261,7 @@ class ModelControl:
                 self._report(ModelEvent(model=previous.entry.id, stage="unloaded"))
             self._current.enter_stage("loading")
             report = await operation.run(self._load_main(entry, spec, engine))
-            return replace(report, load_s=checked_s + report.load_s)
+            return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
         except LabError as exc:
             failure = exc
         # The previous model is not needed if another model is loaded instead, or if the lab stops.
@@ -361,7 +361,7 @@ class ModelControl:
             before = self._slots.get(kind)
             is_same = before is not None and before.in_memory and before.spec == spec
             if before is not None and is_same and await in_thread(functools.partial(is_loaded, before.entry, entry)):
-                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=before.memory_bytes)
+                return LoadReport(model=entry.id, load_time_ms=0.0, vram_gb=before.memory_bytes / 1e9)
             checked_s = await self._check_loadable(entry, spec, engine)
             entry = await in_thread(functools.partial(with_marks, entry))
             report = await within_limit(engine.pin(entry, spec), entry, self.settings.load_timeout_s)
@@ -369,7 +369,7 @@ class ModelControl:
             self._publish()
         if before is not None and before.engine is not engine:
             await before.engine.unpin(kind)
-        return replace(report, load_s=checked_s + report.load_s)
+        return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
 
     async def _restore_pins(self) -> None:
         """Load pinned models again that were lost because their engine died."""

@@ -248,19 +248,7 @@ class RemoteBackend:
             raise InvalidRequestError(
                 "an attached lab cannot pin models; pass embedder or reranker where the server is started"
             )
-        answer = await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
-        return LoadReport(
-            model=answer.model,
-            load_s=answer.load_time_ms / 1e3,
-            memory_bytes=round(answer.vram_gb * 1e9),
-            engine=answer.engine,
-            engine_reason=answer.engine_reason,
-            kv_cache_dtype=answer.kv_cache_dtype,
-            draft=answer.draft,
-            warning=answer.warning,
-            slots=answer.slots,
-            context_length=answer.context_length,
-        )
+        return await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
 
     async def cancel_load(self, model: str) -> None:
         await self._portal.call(self._client.cancel_load(model))

@@ -147,8 +147,8 @@ class EngineSnapshot:
         """Return the report of the load of the main model, which took this many seconds."""
         return LoadReport(
             model=self.model or "",
-            load_s=load_s,
-            memory_bytes=self.model_memory_bytes,
+            load_time_ms=load_s * 1e3,
+            vram_gb=self.model_memory_bytes / 1e9,
             slots=self.slots,
             context_length=self.context_length,
         )

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StringConstraints
+from pydantic import BaseModel, ConfigDict, StringConstraints
 
 from lmx_lab.values.models import (
-    EngineChoice,
     EngineName,
     Format,
     Kind,
-    KvCacheDtype,
     QuantizedCopy,
     Unloading,
 )
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline
-from lmx_lab.wire.base import WHOLE, RequestModel
+from lmx_lab.wire.base import RequestModel
 from lmx_lab.wire.errors import ErrorDetail
 
 PAGE_REQUESTS = 64
@@ -106,56 +104,6 @@ class ModelRecords(BaseModel):
     """Null if it was not measured; ``lmx-lab doctor --measure`` measures it."""
     problem: str | None = None
     """Why ``models`` may be incomplete or out of date, such as a disk that does not respond."""
-
-
-class LoadRequest(RequestModel):
-    """The body of ``POST /admin/models/load``: the fields of ``values.models.LoadSpec`` that a request may set."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m"}]})
-
-    model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-    """Id, hub id, or for callers on the server's machine a path."""
-    engine: EngineChoice = "auto"
-    """Engine that must run the model; ``auto`` selects the fastest one for the formats in which it is on the disk."""
-    context_length: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Maximum number of tokens of a request, prompt and answer; null lets the engine choose."""
-    deterministic: StrictBool = False
-    """Compute each answer so that no bit of it depends on other requests: slower, and only on llama.cpp."""
-    prompt_lookup: bool | None = None
-    """Whether an answer that repeats earlier text may be decoded several tokens at a time; null uses the default of the
-    engine: yes on MLX, no on llama.cpp."""
-    kv_cache_dtype: KvCacheDtype | None = None
-    """Type of the numbers in the KV cache, for a longer context in the same memory: only on llama.cpp; null uses
-    float16."""
-    draft: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
-    """Id, hub id, or for callers on the server's machine a path, of a smaller model with the same vocabulary, which
-    drafts tokens that the model verifies several at a time."""
-    wait: bool | None = None
-    """Whether running answers of the replaced model may finish: true without a time limit, false not at all, null
-    within the limit of the server (``LMX_LAB_DRAIN_S``)."""
-
-
-class LoadAnswer(BaseModel):
-    """The result of a load."""
-
-    success: Literal[True] = True
-    model: str
-    load_time_ms: float
-    vram_gb: float
-    engine: EngineName | None = None
-    """The engine that runs the model; null from older servers."""
-    engine_reason: str = ""
-    """Why this engine was chosen; empty if there was no choice."""
-    slots: int | None = None
-    """Number of requests that are decoded in parallel; null for encoders."""
-    context_length: int | None = None
-    """Maximum number of tokens of one of these requests, prompt and answer; null if there is no limit."""
-    kv_cache_dtype: KvCacheDtype | None = None
-    """Type of the KV cache; null if it is not quantized."""
-    draft: str | None = None
-    """Id of the draft model; null if there is none."""
-    warning: str = ""
-    """Why the load options are probably a mistake; empty if they are not."""
 
 
 class UnloadRequest(RequestModel):

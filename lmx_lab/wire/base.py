@@ -25,7 +25,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.limits import check_members
+from lmx_lab.values.bodies import check_members, listed, whole
 
 LOWEST_LOGPROB = -9999.0
 """The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
@@ -38,10 +38,9 @@ NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 # A named type, because members of a union must be hashable, and FailFast is not.
 Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_length=16)])
-# JSON has only one type of number: 5.0 is a valid count.
-WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+WHOLE = BeforeValidator(whole)
 """Accepts 5.0 for 5. It comes after the bounds of a field, so that these are in its JSON schema too."""
-LISTED = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+LISTED = BeforeValidator(listed)
 """Accepts a list for a tuple, which strict models do not accept when they are validated from Python objects."""
 
 

@@ -19,12 +19,13 @@ from pydantic import (
 from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.values.outputs import FinishReason
 from lmx_lab.wire.base import NO_AUDIO, WHOLE, Alternatives, Neutral, RequestModel, Temperature, TokenLimit
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
 from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
-from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
+from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.steering import Steerings
 from lmx_lab.wire.tools import (
     PART_LIMIT,

@@ -18,8 +18,6 @@ CONTAINER_LIMIT = 50_000
 """Lists and objects in one body. Each costs the parser and Python's garbage collector as much as ten numbers."""
 TEXT_LIMIT = ITEM_LIMIT + MEMBERS_LIMIT + CONTAINER_LIMIT
 """Texts and names of members in one body. Valid JSON within the limits above cannot contain more."""
-MEMBER_LIMIT = 256
-"""Members of one object, unless its field has another limit."""
 DIGITS_LIMIT = 400
 """Digits of a number in a body. The largest float64 has 309. The time to parse a number is quadratic in its digits."""
 LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (DIGITS_LIMIT + 1))
@@ -104,17 +102,6 @@ class Structure:
         start = 0
         while start < len(text) and self.excess is None:
             start = self.add(text, start, PIECE_CHARACTERS)
-
-
-def check_members(value: Any) -> Any:
-    """Check the number of members of an object. Each unknown member would cause a separate error.
-
-    Raises:
-        ValueError: the object has more members than any request has fields.
-    """
-    if isinstance(value, dict) and len(value) > MEMBER_LIMIT:
-        raise ValueError(f"has {len(value):,} members, the limit is {MEMBER_LIMIT}; send only fields that exist")
-    return value
 
 
 def check_values(value: Any) -> Any:

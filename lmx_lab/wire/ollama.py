@@ -25,6 +25,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.wire.base import (
     ANY_MODEL,
     NO_VISION,
@@ -45,7 +46,7 @@ from lmx_lab.wire.chat import MESSAGE_LIMIT
 from lmx_lab.wire.completions import shape_of
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.formats import Name, kind_of
-from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
+from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import CALL_LIMIT, TOOL_LIMIT
 
 DURATION = re.compile(r"(?P<sign>[-+]?)(?P<parts>(?:(?:\d+\.?\d*|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)

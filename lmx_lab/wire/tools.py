@@ -19,9 +19,10 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.wire.base import WHOLE, NonEmpty, RequestModel
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
-from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT, VALUE_LIMIT, Structure
+from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, Structure
 
 TOOL_LIMIT = 128
 PARAMETERS_CHARACTERS = 262_144

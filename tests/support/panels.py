@@ -101,7 +101,7 @@ class ScriptedBackend:
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         self.requests.append(("load", spec.model))
         await _next(self.loads)
-        return LoadReport(model=spec.model, load_s=0.001, memory_bytes=100_000_000)
+        return LoadReport(model=spec.model, load_time_ms=1.0, vram_gb=0.1)
 
     async def cancel_load(self, model: str) -> None:
         self.requests.append(("cancel", model))

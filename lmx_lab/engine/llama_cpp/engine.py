@@ -115,8 +115,8 @@ class LlamaCppCore:
         if before is not None:
             await self._drop(before, NotLoadedError(f"{entry.id} was pinned in place of {before.entry.id}"))
         self._publish()
-        memory_bytes = pinned.hosted.memory_bytes
-        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=memory_bytes)
+        load_time_ms = (time.perf_counter() - started) * 1e3
+        return LoadReport(model=entry.id, load_time_ms=load_time_ms, vram_gb=pinned.hosted.memory_bytes / 1e9)
 
     async def unpin(self, kind: Kind) -> None:
         """See ``InferenceEngine``."""

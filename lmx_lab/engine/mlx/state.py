@@ -212,7 +212,8 @@ class MlxCore:
         self._pinned[entry.kind] = (entry, model)
         memory.release()
         self._publish()
-        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=model.memory_bytes)
+        load_time_ms = (time.perf_counter() - started) * 1e3
+        return LoadReport(model=entry.id, load_time_ms=load_time_ms, vram_gb=model.memory_bytes / 1e9)
 
     def unpin(self, kind: Kind) -> None:
         """Drop the pinned encoder of this kind. Its requests end with an error, unless it is also the main model."""
