@@ -25,12 +25,11 @@ from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.admin import ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecords, RequestEvent, Sample, TraceBody
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.rerank import RerankBody
-from lmx_lab.wire.tracing import TraceBody
 
 T = TypeVar("T")
 Progress = Callable[[ModelEvent], None]

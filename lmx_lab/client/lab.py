@@ -42,6 +42,7 @@ from lmx_lab.wire.admin import (
     Sample,
     Throughput,
     TimelinePage,
+    TraceBody,
     UnloadAnswer,
     UnloadRequest,
 )
@@ -50,7 +51,6 @@ from lmx_lab.wire.completions import Completion, CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
 from lmx_lab.wire.tokens import TokenizeAnswer, TokenizeRequest
-from lmx_lab.wire.tracing import TraceBody
 
 T = TypeVar("T")
 Include = Literal["models", "requests", "samples"]

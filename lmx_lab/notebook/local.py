@@ -48,11 +48,10 @@ from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
-from lmx_lab.wire.admin import ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecords, RequestEvent, Sample, TraceBody
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
-from lmx_lab.wire.tracing import TraceBody
 
 if TYPE_CHECKING:
     from lmx_lab.daemon.tools.python_tools import PythonTools

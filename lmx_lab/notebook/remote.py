@@ -33,7 +33,7 @@ from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.admin import ModelRecords, NotReady, Ready, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecords, NotReady, Ready, RequestEvent, Sample, TraceBody
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, TokenLogprobs, TopLogprob
 from lmx_lab.wire.completions import CompletionRequest
@@ -41,7 +41,6 @@ from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import StreamOptions, Timings
 from lmx_lab.wire.rerank import RerankBody
 from lmx_lab.wire.tokens import TokenizeRequest
-from lmx_lab.wire.tracing import TraceBody
 
 if TYPE_CHECKING:
     from lmx_lab.client import LabClient

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -18,18 +16,9 @@ from lmx_lab.server.convert import validated_request
 from lmx_lab.server.openapi import GENERATION_ERRORS
 from lmx_lab.server.tokens import requested_model
 from lmx_lab.server.translate import generation_request
-from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, TraceWork
-from lmx_lab.wire.tracing import HookNamesBody, PatchingBody, TraceBody, TracedText
+from lmx_lab.wire.admin import HookNamesBody, PatchingBody, TraceBody, TracedText
 
 MEDIA_TYPE = "application/x-safetensors"
-WORK: Mapping[str, type[TraceWork]] = {
-    "hooks": HookNames,
-    "activations": Activations,
-    "logit_lens": LogitLens,
-    "patching": Patching,
-    "attribution": Attribution,
-}
-"""The class of each kind of trace for the engine."""
 
 
 def trace_routes(manager: ModelManager) -> APIRouter:
@@ -65,15 +54,9 @@ def trace_request(body: TraceBody, caller: Caller) -> TraceRequest:
         InvalidRequestError: messages are invalid.
     """
     trace = body.trace
-    # The other fields of a body are those of the class for the engine, with lists instead of tuples.
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in trace
-        if name not in ("kind", "input", "clean")
-    }
     return TraceRequest(
         model=requested_model(body.model),
-        work=WORK[trace.kind](**fields),
+        work=trace,
         prompt=None if isinstance(trace, HookNamesBody) else _prompt(trace.input),
         clean=_prompt(trace.clean) if isinstance(trace, PatchingBody) else None,
         caller=caller,

@@ -22,7 +22,6 @@ from lmx_lab.engine import (
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
-from lmx_lab.values.steering import SteeringVector
 from lmx_lab.wire.base import ANY_MODEL, LOWEST_LOGPROB
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.completions import CompletionRequest
@@ -35,7 +34,6 @@ from lmx_lab.wire.generation import (
     Timings,
     Usage,
 )
-from lmx_lab.wire.steering import Steering
 from lmx_lab.wire.tools import NamedToolChoice, format_names
 
 GREEDY_BELOW = 1e-6
@@ -80,7 +78,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         ),
         # If a tool call is forced, the answer contains no text that could have a format.
         answer_format=None if tools is not None and tools.forced else _answer_format(request),
-        steer=_steer(request.steer),
+        steer=tuple(request.steer or ()),
         thinking_budget=request.thinking_token_budget,
         model=_model(request),
         sampling=_sampling(request, temperature=0.7),
@@ -112,7 +110,7 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
             sampling=_sampling(request, temperature=1.0),
             max_tokens=16 if max_tokens is None else max_tokens,
             answer_format=answer_format,
-            steer=_steer(request.steer),
+            steer=tuple(request.steer or ()),
             stop=_stop(request),
             ignore_eos=bool(request.ignore_eos),
             min_tokens=request.min_tokens or 0,
@@ -127,10 +125,6 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
 
 def _model(request: GenerationFields) -> str | None:
     return None if request.model == ANY_MODEL else request.model
-
-
-def _steer(given: Iterable[Steering] | None) -> tuple[SteeringVector, ...]:
-    return tuple(each.value for each in given or ())
 
 
 def _stop(request: GenerationFields) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar
 
 MEMBER_LIMIT = 256
 """Members of one object, unless its field has another limit."""
+TOKEN_LIMIT = 65_536
+"""Largest number of token ids in one request. Decoding holds the interpreter's lock for about a microsecond each."""
 INTERNAL: Mapping[str, Any] = {"internal": True}
 """Metadata of a field that requests cannot set."""
 

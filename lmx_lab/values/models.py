@@ -79,7 +79,7 @@ class LoadSpec(Body):
     drafts tokens that the model verifies several at a time. It never changes the answer."""
     wait: bool | None = None
     """Whether running answers of the replaced model may finish: true without a time limit, false not at all; by default
-    within ``Settings.drain_s``."""
+    within the limit of the server (``LMX_LAB_DRAIN_S``)."""
 
     @classmethod
     def with_options(cls, model: str, options: LoadOptions) -> Self:

@@ -1,13 +1,14 @@
-"""Pydantic models of model management, health, metrics and timelines.
+"""Pydantic models of model management, health, metrics, timelines and traces.
 
 1 GB is 10^9 bytes.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, ConfigDict, Discriminator, StringConstraints, model_validator
 
 from lmx_lab.values.models import (
     EngineName,
@@ -17,8 +18,10 @@ from lmx_lab.values.models import (
     Unloading,
 )
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline
-from lmx_lab.wire.base import RequestModel
+from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching
+from lmx_lab.wire.base import ANY_MODEL, AnyModel, RequestModel
 from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.tokens import ChatMessages, TokenList
 
 PAGE_REQUESTS = 64
 """Maximum number of requests on a page."""
@@ -282,3 +285,87 @@ class TimelinePage(BaseModel):
     """Loads and unloads, oldest first. Only the first page has them."""
     before: int | None
     """Value of ``before`` for the next page; null on the last page."""
+
+
+# Traces. The response is a safetensors document; see ``values.tracing.Trace``.
+
+
+class TracedText(RequestModel):
+    """The text to trace; exactly one of the fields."""
+
+    text: str | None = None
+    messages: ChatMessages | None = None
+    tokens: TokenList | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        given = [name for name in ("text", "messages", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"has {' and '.join(given) or 'no text'}; send exactly one of text, messages and tokens")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookNamesBody(HookNames):
+    """Lists the names of the model's hooks."""
+
+    kind: Literal["hooks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationsBody(Activations):
+    """Returns the values of hooks."""
+
+    kind: Literal["activations"]
+    input: TracedText
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitLensBody(LogitLens):
+    """Returns the tokens that the model would predict after each block."""
+
+    kind: Literal["logit_lens"]
+    input: TracedText
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchingBody(Patching):
+    """Returns the logits of two tokens after a text in which single values are replaced by those of a clean text."""
+
+    kind: Literal["patching"]
+    input: TracedText
+    clean: TracedText
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttributionBody(Attribution):
+    """Attributes the logit of the token after a text to the parts of the model."""
+
+    kind: Literal["attribution"]
+    input: TracedText
+
+
+AnyTrace = Annotated[
+    HookNamesBody | ActivationsBody | LogitLensBody | PatchingBody | AttributionBody, Discriminator("kind")
+]
+
+
+class TraceBody(RequestModel):
+    """The body of POST /admin/trace."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "trace": {
+                        "kind": "activations",
+                        "input": {"text": "The sea is"},
+                        "hooks": ["blocks.*.hook_resid_post"],
+                    }
+                }
+            ]
+        }
+    )
+
+    model: AnyModel = ANY_MODEL
+    trace: AnyTrace

@@ -26,7 +26,6 @@ from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
 from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
 from lmx_lab.wire.limits import FEW_VALUES
-from lmx_lab.wire.steering import Steerings
 from lmx_lab.wire.tools import (
     PART_LIMIT,
     AnswerToolCall,
@@ -172,9 +171,6 @@ class ChatRequest(CompatibleFields):
     """Variables of the chat template; they override ``reasoning_effort``."""
     thinking_token_budget: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Number of reasoning tokens after which the model is forced to answer."""
-    steer: Steerings | None = None
-    """Vectors that are added to the residual stream of this request. Only callers on the server's machine may send
-    them."""
 
     # Fields of the format that are not supported; only values without effect are valid.
     functions: Annotated[Any, Neutral("functions (send tools, which replaced them)", ([],))] = None

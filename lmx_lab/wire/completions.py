@@ -21,7 +21,6 @@ from lmx_lab.values.outputs import FinishReason
 from lmx_lab.wire.base import NO_LIMIT, WHOLE, Alternatives, Choices
 from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT
-from lmx_lab.wire.steering import Steerings
 
 PROMPT_LIMIT = 1024
 # Named types, because members of a union must be hashable, and FailFast is not.
@@ -86,8 +85,6 @@ class CompletionRequest(CompatibleFields):
     """The text after the gap that the completion fills (fill-in-the-middle)."""
     logprobs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns only the tokens."""
-    steer: Steerings | None = None
-    """An extension: vectors that are added to the residual stream, as in a chat."""
 
     # Fields of the format that are not supported; only the value without effect is valid.
     best_of: Choices | None = None

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, FailFast, Field, WithJsonSchema, model_validator
+from typing_extensions import TypeAliasType
 
+from lmx_lab.values.steering import STEER_LIMIT, SteeringVector
 from lmx_lab.wire.base import (
     ANY_MODEL,
     WHOLE,
@@ -39,6 +41,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """Other names of parameters."""
 ALL_TOKENS = -1
 """The value of ``repeat_last_n`` for penalties that count all tokens, which they always do here."""
+# A named type, because members of a union must be hashable, and FailFast is not.
+Steerings = TypeAliasType("Steerings", Annotated[list[SteeringVector], FailFast(), Field(max_length=STEER_LIMIT)])
 Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
 
 
@@ -159,6 +163,9 @@ class CompatibleFields(GenerationFields, Hints):
     """llama.cpp's name for ``repetition_penalty``."""
     repeat_last_n: Annotated[int, WHOLE] | None = None
     """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
+    steer: Steerings | None = None
+    """An extension: vectors that are added to the residual stream of this request. Only callers on the server's machine
+    may send them."""
 
     # Not supported; only values without effect are valid.
     typical_p: Annotated[Any, Neutral("locally typical samplers", (1,))] = None
