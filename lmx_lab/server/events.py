@@ -21,7 +21,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures
 from lmx_lab.http.streaming import EventStream, data_line
 from lmx_lab.server.openapi import EVENTS
-from lmx_lab.values.engine import COUNTERS, EngineSnapshot
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot, TokenTotals
 from lmx_lab.values.models import ModelEvent
 from lmx_lab.wire.admin import Heartbeat, Memory, RequestEvent, Sample, Throughput
 
@@ -118,9 +118,9 @@ async def _lines(
 def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:
     """Return all metrics of the time between two snapshots. The rate of a counter is in ``<counter>_per_second``."""
 
-    def rate(count: Callable[[EngineSnapshot], int]) -> float:
+    def rate(count: Callable[[TokenTotals], int]) -> float:
         # Not less than 0: when the engine is started again, its counts begin at 0.
-        return max(0, count(now) - count(before)) / elapsed_s
+        return max(0, count(now.totals) - count(before.totals)) / elapsed_s
 
     rates = {f"{name}_per_second": rate(attrgetter(name)) for name in COUNTERS}
     rates["decode_tokens_per_second"] = rates["output_tokens_per_second"]
@@ -140,7 +140,7 @@ def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sam
 def events_between(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
     """Return the events about the time between two snapshots that every client receives."""
     # Not less than 0: when the engine is started again, its counts begin at 0.
-    rate = max(0, now.output_tokens - before.output_tokens) / elapsed_s
+    rate = max(0, now.totals.output_tokens - before.totals.output_tokens) / elapsed_s
     total = now.memory_total_bytes
     return [
         Throughput(tokens_per_second=rate, active_requests=now.requests, queued_requests=now.queued_requests),

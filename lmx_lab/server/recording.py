@@ -12,7 +12,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -133,25 +133,21 @@ def with_seed(request: GenerationRequest) -> GenerationRequest:
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(31)))
 
 
+@functools.cache
+def _requests() -> TypeAdapter[GenerationRequest]:
+    return TypeAdapter(GenerationRequest)
+
+
 def request_to_json(request: GenerationRequest) -> dict[str, Any]:
     """Return a request as JSON values, without its model and its caller."""
-    return {each.name: _plain(getattr(request, each.name)) for each in fields(request) if each.name not in NOT_STORED}
-
-
-def _plain(value: Any) -> Any:
-    # Not ``asdict``, which would copy every message.
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-_REQUEST = functools.cache(lambda: TypeAdapter(GenerationRequest))
+    values: dict[str, Any] = _requests().dump_python(request, mode="json", exclude=set(NOT_STORED))
+    return values
 
 
 def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationRequest:
     """Return the request that ``request_to_json`` has converted. Fields of newer versions are ignored."""
     given = {name: value for name, value in stored.items() if name not in NOT_STORED}
-    return _REQUEST().validate_python({**given, "model": model})
+    return _requests().validate_python({**given, "model": model})
 
 
 def continued_request(continuation: Continuation) -> GenerationRequest:

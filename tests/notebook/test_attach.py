@@ -131,14 +131,14 @@ async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(tiny_home,
 
 
 def test_an_interrupt_ends_the_generation_on_the_server(lab, far):
-    before = lab.engine.snapshot.output_tokens
+    before = lab.engine.snapshot.totals.output_tokens
 
-    interrupting = interrupt_when(lambda: lab.engine.snapshot.output_tokens > before)
+    interrupting = interrupt_when(lambda: lab.engine.snapshot.totals.output_tokens > before)
     with pytest.raises(KeyboardInterrupt):
         far.chat("hi", max_tokens=7500, ignore_eos=True)
     interrupting.join()
     wait_until_idle(lab)
-    assert lab.engine.snapshot.output_tokens - before < 7500
+    assert lab.engine.snapshot.totals.output_tokens - before < 7500
     assert far.chat("hi", max_tokens=2).usage.completion_tokens == 2
 
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from lmx_lab.errors import ArgumentError
-from lmx_lab.values.engine import BlasReport, EngineSnapshot, PinnedModel, merged
+from lmx_lab.values.engine import COUNTERS, BlasReport, EngineSnapshot, PinnedModel, TokenTotals, merged
 from lmx_lab.values.models import ECHO, LoadOptions, LoadReport, LoadSpec
 from lmx_lab.wire.errors import invalid_request
 
@@ -22,13 +22,16 @@ def test_the_main_model_is_that_of_the_first_engine():
     assert found.slot_free_s == 2.0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["active_requests", "queued_requests", "output_tokens", "cached_tokens", "encoded_tokens", "memory_used_bytes"],
-)
+@pytest.mark.parametrize("name", ["active_requests", "queued_requests", "memory_used_bytes"])
 def test_counts_are_added(name):
     snapshots = [replace(EngineSnapshot(), **{name: value}) for value in (3, 4)]
     assert getattr(merged(snapshots), name) == 7
+
+
+def test_totals_are_added():
+    totals = TokenTotals(**{name: 3 + at for at, name in enumerate(COUNTERS)})
+    found = merged([EngineSnapshot(totals=totals)] * 2).totals
+    assert found == TokenTotals(**{name: 2 * (3 + at) for at, name in enumerate(COUNTERS)})
 
 
 def test_the_memory_of_the_machine_is_not_added():
@@ -51,7 +54,9 @@ def test_progress_is_that_of_the_slowest_engine_with_requests():
 
 
 def test_a_merged_state_of_one_engine_is_unchanged():
-    snapshot = EngineSnapshot(state="ready", entry=ECHO, pinned=(PINNED,), output_tokens=3, progress_at=4.0, blas=BLAS)
+    snapshot = EngineSnapshot(
+        state="ready", entry=ECHO, pinned=(PINNED,), totals=TokenTotals(output_tokens=3), blas=BLAS
+    )
     assert merged([snapshot]) == snapshot
 
 

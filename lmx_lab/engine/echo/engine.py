@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -63,7 +63,6 @@ class EchoCore:
         self._main: EchoMain | None = None
         self._totals = TokenTotals()
         self._texts = TextTasks()
-        self._encoded_tokens = 0
         self.failure: LabError | None = None
         self.snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
         self._publish()
@@ -253,7 +252,7 @@ class EchoCore:
 
     def _start(self, texts: EchoTexts, work: Coroutine[Any, Any, T], permit: Permit) -> Pending[T]:
         def count() -> None:
-            self._encoded_tokens += texts.computed_tokens
+            self._totals.encoded_tokens += texts.computed_tokens
             self._publish()
 
         pending = self._texts.start(work, permit, count)
@@ -274,12 +273,11 @@ class EchoCore:
             active_requests=(main.queue.running if main is not None else 0) + texts,
             queued_requests=main.queue.queued if main is not None else 0,
             encode_requests=texts,
-            encoded_tokens=self._encoded_tokens,
             slot_free_s=main.queue.slot_free_s if main is not None else 1.0,
             memory_used_bytes=memory_bytes,
             memory_peak_bytes=max(memory_bytes, self.snapshot.memory_peak_bytes),
             progress_at=time.perf_counter() if main is not None else self.snapshot.progress_at,
-            **asdict(self._totals),
+            totals=replace(self._totals),
         )
 
 

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -80,7 +80,6 @@ class LlamaCppCore:
         self._outbox = Outbox()
         self._sending = False
         self._totals = TokenTotals()
-        self._encoded_tokens = 0
         self._starting: set[asyncio.Task[HostedModel]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
         self._closed: LabError | None = None
@@ -354,7 +353,7 @@ class LlamaCppCore:
     ) -> Pending[T]:
         def count() -> None:
             resident.hosted.progress_at = time.perf_counter()
-            self._encoded_tokens += texts.computed_tokens
+            self._totals.encoded_tokens += texts.computed_tokens
             self._publish()
 
         pending = resident.texts.start(work, permit, count)
@@ -405,11 +404,10 @@ class LlamaCppCore:
             queued_requests=sum(len(resident.queue.queued) for resident in residents),
             encode_requests=texts,
             slot_free_s=main.queue.slot_free_s if main is not None else 1.0,
-            encoded_tokens=self._encoded_tokens,
             memory_used_bytes=used_bytes,
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, used_bytes),
             progress_at=max((resident.hosted.progress_at for resident in residents), default=self.snapshot.progress_at),
-            **asdict(totals),
+            totals=totals,
         )
 
     async def _refresh(self) -> None:

@@ -357,11 +357,10 @@ class MlxCore:
             encode_requests=len(encoding.running) + len(encoding.queued),
             prefix_cache_bytes=generating.prefix_cache_bytes,
             slot_free_s=generating.slot_free_s,
-            encoded_tokens=encoding.tokens,
             memory_used_bytes=memory.used_bytes(),
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
             progress_at=time.perf_counter(),
-            **vars(generating.totals),
+            totals=replace(generating.totals, encoded_tokens=encoding.tokens),
         )
         encoding.deliver()
         tracing.deliver()
