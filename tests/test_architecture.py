@@ -146,6 +146,7 @@ SUBJECTS = {
     "server.app": "the application of the server",
     "server.metrics": "a file format: metrics of Prometheus",
     "server.request_log": "the log of requests",
+    "server.tokens": "a format: the routes of llama.cpp for tokens",
 }
 """Modules below ``SMALL_LINES`` that only one module of their package imports, and what makes them a subject."""
 # Reading a value's own class is no dependency worth a row.

@@ -470,8 +470,8 @@ class LocalBackend:
         return AnswerCost(
             model=report.model,
             finish_reason=report.finish_reason,
-            usage=usage([report]),
-            timings=timings(report),
+            usage=usage([[report]]),
+            timings=timings([[report]]),
             ttft_s=report.ttft_s,
             report=report,
             prompt=stream.prompt,

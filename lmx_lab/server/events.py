@@ -28,8 +28,6 @@ from lmx_lab.wire.admin import Heartbeat, Memory, RequestEvent, Sample, Throughp
 ServerEvent = ModelEvent | RequestEvent
 SAMPLE_S = 1.0
 """Time between two samples."""
-HEARTBEAT_S = 15.0
-"""Time between two heartbeats."""
 EXTRAS = {"models": "model", "requests": "request", "samples": "sample"}
 """The type of event that each name in ``include`` adds."""
 INCLUDE = (
@@ -92,7 +90,7 @@ async def _lines(
                 last, due = snapshot, now + SAMPLE_S
             if now >= beat:
                 yield data_line(Heartbeat(uptime=manager.uptime_s).model_dump_json())
-                beat = now + HEARTBEAT_S
+                beat = now + 15
             try:
                 extra = await asyncio.wait_for(anext(extras), max(0.0, due - time.monotonic()))
             except TimeoutError:

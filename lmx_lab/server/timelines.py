@@ -25,13 +25,6 @@ from lmx_lab.values.outputs import GenerationReport
 from lmx_lab.values.timeline import ModelStage, ModelTimeline, RequestTimeline, ServerTimeline, StepLog, phase_durations
 from lmx_lab.wire.admin import PAGE_REQUESTS, TimelinePage
 
-KEPT_REQUESTS = 256
-"""Maximum number of requests, running ones included. With the limit of each, this is at most 30 MB."""
-KEPT_LOADS = 64
-"""Maximum number of loads and unloads."""
-PAGE_STEPS = 20_000
-"""Number of steps after which a page has no more requests; it has at least one."""
-
 
 @dataclass(kw_only=True)
 class _Entry:
@@ -65,12 +58,20 @@ class _Change:
 
 
 class TimelineLog:
-    """The timelines of the last requests of all clients, and of the last loads. It may be used on any thread."""
+    """The timelines of the last requests of all clients, and of the last loads. It may be used on any thread.
 
-    def __init__(self) -> None:
+    Args:
+        requests: Maximum number of requests, running ones included. With the limit of each, 256 are at most 30 MB.
+        loads: Maximum number of loads and unloads.
+        page_steps: Number of steps after which a page has no more requests; it has at least one.
+    """
+
+    def __init__(self, *, requests: int = 256, loads: int = 64, page_steps: int = 20_000) -> None:
+        self._limit = requests
+        self._page_steps = page_steps
         self._entries: dict[StepLog, _Entry] = {}
         self._numbers = count(1)
-        self._changes: deque[_Change] = deque(maxlen=KEPT_LOADS)
+        self._changes: deque[_Change] = deque(maxlen=loads)
         self._lock = threading.Lock()
         """Protects ``_changes``: downloads report their progress on separate threads."""
 
@@ -83,7 +84,7 @@ class TimelineLog:
             model=model,
             prompt_tokens=prompt_tokens,
         )
-        while len(self._entries) > KEPT_REQUESTS:
+        while len(self._entries) > self._limit:
             del self._entries[next(iter(self._entries))]
 
     def end(self, steps: StepLog, outcome: str, code: str | None, report: GenerationReport | None) -> None:
@@ -139,7 +140,7 @@ class TimelineLog:
         entries = [each for each in self._entries_since(now - last_s) if before is None or each[1].number < before]
         requests: list[RequestTimeline] = []
         last = None
-        while entries and len(requests) < limit and steps < PAGE_STEPS:
+        while entries and len(requests) < limit and steps < self._page_steps:
             log, last = entries.pop()
             requests.append(_timeline(log, last, now))
             steps += len(requests[-1].steps)

@@ -14,22 +14,20 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.convert import validated_request
 from lmx_lab.server.openapi import GENERATION_ERRORS
-from lmx_lab.server.tokens import requested_model
-from lmx_lab.server.translate import generation_request
+from lmx_lab.server.translate import generation_request, requested_model
 from lmx_lab.wire.admin import HookNamesBody, PatchingBody, TraceBody, TracedText
-
-MEDIA_TYPE = "application/x-safetensors"
 
 
 def trace_routes(manager: ModelManager) -> APIRouter:
     """Return the router of ``/admin/trace``."""
+    media_type = "application/x-safetensors"
     router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
 
     @router.post(
         "/trace",
         response_class=Response,
         responses={
-            200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}},
+            200: {"content": {media_type: {"schema": {"type": "string", "format": "binary"}}}},
             **GENERATION_ERRORS,
         },
     )
@@ -42,7 +40,7 @@ def trace_routes(manager: ModelManager) -> APIRouter:
                 "only programs on the server's machine may trace its model; run the trace in a notebook on that machine"
             )
         result = await while_connected(request, manager.trace(trace_request(body, Caller(local=True))))
-        return Response(await asyncio.to_thread(result.encode), media_type=MEDIA_TYPE)
+        return Response(await asyncio.to_thread(result.encode), media_type=media_type)
 
     return router
 

@@ -124,15 +124,14 @@ def request_class(name: str) -> type[RequestModel] | None:
 
 ID_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 Identifier = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
-ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-"""Base 32 as defined by Crockford: letters are distinct in upper and lower case."""
-ID_CHARACTERS = 26
 
 
 def new_id(prefix: str) -> str:
     """Return a new id, such as ``ses_01kb…``, from a prefix, 48 bits of the time in milliseconds and 80 random bits."""
     value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
-    digits = [ID_ALPHABET[value >> shift & 31] for shift in range(5 * (ID_CHARACTERS - 1), -1, -5)]
+    # 26 digits in base 32 as defined by Crockford: letters are distinct in upper and lower case.
+    alphabet = "0123456789abcdefghjkmnpqrstvwxyz"
+    digits = [alphabet[value >> shift & 31] for shift in range(125, -1, -5)]
     return f"{prefix}_{''.join(digits)}"
 
 

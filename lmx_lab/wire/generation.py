@@ -39,8 +39,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "response_format": ("json_schema", "grammar"),
 }
 """Other names of parameters."""
-ALL_TOKENS = -1
-"""The value of ``repeat_last_n`` for penalties that count all tokens, which they always do here."""
 # A named type, because members of a union must be hashable, and FailFast is not.
 Steerings = TypeAliasType("Steerings", Annotated[list[SteeringVector], FailFast(), Field(max_length=STEER_LIMIT)])
 Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
@@ -205,10 +203,10 @@ class CompatibleFields(GenerationFields, Hints):
         if self.min_tokens and most is not None and self.min_tokens > most:
             raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {most}; send a larger max_tokens")
         penalty = self.setting("repetition_penalty")
-        if self.repeat_last_n not in (None, ALL_TOKENS) and penalty not in (None, 1):
+        if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
             raise ValueError(
                 f"repeat_last_n is {self.repeat_last_n}, but penalties count all tokens; send "
-                f"{ALL_TOKENS}, or leave repeat_last_n out"
+                "-1, or leave repeat_last_n out"
             )
         return self
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lmx_lab.engine import RerankRequest
-from lmx_lab.server.rerank import PATHS, RESULTS_ON_LOOP
+from lmx_lab.server.rerank import PATHS
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.rerank import RerankResults
 from tests.server.encoder import FakeEncoder, post, refused
@@ -196,6 +196,6 @@ async def test_many_results_are_written_in_another_thread(monkeypatch):
         return await to_thread(work, *args, **kwargs)
 
     monkeypatch.setattr(asyncio, "to_thread", noted)
-    for count in (RESULTS_ON_LOOP, RESULTS_ON_LOOP + 1):
+    for count in (256, 257):
         assert (await post(FakeEncoder(), PATH, body(documents=["a"] * count))).status_code == 200
     assert len(moved) == 1

@@ -156,7 +156,7 @@ def cost(reason: FinishReason = "stop", tokens: int = 2) -> AnswerCost:
         peak_memory_bytes=0,
     )
     return AnswerCost(
-        model="tiny", finish_reason=reason, usage=usage([report]), timings=timings(report), ttft_s=report.ttft_s
+        model="tiny", finish_reason=reason, usage=usage([[report]]), timings=timings([[report]]), ttft_s=report.ttft_s
     )
 
 
