@@ -23,7 +23,7 @@ from lmx_lab.engine import (
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
-from lmx_lab.wire.base import ANY_MODEL, LOWEST_LOGPROB
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, TextFormat
@@ -37,6 +37,8 @@ from lmx_lab.wire.generation import (
 )
 from lmx_lab.wire.tools import NamedToolChoice, format_names
 
+LOWEST_LOGPROB = -9999.0
+"""The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
 GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Parameters of a greedy request: no token needs to be removed."""
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}

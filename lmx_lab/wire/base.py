@@ -27,8 +27,6 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import check_members, listed, whole
 
-LOWEST_LOGPROB = -9999.0
-"""The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
 ANY_MODEL = "default"
 """The model name that stands for the loaded model."""
 UNLIMITED = 2**31 - 1
@@ -160,9 +158,3 @@ class Neutral:
         if value is not None and not is_neutral:
             raise ValueError(f"{self.what} are not supported by this version; leave the field out")
         return value
-
-
-NO_AUDIO = Neutral("audio inputs and outputs")
-NO_OPEN_CHATS = Neutral("prompts without the generation prompt", (True,))
-NO_CONTINUED_MESSAGES = Neutral("continuations of the last message", (False,))
-NO_VISION = Neutral("images (the models of this server have no vision; send text only)", ([],))

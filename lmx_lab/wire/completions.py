@@ -19,7 +19,7 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.values.outputs import FinishReason
 from lmx_lab.wire.base import NO_LIMIT, WHOLE, Alternatives, Choices
-from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
+from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT
 
 PROMPT_LIMIT = 1024
@@ -141,15 +141,10 @@ class CompletionChoice(BaseModel):
     """Null in every chunk of a choice except the last."""
 
 
-class Completion(BaseModel):
+class Completion(AnswerHead):
     """The whole answer or, without ``usage``, one ``data:`` line of a stream. Dump it with ``exclude_unset``."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    """Unix time, seconds."""
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
     timings: Timings | None = None

@@ -211,7 +211,18 @@ class CompatibleFields(GenerationFields, Hints):
         return self
 
 
-# Usage and timings
+# Answers
+
+
+class AnswerHead(BaseModel):
+    """The beginning of whole answers and chunks in the chat and in the completions format."""
+
+    id: str
+    object: str
+    created: int
+    """Unix time, seconds."""
+    model: str
+    system_fingerprint: str
 
 
 class PromptTokensDetails(BaseModel):

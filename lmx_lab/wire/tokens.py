@@ -8,9 +8,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import TOKEN_LIMIT
-from lmx_lab.wire.base import ANY_MODEL, NO_CONTINUED_MESSAGES, NO_OPEN_CHATS, AnyModel, LenientModel, Neutral
+from lmx_lab.wire.base import ANY_MODEL, AnyModel, LenientModel, Neutral
 from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage, ChatRequest, TemplateVariables
 from lmx_lab.wire.tools import Tools, check_counts
+
+NO_OPEN_CHATS = Neutral("prompts without the generation prompt", (True,))
+NO_CONTINUED_MESSAGES = Neutral("continuations of the last message", (False,))
 
 
 class TemplateRequest(ChatRequest):
