@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 from lmx_lab.blocking import Portal
-from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent, Unloading
 from lmx_lab.values.outputs import (
     Delta,
     EncodeReport,
@@ -25,12 +25,11 @@ from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecords, RequestEvent, Sample, TraceBody
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.rerank import RerankBody
-from lmx_lab.wire.tracing import TraceBody
 
 T = TypeVar("T")
 Progress = Callable[[ModelEvent], None]

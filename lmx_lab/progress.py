@@ -31,7 +31,7 @@ class KnownBytes(DownloadColumn):
 
 
 class Step(Protocol):
-    """A step of a download or a load: ``weights.Progress`` or ``wire.admin.ModelEvent``."""
+    """A step of a download or a load: ``weights.Progress`` or ``ModelEvent``."""
 
     @property
     def stage(self) -> str: ...

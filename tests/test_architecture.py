@@ -34,8 +34,8 @@ TABLE = {
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
-    # pydantic_core: the form of steps in JSON.
-    "values": Row("errors", "numpy pydantic_core"),
+    # pydantic and pydantic_core: values that are bodies of requests, and the form of steps in JSON.
+    "values": Row("errors", "numpy pydantic pydantic_core"),
     "settings": Row("errors"),
     "urls": Row("errors extras"),
     "broadcast": Row(),
@@ -144,6 +144,7 @@ SUBJECTS = {
     "server.app": "the application of the server",
     "server.metrics": "a file format: metrics of Prometheus",
     "server.request_log": "the log of requests",
+    "server.tokens": "a format: the routes of llama.cpp for tokens",
 }
 """Modules below ``SMALL_LINES`` that only one module of their package imports, and what makes them a subject."""
 # Reading a value's own class is no dependency worth a row.

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from lmx_lab.progress import bar, counter
+from lmx_lab.values.models import ModelEvent
 from lmx_lab.weights import Progress
-from lmx_lab.wire.admin import ModelEvent
 
 
 def steps():

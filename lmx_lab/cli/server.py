@@ -15,7 +15,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.tokenizing.templates import prepared_trial
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_half_blocks
-from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
 
 SWITCH_S = 0.0005
 """Time for which a thread may hold Python's lock while others wait, in the start of the server. Python's default is
@@ -102,7 +102,7 @@ async def _wait_for_files(engine: ModelManager, load: asyncio.Task[LoadReport], 
     """
     loop, found = asyncio.get_running_loop(), asyncio.Event()
 
-    def observe(_: LoadProgress) -> None:
+    def observe(_: ModelEvent) -> None:
         loop.call_soon_threadsafe(found.set)
 
     engine.add_observer(observe)

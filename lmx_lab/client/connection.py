@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar, cast, get_args
 import httpx2
 import pydantic_core
 from httpx2.websockets import AsyncWebSocketSession
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from lmx_lab.errors import (
@@ -39,7 +39,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.wire.errors import Expiry
 
-Shape = TypeVar("Shape", bound=BaseModel)
+Shape = TypeVar("Shape")
 SHORT_BYTES = 100_000
 """Maximum size of an error body, and of a response with a few fields."""
 LONG_BYTES = 64_000_000
@@ -451,7 +451,7 @@ class HttpConnection:
         if not response.is_success:
             raise self.error_for(response, body)
         try:
-            return shape.model_validate_json(body)
+            return TypeAdapter(shape).validate_json(body)
         except ValidationError as exc:
             raise self.error_for(response, body) from exc
 

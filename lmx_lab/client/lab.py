@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from httpx2.websockets import HTTPXWSException
 from pydantic import Discriminator, Field, TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 # BlockingStream: in the type hints of streams.
 from lmx_lab.blocking import BlockingStream, twin, twin_stream  # noqa: F401
@@ -38,7 +39,7 @@ from lmx_lab.client.connection import (
     wrong_server_error,
 )
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
-from lmx_lab.values.models import LoadOptions, LoadSpec
+from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec, ModelEvent
 from lmx_lab.values.outputs import FinishReason
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
 from lmx_lab.values.tracing import Trace
@@ -47,10 +48,7 @@ from lmx_lab.wire.admin import (
     CancelLoadAnswer,
     CancelLoadRequest,
     Heartbeat,
-    LoadAnswer,
-    LoadRequest,
     Memory,
-    ModelEvent,
     ModelRecords,
     NotReady,
     Ready,
@@ -58,6 +56,7 @@ from lmx_lab.wire.admin import (
     Sample,
     Throughput,
     TimelinePage,
+    TraceBody,
     UnloadAnswer,
     UnloadRequest,
 )
@@ -79,7 +78,6 @@ from lmx_lab.wire.errors import validated
 from lmx_lab.wire.generation import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from lmx_lab.wire.rerank import RerankBody, RerankResults
 from lmx_lab.wire.tokens import TokenizeAnswer, TokenizeRequest
-from lmx_lab.wire.tracing import TraceBody
 
 T = TypeVar("T")
 Include = Literal["models", "requests", "samples"]
@@ -570,7 +568,7 @@ class AsyncLabClient(AsyncClientBase):
         *,
         progress: Callable[[ModelEvent], None] | None = None,
         **options: Unpack[LoadOptions],
-    ) -> LoadAnswer:
+    ) -> LoadReport:
         """Load a model in place of the loaded one. Returns when the model is ready.
 
         Cancelling this stops the waiting, but not the load.
@@ -580,11 +578,11 @@ class AsyncLabClient(AsyncClientBase):
             progress: Called on this loop with each step of the load; most steps have byte counts.
             options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
         """
-        spec = LoadSpec.with_options(model, options)
-        content = encode_body(validated(LoadRequest, {"model": model, **spec.options}))
+        spec = validated(LoadSpec, {"model": model, **LoadSpec.with_options(model, options).options})
+        content = to_json({"model": spec.model, **spec.options})
 
-        async def load() -> LoadAnswer:
-            return await self._connection.fetch("POST", "/admin/models/load", LoadAnswer, content=content)
+        async def load() -> LoadReport:
+            return await self._connection.fetch("POST", "/admin/models/load", LoadReport, content=content)
 
         if progress is None:
             return await load()

@@ -21,7 +21,7 @@ from lmx_lab.engine.registry import ENGINES, choose_engine, engine_for
 from lmx_lab.engine.speeds import Speeds, read_speeds
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import EngineChoice, EngineName, Format, LoadProgress, LoadSpec, ModelEntry
+from lmx_lab.values.models import EngineChoice, EngineName, Format, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.files import in_thread
 
@@ -46,7 +46,7 @@ class ModelFinder:
         report: Called with each step of a download, on any thread.
     """
 
-    def __init__(self, settings: Settings, catalog: Catalog, *, report: Callable[[LoadProgress], None]) -> None:
+    def __init__(self, settings: Settings, catalog: Catalog, *, report: Callable[[ModelEvent], None]) -> None:
         self._settings = settings
         self._catalog = catalog
         self._report = report
@@ -123,7 +123,7 @@ class ModelFinder:
 
         def report(progress: Progress) -> None:
             done_bytes, total_bytes = progress.done_bytes, progress.total_bytes
-            self._report(LoadProgress(model=name, stage=progress.stage, done_bytes=done_bytes, total_bytes=total_bytes))
+            self._report(ModelEvent(model=name, stage=progress.stage, done_bytes=done_bytes, total_bytes=total_bytes))
 
         fetched = format_ if can_choose or spec.engine != "auto" else None
         try:

@@ -16,7 +16,7 @@ from lmx_lab.engine.registry import engine_for
 from lmx_lab.engine.residents import Resident
 from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError
 from lmx_lab.values.engine import EngineSnapshot, ModelChange
-from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec, ModelEntry, with_reason
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent, with_reason
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
@@ -229,10 +229,10 @@ async def within_limit(work: Coroutine[Any, Any, T], entry: ModelEntry, load_tim
         ) from None
 
 
-def load_progress(entry: ModelEntry) -> LoadProgress:
+def load_progress(entry: ModelEntry) -> ModelEvent:
     """Return the step in which an engine begins to load a model."""
     engine = with_reason(engine_for(entry.format).name, entry.engine_reason)
-    return LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes, message=f"on {engine}")
+    return ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes, message=f"on {engine}")
 
 
 def draft_warning(entry: ModelEntry) -> str:

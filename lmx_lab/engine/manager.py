@@ -42,7 +42,7 @@ from lmx_lab.errors import EngineDeadError, HostingError, InvalidRequestError, N
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, merged
-from lmx_lab.values.models import EngineName, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import EngineName, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 
@@ -65,7 +65,7 @@ class ModelManager:
     def __init__(self, settings: Settings, catalog: Catalog | None = None, *, turns: Turns | None = None) -> None:
         self.settings = settings
         self._turns = turns or Turns()
-        self._observers: list[Callable[[LoadProgress], None]] = []
+        self._observers: list[Callable[[ModelEvent], None]] = []
         self.catalog = catalog if catalog is not None else Catalog(settings)
         self._finder = ModelFinder(settings, self.catalog, report=self._report)
         self._engines: dict[EngineName, InferenceEngine] = {}
@@ -181,17 +181,17 @@ class ModelManager:
         """Seconds since this object was created."""
         return time.monotonic() - self._created_at
 
-    def add_observer(self, observer: Callable[[LoadProgress], None]) -> None:
+    def add_observer(self, observer: Callable[[ModelEvent], None]) -> None:
         """Register a function that is called with each step of a load, and when a model leaves memory. It may be called
         on any thread.
         """
         self._observers.append(observer)
 
-    def remove_observer(self, observer: Callable[[LoadProgress], None]) -> None:
+    def remove_observer(self, observer: Callable[[ModelEvent], None]) -> None:
         """Undo ``add_observer``."""
         self._observers.remove(observer)
 
-    def _report(self, progress: LoadProgress) -> None:
+    def _report(self, progress: ModelEvent) -> None:
         for observer in list(self._observers):
             observer(progress)
 

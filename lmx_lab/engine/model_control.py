@@ -38,7 +38,7 @@ from lmx_lab.engine.swap import SwapQueue
 from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, UnloadCause
-from lmx_lab.values.models import EngineName, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import EngineName, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_loaded, with_marks
 
@@ -63,7 +63,7 @@ class ModelControl:
         finder: ModelFinder,
         *,
         engine_of: Callable[[EngineName], InferenceEngine],
-        report: Callable[[LoadProgress], None],
+        report: Callable[[ModelEvent], None],
         snapshot: Callable[[], EngineSnapshot],
     ) -> None:
         self.settings = settings
@@ -166,14 +166,14 @@ class ModelControl:
             log.exception("%s could not be loaded", operation.spec.model)
             self._fail(operation, UnusableModelError(f"{operation.spec.model} could not be loaded: {exc!r}"))
         else:
-            self._report(LoadProgress(model=report.model, stage="loaded"))
+            self._report(ModelEvent(model=report.model, stage="loaded"))
             operation.finish(operation.with_engine(report))
         finally:
             self._loads.remove(operation)
 
     def _fail(self, operation: LoadOperation, error: LabError) -> None:
         if not operation.done.done():
-            self._report(LoadProgress(model=operation.spec.model, stage="failed", message=error.message))
+            self._report(ModelEvent(model=operation.spec.model, stage="failed", message=error.message))
         operation.finish(error)
 
     async def _find_and_load(
@@ -258,10 +258,10 @@ class ModelControl:
             why = f"the model was replaced by {entry.id}"
             await self._drain_and_unload(operation.unload, why, finish_queued=finish_queued, load=operation)
             if previous is not None:
-                self._report(LoadProgress(model=previous.entry.id, stage="unloaded"))
+                self._report(ModelEvent(model=previous.entry.id, stage="unloaded"))
             self._current.enter_stage("loading")
             report = await operation.run(self._load_main(entry, spec, engine))
-            return replace(report, load_s=checked_s + report.load_s)
+            return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
         except LabError as exc:
             failure = exc
         # The previous model is not needed if another model is loaded instead, or if the lab stops.
@@ -361,7 +361,7 @@ class ModelControl:
             before = self._slots.get(kind)
             is_same = before is not None and before.in_memory and before.spec == spec
             if before is not None and is_same and await in_thread(functools.partial(is_loaded, before.entry, entry)):
-                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=before.memory_bytes)
+                return LoadReport(model=entry.id, load_time_ms=0.0, vram_gb=before.memory_bytes / 1e9)
             checked_s = await self._check_loadable(entry, spec, engine)
             entry = await in_thread(functools.partial(with_marks, entry))
             report = await within_limit(engine.pin(entry, spec), entry, self.settings.load_timeout_s)
@@ -369,7 +369,7 @@ class ModelControl:
             self._publish()
         if before is not None and before.engine is not engine:
             await before.engine.unpin(kind)
-        return replace(report, load_s=checked_s + report.load_s)
+        return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
 
     async def _restore_pins(self) -> None:
         """Load pinned models again that were lost because their engine died."""
@@ -433,7 +433,7 @@ class ModelControl:
                     if self._engine is not None:
                         await self._engine.unload()
             if main is not None:
-                self._report(LoadProgress(model=main.entry.id, stage="unloaded"))
+                self._report(ModelEvent(model=main.entry.id, stage="unloaded"))
             operation.finish(freed)
         except BaseException as exc:
             operation.finish(exc)
@@ -462,7 +462,7 @@ class ModelControl:
         def report_drain() -> None:
             self._current.enter_stage("draining", drain_until=drain.until)
             if (state := self._snapshot().unloading) is not None:
-                self._report(LoadProgress(model=main.entry.id, stage="unloading", unloading=state))
+                self._report(ModelEvent(model=main.entry.id, stage="unloading", unloading=state))
 
         drain = Drain(
             main,
@@ -559,7 +559,7 @@ class ModelControl:
             del self._slots[slot]
             if slot == MAIN and engine.snapshot.unload_cause == "memory":
                 self._unloaded = (resident.entry.id, "memory")
-                self._report(LoadProgress(model=resident.entry.id, stage="unloaded", message="out of memory"))
+                self._report(ModelEvent(model=resident.entry.id, stage="unloaded", message="out of memory"))
             if slot == MAIN and by_request and time.perf_counter() - self._reloaded_at > RELOAD_S:
                 self._reloaded_at = time.perf_counter()
                 load = self.load(resident.spec, resident.entry, local=True, finish_queued=False, if_busy="refuse")
@@ -600,4 +600,4 @@ class ModelControl:
             log.info("%s was idle for %g s", main.entry.id, idle_s)
             operation = UnloadOperation(done=self._loop.create_future(), requested=False)
             await self._drain_and_unload(operation, "the model was unloaded", cause="idle")
-        self._report(LoadProgress(model=main.entry.id, stage="unloaded", message=f"idle for {idle_s:g} s"))
+        self._report(ModelEvent(model=main.entry.id, stage="unloaded", message=f"idle for {idle_s:g} s"))

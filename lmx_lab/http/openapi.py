@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, TypeAdapter
 
 from lmx_lab.errors import (
     BodyTooLargeError,
@@ -39,7 +38,7 @@ BODY: tuple[type[LabError], ...] = (InvalidRequestError, BodyTooLargeError, Queu
 NO_422 = "4XX"
 
 
-def reference(model: type[BaseModel]) -> dict[str, str]:
+def reference(model: type) -> dict[str, str]:
     """Return a reference to a schema in the document."""
     return {"$ref": SCHEMA_REF.format(model=model.__name__)}
 
@@ -92,7 +91,7 @@ def failures(*errors: type[LabError], in_path: bool = False, body: type[BaseMode
 # Streams
 
 
-def event_stream(*models: type[BaseModel], description: str, end: str | None = None) -> dict[str, Any]:
+def event_stream(*models: type, description: str, end: str | None = None) -> dict[str, Any]:
     """Return a response of server-sent events: ``data:`` lines that contain the JSON of one of these models.
 
     Args:
@@ -144,7 +143,7 @@ class DescribedAPI(FastAPI):
     """An application whose OpenAPI document contains all of the above.
 
     Args:
-        extra_models: Pydantic models that are not the response of a route, such as events and messages of WebSockets.
+        extra_models: Classes that are not the response of a route, such as events and messages of WebSockets.
         sockets: OpenAPI operations by the path of a WebSocket; FastAPI leaves them out.
         key: Name of the key, and how a caller sends it; None if no key is needed.
         open_paths: Paths that need no key.
@@ -154,7 +153,7 @@ class DescribedAPI(FastAPI):
     def __init__(
         self,
         *,
-        extra_models: Sequence[type[BaseModel]] = (),
+        extra_models: Sequence[type] = (),
         sockets: Mapping[str, dict[str, Any]] | None = None,
         key: tuple[str, str] | None = None,
         open_paths: frozenset[str] = frozenset(),
@@ -163,7 +162,7 @@ class DescribedAPI(FastAPI):
     ) -> None:
         responses: Responses = {**failures(), NO_422: {}}
         super().__init__(responses=responses, generate_unique_id_function=operation_id, **settings)
-        self._extra_models: tuple[type[BaseModel], ...] = tuple(dict.fromkeys([ErrorBody, *extra_models]))
+        self._extra_models: tuple[type, ...] = tuple(dict.fromkeys([ErrorBody, *extra_models]))
         self._sockets = dict(sockets or {})
         self._key = key
         self._open_paths = open_paths
@@ -174,10 +173,10 @@ class DescribedAPI(FastAPI):
         described = super().openapi()
         if described is known:
             return described
-        sent: list[tuple[type[BaseModel], Literal["serialization"]]] = [
-            (it, "serialization") for it in self._extra_models
+        sent: list[tuple[str, Literal["serialization"], TypeAdapter[Any]]] = [
+            (it.__name__, "serialization", TypeAdapter(it)) for it in self._extra_models
         ]
-        _, schemas = models_json_schema(sent, ref_template=SCHEMA_REF)
+        _, schemas = TypeAdapter.json_schemas(sent, ref_template=SCHEMA_REF)
         parts = described["components"]
         parts["headers"] = HEADERS
         parts["schemas"] = {**schemas["$defs"], **parts["schemas"]}

@@ -21,9 +21,9 @@ from lmx_lab.results.figures import write_file
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.tracing import Trace
+from lmx_lab.wire.admin import TraceBody
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.errors import invalid_request
-from lmx_lab.wire.tracing import TraceBody
 
 Shape = tuple[int | str, ...]
 BLOCK = re.compile(r"^blocks\.\d+\.")

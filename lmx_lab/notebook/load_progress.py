@@ -12,8 +12,7 @@ from lmx_lab.backend import Backend, Progress
 from lmx_lab.blocking import Portal, on_loop
 from lmx_lab.broadcast import Feed
 from lmx_lab.progress import ProgressBar, bar, status
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
-from lmx_lab.wire.admin import ModelEvent
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent
 
 if TYPE_CHECKING:
     from lmx_lab.notebook.local import LocalBackend
@@ -69,7 +68,7 @@ class RunningChange(Generic[T]):
                 step, state = self._unloading, self._unloading.unloading
                 if state is not None and state.seconds_left is not None:
                     later = replace(state, seconds_left=max(0, state.seconds_left - 1))
-                    step = step.model_copy(update={"unloading": later})
+                    step = replace(step, unloading=later)
             self._loading = None
             if step.unloading is not None or self._unloading is not None:
                 self._unloading = step if step.unloading is not None else None
@@ -137,7 +136,7 @@ async def show_load(portal: Portal, backend: Backend, spec: LoadSpec) -> LoadRep
                     _show_unloading(shown, f"{step.model} is {step.unloading}", step, before)
                 else:
                     # The load begins when the previous model is unloaded.
-                    shown.update(step.model_copy(update={"stage": "load"}) if step.stage == "unloaded" else step)
+                    shown.update(replace(step, stage="load") if step.stage == "unloaded" else step)
                 before = step
             report = await on_loop(portal, load.result())
             if before is not None:  # In notebooks, the last text stays.

@@ -41,18 +41,17 @@ from lmx_lab.server.translate import generation_request, timings, usage
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, capacity_in_words, with_reason
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent, capacity_in_words, with_reason
 from lmx_lab.values.outputs import TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
-from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecords, RequestEvent, Sample, TraceBody
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
-from lmx_lab.wire.tracing import TraceBody
 
 if TYPE_CHECKING:
     from lmx_lab.daemon.tools.python_tools import PythonTools
@@ -471,8 +470,8 @@ class LocalBackend:
         return AnswerCost(
             model=report.model,
             finish_reason=report.finish_reason,
-            usage=usage([report]),
-            timings=timings(report),
+            usage=usage([[report]]),
+            timings=timings([[report]]),
             ttft_s=report.ttft_s,
             report=report,
             prompt=stream.prompt,

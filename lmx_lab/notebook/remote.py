@@ -27,13 +27,13 @@ from lmx_lab.notebook.discovery import find_address, is_name
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.portal import LoopThread
-from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent, Unloading
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.admin import ModelEvent, ModelRecords, NotReady, Ready, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecords, NotReady, Ready, RequestEvent, Sample, TraceBody
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, TokenLogprobs, TopLogprob
 from lmx_lab.wire.completions import CompletionRequest
@@ -41,7 +41,6 @@ from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import StreamOptions, Timings
 from lmx_lab.wire.rerank import RerankBody
 from lmx_lab.wire.tokens import TokenizeRequest
-from lmx_lab.wire.tracing import TraceBody
 
 if TYPE_CHECKING:
     from lmx_lab.client import LabClient
@@ -248,19 +247,7 @@ class RemoteBackend:
             raise InvalidRequestError(
                 "an attached lab cannot pin models; pass embedder or reranker where the server is started"
             )
-        answer = await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
-        return LoadReport(
-            model=answer.model,
-            load_s=answer.load_time_ms / 1e3,
-            memory_bytes=round(answer.vram_gb * 1e9),
-            engine=answer.engine,
-            engine_reason=answer.engine_reason,
-            kv_cache_dtype=answer.kv_cache_dtype,
-            draft=answer.draft,
-            warning=answer.warning,
-            slots=answer.slots,
-            context_length=answer.context_length,
-        )
+        return await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
 
     async def cancel_load(self, model: str) -> None:
         await self._portal.call(self._client.cancel_load(model))

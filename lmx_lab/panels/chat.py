@@ -17,8 +17,8 @@ from lmx_lab.errors import HostingError, InvalidRequestError, QueueFullError
 from lmx_lab.panels.panel import Panel, integer_field, number_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip, replace_surrogates
+from lmx_lab.values.models import ModelEvent
 from lmx_lab.values.outputs import Delta, whole_characters
-from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.errors import validated

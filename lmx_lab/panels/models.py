@@ -18,8 +18,8 @@ from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBus
 from lmx_lab.panels.panel import Panel, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import html_table
-from lmx_lab.values.models import LoadSpec, Unloading, with_reason
-from lmx_lab.wire.admin import ModelEvent, ModelRecord, Preference, Sample
+from lmx_lab.values.models import LoadSpec, ModelEvent, Unloading, with_reason
+from lmx_lab.wire.admin import ModelRecord, Preference, Sample
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 500

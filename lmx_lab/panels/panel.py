@@ -19,7 +19,8 @@ from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.panels import assets
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
+from lmx_lab.values.models import ModelEvent
+from lmx_lab.wire.admin import RequestEvent, Sample
 
 log = logging.getLogger(__name__)
 FRAME_S = 0.3

@@ -17,7 +17,8 @@ from lmx_lab.panels.panel import Panel, integer_field, number_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import html_table
 from lmx_lab.sanitize import clip, escape_text, replace_surrogates
-from lmx_lab.wire.admin import ModelEvent, Sample
+from lmx_lab.values.models import ModelEvent
+from lmx_lab.wire.admin import Sample
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.errors import validated

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from lmx_lab.backend import Backend
 from lmx_lab.panels.static_views import StaticViews
 from lmx_lab.portal import LoopThread
-from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
+from lmx_lab.values.models import ModelEvent
+from lmx_lab.wire.admin import RequestEvent, Sample
 
 if TYPE_CHECKING:
     # Imported for types only, because most labs have no daemon, and the client takes time to import.

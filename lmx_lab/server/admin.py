@@ -29,7 +29,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import BODY, failures, link
 from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry, by_model
+from lmx_lab.values.models import EngineName, Format, LoadReport, LoadSpec, ModelEntry, by_model
 from lmx_lab.weights import Catalog, Listing
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.starters import loadable_formats
@@ -38,8 +38,6 @@ from lmx_lab.wire.admin import (
     CancelLoadRequest,
     Compute,
     EngineRecord,
-    LoadAnswer,
-    LoadRequest,
     ModelCard,
     ModelCards,
     ModelRecord,
@@ -90,7 +88,7 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         )
 
     @router.post("/models/load", responses={200: {"links": LOADED}, **LOAD_ERRORS})
-    async def load(body: LoadRequest, request: Request) -> LoadAnswer:
+    async def load(body: LoadSpec, request: Request) -> LoadReport:
         """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path.
 
         Running answers of the replaced model have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit
@@ -98,19 +96,7 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
-        report = await manager.load(LoadSpec(**body.model_dump()), local=local)
-        return LoadAnswer(
-            model=report.model,
-            load_time_ms=report.load_s * 1e3,
-            vram_gb=report.memory_bytes / 1e9,
-            engine=report.engine,
-            engine_reason=report.engine_reason,
-            slots=report.slots,
-            context_length=report.context_length,
-            kv_cache_dtype=report.kv_cache_dtype,
-            draft=report.draft,
-            warning=report.warning,
-        )
+        return await manager.load(body, local=local)
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:

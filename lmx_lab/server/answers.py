@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 
-from lmx_lab.engine import Answer, GenerationRequest
+from lmx_lab.engine import Answer, Caller, GenerationRequest
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import LabError
 from lmx_lab.http.errors import detail_for
@@ -115,7 +115,7 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
     caller = service.caller_of(request)
     prompts = [replace(prompt, caller=caller) for prompt in wanted.prompts]
     choices = Choices(service, prompts, choices=wanted.choices, read=wanted.read)
-    headers = answer_headers(service, request, wanted)
+    headers = answer_headers(service, caller, wanted)
 
     def describe(error: LabError) -> ErrorDetail:
         return detail_for(request, error)
@@ -141,10 +141,9 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
     return Response(text, media_type="application/json", headers=headers)
 
 
-def answer_headers(service: InferenceService, request: Request, wanted: AnswerRequest) -> dict[str, str]:
+def answer_headers(service: InferenceService, caller: Caller, wanted: AnswerRequest) -> dict[str, str]:
     """Return the headers that describe how a request is treated."""
-    own = service.recording.is_own(request)
-    return {**ignored_header(wanted.ignored), **service.recording.answer_headers(own=own)}
+    return {**ignored_header(wanted.ignored), **service.recording.answer_headers(own=bool(caller.own))}
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
@@ -180,7 +179,7 @@ class Choices:
         self._caller = prompts[0].caller
         self._choices = choices
         self._read = read
-        self._concurrency = max(1, service.slots // choices)
+        self._concurrency = max(1, service.manager.settings.slots // choices)
         self._free = asyncio.Semaphore(self._concurrency)
         self._answers: dict[int, list[Answer]] = {}
         """The answers that were submitted and have not been closed, by the number of their prompt."""

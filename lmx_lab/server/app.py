@@ -21,7 +21,7 @@ from lmx_lab.server.admin import admin_routes, listing_routes
 from lmx_lab.server.chat import chat_routes
 from lmx_lab.server.completions import completion_routes
 from lmx_lab.server.embeddings import embedding_routes
-from lmx_lab.server.events import ServerEvent, event_routes, model_event
+from lmx_lab.server.events import ServerEvent, event_routes
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.messages import messages_error, messages_routes
@@ -94,7 +94,7 @@ def create_server(
         InvalidRequestError: requests cannot be exported as the setting ``otel`` requires.
     """
     feed: Feed[ServerEvent] = Feed()
-    manager.add_observer(lambda progress: feed.publish(model_event(progress)))
+    manager.add_observer(feed.publish)
     metrics = Metrics(manager)
     request_log = RequestLog()
     spans: list[RequestSpans] = []
@@ -121,9 +121,9 @@ def create_server(
     api.include_router(health_routes(manager))
     api.include_router(chat_routes(inference))
     api.include_router(completion_routes(inference))
-    api.include_router(messages_routes(inference, manager))
+    api.include_router(messages_routes(inference))
     api.include_router(responses_routes(inference))
-    api.include_router(ollama_routes(inference, manager, lan_admin=settings.lan_admin))
+    api.include_router(ollama_routes(inference, lan_admin=settings.lan_admin))
     api.include_router(ollama_model_routes(manager=manager, catalog=catalog, settings=settings))
     api.include_router(token_routes(manager))
     api.include_router(embedding_routes(inference))

@@ -22,8 +22,6 @@ from lmx_lab.server.translate import (
     generation_request,
     json_text,
     timings,
-    total_timings,
-    total_usage,
     usage,
 )
 from lmx_lab.values.outputs import Delta, GenerationReport, merge_tool_calls
@@ -50,7 +48,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
         options = {"logprobs": bool(body.logprobs), "include_usage": body.include_usage}
         wanted = AnswerRequest(
             prompts=[generation_request(body)],
-            writer=lambda model: ChatWriter(model, service.fingerprint, **options),
+            writer=lambda model: ChatWriter(model, service.manager.fingerprint, **options),
             choices=body.choices,
             stream=bool(body.stream),
             ignored=body.ignored(),
@@ -89,8 +87,7 @@ class ChunkWriter:
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         if self._include_usage:
-            total = total_usage(usage(prompt) for prompt in reports)
-            yield data_line(f'{self._head}],"usage":{total.model_dump_json()}}}')
+            yield data_line(f'{self._head}],"usage":{usage(reports).model_dump_json()}}}')
         yield data_line(DONE)
 
     def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
@@ -138,7 +135,7 @@ class ChatWriter(ChunkWriter):
             logprobs = "null"
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
-        end = f',"timings":{timings(report).model_dump_json()}'
+        end = f',"timings":{timings([[report]]).model_dump_json()}'
         yield self._chunk(index, "{}", reason=f'"{report.finish_reason}"', end=end)
 
     def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
@@ -147,8 +144,8 @@ class ChatWriter(ChunkWriter):
         body = ChatCompletion(
             **self._shared | {"object": "chat.completion"},
             choices=[self._choice(index, delta, report) for index, (delta, report) in enumerate(choices)],
-            usage=usage(reports),
-            timings=total_timings([reports]),
+            usage=usage([reports]),
+            timings=timings([reports]),
         )
         return body.model_dump_json()
 

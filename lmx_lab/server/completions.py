@@ -23,8 +23,6 @@ from lmx_lab.server.translate import (
     completion_requests,
     json_text,
     timings,
-    total_timings,
-    total_usage,
     usage,
     wire_logprob,
 )
@@ -47,7 +45,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
             text = prompt.text
         else:
             assert isinstance(prompt, TokenPrompt)
-            text = await service.decode(prompt.tokens)
+            text = await service.manager.decode(prompt.tokens)
         is_echoed = False
         async for delta in answer:
             if not is_echoed:
@@ -71,7 +69,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
         options = {"logprobs": body.logprobs is not None, "include_usage": body.include_usage}
         wanted = AnswerRequest(
             prompts=completion_requests(body),
-            writer=lambda model: CompletionWriter(model, service.fingerprint, **options),
+            writer=lambda model: CompletionWriter(model, service.manager.fingerprint, **options),
             choices=body.choices,
             stream=bool(body.stream),
             ignored=body.ignored(),
@@ -113,7 +111,7 @@ class CompletionWriter(ChunkWriter):
             yield self._chunk(index, delta.text, logprobs=written)
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
-        end = f',"timings":{timings(report).model_dump_json()}'
+        end = f',"timings":{timings([[report]]).model_dump_json()}'
         yield self._chunk(index, "", reason=f'"{report.finish_reason}"', end=end)
 
     def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
@@ -130,8 +128,8 @@ class CompletionWriter(ChunkWriter):
         body = Completion(
             **self._shared,
             choices=choices,
-            usage=total_usage(usage(prompt) for prompt in reports),
-            timings=total_timings(reports),
+            usage=usage(reports),
+            timings=timings(reports),
         )
         return body.model_dump_json(exclude_unset=True)
 

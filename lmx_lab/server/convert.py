@@ -22,8 +22,6 @@ from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, F
 
 JOINED = "\n\n"
 """Separates the parts of a message, and consecutive messages with the same role."""
-GIVEN = " (given: "
-"""Start of the part of a message that quotes the request."""
 
 
 @dataclass(kw_only=True)
@@ -160,7 +158,8 @@ class FieldNames:
             raise
 
     def _renamed(self, text: str) -> str:
-        head, quote, rest = text.partition(GIVEN)
+        # The rest of the message quotes the request.
+        head, quote, rest = text.partition(" (given: ")
         for pattern, path, is_distinct in self._rules:
             if is_distinct:
                 head = pattern.sub(path, head)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
@@ -19,15 +21,13 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures
 from lmx_lab.http.streaming import EventStream, data_line
 from lmx_lab.server.openapi import EVENTS
-from lmx_lab.values.engine import COUNTERS, EngineSnapshot
-from lmx_lab.values.models import LoadProgress
-from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot, TokenTotals
+from lmx_lab.values.models import ModelEvent
+from lmx_lab.wire.admin import Heartbeat, Memory, RequestEvent, Sample, Throughput
 
 ServerEvent = ModelEvent | RequestEvent
 SAMPLE_S = 1.0
 """Time between two samples."""
-HEARTBEAT_S = 15.0
-"""Time between two heartbeats."""
 EXTRAS = {"models": "model", "requests": "request", "samples": "sample"}
 """The type of event that each name in ``include`` adds."""
 INCLUDE = (
@@ -67,18 +67,6 @@ def event_routes(*, manager: ModelManager, feed: Feed[ServerEvent]) -> APIRouter
     return router
 
 
-def model_event(progress: LoadProgress) -> ModelEvent:
-    """Convert a step of a load to the event that clients receive."""
-    return ModelEvent(
-        model=progress.model,
-        stage=progress.stage,
-        done_bytes=progress.done_bytes,
-        total_bytes=progress.total_bytes,
-        message=progress.message,
-        unloading=progress.unloading,
-    )
-
-
 async def _lines(
     manager: ModelManager, feed: Feed[ServerEvent], included: set[str], hide: Callable[[str], str] | None = None
 ) -> AsyncIterator[str]:
@@ -102,7 +90,7 @@ async def _lines(
                 last, due = snapshot, now + SAMPLE_S
             if now >= beat:
                 yield data_line(Heartbeat(uptime=manager.uptime_s).model_dump_json())
-                beat = now + HEARTBEAT_S
+                beat = now + 15
             try:
                 extra = await asyncio.wait_for(anext(extras), max(0.0, due - time.monotonic()))
             except TimeoutError:
@@ -111,22 +99,26 @@ async def _lines(
                 return
             if extra.type not in included:
                 continue
-            changes: dict[str, Any] = {}
             if hide is not None:
-                changes["model"] = public_id(extra.model, local=False)
-                if isinstance(extra, ModelEvent) and extra.message is not None:
-                    changes["message"] = hide(extra.message)
-                if isinstance(extra, ModelEvent) and extra.unloading is not None:
-                    changes["unloading"] = public_unloading(extra.unloading)
-            yield data_line(extra.model_copy(update=changes).model_dump_json())
+                model = public_id(extra.model, local=False)
+                if isinstance(extra, ModelEvent):
+                    extra = replace(
+                        extra,
+                        model=model,
+                        message=extra.message and hide(extra.message),
+                        unloading=extra.unloading and public_unloading(extra.unloading),
+                    )
+                else:
+                    extra = extra.model_copy(update={"model": model})
+            yield data_line(to_json(extra).decode())
 
 
 def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:
     """Return all metrics of the time between two snapshots. The rate of a counter is in ``<counter>_per_second``."""
 
-    def rate(count: Callable[[EngineSnapshot], int]) -> float:
+    def rate(count: Callable[[TokenTotals], int]) -> float:
         # Not less than 0: when the engine is started again, its counts begin at 0.
-        return max(0, count(now) - count(before)) / elapsed_s
+        return max(0, count(now.totals) - count(before.totals)) / elapsed_s
 
     rates = {f"{name}_per_second": rate(attrgetter(name)) for name in COUNTERS}
     rates["decode_tokens_per_second"] = rates["output_tokens_per_second"]
@@ -146,7 +138,7 @@ def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sam
 def events_between(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
     """Return the events about the time between two snapshots that every client receives."""
     # Not less than 0: when the engine is started again, its counts begin at 0.
-    rate = max(0, now.output_tokens - before.output_tokens) / elapsed_s
+    rate = max(0, now.totals.output_tokens - before.totals.output_tokens) / elapsed_s
     total = now.memory_total_bytes
     return [
         Throughput(tokens_per_second=rate, active_requests=now.requests, queued_requests=now.queued_requests),

@@ -41,10 +41,6 @@ from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import StepLog
 from lmx_lab.wire.admin import RequestEvent
 
-CONTENDED_CLIENT_S = 1.0
-"""Time for which a client with a slot may accept no data while other requests wait for a slot."""
-
-
 NOT_RECORDED = Caller(local=True, own=None)
 
 
@@ -132,7 +128,7 @@ class InferenceService:
         observers: Sequence[Observer] = (),
         keep_answers: bool = False,
     ) -> None:
-        self._manager = manager
+        self.manager = manager
         self._feed = feed
         self.recording = recording
         self._slow_client_s = slow_client_s
@@ -141,16 +137,6 @@ class InferenceService:
         self.timelines = TimelineLog()
         """The engines' steps for the last requests."""
 
-    @property
-    def fingerprint(self) -> str:
-        """Name and version of the library that runs the model."""
-        return self._manager.fingerprint
-
-    @property
-    def slots(self) -> int:
-        """Number of generations that a model runs at the same time."""
-        return self._manager.settings.slots
-
     def blocked_limit_s(self, generations: Iterable[Answer]) -> float:
         """Return how long the client of these generations may accept no data before they are cancelled.
 
@@ -158,8 +144,9 @@ class InferenceService:
         """
         if all(generation.ended for generation in generations):
             return math.inf
-        is_contended = self._manager.snapshot.queued_requests > 0
-        return min(self._slow_client_s, CONTENDED_CLIENT_S) if is_contended else self._slow_client_s
+        is_contended = self.manager.snapshot.queued_requests > 0
+        # While other requests wait for a slot, a client with a slot has at most a second.
+        return min(self._slow_client_s, 1.0) if is_contended else self._slow_client_s
 
     # Generations
 
@@ -190,10 +177,10 @@ class InferenceService:
                     "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
                     "http://localhost directly or send the API key; leave steer out"
                 )
-            answers = await self._manager.submit_all(request, choices)
+            answers = await self.manager.submit_all(request, choices)
         except (LabError, asyncio.CancelledError) as exc:
             # The name in the request is not used: a caller can choose it freely, and it is a label of a metric.
-            model = self._manager.snapshot.model or ""
+            model = self.manager.snapshot.model or ""
             self._end_without_report("chat", model, exc, request=request, index=first)
             raise
         for at, answer in enumerate(answers):
@@ -213,7 +200,7 @@ class InferenceService:
 
     def _recorded(self, answer: Answer, choice: int, *, own: bool) -> Recorded | None:
         """Return what the record of an answer needs; None if the model has been unloaded since."""
-        model = next((each for each in self._manager.residents if each.entry.id == answer.model), None)
+        model = next((each for each in self.manager.residents if each.entry.id == answer.model), None)
         if model is None:
             return None
         return Recorded(own=own, choice=choice, model=model)
@@ -304,10 +291,6 @@ class InferenceService:
         assert answer.prompt_scores is not None
         return answer.prompt_scores.tokens[start:]
 
-    async def decode(self, tokens: tuple[int, ...]) -> str:
-        """Convert token ids to text with the tokenizer of the main model."""
-        return await self._manager.decode(tokens)
-
     # Vectors and scores
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
@@ -317,7 +300,7 @@ class InferenceService:
             LabError: see ``ModelManager.submit_embedding``.
             EngineError: the model computed values that are not finite.
         """
-        submitting = self._manager.submit_embedding(request)
+        submitting = self.manager.submit_embedding(request)
         return await self._encode(request, EMBEDDING, submitting, lambda it: it.vectors)
 
     async def rerank(self, request: RerankRequest) -> Ranking:
@@ -326,7 +309,7 @@ class InferenceService:
         Raises:
             LabError: see ``embed``.
         """
-        submitting = self._manager.submit_rerank(request)
+        submitting = self.manager.submit_rerank(request)
         return await self._encode(request, RERANK, submitting, lambda it: it.scores)
 
     async def _encode(
@@ -342,7 +325,7 @@ class InferenceService:
             EngineError: a value is NaN or infinite.
         """
         kind: Kind = "embedding" if isinstance(request, EmbeddingRequest) else "rerank"
-        resident = self._manager.model_for(request.model, kinds, local=request.caller.local)
+        resident = self.manager.model_for(request.model, kinds, local=request.caller.local)
         model = resident.entry.id if resident is not None else ""
         try:
             result = await (await submitting).result()

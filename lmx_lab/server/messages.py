@@ -15,7 +15,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from lmx_lab.engine import ModelManager
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import status_of
@@ -47,9 +46,6 @@ from lmx_lab.wire.messages import (
     ToolUseBlock,
 )
 
-BILLING = "x-anthropic-billing-header:"
-"""Beginning of a system block that Claude Code adds. It differs in every request, so a prompt that contained it would
-never be in the prefix cache."""
 IGNORED_BLOCKS = frozenset({"redacted_thinking", "tool_addition", "tool_removal"})
 PING = named_event("ping", '{"type":"ping"}')
 NAMES = FieldNames(
@@ -74,17 +70,17 @@ ERROR_TYPES = {
     504: "timeout_error",
 }
 """Types of errors by status; others are ``api_error`` from 500, and ``invalid_request_error`` below."""
-RESPONSE_DESCRIPTION = "A message or, with `stream: true`, its named events. An error is sent as the event `error`"
 
 
-def messages_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
+def messages_routes(service: InferenceService) -> APIRouter:
     """Return the router of ``/v1/messages``."""
+    description = "A message or, with `stream: true`, its named events. An error is sent as the event `error`"
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
     @router.post(
         "/v1/messages",
         response_model=Message,
-        responses={200: event_stream(MessageEvent, MessagesError, description=RESPONSE_DESCRIPTION), **MESSAGES_ERRORS},
+        responses={200: event_stream(MessageEvent, MessagesError, description=description), **MESSAGES_ERRORS},
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in the Messages format, completely or with `stream: true` as named events."""
@@ -102,7 +98,7 @@ def messages_routes(service: InferenceService, manager: ModelManager) -> APIRout
         with NAMES.in_errors():
             chat = await asyncio.to_thread(chat_request, body)
             wanted = replace(generation_request(chat), caller=service.caller_of(request))
-            count = TokenCount(input_tokens=len(await while_connected(request, manager.encode(wanted))))
+            count = TokenCount(input_tokens=len(await while_connected(request, service.manager.encode(wanted))))
         headers = ignored_header(body.ignored())
         return Response(count.model_dump_json(), media_type="application/json", headers=headers)
 
@@ -141,7 +137,9 @@ def chat_request(body: CountRequest) -> ChatRequest:
         )
     history = ChatHistory()
     system = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
-    if kept := [text for text in system if not text.lstrip().startswith(BILLING)]:
+    # Claude Code adds this block. It differs in every request, so a prompt that contained it would never be in the
+    # prefix cache.
+    if kept := [text for text in system if not text.lstrip().startswith("x-anthropic-billing-header:")]:
         history.add("system", kept)
     for number, message in enumerate(body.messages):
         _add_message(history, message, f"messages.{number}")

@@ -98,7 +98,7 @@ class _EngineCollector(Collector):
         yield _gauge("requests_active", "Requests that are being computed.", now.active_requests)
         yield _gauge("requests_queued", "Requests that wait for a slot.", now.queued_requests)
         for name, what in COUNTERS.items():
-            yield CounterMetricFamily(f"lmx_lab_{name}", what, value=getattr(now, name))
+            yield CounterMetricFamily(f"lmx_lab_{name}", what, value=getattr(now.totals, name))
         yield _gauge("memory_used_bytes", "Memory that the engines use.", now.memory_used_bytes)
         yield _gauge("memory_peak_bytes", "Sum of the peak memory of each engine.", now.memory_peak_bytes)
         yield _gauge("memory_total_bytes", "Memory of the device.", now.memory_total_bytes)

@@ -76,7 +76,7 @@ NAMES = FieldNames(
 DESCRIPTION = "An answer or, unless `stream` is false, its parts as lines of JSON. An error is sent as the last line"
 
 
-def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin: bool) -> APIRouter:
+def ollama_routes(service: InferenceService, *, lan_admin: bool) -> APIRouter:
     """Return the router of the routes for answers and vectors.
 
     Args:
@@ -94,7 +94,7 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
         0.
         """
         if not body.has_prompt:
-            return await _load_or_unload(manager, body, request, lan_admin=lan_admin)
+            return await _load_or_unload(service.manager, body, request, lan_admin=lan_admin)
         return await _answer(service, body, request)
 
     @router.post(
@@ -107,7 +107,7 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
         prompt, load the model, or unload it if `keep_alive` is 0.
         """
         if not body.has_prompt:
-            return await _load_or_unload(manager, body, request, lan_admin=lan_admin)
+            return await _load_or_unload(service.manager, body, request, lan_admin=lan_admin)
         return await _answer(service, body, request)
 
     @router.post("/embed", response_model=OllamaEmbedAnswer, responses=OLLAMA_ERRORS)

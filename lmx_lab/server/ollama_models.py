@@ -49,22 +49,10 @@ from lmx_lab.wire.ollama import (
 )
 
 log = logging.getLogger(__name__)
-API_VERSION = "0.13.0"
-"""The version of Ollama whose API this is. Clients compare it with the oldest version that they support. The version of
-this server is in the header ``x-lmx-lab``."""
-PULL_LIMIT = 4
-"""Largest number of downloads at the same time."""
-RETRY_S = 30
 STAGES: Mapping[str, str] = {"download": "downloading", "verify": "verifying", "convert": "converting"}
 """Words for the stages of a download; clients show them."""
-INFILL_NOTE = "{#- .Suffix: the prompt may have a suffix -#}"
-"""Added to the template of a model that can fill gaps. Continue searches the template for this word."""
 THINKING_MARKS = ("enable_thinking", "<think>", "reasoning_effort", "[THINK]")
 """Texts in the templates of models that reason."""
-INFO_CHARACTERS = 1000
-"""Longer values of a file's metadata are not shown."""
-INFO_LIMIT = 256
-"""Largest number of shown values."""
 CONFIG_NAMES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -86,7 +74,9 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
     @router.get("/version", responses=OLLAMA_COMMON_ERRORS)
     async def version() -> OllamaVersion:
         """Return the version of Ollama whose API this is."""
-        return OllamaVersion(version=API_VERSION)
+        # The version of Ollama whose API this is. Clients compare it with the oldest version that they support. The
+        # version of this server is in the header ``x-lmx-lab``.
+        return OllamaVersion(version="0.13.0")
 
     @router.head("/tags", include_in_schema=False)
     @router.get("/tags", responses=OLLAMA_COMMON_ERRORS)
@@ -236,7 +226,8 @@ def _describe(entry: ModelEntry, context_length: int | None, *, local: bool) -> 
         modified_at=_time(entry.modified_at),
         modelfile=f"FROM {name}\n",
         parameters=f"num_ctx {context_length}" if context_length is not None else "",
-        template=template + INFILL_NOTE if infill else template,
+        # Continue searches the template of a model that can fill gaps for this word.
+        template=template + "{#- .Suffix: the prompt may have a suffix -#}" if infill else template,
         details=_details(entry),
         model_info={**_metadata(entry), **{key: value for key, value in shared.items() if value is not None}},
         capabilities=capabilities,
@@ -254,14 +245,15 @@ def _metadata(entry: ModelEntry) -> dict[str, Any]:
             given = {f"{entry.architecture}.{name}": config.get(key) for name, key in CONFIG_NAMES.items()}
     except (UnusableModelError, OSError):
         return {}
+    # Neither longer texts nor more values are shown.
     shown = {
         key: value
         for key, value in given.items()
         if (isinstance(value, float) and math.isfinite(value))
         or isinstance(value, int)
-        or (isinstance(value, str) and len(value) <= INFO_CHARACTERS)
+        or (isinstance(value, str) and len(value) <= 1000)
     }
-    return dict(list(shown.items())[:INFO_LIMIT])
+    return dict(list(shown.items())[:256])
 
 
 # Downloads
@@ -310,9 +302,11 @@ class Downloads:
 
     Args:
         may_download: Whether models that are not on this disk may be downloaded.
+        limit: Largest number of downloads at the same time.
     """
 
-    def __init__(self, catalog: Catalog, *, may_download: bool) -> None:
+    def __init__(self, catalog: Catalog, *, may_download: bool, limit: int = 4) -> None:
+        self._limit = limit
         self._catalog = catalog
         self._may_download = may_download
         self._running: dict[str, Download] = {}
@@ -332,9 +326,9 @@ class Downloads:
             await in_thread(lambda: self._catalog.resolve(name, local=local))
         if (download := self._running.get(name)) is not None:
             return download
-        if len(self._running) >= PULL_LIMIT:
+        if len(self._running) >= self._limit:
             raise QueueFullError(
-                f"{PULL_LIMIT} models are being downloaded, which is the limit; try again later", retry_after_s=RETRY_S
+                f"{self._limit} models are being downloaded, which is the limit; try again later", retry_after_s=30
             )
         download = self._running[name] = Download(name)
         download.task = asyncio.create_task(self._run(download, may_download=may_download), name=f"lmx-lab pull {name}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
-
 from lmx_lab.errors import (
     AdminForbiddenError,
     ContextLengthError,
@@ -19,16 +17,17 @@ from lmx_lab.errors import (
     StorageFullError,
 )
 from lmx_lab.http.openapi import BODY, failures, reference, websocket_response
-from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
+from lmx_lab.values.models import ModelEvent
+from lmx_lab.wire.admin import Heartbeat, Memory, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.completions import Completion
 from lmx_lab.wire.messages import MessageEvent, MessagesError
 from lmx_lab.wire.ollama import OllamaError, OllamaPullProgress
 from lmx_lab.wire.responses import ResponseEvent
 
-EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
+EVENTS: tuple[type, ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
 """The events of ``/admin/events``."""
-EXTRA_MODELS: tuple[type[BaseModel], ...] = (
+EXTRA_MODELS: tuple[type, ...] = (
     ChatChunk,
     Completion,
     MessageEvent,

@@ -12,7 +12,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -28,8 +28,6 @@ from lmx_lab.values.recording import Continuation, Provenance, Record, RecordMod
 
 OWN_HEADER = "x-lmx-own"
 """Header with which clients that ``lab.openai`` has configured, and the daemon of a lab, mark their requests."""
-RECORDED_HEADER = "x-lmx-recorded"
-"""Header of answers to other clients if these are recorded."""
 NOT_STORED = frozenset({"caller", "timeout_s", "model", "needs_ids"})
 """Fields of a request that are not stored in its settings; the address of the client is stored nowhere."""
 
@@ -43,45 +41,6 @@ class Recorded:
     model: Resident
     at: float = field(default_factory=time.time)
 
-    def record(self, answer: Answer, outcome: str, code: str | None, *, dtype: str) -> Record:
-        """Return the record of an answer that has ended, and whose deltas were kept.
-
-        Args:
-            dtype: The setting of this name, which applies unless the load has its own.
-        """
-        whole = merge_deltas(answer.deltas or ())
-        calls = merge_tool_calls(whole.tool_calls)
-        timings = {} if answer.report is None else asdict(answer.report)
-        entry, spec = self.model.entry, self.model.spec
-        return Record(
-            at=self.at,
-            request_id=answer.request.caller.request_id or "",
-            own=self.own,
-            batch=answer.request.caller.batch,
-            choice=self.choice,
-            request=request_to_json(answer.request),
-            prompt=answer.prompt,
-            answer=whole.ids if len(whole.ids) == whole.tokens else None,
-            text=whole.text,
-            reasoning=whole.reasoning,
-            tool_calls=tuple({"name": call.name or "", "arguments": call.arguments} for call in calls),
-            logprobs=whole.logprobs,
-            outcome=outcome,
-            code=code,
-            timings={name: value for name, value in timings.items() if name not in ("model", "finish_reason")},
-            steps=answer.steps.steps(),
-            provenance=Provenance(
-                model=entry.id,
-                format=entry.format,
-                quantization=entry.quantization,
-                dtype=spec.dtype or dtype,
-                options=dict(spec.options),
-                engine=self.model.engine.fingerprint,
-                versions={"lmx-lab": version("lmx-lab"), "python": platform.python_version()},
-                machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-            ),
-        )
-
 
 SaveRecord = Callable[[Callable[[], Record], ModelEntry], None]
 """Stores a record. It is created by the function, which may be called on another thread, later. The entry is that of
@@ -93,7 +52,7 @@ class Recording:
 
     Args:
         save: Called at the end of each recorded generation.
-        dtype: The setting of this name.
+        dtype: The setting of this name, which applies unless a load has its own.
     """
 
     def __init__(self, mode: RecordMode, save: SaveRecord, *, dtype: str) -> None:
@@ -114,15 +73,46 @@ class Recording:
 
     def answer_headers(self, *, own: bool) -> dict[str, str]:
         """Return the headers that tell another client that its request is recorded."""
-        return {RECORDED_HEADER: "1"} if self.mode == "all" and not own else {}
+        return {"x-lmx-recorded": "1"} if self.mode == "all" and not own else {}
 
     def end(self, recorded: Recorded, answer: Answer, outcome: str, code: str | None) -> None:
         """Store the record of an answer that has ended."""
-        self._save(lambda: recorded.record(answer, outcome, code, dtype=self._dtype), recorded.model.entry)
+        self._save(lambda: self.record(recorded, answer, outcome, code), recorded.model.entry)
 
-    def record(self, recorded: Recorded, answer: Answer, outcome: str) -> Record:
-        """Return the record of an answer without storing it."""
-        return recorded.record(answer, outcome, None, dtype=self._dtype)
+    def record(self, recorded: Recorded, answer: Answer, outcome: str, code: str | None = None) -> Record:
+        """Return the record of an answer that has ended, and whose deltas were kept, without storing it."""
+        whole = merge_deltas(answer.deltas or ())
+        calls = merge_tool_calls(whole.tool_calls)
+        timings = {} if answer.report is None else asdict(answer.report)
+        entry, spec = recorded.model.entry, recorded.model.spec
+        return Record(
+            at=recorded.at,
+            request_id=answer.request.caller.request_id or "",
+            own=recorded.own,
+            batch=answer.request.caller.batch,
+            choice=recorded.choice,
+            request=request_to_json(answer.request),
+            prompt=answer.prompt,
+            answer=whole.ids if len(whole.ids) == whole.tokens else None,
+            text=whole.text,
+            reasoning=whole.reasoning,
+            tool_calls=tuple({"name": call.name or "", "arguments": call.arguments} for call in calls),
+            logprobs=whole.logprobs,
+            outcome=outcome,
+            code=code,
+            timings={name: value for name, value in timings.items() if name not in ("model", "finish_reason")},
+            steps=answer.steps.steps(),
+            provenance=Provenance(
+                model=entry.id,
+                format=entry.format,
+                quantization=entry.quantization,
+                dtype=spec.dtype or self._dtype,
+                options=dict(spec.options),
+                engine=recorded.model.engine.fingerprint,
+                versions={"lmx-lab": version("lmx-lab"), "python": platform.python_version()},
+                machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            ),
+        )
 
 
 def with_seed(request: GenerationRequest) -> GenerationRequest:
@@ -133,25 +123,21 @@ def with_seed(request: GenerationRequest) -> GenerationRequest:
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(31)))
 
 
+@functools.cache
+def _requests() -> TypeAdapter[GenerationRequest]:
+    return TypeAdapter(GenerationRequest)
+
+
 def request_to_json(request: GenerationRequest) -> dict[str, Any]:
     """Return a request as JSON values, without its model and its caller."""
-    return {each.name: _plain(getattr(request, each.name)) for each in fields(request) if each.name not in NOT_STORED}
-
-
-def _plain(value: Any) -> Any:
-    # Not ``asdict``, which would copy every message.
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-_REQUEST = functools.cache(lambda: TypeAdapter(GenerationRequest))
+    values: dict[str, Any] = _requests().dump_python(request, mode="json", exclude=set(NOT_STORED))
+    return values
 
 
 def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationRequest:
     """Return the request that ``request_to_json`` has converted. Fields of newer versions are ignored."""
     given = {name: value for name, value in stored.items() if name not in NOT_STORED}
-    return _REQUEST().validate_python({**given, "model": model})
+    return _requests().validate_python({**given, "model": model})
 
 
 def continued_request(continuation: Continuation) -> GenerationRequest:

@@ -44,19 +44,6 @@ ENDPOINT, TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_T
 TRACES_HEADERS, HEADERS = "OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"
 HEADERS_LOG = logging.getLogger("opentelemetry.util.re")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-PROTOCOL = "http/protobuf"
-DEFAULT_ENDPOINT = "http://localhost:4318"
-CLOSE_S = 3.0
-"""Maximum time to send the remaining spans when the server stops."""
-LAST_ATTEMPT_S = 0.2
-"""Additional time for an attempt that is still running after ``CLOSE_S``."""
-RETRY_S = 30.0
-"""Time for which spans are dropped after the collector did not accept any."""
-CHOICES_WITH_PHASES = 16
-"""Maximum number of answers to a request whose phases are exported. The attributes of the request count all answers."""
-PROVIDER = "lmx-lab"
-CONTENT_CHARACTERS = 16_384
-"""Maximum number of characters of the messages in one attribute."""
 OPERATIONS = {"embedding": "embeddings", "rerank": "rerank"}
 """Values of ``gen_ai.operation.name`` by kind, for requests that are not generations."""
 TEXTS = ("content", "response", "arguments")
@@ -93,13 +80,21 @@ class RequestSpans:
 
     Args:
         content: Whether the texts of prompts and answers are exported.
+        retry_s: Time for which spans are dropped after the collector did not accept any.
+        close_s: Maximum time to send the remaining spans when the server stops.
+        last_attempt_s: Additional time for an attempt that is still running after ``close_s``.
 
     Raises:
         InvalidRequestError: an environment variable of OpenTelemetry has an unsupported value.
     """
 
-    def __init__(self, *, content: bool) -> None:
+    def __init__(
+        self, *, content: bool, retry_s: float = 30.0, close_s: float = 3.0, last_attempt_s: float = 0.2
+    ) -> None:
         self.content = content
+        self._retry_s = retry_s
+        self._close_s = close_s
+        self._last_attempt_s = last_attempt_s
         self._endpoint = _endpoint(os.environ)
         _check_headers(os.environ)
         self._propagator = TraceContextTextMapPropagator()
@@ -116,10 +111,10 @@ class RequestSpans:
         if self._is_open:
             return
         try:
-            self._exporter = _Exporter(self._endpoint)
+            self._exporter = _Exporter(self._endpoint, self._retry_s)
             resource = Resource.create({SERVICE_VERSION: VERSION})
             if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
-                resource = resource.merge(Resource({SERVICE_NAME: PROVIDER}))
+                resource = resource.merge(Resource({SERVICE_NAME: "lmx-lab"}))
             # Not the global provider, which belongs to the program that runs the server.
             provider = TracerProvider(resource=resource, shutdown_on_exit=False)
             self._tracer = provider.get_tracer("lmx_lab", VERSION)
@@ -169,16 +164,16 @@ class RequestSpans:
         self._export(ends, SpanKind.SERVER, parent, http_attributes(scope, status), (running.began_ns, time.time_ns()))
 
     def close(self) -> None:
-        """Send the queued spans, which takes up to ``CLOSE_S``, and end the thread. Blocks. Idempotent."""
+        """Send the queued spans, which takes up to ``close_s``, and end the thread. Blocks. Idempotent."""
         self._is_open = False
         sending = threading.Thread(target=self._processor.shutdown, name="lmx-lab last spans", daemon=True)
         with suppress(RuntimeError):  # While Python exits, it does not start threads.
             sending.start()
-            sending.join(CLOSE_S)
+            sending.join(self._close_s)
         self._exporter.shutdown()
         if sending.is_alive():
             # The shutdown has ended the pauses between attempts, so the thread ends soon if the collector responds.
-            sending.join(LAST_ATTEMPT_S)
+            sending.join(self._last_attempt_s)
 
     def _export(
         self, ends: Sequence[_Ended], kind: SpanKind, parent: Context, attributes: Attributes, times_ns: tuple[int, int]
@@ -197,7 +192,8 @@ class RequestSpans:
                 span.set_attribute("error.type", code)
                 span.set_status(StatusCode.ERROR)
             inside = set_span_in_context(span, Context())
-            for each in ends[:CHOICES_WITH_PHASES]:
+            # The attributes count all answers, but at most 16 have phases.
+            for each in ends[:16]:
                 at_ns = each.arrived_ns
                 for phase, duration_s, details in _phases(each):
                     if len(ends) > 1:
@@ -215,9 +211,11 @@ class _Exporter(SpanExporter):
 
     Args:
         endpoint: Address to which spans are sent.
+        retry_s: Time for which spans are dropped after the collector did not accept any.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, retry_s: float) -> None:
+        self._retry_s = retry_s
         self._inner = OTLPSpanExporter(endpoint=endpoint)
         parts = urlsplit(endpoint)
         # Without the user name and the password that the address may contain.
@@ -233,7 +231,7 @@ class _Exporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         if self._is_shut_down:
             return SpanExportResult.FAILURE
-        if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_S:
+        if self._failed_at is not None and time.monotonic() - self._failed_at < self._retry_s:
             # Dropped immediately, because the SDK would retry for 10 s while its queue fills up.
             return SpanExportResult.FAILURE
         self._thread, self._status = threading.get_ident(), None
@@ -280,7 +278,8 @@ def _endpoint(environ: Mapping[str, str]) -> str:
         InvalidRequestError: the address is not an HTTP address, or the environment names another protocol.
     """
     name = TRACES_ENDPOINT if environ.get(TRACES_ENDPOINT) else ENDPOINT
-    given = (environ.get(name) or DEFAULT_ENDPOINT).strip()
+    default = "http://localhost:4318"
+    given = (environ.get(name) or default).strip()
     try:
         parts = urlsplit(given)
         # Reading the port checks it.
@@ -290,7 +289,7 @@ def _endpoint(environ: Mapping[str, str]) -> str:
     if not is_complete or any(map(str.isspace, given)):
         raise InvalidRequestError(
             f"{name} is not a valid address that begins with http:// or https://; set it to that of a collector for "
-            f"OTLP/HTTP, such as {DEFAULT_ENDPOINT}",
+            f"OTLP/HTTP, such as {default}",
             param="otel",
         )
     if name == ENDPOINT and ("?" in given or "#" in given):
@@ -299,9 +298,9 @@ def _endpoint(environ: Mapping[str, str]) -> str:
             param="otel",
         )
     protocol = next((each for each in PROTOCOLS if environ.get(each)), None)
-    if protocol is not None and environ[protocol] != PROTOCOL:
+    if protocol is not None and environ[protocol] != "http/protobuf":
         raise InvalidRequestError(
-            f"{protocol} is {environ[protocol]!r:.40}, but spans are sent with {PROTOCOL}; unset it, and use the "
+            f"{protocol} is {environ[protocol]!r:.40}, but spans are sent with http/protobuf; unset it, and use the "
             "collector's port for HTTP, which is usually 4318",
             param="otel",
         )
@@ -362,7 +361,7 @@ def call_attributes(end: RequestEnd) -> Attributes:
     """Return the attributes that a sampler can use to decide whether a request is exported."""
     is_chat = not isinstance(end.request, GenerationRequest) or isinstance(end.request.prompt, ChatPrompt)
     operation = OPERATIONS.get(end.kind, "chat" if is_chat else "text_completion")
-    attributes: Attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
+    attributes: Attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "lmx-lab"}
     if end.request is not None and end.request.model is not None:
         attributes["gen_ai.request.model"] = public_id(end.request.model, local=False)[:200]
     return attributes
@@ -496,8 +495,10 @@ def _call_part(id_: str | None, name: str | None, arguments: Any) -> dict[str, A
 
 
 def _to_json(messages: Sequence[dict[str, Any]]) -> str:
-    """Return messages as JSON. If they are too long, only the last ones are kept, the first of which is truncated."""
-    left, kept = CONTENT_CHARACTERS, []
+    """Return messages as JSON of at most 16,384 characters. If they are longer, only the last ones are kept, the first
+    of which is truncated.
+    """
+    left, kept = 16_384, []
     for message in reversed(messages):
         text = json.dumps(message, ensure_ascii=False, default=str)
         if len(text) > left:

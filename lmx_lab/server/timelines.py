@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count, pairwise
+from itertools import count
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -20,32 +20,18 @@ from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
-from lmx_lab.values.models import LoadProgress, LoadStage
+from lmx_lab.values.models import ModelEvent
 from lmx_lab.values.outputs import GenerationReport
 from lmx_lab.values.timeline import ModelStage, ModelTimeline, RequestTimeline, ServerTimeline, StepLog, phase_durations
 from lmx_lab.wire.admin import PAGE_REQUESTS, TimelinePage
 
-KEPT_REQUESTS = 256
-"""Maximum number of requests, running ones included. With the limit of each, this is at most 30 MB."""
-KEPT_LOADS = 64
-"""Maximum number of loads and unloads."""
-PAGE_STEPS = 20_000
-"""Number of steps after which a page has no more requests; it has at least one."""
-
 
 @dataclass(kw_only=True)
-class _Entry:
+class _Request:
     number: int
-    request_id: str
-    index: int
-    model: str
-    prompt_tokens: int
-    at: float = field(default_factory=time.time)
-    """Unix time of the call."""
-    called_at: float = field(default_factory=time.perf_counter)
+    timeline: RequestTimeline
+    """Without steps, and without the values that are computed from them."""
     ended_at: float | None = None
-    outcome: str = "running"
-    code: str | None = None
     report: GenerationReport | None = None
 
 
@@ -53,66 +39,95 @@ class _Entry:
 class _Change:
     """A load or an unload. Its times are seconds of ``time.perf_counter``."""
 
-    kind: Literal["load", "unload"]
-    model: str
-    at: float = field(default_factory=time.time)
+    timeline: ModelTimeline
+    """Until its last event."""
     began_at: float = field(default_factory=time.perf_counter)
     ended_at: float | None = None
-    outcome: Literal["running", "loaded", "unloaded", "failed"] = "running"
-    message: str = ""
-    stages: list[tuple[LoadStage, float]] = field(default_factory=list)
-    """The stages so far, each with its start time."""
+
+    def until(self, now: float) -> ModelTimeline:
+        """Return the timeline until its end, or until now."""
+        elapsed_s = (now if self.ended_at is None else self.ended_at) - self.began_at
+        stages = self.timeline.stages
+        if stages:
+            stages = (*stages[:-1], replace(stages[-1], duration_s=elapsed_s - stages[-1].start_s))
+        return replace(self.timeline, total_s=elapsed_s, stages=stages)
 
 
 class TimelineLog:
-    """The timelines of the last requests of all clients, and of the last loads. It may be used on any thread."""
+    """The timelines of the last requests of all clients, and of the last loads. It may be used on any thread.
 
-    def __init__(self) -> None:
-        self._entries: dict[StepLog, _Entry] = {}
+    Args:
+        requests: Maximum number of requests, running ones included. With the limit of each, 256 are at most 30 MB.
+        loads: Maximum number of loads and unloads.
+        page_steps: Number of steps after which a page has no more requests; it has at least one.
+    """
+
+    def __init__(self, *, requests: int = 256, loads: int = 64, page_steps: int = 20_000) -> None:
+        self._limit = requests
+        self._page_steps = page_steps
+        self._entries: dict[StepLog, _Request] = {}
         self._numbers = count(1)
-        self._changes: deque[_Change] = deque(maxlen=KEPT_LOADS)
+        self._changes: deque[_Change] = deque(maxlen=loads)
         self._lock = threading.Lock()
         """Protects ``_changes``: downloads report their progress on separate threads."""
 
     def add(self, steps: StepLog, *, request_id: str, index: int, model: str, prompt_tokens: int) -> None:
         """Add an accepted request. If there are too many, the oldest one is dropped."""
-        self._entries[steps] = _Entry(
-            number=next(self._numbers),
+        timeline = RequestTimeline(
             request_id=request_id,
             index=index,
             model=model,
+            at=time.time() - (time.perf_counter() - steps.arrived_at),
+            outcome="running",
+            code=None,
+            stop_string=False,
             prompt_tokens=prompt_tokens,
+            cached_tokens=0,
+            output_tokens=0,
+            queue_s=0.0,
+            prefill_s=0.0,
+            decode_s=0.0,
+            steps=(),
         )
-        while len(self._entries) > KEPT_REQUESTS:
+        self._entries[steps] = _Request(number=next(self._numbers), timeline=timeline)
+        while len(self._entries) > self._limit:
             del self._entries[next(iter(self._entries))]
 
     def end(self, steps: StepLog, outcome: str, code: str | None, report: GenerationReport | None) -> None:
         """Record the end of a request."""
         if (entry := self._entries.get(steps)) is not None:
-            entry.ended_at = time.perf_counter()
-            entry.outcome, entry.code, entry.report = outcome, code, report
+            entry.ended_at, entry.report = time.perf_counter(), report
+            entry.timeline = replace(entry.timeline, outcome=outcome, code=code)
 
-    def observe_model(self, progress: LoadProgress) -> None:
+    def observe_model(self, event: ModelEvent) -> None:
         """Record a stage of a load or unload."""
         with self._lock:
-            change = self._change_of(progress)
-            if progress.stage in ("loaded", "unloaded", "failed"):
-                change.ended_at = time.perf_counter()
-                change.outcome, change.message = progress.stage, progress.message or ""
-            elif not change.stages or change.stages[-1][0] != progress.stage:
-                change.stages.append((progress.stage, time.perf_counter()))
+            change, now = self._change_of(event), time.perf_counter()
+            timeline = change.until(now)
+            if event.stage in ("loaded", "unloaded", "failed"):
+                change.ended_at = now
+                timeline = replace(timeline, outcome=event.stage, message=event.message or "")
+            elif not timeline.stages or timeline.stages[-1].name != event.stage:
+                # The first stage may be recorded a little after the beginning.
+                start_s = timeline.total_s if timeline.stages else 0.0
+                timeline = replace(timeline, stages=(*timeline.stages, ModelStage(event.stage, start_s, 0.0)))
+            change.timeline = timeline
 
-    def _change_of(self, progress: LoadProgress) -> _Change:
+    def _change_of(self, event: ModelEvent) -> _Change:
         """Return the load or unload to which a stage belongs; add it if this is its first stage."""
-        kind: Literal["load", "unload"] = "unload" if progress.stage in ("unloading", "unloaded") else "load"
-        running = [change for change in self._changes if change.kind == kind and change.ended_at is None]
+        kind: Literal["load", "unload"] = "unload" if event.stage in ("unloading", "unloaded") else "load"
+        running = [change for change in self._changes if change.timeline.kind == kind and change.ended_at is None]
         for change in reversed(running):
             # For a download and for a failed load, ``model`` is the name that the caller used instead of the id.
-            is_same = progress.stage == "failed" or (progress.stage == "load" and change.stages[-1][0] != "load")
-            if change.model == progress.model or (is_same and change is running[-1]):
-                change.model = progress.model
+            is_other_name = event.stage == "load" and change.timeline.stages[-1].name != "load"
+            is_same = (event.stage == "failed" or is_other_name) and change is running[-1]
+            if is_same or change.timeline.model == event.model:
+                change.timeline = replace(change.timeline, model=event.model)
                 return change
-        self._changes.append(_Change(kind=kind, model=progress.model))
+        timeline = ModelTimeline(
+            kind=kind, model=event.model, at=time.time(), outcome="running", message="", total_s=0.0, stages=()
+        )
+        self._changes.append(_Change(timeline=timeline))
         return self._changes[-1]
 
     def read(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
@@ -139,7 +154,7 @@ class TimelineLog:
         entries = [each for each in self._entries_since(now - last_s) if before is None or each[1].number < before]
         requests: list[RequestTimeline] = []
         last = None
-        while entries and len(requests) < limit and steps < PAGE_STEPS:
+        while entries and len(requests) < limit and steps < self._page_steps:
             log, last = entries.pop()
             requests.append(_timeline(log, last, now))
             steps += len(requests[-1].steps)
@@ -147,7 +162,7 @@ class TimelineLog:
         following = last.number if entries and last is not None else None
         return TimelinePage(requests=requests, models=list(models), before=following)
 
-    def _entries_since(self, since: float) -> list[tuple[StepLog, _Entry]]:
+    def _entries_since(self, since: float) -> list[tuple[StepLog, _Request]]:
         return [
             (steps, entry)
             for steps, entry in list(self._entries.items())
@@ -156,47 +171,19 @@ class TimelineLog:
 
     def _models_since(self, since: float, now: float) -> tuple[ModelTimeline, ...]:
         with self._lock:
-            kept = [
-                replace(change, stages=list(change.stages))
-                for change in self._changes
-                if change.ended_at is None or change.ended_at >= since
-            ]
-        timelines = []
-        for change in kept:
-            end = now if change.ended_at is None else change.ended_at
-            # The first stage may be recorded a little after the beginning.
-            limits = [change.began_at, *(start for _, start in change.stages[1:]), end]
-            stages = [
-                ModelStage(name, start - change.began_at, following - start)
-                for (name, _), (start, following) in zip(change.stages, pairwise(limits), strict=False)
-            ]
-            timeline = ModelTimeline(
-                kind=change.kind,
-                model=change.model,
-                at=change.at,
-                outcome=change.outcome,
-                message=change.message,
-                total_s=end - change.began_at,
-                stages=tuple(stages),
+            return tuple(
+                change.until(now) for change in self._changes if change.ended_at is None or change.ended_at >= since
             )
-            timelines.append(timeline)
-        return tuple(timelines)
 
 
-def _timeline(log: StepLog, entry: _Entry, now: float) -> RequestTimeline:
+def _timeline(log: StepLog, entry: _Request, now: float) -> RequestTimeline:
     steps, report = log.steps(), entry.report
     elapsed_s = (now if entry.ended_at is None else entry.ended_at) - log.arrived_at
     measured = None if report is None else (report.queue_s, report.prefill_s, report.decode_s)
     queue_s, prefill_s, decode_s = phase_durations(steps, elapsed_s=elapsed_s, report=measured)
-    return RequestTimeline(
-        request_id=entry.request_id,
-        index=entry.index,
-        model=entry.model,
-        at=entry.at - (entry.called_at - log.arrived_at),
-        outcome=entry.outcome,
-        code=entry.code,
+    return replace(
+        entry.timeline,
         stop_string=report is not None and report.stop_sequence is not None,
-        prompt_tokens=entry.prompt_tokens,
         cached_tokens=report.cached_tokens if report is not None else 0,
         output_tokens=sum(step.tokens for step in steps if step.kind == "decode"),
         queue_s=queue_s,

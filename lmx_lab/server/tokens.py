@@ -19,11 +19,10 @@ from lmx_lab.server.answers import ignored_header
 from lmx_lab.server.convert import validated_request
 from lmx_lab.server.health import problem
 from lmx_lab.server.openapi import INFERENCE_ERRORS
-from lmx_lab.server.translate import generation_request
+from lmx_lab.server.translate import generation_request, requested_model
 from lmx_lab.values.outputs import token_text
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import main_template
-from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.tokens import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -111,11 +110,6 @@ def token_routes(manager: ModelManager) -> APIRouter:
         )
 
     return router
-
-
-def requested_model(name: str) -> str | None:
-    """Return the id of the model that a request names; None for any model."""
-    return None if name == ANY_MODEL else name
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -16,31 +14,20 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.convert import validated_request
 from lmx_lab.server.openapi import GENERATION_ERRORS
-from lmx_lab.server.tokens import requested_model
-from lmx_lab.server.translate import generation_request
-from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, TraceWork
-from lmx_lab.wire.tracing import HookNamesBody, PatchingBody, TraceBody, TracedText
-
-MEDIA_TYPE = "application/x-safetensors"
-WORK: Mapping[str, type[TraceWork]] = {
-    "hooks": HookNames,
-    "activations": Activations,
-    "logit_lens": LogitLens,
-    "patching": Patching,
-    "attribution": Attribution,
-}
-"""The class of each kind of trace for the engine."""
+from lmx_lab.server.translate import generation_request, requested_model
+from lmx_lab.wire.admin import HookNamesBody, PatchingBody, TraceBody, TracedText
 
 
 def trace_routes(manager: ModelManager) -> APIRouter:
     """Return the router of ``/admin/trace``."""
+    media_type = "application/x-safetensors"
     router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
 
     @router.post(
         "/trace",
         response_class=Response,
         responses={
-            200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}},
+            200: {"content": {media_type: {"schema": {"type": "string", "format": "binary"}}}},
             **GENERATION_ERRORS,
         },
     )
@@ -53,7 +40,7 @@ def trace_routes(manager: ModelManager) -> APIRouter:
                 "only programs on the server's machine may trace its model; run the trace in a notebook on that machine"
             )
         result = await while_connected(request, manager.trace(trace_request(body, Caller(local=True))))
-        return Response(await asyncio.to_thread(result.encode), media_type=MEDIA_TYPE)
+        return Response(await asyncio.to_thread(result.encode), media_type=media_type)
 
     return router
 
@@ -65,15 +52,9 @@ def trace_request(body: TraceBody, caller: Caller) -> TraceRequest:
         InvalidRequestError: messages are invalid.
     """
     trace = body.trace
-    # The other fields of a body are those of the class for the engine, with lists instead of tuples.
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in trace
-        if name not in ("kind", "input", "clean")
-    }
     return TraceRequest(
         model=requested_model(body.model),
-        work=WORK[trace.kind](**fields),
+        work=trace,
         prompt=None if isinstance(trace, HookNamesBody) else _prompt(trace.input),
         clean=_prompt(trace.clean) if isinstance(trace, PatchingBody) else None,
         caller=caller,

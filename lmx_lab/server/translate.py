@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 from pydantic_core import to_json
@@ -22,8 +23,7 @@ from lmx_lab.engine import (
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
-from lmx_lab.values.steering import SteeringVector
-from lmx_lab.wire.base import ANY_MODEL, LOWEST_LOGPROB
+from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, TextFormat
@@ -35,11 +35,10 @@ from lmx_lab.wire.generation import (
     Timings,
     Usage,
 )
-from lmx_lab.wire.steering import Steering
 from lmx_lab.wire.tools import NamedToolChoice, format_names
 
-GREEDY_BELOW = 1e-6
-"""Below this temperature, sampling is greedy, because only the most likely token has a chance."""
+LOWEST_LOGPROB = -9999.0
+"""The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
 GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Parameters of a greedy request: no token needs to be removed."""
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -80,9 +79,9 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         ),
         # If a tool call is forced, the answer contains no text that could have a format.
         answer_format=None if tools is not None and tools.forced else _answer_format(request),
-        steer=_steer(request.steer),
+        steer=tuple(request.steer or ()),
         thinking_budget=request.thinking_token_budget,
-        model=_model(request),
+        model=requested_model(request.model),
         sampling=_sampling(request, temperature=0.7),
         max_tokens=request.setting("max_tokens") or 4096,
         stop=_stop(request),
@@ -108,11 +107,11 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt=prompt,
-            model=_model(request),
+            model=requested_model(request.model),
             sampling=_sampling(request, temperature=1.0),
             max_tokens=16 if max_tokens is None else max_tokens,
             answer_format=answer_format,
-            steer=_steer(request.steer),
+            steer=tuple(request.steer or ()),
             stop=_stop(request),
             ignore_eos=bool(request.ignore_eos),
             min_tokens=request.min_tokens or 0,
@@ -125,12 +124,9 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
     ]
 
 
-def _model(request: GenerationFields) -> str | None:
-    return None if request.model == ANY_MODEL else request.model
-
-
-def _steer(given: Iterable[Steering] | None) -> tuple[SteeringVector, ...]:
-    return tuple(each.value for each in given or ())
+def requested_model(name: str) -> str | None:
+    """Return the id of the model that a request names; None for any model."""
+    return None if name == ANY_MODEL else name
 
 
 def _stop(request: GenerationFields) -> tuple[str, ...]:
@@ -146,8 +142,9 @@ def _sampling(request: CompatibleFields, *, temperature: float) -> Sampling:
     given = {each.name: getattr(request, each.name) for each in fields(Sampling)}
     given["repetition_penalty"] = request.setting("repetition_penalty")
     sampling = Sampling(**{"temperature": temperature} | {k: v for k, v in given.items() if v is not None})
-    # With top_p 0 only the most likely token remains. float32 cannot divide by less than about 1e-38.
-    greedy = sampling.temperature < GREEDY_BELOW or sampling.top_p == 0
+    # Only the most likely token has a chance below this temperature, and remains with top_p 0. float32 cannot divide by
+    # less than about 1e-38.
+    greedy = sampling.temperature < 1e-6 or sampling.top_p == 0
     return replace(
         sampling,
         **GREEDY if greedy else {"top_k": max(0, sampling.top_k)},
@@ -229,33 +226,17 @@ def _answer_format(request: CompatibleFields) -> AnswerFormat | None:
     return AnswerFormat(kind="json_schema", text=json_text(schema))
 
 
-def usage(choices: Iterable[GenerationReport]) -> Usage:
-    """Return the usage of all choices of one prompt. The prompt counts once, since it is computed once."""
-    reports = list(choices)
-    # All choices except the first take the whole prompt from the cache.
-    cached = min(report.cached_tokens for report in reports)
-    return _usage(
-        reports[0].prompt_tokens,
-        sum(report.output_tokens for report in reports),
-        cached,
-        min(cached, max(report.disk_cached_tokens for report in reports)),
-        sum(report.reasoning_tokens for report in reports),
-    )
-
-
-def total_usage(prompts: Iterable[Usage]) -> Usage:
-    """Return the sum of the usages of all prompts of one request."""
-    parts = list(prompts)
-    return _usage(
-        sum(part.prompt_tokens for part in parts),
-        sum(part.completion_tokens for part in parts),
-        sum(part.prompt_tokens_details.cached_tokens for part in parts),
-        sum(part.prompt_tokens_details.disk_cached_tokens for part in parts),
-        sum(part.completion_tokens_details.reasoning_tokens for part in parts),
-    )
-
-
-def _usage(prompt: int, completion: int, cached: int, disk_cached: int, reasoning: int) -> Usage:
+def usage(prompts: Iterable[Sequence[GenerationReport]]) -> Usage:
+    """Return the usage of all choices of all prompts of one answer. A prompt counts once, since it is computed once."""
+    prompt = completion = reasoning = cached = disk_cached = 0
+    for reports in prompts:
+        # All choices except the first take the whole prompt from the cache.
+        from_cache = min([report.cached_tokens for report in reports])
+        prompt += reports[0].prompt_tokens
+        cached += from_cache
+        disk_cached += min(from_cache, max([report.disk_cached_tokens for report in reports]))
+        completion += sum([report.output_tokens for report in reports])
+        reasoning += sum([report.reasoning_tokens for report in reports])
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -265,25 +246,19 @@ def _usage(prompt: int, completion: int, cached: int, disk_cached: int, reasonin
     )
 
 
-def timings(report: GenerationReport) -> Timings:
-    """Convert the report of one choice to its timings on the wire."""
-    return total_timings([[report]])
-
-
-def total_timings(prompts: Iterable[Sequence[GenerationReport]]) -> Timings:
+def timings(prompts: Sequence[Sequence[GenerationReport]]) -> Timings:
     """Return the timings of all choices of all prompts of one answer.
 
     Tokens are counted as in ``usage``: a prompt once, and the output of every choice. Times are those of the choice
     that took longest, since choices run at the same time; speeds are computed from them, so they are those of the
     batch. If there are more prompts than slots, they run one after the other, and these speeds are too high.
     """
-    parts = [list(choices) for choices in prompts]
-    reports = [report for choices in parts for report in choices]
-    total = total_usage(usage(choices) for choices in parts)
+    reports = list(chain.from_iterable(prompts))
+    total = usage(prompts)
     cached = total.prompt_tokens_details.cached_tokens
     computed, predicted = total.prompt_tokens - cached, total.completion_tokens
-    prompt_s = max(report.prefill_s for report in reports)
-    predicted_s = max(report.decode_s for report in reports)
+    prompt_s = max([report.prefill_s for report in reports])
+    predicted_s = max([report.decode_s for report in reports])
     return Timings(
         cache_n=cached,
         cache_disk_n=total.prompt_tokens_details.disk_cached_tokens,
@@ -295,11 +270,11 @@ def total_timings(prompts: Iterable[Sequence[GenerationReport]]) -> Timings:
         predicted_ms=predicted_s * 1e3,
         predicted_per_token_ms=predicted_s * 1e3 / predicted if predicted else 0.0,
         predicted_per_second=predicted / predicted_s if predicted_s > 0 else 0.0,
-        queue_ms=max(report.queue_s for report in reports) * 1e3,
-        ttft_ms=max(report.ttft_s for report in reports) * 1e3,
-        peak_memory_gb=max(report.peak_memory_bytes for report in reports) / 1e9,
-        draft_n=sum(report.drafted_tokens for report in reports),
-        draft_n_accepted=sum(report.accepted_tokens for report in reports),
+        queue_ms=max([report.queue_s for report in reports]) * 1e3,
+        ttft_ms=max([report.ttft_s for report in reports]) * 1e3,
+        peak_memory_gb=max([report.peak_memory_bytes for report in reports]) / 1e9,
+        draft_n=sum([report.drafted_tokens for report in reports]),
+        draft_n_accepted=sum([report.accepted_tokens for report in reports]),
     )
 
 

@@ -28,8 +28,6 @@ from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 from lmx_lab.wire.errors import ErrorDetail
 
 log = logging.getLogger(__name__)
-FIRST_MESSAGE_WAIT_S = 60.0
-"""Time that the client has to send its request."""
 NORMAL, POLICY_VIOLATION, FAILED = 1000, 1008, 1011
 """Close codes (RFC 6455, 7.4.1)."""
 
@@ -49,7 +47,7 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
         with suppress(WebSocketDisconnect):
             try:
                 # The message is not kept in a variable, so that its memory is released once it is parsed.
-                request = await _parse(await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes)
+                request = await _parse(await _receive(socket, timeout_s=60), max_body_bytes)
                 await _answer(socket, service, request)
             except LabError as exc:
                 log.warning("%s: the WebSocket request failed: %s", request_id_of(socket), exc)

@@ -33,21 +33,31 @@ class BlasReport:
     """Whether the number of threads was set explicitly. If not, ``ThreadChoice`` adapts it to the load."""
 
 
+def _counter(text: str) -> Any:
+    """Return the field of a count. ``/metrics`` shows it with this text."""
+    return field(default=0, metadata={"counter": text})
+
+
 @dataclass(kw_only=True)
 class TokenTotals:
-    """Counts of tokens since an engine started, and of the bytes of the prefix cache that were written to disk."""
+    """Counts since an engine started."""
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that were taken from the prefix cache; included in ``prompt_tokens``."""
-    disk_cached_tokens: int = 0
-    """Cached tokens whose state was read from disk; included in ``cached_tokens``."""
-    prefix_disk_written_bytes: int = 0
-    """Bytes that the prefix cache has written to disk."""
-    output_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    """Drafted tokens that became part of an answer."""
+    output_tokens: int = _counter("Tokens generated.")
+    prompt_tokens: int = _counter("Tokens of prompts, cached ones included.")
+    cached_tokens: int = _counter("Tokens of prompts that were taken from the prefix cache.")
+    disk_cached_tokens: int = _counter("Cached tokens whose state was read from disk.")
+    prefix_disk_written_bytes: int = _counter("Bytes that the prefix cache has written to disk.")
+    drafted_tokens: int = _counter("Tokens drafted by prompt lookup or a draft model and verified.")
+    accepted_tokens: int = _counter("Drafted tokens that became part of an answer.")
+    encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")
+
+
+COUNTERS: Mapping[str, str] = {each.name: each.metadata["counter"] for each in fields(TokenTotals)}
+"""The counts of ``TokenTotals``, with what they count."""
+
+
+def _sum(totals: Sequence[TokenTotals]) -> TokenTotals:
+    return TokenTotals(**{name: sum(getattr(each, name) for each in totals) for name in COUNTERS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +98,6 @@ CONCATENATION: Merge = {"merge": lambda values: tuple(chain.from_iterable(values
 FIRST_SET: Merge = {"merge": lambda values: next((value for value in values if value is not None), None)}
 
 
-def _counter(text: str) -> Any:
-    """Return the field of a count since the engine started. ``/metrics`` shows it with this text."""
-    return field(default=0, metadata={**SUM, "counter": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineSnapshot:
     """The state of an engine as of its last step. It is replaced whole, so any thread may read it."""
@@ -114,14 +119,7 @@ class EngineSnapshot:
     queued_requests: int = field(default=0, metadata=SUM)
     encode_requests: int = field(default=0, metadata=SUM)
     """Embedding and rerank requests among the active and queued ones."""
-    output_tokens: int = _counter("Tokens generated.")
-    prompt_tokens: int = _counter("Tokens of prompts, cached ones included.")
-    cached_tokens: int = _counter("Tokens of prompts that were taken from the prefix cache.")
-    disk_cached_tokens: int = _counter("Cached tokens whose state was read from disk.")
-    prefix_disk_written_bytes: int = _counter("Bytes that the prefix cache has written to disk.")
-    drafted_tokens: int = _counter("Tokens drafted by prompt lookup or a draft model and verified.")
-    accepted_tokens: int = _counter("Drafted tokens that became part of an answer.")
-    encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")
+    totals: TokenTotals = field(default_factory=TokenTotals, metadata={"merge": _sum})
     prefix_cache_bytes: int = field(default=0, metadata=SUM)
     slot_free_s: float = 1.0
     """Estimated seconds until a running request of the main model ends and frees its slot."""
@@ -147,8 +145,8 @@ class EngineSnapshot:
         """Return the report of the load of the main model, which took this many seconds."""
         return LoadReport(
             model=self.model or "",
-            load_s=load_s,
-            memory_bytes=self.model_memory_bytes,
+            load_time_ms=load_s * 1e3,
+            vram_gb=self.model_memory_bytes / 1e9,
             slots=self.slots,
             context_length=self.context_length,
         )
@@ -179,12 +177,6 @@ class EngineSnapshot:
     def stalled(self, now: float, limit_s: float) -> bool:
         """Return whether requests wait and the engine made no progress for longer than ``limit_s``."""
         return self.requests > 0 and now - self.progress_at > limit_s
-
-
-COUNTERS: Mapping[str, str] = {
-    each.name: each.metadata["counter"] for each in fields(EngineSnapshot) if "counter" in each.metadata
-}
-"""Fields of ``EngineSnapshot`` that count since the engine started, with what they count."""
 
 
 def merged(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:

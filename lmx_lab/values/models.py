@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, Self, TypedDict, cast, get_args
+from typing import Annotated, ClassVar, Literal, Self, TypedDict, cast, get_args
 
 from lmx_lab.errors import ArgumentError, InvalidRequestError
+from lmx_lab.values.bodies import INTERNAL, Body, Limits, whole
 
 Kind = Literal["chat", "embedding", "rerank"]
 
@@ -41,36 +42,44 @@ class LoadOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadSpec:
-    """A model to load and how to load it. The value travels unchanged from the caller to the engine."""
+class LoadSpec(Body):
+    """A model to load and how to load it: the body of ``POST /admin/models/load``. The value travels unchanged from the
+    caller to the engine.
+    """
 
-    model: str
-    """Id, path or hub id. The id ``echo`` is reserved for the built-in model of the echo engine."""
+    __pydantic_config__: ClassVar = {
+        **Body.__pydantic_config__,
+        "json_schema_extra": {"examples": [{"model": "smollm2-135m"}]},
+    }
+
+    model: Annotated[str, Limits(min_length=1, max_length=4096)]
+    """Id, hub id, or for callers on the server's machine a path. The id ``echo`` is reserved for the built-in model of
+    the echo engine."""
     engine: EngineChoice = "auto"
     """Engine that must run the model; ``auto`` selects the fastest one for the formats in which the model is on the
     disk."""
-    context_length: int | None = None
-    """Maximum number of tokens of a request, prompt and answer; None lets the engine choose. llama.cpp decodes fewer
+    context_length: Annotated[int, Limits(whole, ge=1)] | None = None
+    """Maximum number of tokens of a request, prompt and answer; without it, the engine chooses. llama.cpp decodes fewer
     requests at once if memory is too small for this context in each slot."""
     deterministic: bool = False
     """Compute each answer so that no bit of it depends on other requests and on the prefix cache. Slower, and only on
     llama.cpp."""
-    pin: Kind | None = None
+    pin: Kind | None = field(default=None, metadata=INTERNAL)
     """Keep the model in memory as the pinned model of this kind, next to the main model; None loads the main model."""
-    dtype: str | None = None
+    dtype: str | None = field(default=None, metadata=INTERNAL)
     """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time. It never changes the answer.
-    None uses it on MLX, where it pauses while it saves no time, but not on llama.cpp."""
+    The default is to use it on MLX, where it pauses while it saves no time, but not on llama.cpp."""
     kv_cache_dtype: KvCacheDtype | None = None
-    """Type of the numbers in the KV cache, for a longer context in the same memory; only on llama.cpp. None uses
+    """Type of the numbers in the KV cache, for a longer context in the same memory; only on llama.cpp. The default is
     float16 there, and the type of the weights on MLX."""
-    draft: str | None = None
-    """Id, path or hub id of a smaller model with the same vocabulary, which drafts tokens that the model verifies
-    several at a time. It never changes the answer. None uses no draft model."""
+    draft: Annotated[str, Limits(min_length=1, max_length=4096)] | None = None
+    """Id, hub id, or for callers on the server's machine a path, of a smaller model with the same vocabulary, which
+    drafts tokens that the model verifies several at a time. It never changes the answer."""
     wait: bool | None = None
-    """Whether running answers of the replaced model may finish: True without a time limit, False not at all, None
-    within ``Settings.drain_s``."""
+    """Whether running answers of the replaced model may finish: true without a time limit, false not at all; by default
+    within the limit of the server (``LMX_LAB_DRAIN_S``)."""
 
     @classmethod
     def with_options(cls, model: str, options: LoadOptions) -> Self:
@@ -117,9 +126,10 @@ class Unloading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadProgress:
-    """One step of a load, or of the end of a model's time in memory."""
+class ModelEvent:
+    """A step of a load or unload, also as an event of ``/admin/events``, sent only with ``include=models``."""
 
+    type: Literal["model"] = "model"
     model: str
     stage: LoadStage
     done_bytes: int | None = None
@@ -127,16 +137,20 @@ class LoadProgress:
     message: str | None = None
     """Why a load failed, why a model was unloaded without a request to do so, or on which engine it is loaded."""
     unloading: Unloading | None = None
-    """The state of the model in the stage ``unloading``."""
+    """The state of the model in the stage ``unloading``: sent when it begins, when an answer has ended, and when the
+    time limit has changed."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LoadReport:
+    """The result of a load, also as the response to ``POST /admin/models/load``."""
+
+    success: Literal[True] = True
     model: str
-    load_s: float
-    """Seconds to check and load the model, without a download; 0 if it was loaded already."""
-    memory_bytes: int
-    """Measured memory of the model."""
+    load_time_ms: float
+    """Milliseconds to check and load the model, without a download; 0 if it was loaded already."""
+    vram_gb: float
+    """Measured memory of the model; 1 GB is 10^9 bytes."""
     engine: EngineName | None = None
     """The engine that runs the model; None if the server does not report it."""
     engine_reason: str = ""
@@ -153,8 +167,16 @@ class LoadReport:
     warning: str = ""
     """Why the load options are probably a mistake; empty if they are not."""
 
+    @property
+    def load_s(self) -> float:
+        return self.load_time_ms / 1e3
+
+    @property
+    def memory_bytes(self) -> int:
+        return round(self.vram_gb * 1e9)
+
     def __repr__(self) -> str:
-        loaded = f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
+        loaded = f"{self.model} loaded in {self.load_s:.1f} s, {self.vram_gb:.2f} GB of memory"
         if self.engine is not None:
             loaded += f", on {with_reason(self.engine, self.engine_reason)}"
         capacity = capacity_in_words(self.slots, self.context_length)

@@ -1,4 +1,4 @@
-"""Define the vector that is added to the residual stream of one request."""
+"""Define the vector that is added to the residual stream of one request, also as a field of requests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import binascii
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.values.bodies import Body, Limits, whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,17 +25,52 @@ LARGEST = 3.4e38
 """Maximum of a component times the scale: the range of float32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SteeringVector:
-    """A vector that is added, times ``scale``, to the output of a layer at each token of the prompt and the answer."""
+class _Components:
+    """Tells pydantic that the components of a vector are given as base64 or as a list."""
 
-    layer: int
+    @staticmethod
+    def __get_pydantic_core_schema__(source: Any, handler: Any) -> Any:
+        from pydantic import Field
+        from pydantic_core import core_schema
+
+        component = Annotated[float, Field(ge=-3e38, le=3e38, allow_inf_nan=False)]
+        given = (
+            Annotated[str, Field(min_length=1, max_length=-(-VECTOR_LIMIT * 4 // 3) * 4)],
+            Annotated[list[component], Field(min_length=1, max_length=VECTOR_LIMIT, fail_fast=True)],
+        )
+        return core_schema.no_info_after_validator_function(
+            lambda vector: vector if isinstance(vector, str) else encode_components(array.array("f", vector)),
+            core_schema.union_schema([handler.generate_schema(each) for each in given]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteeringVector(Body):
+    """A vector that is added to the output of a layer, at each token of the prompt and of the answer."""
+
+    layer: Annotated[int, Limits(whole, ge=0, le=10_000)]
     """Index of the layer, starting at 0."""
-    vector: str
-    """The components as base64 of little-endian float32."""
-    scale: float = 1.0
-    weights: str = ""
-    """SHA-256 of the files of the model for which the vector was made; empty if the hash is not known."""
+    vector: Annotated[str, _Components]
+    """Base64 of little-endian float32; requests may also send a list of numbers. The number of components is the
+    model's hidden size."""
+    scale: Annotated[float, Limits(ge=-1e6, le=1e6, allow_inf_nan=False)] = 1.0
+    """Number by which the vector is multiplied."""
+    weights: Annotated[str, Limits(pattern="^([0-9a-f]{64})?$")] | None = None
+    """SHA-256 of the files of the model for which the vector was made. Other models refuse the vector."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        schema = super().__get_pydantic_core_schema__(source, handler)
+        return core_schema.no_info_after_validator_function(cls._checked, schema)
+
+    def _checked(self) -> Self:
+        try:
+            read_components(self.vector, self.scale)
+        except InvalidRequestError as exc:
+            raise ValueError(exc.message) from None
+        return self
 
 
 def recorded_steering(request: Mapping[str, Any]) -> tuple[SteeringVector, ...]:

@@ -22,8 +22,6 @@ MAX_STEPS = 2048
 FIELDS = 7
 SLOW = 3.0
 """Duration of a slow decode step, as a multiple of the median."""
-MIN_SLOW_S = 0.02
-"""Shorter decode steps are not slow."""
 SegmentKind = Literal["queued", "prefill", "decode", "paused", "slow", "load", "unload"]
 
 
@@ -282,7 +280,8 @@ class RequestTimeline:
                 parts.append(Segment(step.kind, before, end - before))
                 before = end
         usual_s = median([part.duration_s for part in parts if part.kind == "decode"] or [0.0])
-        limit_s = max(SLOW * usual_s, MIN_SLOW_S)
+        # Shorter steps are not slow.
+        limit_s = max(SLOW * usual_s, 0.02)
         for part in [*parts, Segment("decode", before, self.total_s - before)]:
             is_slow = part.kind == "decode" and part.duration_s >= limit_s
             kind: SegmentKind = "slow" if is_slow else part.kind

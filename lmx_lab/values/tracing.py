@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
+from lmx_lab.values.bodies import TOKEN_LIMIT, Body, Limits, listed, whole
 from lmx_lab.values.tensors import decode_tensors, encode_tensors
 
 if TYPE_CHECKING:
@@ -16,51 +17,59 @@ PATCHABLE = ("hook_resid_pre", "hook_z", "hook_attn_out", "hook_resid_mid", "hoo
 """Last parts of the names of values that ``Patching`` can restore."""
 
 
+Hooks = Annotated[
+    tuple[Annotated[str, Limits(min_length=1)], ...], Limits(listed, min_length=1, max_length=10_000, fail_fast=True)
+]
+Positions = Annotated[tuple[int, ...], Limits(listed, min_length=1, max_length=TOKEN_LIMIT, fail_fast=True)]
+TokenName = Annotated[Annotated[int, Limits(ge=0)] | Annotated[str, Limits(min_length=1)], Limits(whole)]
+"""A token: its id, or its text, which must be exactly one token."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class HookNames:
+class HookNames(Body):
     """List the names of the values that a model has, with their shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Activations:
+class Activations(Body):
     """Return the values of hooks."""
 
-    hooks: tuple[str, ...]
+    hooks: Hooks
     """Names, in which ``*`` stands for any characters."""
-    positions: tuple[int, ...] | None = None
+    positions: Positions | None = None
     """Positions of the tokens whose values are returned; negative ones count from the end. None returns all."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitLens:
+class LogitLens(Body):
     """Return the tokens that the final norm and the head predict from the residual stream after each block."""
 
-    top: int = 5
+    top: Annotated[int, Limits(whole, ge=1, le=100)] = 5
     """Number of tokens for each block and position."""
-    positions: tuple[int, ...] | None = None
+    positions: Positions | None = None
     """As in ``Activations``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patching:
+class Patching(Body):
     """Return the logits of two tokens after a text in which single values are replaced by those of a clean text."""
 
-    answer: int | str
-    other: int | str
-    hooks: tuple[str, ...]
+    answer: TokenName
+    other: TokenName
+    hooks: Hooks
     """Names of the values that are replaced, as in ``Activations``."""
-    positions: tuple[int, ...] | None = None
+    positions: Positions | None = None
     """Positions at which values are replaced; None selects all."""
     together: bool = False
     """Whether a value is replaced at all positions at the same time, instead of at one position after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attribution:
+class Attribution(Body):
     """Return the contribution of each block, and each of its attention heads, to the logit of the next token."""
 
-    token: int | str
-    other: int | str | None = None
+    token: TokenName
+    other: TokenName | None = None
     """If set, the difference between the logits of both tokens is attributed to the parts."""
 
 

@@ -1,28 +1,28 @@
-"""Pydantic models of model management, health, metrics and timelines.
+"""Pydantic models of model management, health, metrics, timelines and traces.
 
 1 GB is 10^9 bytes.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StringConstraints
+from pydantic import BaseModel, ConfigDict, Discriminator, StringConstraints, model_validator
 
 from lmx_lab.values.models import (
-    EngineChoice,
     EngineName,
     Format,
     Kind,
-    KvCacheDtype,
-    LoadStage,
     QuantizedCopy,
     Source,
     Unloading,
 )
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline
-from lmx_lab.wire.base import WHOLE, RequestModel
+from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching
+from lmx_lab.wire.base import ANY_MODEL, AnyModel, RequestModel
 from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.tokens import ChatMessages, TokenList
 
 PAGE_REQUESTS = 64
 """Maximum number of requests on a page."""
@@ -111,56 +111,6 @@ class ModelRecords(BaseModel):
     """Null if it was not measured; ``lmx-lab doctor --measure`` measures it."""
     problem: str | None = None
     """Why ``models`` may be incomplete or out of date, such as a disk that does not respond."""
-
-
-class LoadRequest(RequestModel):
-    """The body of ``POST /admin/models/load``: the fields of ``values.models.LoadSpec`` that a request may set."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m"}]})
-
-    model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-    """Id, hub id, or for callers on the server's machine a path."""
-    engine: EngineChoice = "auto"
-    """Engine that must run the model; ``auto`` selects the fastest one for the formats in which it is on the disk."""
-    context_length: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Maximum number of tokens of a request, prompt and answer; null lets the engine choose."""
-    deterministic: StrictBool = False
-    """Compute each answer so that no bit of it depends on other requests: slower, and only on llama.cpp."""
-    prompt_lookup: bool | None = None
-    """Whether an answer that repeats earlier text may be decoded several tokens at a time; null uses the default of the
-    engine: yes on MLX, no on llama.cpp."""
-    kv_cache_dtype: KvCacheDtype | None = None
-    """Type of the numbers in the KV cache, for a longer context in the same memory: only on llama.cpp; null uses
-    float16."""
-    draft: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
-    """Id, hub id, or for callers on the server's machine a path, of a smaller model with the same vocabulary, which
-    drafts tokens that the model verifies several at a time."""
-    wait: bool | None = None
-    """Whether running answers of the replaced model may finish: true without a time limit, false not at all, null
-    within the limit of the server (``LMX_LAB_DRAIN_S``)."""
-
-
-class LoadAnswer(BaseModel):
-    """The result of a load."""
-
-    success: Literal[True] = True
-    model: str
-    load_time_ms: float
-    vram_gb: float
-    engine: EngineName | None = None
-    """The engine that runs the model; null from older servers."""
-    engine_reason: str = ""
-    """Why this engine was chosen; empty if there was no choice."""
-    slots: int | None = None
-    """Number of requests that are decoded in parallel; null for encoders."""
-    context_length: int | None = None
-    """Maximum number of tokens of one of these requests, prompt and answer; null if there is no limit."""
-    kv_cache_dtype: KvCacheDtype | None = None
-    """Type of the KV cache; null if it is not quantized."""
-    draft: str | None = None
-    """Id of the draft model; null if there is none."""
-    warning: str = ""
-    """Why the load options are probably a mistake; empty if they are not."""
 
 
 class UnloadRequest(RequestModel):
@@ -275,20 +225,6 @@ class Heartbeat(BaseModel):
     """Seconds since the start of the server."""
 
 
-class ModelEvent(BaseModel):
-    """An event with the progress of a load or unload, sent only with ``include=models``."""
-
-    type: Literal["model"] = "model"
-    model: str
-    stage: LoadStage
-    done_bytes: int | None = None
-    total_bytes: int | None = None
-    message: str | None = None
-    unloading: Unloading | None = None
-    """The state of the model in the stage ``unloading``: sent when it begins, when an answer has ended, and when the
-    time limit has changed."""
-
-
 class RequestEvent(BaseModel):
     """An event for the end of a generation, an embedding or a rerank, sent only with ``include=requests``.
 
@@ -353,3 +289,87 @@ class TimelinePage(BaseModel):
     """Loads and unloads, oldest first. Only the first page has them."""
     before: int | None
     """Value of ``before`` for the next page; null on the last page."""
+
+
+# Traces. The response is a safetensors document; see ``values.tracing.Trace``.
+
+
+class TracedText(RequestModel):
+    """The text to trace; exactly one of the fields."""
+
+    text: str | None = None
+    messages: ChatMessages | None = None
+    tokens: TokenList | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        given = [name for name in ("text", "messages", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"has {' and '.join(given) or 'no text'}; send exactly one of text, messages and tokens")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookNamesBody(HookNames):
+    """Lists the names of the model's hooks."""
+
+    kind: Literal["hooks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationsBody(Activations):
+    """Returns the values of hooks."""
+
+    kind: Literal["activations"]
+    input: TracedText
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitLensBody(LogitLens):
+    """Returns the tokens that the model would predict after each block."""
+
+    kind: Literal["logit_lens"]
+    input: TracedText
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchingBody(Patching):
+    """Returns the logits of two tokens after a text in which single values are replaced by those of a clean text."""
+
+    kind: Literal["patching"]
+    input: TracedText
+    clean: TracedText
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttributionBody(Attribution):
+    """Attributes the logit of the token after a text to the parts of the model."""
+
+    kind: Literal["attribution"]
+    input: TracedText
+
+
+AnyTrace = Annotated[
+    HookNamesBody | ActivationsBody | LogitLensBody | PatchingBody | AttributionBody, Discriminator("kind")
+]
+
+
+class TraceBody(RequestModel):
+    """The body of POST /admin/trace."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "trace": {
+                        "kind": "activations",
+                        "input": {"text": "The sea is"},
+                        "hooks": ["blocks.*.hook_resid_post"],
+                    }
+                }
+            ]
+        }
+    )
+
+    model: AnyModel = ANY_MODEL
+    trace: AnyTrace

@@ -25,10 +25,8 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.limits import check_members
+from lmx_lab.values.bodies import check_members, listed, whole
 
-LOWEST_LOGPROB = -9999.0
-"""The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
 ANY_MODEL = "default"
 """The model name that stands for the loaded model."""
 UNLIMITED = 2**31 - 1
@@ -38,10 +36,9 @@ NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 # A named type, because members of a union must be hashable, and FailFast is not.
 Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_length=16)])
-# JSON has only one type of number: 5.0 is a valid count.
-WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+WHOLE = BeforeValidator(whole)
 """Accepts 5.0 for 5. It comes after the bounds of a field, so that these are in its JSON schema too."""
-LISTED = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+LISTED = BeforeValidator(listed)
 """Accepts a list for a tuple, which strict models do not accept when they are validated from Python objects."""
 
 
@@ -125,15 +122,14 @@ def request_class(name: str) -> type[RequestModel] | None:
 
 ID_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 Identifier = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
-ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-"""Base 32 as defined by Crockford: letters are distinct in upper and lower case."""
-ID_CHARACTERS = 26
 
 
 def new_id(prefix: str) -> str:
     """Return a new id, such as ``ses_01kb…``, from a prefix, 48 bits of the time in milliseconds and 80 random bits."""
     value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
-    digits = [ID_ALPHABET[value >> shift & 31] for shift in range(5 * (ID_CHARACTERS - 1), -1, -5)]
+    # 26 digits in base 32 as defined by Crockford: letters are distinct in upper and lower case.
+    alphabet = "0123456789abcdefghjkmnpqrstvwxyz"
+    digits = [alphabet[value >> shift & 31] for shift in range(125, -1, -5)]
     return f"{prefix}_{''.join(digits)}"
 
 
@@ -162,9 +158,3 @@ class Neutral:
         if value is not None and not is_neutral:
             raise ValueError(f"{self.what} are not supported by this version; leave the field out")
         return value
-
-
-NO_AUDIO = Neutral("audio inputs and outputs")
-NO_OPEN_CHATS = Neutral("prompts without the generation prompt", (True,))
-NO_CONTINUED_MESSAGES = Neutral("continuations of the last message", (False,))
-NO_VISION = Neutral("images (the models of this server have no vision; send text only)", ([],))

@@ -19,13 +19,13 @@ from pydantic import (
 from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.values.outputs import FinishReason
-from lmx_lab.wire.base import NO_AUDIO, WHOLE, Alternatives, Neutral, RequestModel, Temperature, TokenLimit
+from lmx_lab.wire.base import WHOLE, Alternatives, Neutral, RequestModel, Temperature, TokenLimit
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
-from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
-from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
-from lmx_lab.wire.steering import Steerings
+from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
+from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import (
     PART_LIMIT,
     AnswerToolCall,
@@ -48,6 +48,7 @@ RESERVED = frozenset(
     }
 )
 """Names of template variables that the server sets, or of parameters of the function that renders the template."""
+NO_AUDIO = Neutral("audio inputs and outputs")
 ENDLESS = "which would never end with ignore_eos: true; leave one of them out"
 
 
@@ -171,9 +172,6 @@ class ChatRequest(CompatibleFields):
     """Variables of the chat template; they override ``reasoning_effort``."""
     thinking_token_budget: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Number of reasoning tokens after which the model is forced to answer."""
-    steer: Steerings | None = None
-    """Vectors that are added to the residual stream of this request. Only callers on the server's machine may send
-    them."""
 
     # Fields of the format that are not supported; only values without effect are valid.
     functions: Annotated[Any, Neutral("functions (send tools, which replaced them)", ([],))] = None
@@ -257,15 +255,10 @@ class Choice(BaseModel):
     finish_reason: FinishReason
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(AnswerHead):
     """The whole answer to a chat request."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    """Unix time, seconds."""
-    model: str
-    system_fingerprint: str
     choices: list[Choice]
     usage: Usage
     timings: Timings
@@ -291,14 +284,10 @@ class ChunkChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(AnswerHead):
     """One ``data:`` line of a stream. Dump it with ``exclude_unset``: an absent field differs from null."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: Timings | None = None

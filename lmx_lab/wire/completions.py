@@ -19,9 +19,8 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.values.outputs import FinishReason
 from lmx_lab.wire.base import NO_LIMIT, WHOLE, Alternatives, Choices
-from lmx_lab.wire.generation import CompatibleFields, Timings, Usage
+from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT
-from lmx_lab.wire.steering import Steerings
 
 PROMPT_LIMIT = 1024
 # Named types, because members of a union must be hashable, and FailFast is not.
@@ -86,8 +85,6 @@ class CompletionRequest(CompatibleFields):
     """The text after the gap that the completion fills (fill-in-the-middle)."""
     logprobs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns only the tokens."""
-    steer: Steerings | None = None
-    """An extension: vectors that are added to the residual stream, as in a chat."""
 
     # Fields of the format that are not supported; only the value without effect is valid.
     best_of: Choices | None = None
@@ -144,15 +141,10 @@ class CompletionChoice(BaseModel):
     """Null in every chunk of a choice except the last."""
 
 
-class Completion(BaseModel):
+class Completion(AnswerHead):
     """The whole answer or, without ``usage``, one ``data:`` line of a stream. Dump it with ``exclude_unset``."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    """Unix time, seconds."""
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
     timings: Timings | None = None

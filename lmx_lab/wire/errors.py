@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 
-Shape = TypeVar("Shape", bound=BaseModel)
+Shape = TypeVar("Shape")
 Expiry = Literal["pruned", "ahead", "other-stream"]
 # What other servers express with 0 or -1.
 UNLIMITED_HINTS = {
@@ -56,9 +56,9 @@ def validated(shape: type[Shape], fields: Mapping[str, object]) -> Shape:
         InvalidRequestError: a field is invalid; the message names the first one.
     """
     try:
-        return shape.model_validate(fields)
+        return TypeAdapter(shape).validate_python(fields)
     except ValidationError as exc:
-        raise invalid_request(exc.errors(), shape=shape) from None
+        raise invalid_request(exc.errors(), shape=shape if issubclass(shape, BaseModel) else None) from None
 
 
 def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = None) -> InvalidRequestError:
@@ -72,7 +72,7 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
     # A part of the path may be a name from the request, of any length.
     parts = tuple(problem["loc"])
     # The name of an unknown field may look like a type of a union.
-    last = len(parts) - 1 if problem["type"] == "extra_forbidden" else None
+    last = len(parts) - 1 if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument") else None
     path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_union_type(part)]
     field = ".".join(path)
     message, value = _message(problem, shape), problem.get("input")
@@ -89,7 +89,7 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
 def _message(problem: dict[str, Any], shape: type[BaseModel] | None) -> str:
     """Return pydantic's message, or a clearer one if pydantic's describes its internals or lacks the number."""
     match problem["type"]:
-        case "extra_forbidden":
+        case "extra_forbidden" | "unexpected_keyword_argument":
             name, *rest = problem["loc"]
             similar = did_you_mean(str(name), shape.model_fields) if shape is not None and not rest else ""
             return f"is not a field of this request, or not supported by this version{similar or '; leave it out'}"

@@ -14,14 +14,11 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Stri
 
 from lmx_lab.wire.base import NonEmpty, RequestModel
 
-SCHEMA_CHARACTERS = 262_144
-"""Largest size of a schema, as JSON without spaces."""
 PATTERN_CHARACTERS = 65_536
 """Largest size of a regular expression or a grammar."""
 GBNF_CHARACTERS = 16_384
 """Largest size of a grammar in GBNF, which takes up to 50 ms to convert."""
 NAME_CHARACTERS = 64
-LABEL_CHARACTERS = 256
 NAME_SHAPE = re.compile(r"[a-zA-Z0-9_-]+")
 KINDS = {str: "a string", int: "a number", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
@@ -75,7 +72,7 @@ Name = Annotated[
 """Name of a tool."""
 
 
-Label = Annotated[str, StringConstraints(min_length=1, max_length=LABEL_CHARACTERS)]
+Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 def _at_most(limit: int) -> Callable[[str], str]:
@@ -101,7 +98,8 @@ GbnfGrammar = Annotated[
 def _check_schema(schema: Any) -> Any:
     if not isinstance(schema, dict | bool):
         raise ValueError(f"must be a JSON schema (an object, true or false); it is {kind_of(schema)}")
-    check_length(len(json_text(schema)), SCHEMA_CHARACTERS)
+    # As JSON without spaces.
+    check_length(len(json_text(schema)), 262_144)
     return schema
 
 

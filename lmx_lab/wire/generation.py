@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, FailFast, Field, WithJsonSchema, model_validator
+from typing_extensions import TypeAliasType
 
+from lmx_lab.values.steering import STEER_LIMIT, SteeringVector
 from lmx_lab.wire.base import (
     ANY_MODEL,
     WHOLE,
@@ -37,8 +39,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "response_format": ("json_schema", "grammar"),
 }
 """Other names of parameters."""
-ALL_TOKENS = -1
-"""The value of ``repeat_last_n`` for penalties that count all tokens, which they always do here."""
+# A named type, because members of a union must be hashable, and FailFast is not.
+Steerings = TypeAliasType("Steerings", Annotated[list[SteeringVector], FailFast(), Field(max_length=STEER_LIMIT)])
 Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
 
 
@@ -159,6 +161,9 @@ class CompatibleFields(GenerationFields, Hints):
     """llama.cpp's name for ``repetition_penalty``."""
     repeat_last_n: Annotated[int, WHOLE] | None = None
     """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
+    steer: Steerings | None = None
+    """An extension: vectors that are added to the residual stream of this request. Only callers on the server's machine
+    may send them."""
 
     # Not supported; only values without effect are valid.
     typical_p: Annotated[Any, Neutral("locally typical samplers", (1,))] = None
@@ -198,15 +203,26 @@ class CompatibleFields(GenerationFields, Hints):
         if self.min_tokens and most is not None and self.min_tokens > most:
             raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {most}; send a larger max_tokens")
         penalty = self.setting("repetition_penalty")
-        if self.repeat_last_n not in (None, ALL_TOKENS) and penalty not in (None, 1):
+        if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
             raise ValueError(
                 f"repeat_last_n is {self.repeat_last_n}, but penalties count all tokens; send "
-                f"{ALL_TOKENS}, or leave repeat_last_n out"
+                "-1, or leave repeat_last_n out"
             )
         return self
 
 
-# Usage and timings
+# Answers
+
+
+class AnswerHead(BaseModel):
+    """The beginning of whole answers and chunks in the chat and in the completions format."""
+
+    id: str
+    object: str
+    created: int
+    """Unix time, seconds."""
+    model: str
+    system_fingerprint: str
 
 
 class PromptTokensDetails(BaseModel):

@@ -16,10 +16,6 @@ MEMBERS_LIMIT = 100_000
 object with this number of different names, in one step; 150,000 take 70 to 80 ms."""
 CONTAINER_LIMIT = 50_000
 """Lists and objects in one body. Each costs the parser and Python's garbage collector as much as ten numbers."""
-TEXT_LIMIT = ITEM_LIMIT + MEMBERS_LIMIT + CONTAINER_LIMIT
-"""Texts and names of members in one body. Valid JSON within the limits above cannot contain more."""
-MEMBER_LIMIT = 256
-"""Members of one object, unless its field has another limit."""
 DIGITS_LIMIT = 400
 """Digits of a number in a body. The largest float64 has 309. The time to parse a number is quadratic in its digits."""
 LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (DIGITS_LIMIT + 1))
@@ -28,8 +24,6 @@ LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{309}")
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 DEPTH_CHANGES = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 """Translates each bracket to a signed byte, by which it changes the depth."""
-PIECE_CHARACTERS = 65_536
-"""Number of characters counted at a time. Counting stops after the piece in which a limit is exceeded."""
 VALUE_LIMIT = 10_000
 """Values at all depths of an object with arbitrary contents, such as metadata."""
 NESTED = (dict, list, tuple, Mapping)
@@ -65,7 +59,8 @@ class Structure:
             (self.containers, CONTAINER_LIMIT, "lists and objects"),
             (self.members, MEMBERS_LIMIT, "members of objects"),
             (self.items, ITEM_LIMIT, "items"),
-            (self.quotes // 2, TEXT_LIMIT, "texts"),
+            # Valid JSON within the other limits cannot contain more texts and names of members.
+            (self.quotes // 2, ITEM_LIMIT + MEMBERS_LIMIT + CONTAINER_LIMIT, "texts"),
         ):
             if count > limit:
                 return f"{limit:,} {what}"
@@ -103,18 +98,8 @@ class Structure:
         self._in_string = False
         start = 0
         while start < len(text) and self.excess is None:
-            start = self.add(text, start, PIECE_CHARACTERS)
-
-
-def check_members(value: Any) -> Any:
-    """Check the number of members of an object. Each unknown member would cause a separate error.
-
-    Raises:
-        ValueError: the object has more members than any request has fields.
-    """
-    if isinstance(value, dict) and len(value) > MEMBER_LIMIT:
-        raise ValueError(f"has {len(value):,} members, the limit is {MEMBER_LIMIT}; send only fields that exist")
-    return value
+            # Counting stops after the piece in which a limit is exceeded.
+            start = self.add(text, start, 65_536)
 
 
 def check_values(value: Any) -> Any:

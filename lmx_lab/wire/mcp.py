@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, 
 from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.wire.base import LISTED, NonEmpty, RequestModel
-from lmx_lab.wire.limits import MEMBER_LIMIT
 
 REDACTED = "***"
 """Replaces every value of ``env`` and ``headers`` in answers. In a request, it keeps the existing value."""

@@ -13,11 +13,10 @@ from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Json
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, LenientModel, NonEmpty, Probability, Stops
+from lmx_lab.wire.chat import MESSAGE_LIMIT
 from lmx_lab.wire.formats import Name
 from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema
-
-MESSAGE_LIMIT = 4096
 
 
 class TextBlock(LenientModel):

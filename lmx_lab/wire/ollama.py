@@ -25,9 +25,9 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.wire.base import (
     ANY_MODEL,
-    NO_VISION,
     WHOLE,
     Alternatives,
     AnyModel,
@@ -45,9 +45,10 @@ from lmx_lab.wire.chat import MESSAGE_LIMIT
 from lmx_lab.wire.completions import shape_of
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.formats import Name, kind_of
-from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
+from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import CALL_LIMIT, TOOL_LIMIT
 
+NO_VISION = Neutral("images (the models of this server have no vision; send text only)", ([],))
 DURATION = re.compile(r"(?P<sign>[-+]?)(?P<parts>(?:(?:\d+\.?\d*|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
 PART = re.compile(r"([\d.]+)(ns|us|µs|μs|ms|s|m|h)")
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -373,17 +374,22 @@ class OllamaModelDetails(BaseModel):
     quantization_level: str
 
 
-class OllamaModel(BaseModel):
-    """A model on disk."""
+class OllamaModelBase(BaseModel):
+    """What models on disk and in memory share."""
 
     name: str
     model: str
-    modified_at: str
     size: int
-    """Bytes of the weight files."""
+    """Bytes of the weight files, or of memory for a model in memory."""
     digest: str
     """Changes when the files of the model do."""
     details: OllamaModelDetails
+
+
+class OllamaModel(OllamaModelBase):
+    """A model on disk."""
+
+    modified_at: str
 
 
 class OllamaModels(BaseModel):
@@ -392,15 +398,9 @@ class OllamaModels(BaseModel):
     models: list[OllamaModel]
 
 
-class OllamaRunningModel(BaseModel):
+class OllamaRunningModel(OllamaModelBase):
     """A model in memory."""
 
-    name: str
-    model: str
-    size: int
-    """Bytes of memory."""
-    digest: str
-    details: OllamaModelDetails
     expires_at: str
     """When the model is unloaded if there are no further requests."""
     size_vram: int

@@ -7,9 +7,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.base import ANY_MODEL, NO_CONTINUED_MESSAGES, NO_OPEN_CHATS, AnyModel, LenientModel, Neutral
+from lmx_lab.values.bodies import TOKEN_LIMIT
+from lmx_lab.wire.base import ANY_MODEL, AnyModel, LenientModel, Neutral
 from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage, ChatRequest, TemplateVariables
 from lmx_lab.wire.tools import Tools, check_counts
+
+NO_OPEN_CHATS = Neutral("prompts without the generation prompt", (True,))
+NO_CONTINUED_MESSAGES = Neutral("continuations of the last message", (False,))
 
 
 class TemplateRequest(ChatRequest):
@@ -73,8 +77,6 @@ class TokenizeRequest(LenientModel):
         return bool(self.add_special if self.prompt is None else self.add_special_tokens)
 
 
-TOKEN_LIMIT = 65_536
-"""Largest number of token ids in one request. Decoding holds the interpreter's lock for about a microsecond each."""
 TokenList = TypeAliasType(
     "TokenList", Annotated[list[Annotated[int, Field(ge=0, strict=True)]], FailFast(), Field(max_length=TOKEN_LIMIT)]
 )

@@ -19,25 +19,23 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.wire.base import WHOLE, NonEmpty, RequestModel
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
-from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT, VALUE_LIMIT, Structure
+from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, Structure
 
 TOOL_LIMIT = 128
-PARAMETERS_CHARACTERS = 262_144
-"""Largest size of the parameters of all tools together, as JSON without spaces."""
 CALL_LIMIT = 4096
 """Largest number of calls in a history; it has as many messages with results. Validating 100,000 takes seconds."""
 PART_LIMIT = 4096
 """Largest number of content parts in a history."""
-SHOWN = 5
-"""Number of names in an error message."""
 
 
 def format_names(names: Sequence[str]) -> str:
     """Format some of the names for a message. The caller chose them, so they can be many and long."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(f"{name[:80]!r:.80}" for name in names[:SHOWN]) + more
+    shown = names[:5]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return ", ".join(f"{name[:80]!r:.80}" for name in shown) + more
 
 
 # Definitions
@@ -97,7 +95,8 @@ def _check_tools(tools: list[FunctionTool]) -> list[FunctionTool]:
         except ValueError as exc:
             raise ValueError(f"the parameters of {name!r}, number {number}: {exc}") from exc
     try:
-        check_length(characters, PARAMETERS_CHARACTERS)
+        # As JSON without spaces.
+        check_length(characters, 262_144)
     except ValueError as exc:
         raise ValueError(f"the parameters of all tools together: {exc}") from exc
     return tools

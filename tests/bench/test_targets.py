@@ -132,13 +132,13 @@ async def test_more_users_than_slots_wait_or_are_refused_and_all_have_samples(ta
 
 
 async def test_closing_an_answer_cancels_it(target, lab):
-    before = lab.engine.snapshot.output_tokens
+    before = lab.engine.snapshot.totals.output_tokens
     async with aclosing(target.ask({**BODY, "max_tokens": 400})) as chunks:
         async for piece in chunks:
             if piece.tokens:
                 break
     await asyncio.to_thread(wait_until_idle, lab)
-    assert lab.engine.snapshot.output_tokens - before < 400
+    assert lab.engine.snapshot.totals.output_tokens - before < 400
 
 
 async def test_without_a_model_a_target_raises(tiny_home):

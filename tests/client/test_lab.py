@@ -21,7 +21,8 @@ from lmx_lab.client.lab import MAX_COMPONENTS, Include, KnownEvent, lab_event, m
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.server.events import EXTRAS
 from lmx_lab.server.openapi import EVENTS
-from lmx_lab.wire.admin import Heartbeat, ModelEvent, NotReady, RequestEvent, Sample, Throughput
+from lmx_lab.values.models import ModelEvent
+from lmx_lab.wire.admin import Heartbeat, NotReady, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingItem, EmbeddingList, EmbeddingsBody, EncodingUsage
 from lmx_lab.wire.rerank import RerankBody, RerankItem, RerankResults

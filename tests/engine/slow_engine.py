@@ -16,7 +16,7 @@ from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.errors import LabError, ModelNotFoundError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import ECHO, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.weights import Catalog, Listing
 
 SETTINGS = Settings(slots=2, queue_limit=2, echo_tokens_per_s=1000, downloads=False)
@@ -76,7 +76,7 @@ class Lab:
         self.manager = ModelManager(settings, FakeCatalog(ONE, TWO, EMBEDDER))
         self.engine = SlowEngine(settings)
         self.manager._engines["echo"] = self.engine
-        self.progress: list[LoadProgress] = []
+        self.progress: list[ModelEvent] = []
         self.manager.add_observer(self.progress.append)
 
     @property

@@ -23,7 +23,7 @@ from lmx_lab.engine.find import (
 from lmx_lab.engine.registry import choose_engine
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, LoadProgress, LoadSpec
+from lmx_lab.values.models import ECHO, LoadSpec, ModelEvent
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.starters import STARTERS
 from tests.support.engines import SPEEDS
@@ -86,7 +86,7 @@ async def test_a_model_on_disk_is_not_downloaded():
 async def test_a_missing_or_incomplete_model_is_downloaded(missing):
     found, progress = finder(FakeCatalog(missing))
     assert await found.find(LoadSpec(model="org/name"), local=True) is TINY_ENTRY
-    assert progress == [LoadProgress(model="org/name", stage="download", done_bytes=1, total_bytes=2)]
+    assert progress == [ModelEvent(model="org/name", stage="download", done_bytes=1, total_bytes=2)]
 
 
 @pytest.mark.parametrize(("downloads", "local"), [(False, True), (True, False)])

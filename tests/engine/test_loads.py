@@ -16,7 +16,7 @@ from tests.support.waiting import auntil
 pytestmark = pytest.mark.anyio
 
 
-REPORT = LoadReport(model="tiny", load_s=1.0, memory_bytes=1)
+REPORT = LoadReport(model="tiny", load_time_ms=1000.0, vram_gb=0.1)
 CANCELLED = NotLoadedError("the load was cancelled")
 
 

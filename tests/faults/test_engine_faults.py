@@ -237,9 +237,9 @@ def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(tiny_hom
         serving(tiny_home, name, slots=3, threads=1) as lab,
         httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as http,
     ):
-        before = lab.engine.snapshot.output_tokens
+        before = lab.engine.snapshot.totals.output_tokens
         futures = send_all(lab, [*WAYS], Request(max_tokens=tokens, extra={"ignore_eos": True}))
-        until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.output_tokens > before)
+        until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.totals.output_tokens > before)
         if made_for == "mlx":
             asyncio.run(fail_next_step(lab.engine, SystemExit("injected")))
         else:

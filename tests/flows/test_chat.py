@@ -223,15 +223,15 @@ def one_slot(long_home):
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("way", ["sse", "whole", "socket"])
 def test_the_model_stops_computing_for_a_client_that_disconnects(one_slot, way, phase):
-    before, busy = one_slot.engine.snapshot, {"model": "default", "max_tokens": 7500, "ignore_eos": True}
+    before, busy = one_slot.engine.snapshot.totals, {"model": "default", "max_tokens": 7500, "ignore_eos": True}
     messages = {"messages": [{"role": "user", "content": "word " * 7000}]} if phase == "prefill" else {}
     with open_request(one_slot, way, chat_body(**busy, **messages)):
         if phase == "prefill":
             until(lambda: one_slot.engine.snapshot.active_requests == 1)
         else:
-            until(lambda: one_slot.engine.snapshot.output_tokens > before.output_tokens)
+            until(lambda: one_slot.engine.snapshot.totals.output_tokens > before.output_tokens)
     wait_until_idle(one_slot)
-    generated = one_slot.engine.snapshot.output_tokens - before.output_tokens
+    generated = one_slot.engine.snapshot.totals.output_tokens - before.output_tokens
     assert generated == 0 if phase == "prefill" else 0 < generated < busy["max_tokens"]
     fresh = httpx2.post(f"{one_slot.url}{PATH}", json=chat_body(model="tiny-long"), timeout=30)
     assert fresh.status_code == 200

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP
-from lmx_lab.server.rerank import RESULTS_ON_LOOP
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from tests.support.asking import chat_body, error_of, refused
 from tests.support.gguf import ALIGNMENT, read_gguf
@@ -276,10 +275,10 @@ def test_many_numbers_and_scores_are_written_in_another_thread(http, monkeypatch
         return await to_thread(work, *args, **kwargs)
 
     monkeypatch.setattr(asyncio, "to_thread", noted)
-    for count in (RESULTS_ON_LOOP, RESULTS_ON_LOOP + 1):
+    for count in (256, 257):
         ranked = {"model": MODEL, "query": SEA, "documents": [SEA] * count}
         assert len(http.post("/v1/rerank", json=ranked).json()["results"]) == count
-        assert "_encode" in moved if count > RESULTS_ON_LOOP else moved == []
+        assert "_encode" in moved if count > 256 else moved == []
     few, many = NUMBERS_PER_STEP // 384, NUMBERS_PER_STEP // 384 + 1
     for count in (few, many):
         assert len(embed(http, input=[SEA] * count)["data"]) == count

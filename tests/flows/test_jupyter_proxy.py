@@ -200,14 +200,14 @@ def test_endless_events_are_proxied(http):
 
 
 def test_the_websocket_is_proxied_and_closing_it_cancels_the_generation(page, jupyter, lab):
-    before = lab.engine.snapshot.output_tokens
+    before = lab.engine.snapshot.totals.output_tokens
     origin = f"http://127.0.0.1:{jupyter.port}"
     address = f"{page.replace('http', 'ws')}v1/chat/stream"
     with connect(address, additional_headers=AUTH, origin=origin, proxy=None) as client:
         client.send(json.dumps(echo_body(**ENDLESS)))
         assert json.loads(client.recv())["token"]
     wait_until_idle(lab)
-    assert 0 < lab.engine.snapshot.output_tokens - before < ENDLESS["max_tokens"]
+    assert 0 < lab.engine.snapshot.totals.output_tokens - before < ENDLESS["max_tokens"]
 
 
 def test_a_lab_in_a_kernel_accepts_the_host_name_of_jupyter(jupyter, kernel_port):

@@ -113,12 +113,12 @@ def test_a_second_message_is_refused_and_the_first_answer_continues(socket):
 
 
 def test_closing_early_frees_the_slot(lab):
-    tokens = lab.engine.snapshot.output_tokens
+    tokens = lab.engine.snapshot.totals.output_tokens
     with connect(address(lab)) as socket:
         ask(socket, **ENDLESS)
         receive(socket)
     wait_until_idle(lab)
-    assert lab.engine.snapshot.output_tokens - tokens < ENDLESS["max_tokens"]
+    assert lab.engine.snapshot.totals.output_tokens - tokens < ENDLESS["max_tokens"]
 
 
 @pytest.mark.long
@@ -137,7 +137,7 @@ def test_a_client_that_closes_with_a_servers_code_leaves_the_queue(lab):
 
 
 def read_tokens(lab):
-    return lab.engine.snapshot.prompt_tokens + lab.engine.snapshot.cached_tokens
+    return lab.engine.snapshot.totals.prompt_tokens + lab.engine.snapshot.totals.cached_tokens
 
 
 @pytest.mark.long
@@ -154,7 +154,7 @@ def test_a_slow_client_receives_the_error_of_a_server_that_stops(echo_home):
         with connect(address(lab), sock=client, max_queue=1, max_size=None) as socket:
             ask(socket, max_tokens=1500, ignore_eos=True, logprobs=True, top_logprobs=20)
             receive(socket)
-            until(lambda: lab.engine.snapshot.output_tokens > 600)
+            until(lambda: lab.engine.snapshot.totals.output_tokens > 600)
             stopping = aside.submit(lab.stop)
             wait_until_idle(lab)
             # The server closes next. Less than a tenth of the answer of more than a megabyte is in transit.

@@ -23,6 +23,7 @@ from lmx_lab.instrument.store import RecordStore, encode_provenance, encode_reco
 from lmx_lab.server.recording import request_from_json, request_to_json
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import Provenance, Record
+from lmx_lab.values.steering import SteeringVector
 from tests.support.labs import forbid_waits_on_loops, serving
 
 SEA = [{"role": "user", "content": "the sea is wide"}]
@@ -134,6 +135,13 @@ def test_a_record_does_not_describe_its_caller_and_cannot_choose_one():
     assert "192.0.2.1" not in json.dumps(stored)
     changed = stored | {"caller": {"local": True}, "client": "192.0.2.1", "request_id": "req_1"}
     assert request_from_json(changed, model="m") == replace(request, model="m", caller=Caller())
+
+
+def test_the_vectors_of_an_older_record_are_read():
+    # Without a hash, older versions have stored an empty text.
+    steer = {"layer": 1, "vector": "AACAPw==", "scale": 2.0, "weights": ""}
+    stored = request_to_json(GenerationRequest(prompt=TextPrompt(text="a"))) | {"steer": [steer]}
+    assert request_from_json(stored, model="m").steer == (SteeringVector(**steer),)
 
 
 def test_an_answer_that_was_stopped_is_recorded_with_what_was_delivered(tmp_path):

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 import lmx_lab
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument import Timeline, load_requests
-from lmx_lab.server.timelines import KEPT_LOADS, KEPT_REQUESTS, TimelineLog
-from lmx_lab.values.models import LoadProgress
+from lmx_lab.server.timelines import TimelineLog
+from lmx_lab.values.models import ModelEvent
 from lmx_lab.values.timeline import KINDS, MAX_STEPS, EngineStep, ModelStage, ModelTimeline, RequestTimeline, StepLog
 from lmx_lab.wire.admin import TimelinePage
 from tests.support.labs import serving
@@ -259,23 +259,23 @@ def test_a_long_answer_keeps_a_limited_number_of_steps_with_all_tokens():
 
 
 def test_the_oldest_requests_are_dropped_from_the_log():
-    log = TimelineLog()
-    for number in range(KEPT_REQUESTS + 3):
+    log = TimelineLog(requests=4)
+    for number in range(7):
         log.add(StepLog(0.0), request_id=f"{number}", index=0, model="m", prompt_tokens=1)
     kept = log.read(60).requests
-    assert (len(kept), kept[0].request_id) == (KEPT_REQUESTS, "3")
-    assert [one.request_id for one in log.read(60, most=1).requests] == [f"{KEPT_REQUESTS + 2}"]
+    assert (len(kept), kept[0].request_id) == (4, "3")
+    assert [one.request_id for one in log.read(60, most=1).requests] == ["6"]
 
 
 def test_loads_and_unloads_consist_of_their_stages():
-    log = TimelineLog()
+    log = TimelineLog(loads=6)
     stages = [
         *(("org/m", "download"), ("org/m", "download"), ("org/m", "verify"), ("m", "load"), ("e", "load")),
         *(("e", "loaded"), ("m", "loaded"), ("m", "unloading"), ("m", "unloading"), ("m", "unloaded")),
         *(("x", "load"), ("path/x", "failed"), ("m", "unloaded"), ("n", "load")),
     ]
     for model, stage in stages:
-        log.observe_model(LoadProgress(model=model, stage=stage, message="why" if stage == "failed" else None))
+        log.observe_model(ModelEvent(model=model, stage=stage, message="why" if stage == "failed" else None))
     found = log.read(60).models
     assert [(one.kind, one.model, one.outcome, [stage.name for stage in one.stages]) for one in found] == [
         ("load", "m", "loaded", ["download", "verify", "load"]),
@@ -288,14 +288,13 @@ def test_loads_and_unloads_consist_of_their_stages():
     for one in found[:4]:
         check_nesting(one.spans(), one.total_s)
     assert found[3].message == "why"
-    for number in range(2 * KEPT_LOADS):
-        log.observe_model(LoadProgress(model=f"{number}", stage="unloaded"))
-    assert len(log.read(60).models) == KEPT_LOADS
+    for number in range(12):
+        log.observe_model(ModelEvent(model=f"{number}", stage="unloaded"))
+    assert len(log.read(60).models) == 6
 
 
-def test_a_page_has_a_limited_number_of_steps(monkeypatch):
-    monkeypatch.setattr("lmx_lab.server.timelines.PAGE_STEPS", 3)
-    log = TimelineLog()
+def test_a_page_has_a_limited_number_of_steps():
+    log = TimelineLog(page_steps=3)
     for number in range(5):
         steps = StepLog(0.0)
         for at in range(2):

@@ -16,7 +16,7 @@ from lmx_lab.client import AsyncLabClient, LabClient
 from lmx_lab.notebook import remote
 from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
-from lmx_lab.wire.admin import ModelEvent
+from lmx_lab.values.models import ModelEvent
 from tests.support.labs import serving, wait_until_idle
 from tests.support.models import write_tiny_llama
 from tests.support.sockets import answering, streamed, whole
@@ -131,14 +131,14 @@ async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(tiny_home,
 
 
 def test_an_interrupt_ends_the_generation_on_the_server(lab, far):
-    before = lab.engine.snapshot.output_tokens
+    before = lab.engine.snapshot.totals.output_tokens
 
-    interrupting = interrupt_when(lambda: lab.engine.snapshot.output_tokens > before)
+    interrupting = interrupt_when(lambda: lab.engine.snapshot.totals.output_tokens > before)
     with pytest.raises(KeyboardInterrupt):
         far.chat("hi", max_tokens=7500, ignore_eos=True)
     interrupting.join()
     wait_until_idle(lab)
-    assert lab.engine.snapshot.output_tokens - before < 7500
+    assert lab.engine.snapshot.totals.output_tokens - before < 7500
     assert far.chat("hi", max_tokens=2).usage.completion_tokens == 2
 
 

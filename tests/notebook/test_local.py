@@ -15,8 +15,7 @@ from lmx_lab.notebook.reply import read_reply
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadSpec
-from lmx_lab.wire.admin import ModelEvent
+from lmx_lab.values.models import LoadSpec, ModelEvent
 from tests.support.engines import unload_when_idle_for
 from tests.support.models import write_tiny_bert
 from tests.support.panels import Reader

@@ -10,8 +10,8 @@ from lmx_lab import errors
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.remote import RemoteBackend, attach
 from lmx_lab.notebook.reply import read_reply
-from lmx_lab.values.models import LoadSpec
-from lmx_lab.wire.admin import ModelEvent, RequestEvent
+from lmx_lab.values.models import LoadSpec, ModelEvent
+from lmx_lab.wire.admin import RequestEvent
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
 from tests.support.waiting import auntil, until

@@ -85,8 +85,8 @@ def cost(report):
     return AnswerCost(
         model="tiny",
         finish_reason="stop",
-        usage=usage([report]),
-        timings=timings(report),
+        usage=usage([[report]]),
+        timings=timings([[report]]),
         ttft_s=report.ttft_s,
         report=report,
     )

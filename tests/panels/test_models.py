@@ -7,8 +7,8 @@ import pytest
 from lmx_lab.errors import NotLoadedError, OutOfMemoryError
 from lmx_lab.panels.models import MAX_ROWS, ModelsPanel
 from lmx_lab.panels.panel import BUG
-from lmx_lab.values.models import Unloading
-from lmx_lab.wire.admin import ModelEvent, Preference
+from lmx_lab.values.models import ModelEvent, Unloading
+from lmx_lab.wire.admin import Preference
 from tests.support.gguf import EXACT, LOSSY
 from tests.support.panels import Reader, Refused, ScriptedBackend, record
 

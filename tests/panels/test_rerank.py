@@ -23,7 +23,7 @@ from lmx_lab.panels.rerank import (
 )
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip
-from lmx_lab.wire.admin import ModelEvent
+from lmx_lab.values.models import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from tests.support.labs import serving
 from tests.support.models import write_tiny_bert

@@ -3,17 +3,22 @@
 from dataclasses import replace
 
 import pytest
+from pydantic_core import from_json, to_json
 
-from lmx_lab.server.events import events_between, model_event, sample
-from lmx_lab.values.engine import COUNTERS, EngineSnapshot
-from lmx_lab.values.models import LoadProgress
-from lmx_lab.wire.admin import Memory, ModelEvent, Sample, Throughput
+from lmx_lab.server.events import events_between, sample
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot, TokenTotals
+from lmx_lab.values.models import ModelEvent, Unloading
+from lmx_lab.wire.admin import Memory, Sample, Throughput
 
 
 def test_throughput_is_measured_since_the_previous_snapshot():
-    before = EngineSnapshot(output_tokens=100)
+    before = EngineSnapshot(totals=TokenTotals(output_tokens=100))
     now = EngineSnapshot(
-        output_tokens=130, active_requests=2, queued_requests=3, memory_used_bytes=10**9, memory_total_bytes=4 * 10**9
+        totals=TokenTotals(output_tokens=130),
+        active_requests=2,
+        queued_requests=3,
+        memory_used_bytes=10**9,
+        memory_total_bytes=4 * 10**9,
     )
     assert events_between(before, now, 1.5) == [
         Throughput(tokens_per_second=20, active_requests=5, queued_requests=3),
@@ -22,12 +27,10 @@ def test_throughput_is_measured_since_the_previous_snapshot():
 
 
 def test_a_sample_has_all_metrics_since_the_previous_snapshot():
-    before = EngineSnapshot(output_tokens=100, prompt_tokens=10, cached_tokens=5, encoded_tokens=50)
+    totals = TokenTotals(output_tokens=100, prompt_tokens=10, cached_tokens=5, encoded_tokens=50)
+    before = EngineSnapshot(totals=totals)
     now = EngineSnapshot(
-        output_tokens=130,
-        prompt_tokens=70,
-        cached_tokens=45,
-        encoded_tokens=50,
+        totals=replace(totals, output_tokens=130, prompt_tokens=70, cached_tokens=45),
         active_requests=2,
         queued_requests=3,
         memory_used_bytes=10**9,
@@ -47,19 +50,29 @@ def test_a_sample_has_all_metrics_since_the_previous_snapshot():
 
 @pytest.mark.parametrize("name", [name for name in COUNTERS if f"{name}_per_second" in Sample.model_fields])
 def test_a_sample_has_the_rate_of_a_counter(name):
-    before, now = (replace(EngineSnapshot(), **{name: value}) for value in (100, 130))
+    before, now = (EngineSnapshot(totals=TokenTotals(**{name: value})) for value in (100, 130))
     assert getattr(sample(before, now, 2), f"{name}_per_second") == 15
 
 
 def test_rates_are_never_negative_after_the_engine_was_started_again():
-    throughput, memory = events_between(EngineSnapshot(output_tokens=100), EngineSnapshot(output_tokens=3), 1)
+    throughput, memory = events_between(
+        *(EngineSnapshot(totals=TokenTotals(output_tokens=count)) for count in (100, 3)), 1
+    )
     assert isinstance(throughput, Throughput)
     assert isinstance(memory, Memory)
     assert (throughput.tokens_per_second, memory.pct) == (0, 0)
 
 
-def test_the_progress_of_a_load_becomes_an_event():
-    progress = LoadProgress(model="tiny", stage="download", done_bytes=5, total_bytes=7, message="from a mirror")
-    assert model_event(progress) == ModelEvent(
-        model="tiny", stage="download", done_bytes=5, total_bytes=7, message="from a mirror"
+def test_the_event_of_a_load_has_the_promised_fields():
+    event = ModelEvent(
+        model="tiny", stage="download", done_bytes=5, unloading=Unloading(answers_left=1, seconds_left=2)
     )
+    assert from_json(to_json(event)) == {
+        "type": "model",
+        "model": "tiny",
+        "stage": "download",
+        "done_bytes": 5,
+        "total_bytes": None,
+        "message": None,
+        "unloading": {"answers_left": 1, "seconds_left": 2, "replaced_by": None},
+    }

@@ -12,7 +12,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.server.inference import RequestEnd
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import COUNTERS, EngineSnapshot
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot, TokenTotals
 from lmx_lab.values.outputs import GenerationReport
 from tests.support.models import TINY_ENTRY
 
@@ -72,13 +72,15 @@ def test_metrics_of_the_engine_come_from_the_current_snapshot():
         model_memory_bytes=8,
         active_requests=1,
         queued_requests=2,
-        output_tokens=3,
-        prompt_tokens=4,
-        cached_tokens=5,
-        disk_cached_tokens=3,
-        prefix_disk_written_bytes=12,
-        drafted_tokens=11,
-        accepted_tokens=10,
+        totals=TokenTotals(
+            output_tokens=3,
+            prompt_tokens=4,
+            cached_tokens=5,
+            disk_cached_tokens=3,
+            prefix_disk_written_bytes=12,
+            drafted_tokens=11,
+            accepted_tokens=10,
+        ),
         prefix_cache_bytes=6,
         memory_used_bytes=7,
         memory_peak_bytes=9,
@@ -207,5 +209,5 @@ def test_each_metric_has_a_description():
 
 @pytest.mark.parametrize("name", COUNTERS)
 def test_every_counter_of_the_engine_is_shown(name):
-    metrics = metrics_of(FakeManager(snapshot=replace(EngineSnapshot(), **{name: 7})))
+    metrics = metrics_of(FakeManager(snapshot=EngineSnapshot(totals=TokenTotals(**{name: 7}))))
     assert value(metrics, f"{name}_total") == 7

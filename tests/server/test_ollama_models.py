@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, QueueFullError
-from lmx_lab.server.ollama_models import PULL_LIMIT, Downloads
+from lmx_lab.server.ollama_models import Downloads
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO
 from lmx_lab.weights import Catalog, Progress
@@ -68,9 +68,9 @@ async def test_a_failed_download_fails_for_each_client():
 
 async def test_only_local_callers_download_and_only_a_few_models_at_once():
     catalog = WaitingCatalog()
-    downloads = Downloads(catalog, may_download=True)
-    running = [await downloads.join(f"org/model-{number}", local=True) for number in range(PULL_LIMIT)]
-    with pytest.raises(QueueFullError, match=f"{PULL_LIMIT} models are being downloaded"):
+    downloads = Downloads(catalog, may_download=True, limit=2)
+    running = [await downloads.join(f"org/model-{number}", local=True) for number in range(2)]
+    with pytest.raises(QueueFullError, match="2 models are being downloaded"):
         await downloads.join("org/one-more", local=True)
     with pytest.raises(ModelNotFoundError):
         await downloads.join("org/model-0", local=False)
@@ -81,4 +81,4 @@ async def test_only_local_callers_download_and_only_a_few_models_at_once():
         await download.wait()
     # A model that is on the disk needs no download.
     await (await downloads.join("echo", local=False)).wait()
-    assert len(catalog.fetched) == PULL_LIMIT
+    assert len(catalog.fetched) == 2

@@ -22,10 +22,8 @@ import lmx_lab
 from lmx_lab.engine import ChatPrompt, GenerationRequest
 from lmx_lab.errors import InvalidRequestError, MissingPackageError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
-from lmx_lab.server import telemetry
 from lmx_lab.server.inference import RequestEnd
 from lmx_lab.server.telemetry import (
-    CONTENT_CHARACTERS,
     EXPORTER_LOG,
     RequestSpans,
     answer_attributes,
@@ -46,6 +44,7 @@ class Collector:
     """A server that receives spans."""
 
     port: int
+    status: int
     bodies: list[bytes] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
 
@@ -77,7 +76,7 @@ def collector(port=0, *, status=200):
             running.bodies.append(body)
             running.headers.append(dict(self.headers))
             answer = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(status)
+            self.send_response(running.status)
             self.send_header("content-length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
@@ -86,7 +85,7 @@ def collector(port=0, *, status=200):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        running = Collector(server.server_port)
+        running = Collector(server.server_port, status)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -318,16 +317,16 @@ def test_the_last_messages_of_a_long_chat_are_exported():
         model="m",
         outcome="cancelled",
         request=GenerationRequest(prompt=ChatPrompt(messages=tuple(messages))),
-        deltas=[Delta(text="x" * CONTENT_CHARACTERS * 2, tokens=1)],
+        deltas=[Delta(text="x" * 16_384 * 2, tokens=1)],
     )
     found = content_attributes([end])
     kept = json.loads(str(found["gen_ai.input.messages"]))
     texts = [message["parts"][0]["content"] for message in kept]
     assert texts[1:] == [message["content"] for message in messages[-len(texts) + 1 :]]
     assert texts[0].endswith("…")
-    assert CONTENT_CHARACTERS * 0.9 < sum(map(len, texts)) <= CONTENT_CHARACTERS + 1
+    assert 16_384 * 0.9 < sum(map(len, texts)) <= 16_384 + 1
     (answer,) = json.loads(str(found["gen_ai.output.messages"]))
-    assert len(answer["parts"][0]["content"]) == CONTENT_CHARACTERS + 1
+    assert len(answer["parts"][0]["content"]) == 16_384 + 1
 
 
 def test_an_answer_whose_client_disconnects_is_exported_as_cancelled(sent):
@@ -357,24 +356,33 @@ def test_a_collector_that_is_down_causes_one_warning(monkeypatch, caplog):
         port = free.getsockname()[1]
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://user:s3cret@127.0.0.1:{port}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
-    caplog.set_level(logging.INFO)
-    spans = RequestSpans(content=False)
+    spans = RequestSpans(content=False, retry_s=1e9)
     end = RequestEnd(request_id="", model="m", outcome="stop")
-    for retry_s in (0.0, 0.0, 1e9):
-        monkeypatch.setattr(telemetry, "RETRY_S", retry_s)
+    spans.observe(end)
+    until(lambda: caplog.records)
+    with collector(port) as target:
         spans.observe(end)
-        spans._processor.force_flush()
+        spans.close()
+        assert target.spans == []
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert f"http://127.0.0.1:{port}/v1/traces does not accept spans" in warning.getMessage()
     assert "s3cret" not in caplog.text
-    with collector(port) as target:
-        spans.observe(end)
-        spans._processor.force_flush()
-        assert target.spans == []
-        monkeypatch.setattr(telemetry, "RETRY_S", 0.0)
-        spans.observe(end)
+
+
+def test_a_collector_that_accepts_spans_again_gets_them(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    with collector(status=400) as target:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
+        spans = RequestSpans(content=False, retry_s=0.0)
+        for attempts in (1, 2):
+            spans.observe(RequestEnd(request_id="", model=f"{attempts}", outcome="stop"))
+            until(lambda attempts=attempts: len(target.bodies) == attempts)
+        target.status = 200
+        spans.observe(RequestEnd(request_id="", model="3", outcome="stop"))
         spans.close()
-        assert [span.name for span in target.spans] == ["chat m"]
+        assert [span.name for span in target.spans] == ["chat 1", "chat 2", "chat 3"]
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
     assert "accepts spans again" in caplog.text
 
 
@@ -433,11 +441,9 @@ def test_headers_are_sent_to_the_collector(monkeypatch):
 
 
 def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_causes_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(telemetry, "CLOSE_S", 0.01)
-    monkeypatch.setattr(telemetry, "LAST_ATTEMPT_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        spans = RequestSpans(content=False)
+        spans = RequestSpans(content=False, close_s=0.01, last_attempt_s=0.01)
         spans.observe(RequestEnd(request_id="", model="m", outcome="stop"))
         spans.close()
         (sending,) = [each for each in threading.enumerate() if each.name == "lmx-lab last spans"]

@@ -14,8 +14,6 @@ from lmx_lab.server.translate import (
     generation_request,
     socket_stats,
     timings,
-    total_timings,
-    total_usage,
     usage,
 )
 from lmx_lab.values.outputs import TokenLogprob
@@ -183,18 +181,20 @@ def test_a_suffix_makes_a_prompt_with_a_gap_and_needs_texts():
 
 
 def test_choices_share_the_prompt_in_usage():
-    spent = usage([report(cached=4, from_disk=3), report(cached=9, output=7)])
+    choices = [report(cached=4, from_disk=3), report(cached=9, output=7)]
+    spent = usage([choices])
     assert (spent.prompt_tokens, spent.completion_tokens, spent.total_tokens) == (10, 12, 22)
     assert spent.prompt_tokens_details.cached_tokens == 4
     assert spent.prompt_tokens_details.disk_cached_tokens == 3
-    assert total_usage([spent, spent]).total_tokens == 44
+    assert usage([choices, choices]).total_tokens == 44
 
 
 def test_reasoning_tokens_of_all_choices_are_counted():
-    spent = usage([report(reasoning=3), report(output=7, reasoning=4)])
+    choices = [report(reasoning=3), report(output=7, reasoning=4)]
+    spent = usage([choices])
     assert (spent.completion_tokens, spent.completion_tokens_details.reasoning_tokens) == (12, 7)
-    assert total_usage([spent, spent]).completion_tokens_details.reasoning_tokens == 14
-    assert usage([report()]).model_dump()["completion_tokens_details"] == {"reasoning_tokens": 0}
+    assert usage([choices, choices]).completion_tokens_details.reasoning_tokens == 14
+    assert usage([[report()]]).model_dump()["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_statistics_of_the_websocket_have_reasoning_tokens_and_the_finish_reason():
@@ -204,22 +204,21 @@ def test_statistics_of_the_websocket_have_reasoning_tokens_and_the_finish_reason
 
 def test_timings_of_several_choices_sum_tokens_and_take_the_longest_time():
     both = [report(cached=4), report(cached=9, output=7, decode_s=3.0)]
-    total = total_timings([both, [report(prompt=20)]])
+    total = timings([both, [report(prompt=20)]])
     assert (total.cache_n, total.prompt_n, total.predicted_n) == (4, 26, 17)
     assert (total.prompt_ms, total.predicted_ms) == (1000, 3000)
     assert (total.prompt_per_second, total.predicted_per_second) == (26, 17 / 3)
-    assert total_timings([[both[0]]]) == timings(both[0])
 
 
 def test_timings_have_the_longest_wait_the_latest_first_token_and_the_highest_memory():
     early = replace(report(), queue_s=0.25, ttft_s=0.5, peak_memory_bytes=3_000_000_000)
     late = replace(report(), queue_s=0.125, ttft_s=2.0, peak_memory_bytes=1_000_000_000)
-    total = total_timings([[early], [late]])
+    total = timings([[early], [late]])
     assert (total.queue_ms, total.ttft_ms, total.peak_memory_gb) == (250, 2000, 3)
 
 
 def test_timings_without_tokens_do_not_divide_by_zero():
-    nothing = timings(report(prompt=4, cached=4, output=0, decode_s=0.0))
+    nothing = timings([[report(prompt=4, cached=4, output=0, decode_s=0.0)]])
     assert (nothing.prompt_per_token_ms, nothing.predicted_per_token_ms, nothing.predicted_per_second) == (0, 0, 0)
 
 

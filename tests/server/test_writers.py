@@ -63,7 +63,7 @@ def test_a_chat_chunk_contains_the_delta():
     assert [token.model_dump() for token in choice.logprobs.content] == chat_logprobs([LOGPROB])
     (end,) = writer.end(0, report())
     last = ChatChunk.model_validate_json(data(end))
-    assert last.timings == timings(report())
+    assert last.timings == timings([[report()]])
     assert last.choices[0].logprobs is None
 
 

@@ -18,9 +18,9 @@ from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
 from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, Vectors
-from lmx_lab.wire.admin import ModelEvent, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.events import EVENT_CLASSES
@@ -101,7 +101,7 @@ class ScriptedBackend:
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         self.requests.append(("load", spec.model))
         await _next(self.loads)
-        return LoadReport(model=spec.model, load_s=0.001, memory_bytes=100_000_000)
+        return LoadReport(model=spec.model, load_time_ms=1.0, vram_gb=0.1)
 
     async def cancel_load(self, model: str) -> None:
         self.requests.append(("cancel", model))
@@ -156,7 +156,7 @@ def cost(reason: FinishReason = "stop", tokens: int = 2) -> AnswerCost:
         peak_memory_bytes=0,
     )
     return AnswerCost(
-        model="tiny", finish_reason=reason, usage=usage([report]), timings=timings(report), ttft_s=report.ttft_s
+        model="tiny", finish_reason=reason, usage=usage([[report]]), timings=timings([[report]]), ttft_s=report.ttft_s
     )
 
 

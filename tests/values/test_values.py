@@ -4,11 +4,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from lmx_lab.errors import ArgumentError
-from lmx_lab.values.engine import BlasReport, EngineSnapshot, PinnedModel, merged
+from lmx_lab.values.engine import COUNTERS, BlasReport, EngineSnapshot, PinnedModel, TokenTotals, merged
 from lmx_lab.values.models import ECHO, LoadOptions, LoadReport, LoadSpec
-from lmx_lab.wire.admin import LoadRequest
+from lmx_lab.wire.errors import invalid_request
 
 BLAS = BlasReport(name="openblas", detail="")
 PINNED = PinnedModel(entry=replace(ECHO, id="minilm", path=Path("minilm"), kind="embedding"), memory_bytes=1)
@@ -21,13 +22,16 @@ def test_the_main_model_is_that_of_the_first_engine():
     assert found.slot_free_s == 2.0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["active_requests", "queued_requests", "output_tokens", "cached_tokens", "encoded_tokens", "memory_used_bytes"],
-)
+@pytest.mark.parametrize("name", ["active_requests", "queued_requests", "memory_used_bytes"])
 def test_counts_are_added(name):
     snapshots = [replace(EngineSnapshot(), **{name: value}) for value in (3, 4)]
     assert getattr(merged(snapshots), name) == 7
+
+
+def test_totals_are_added():
+    totals = TokenTotals(**{name: 3 + at for at, name in enumerate(COUNTERS)})
+    found = merged([EngineSnapshot(totals=totals)] * 2).totals
+    assert found == TokenTotals(**{name: 2 * (3 + at) for at, name in enumerate(COUNTERS)})
 
 
 def test_the_memory_of_the_machine_is_not_added():
@@ -50,7 +54,9 @@ def test_progress_is_that_of_the_slowest_engine_with_requests():
 
 
 def test_a_merged_state_of_one_engine_is_unchanged():
-    snapshot = EngineSnapshot(state="ready", entry=ECHO, pinned=(PINNED,), output_tokens=3, progress_at=4.0, blas=BLAS)
+    snapshot = EngineSnapshot(
+        state="ready", entry=ECHO, pinned=(PINNED,), totals=TokenTotals(output_tokens=3), blas=BLAS
+    )
     assert merged([snapshot]) == snapshot
 
 
@@ -79,7 +85,8 @@ def test_an_option_that_is_misspelled_is_named():
 
 
 def test_the_report_of_a_load_is_a_sentence():
-    report = LoadReport(model="tiny", load_s=1.25, memory_bytes=270_000_000)
+    report = LoadReport(model="tiny", load_time_ms=1250.0, vram_gb=0.27)
+    assert (report.load_s, report.memory_bytes) == (1.25, 270_000_000)
     assert repr(report) == "tiny loaded in 1.2 s, 0.27 GB of memory"
     planned = replace(report, slots=8, context_length=5120)
     assert repr(planned) == f"{report!r}; 8 requests at once, of up to 5,120 tokens each"
@@ -89,4 +96,34 @@ def test_the_report_of_a_load_is_a_sentence():
 def test_requests_have_the_options_of_a_load():
     options = set(LoadOptions.__annotations__)
     assert options <= {field.name for field in fields(LoadSpec)}
-    assert set(LoadRequest.model_fields) == {"model", *options}
+    assert set(TypeAdapter(LoadSpec).json_schema()["properties"]) == {"model", *options}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"model": ""}, "model: String should have at least 1 character"),
+        ({"model": "tiny", "deterministic": 1}, "deterministic: Input should be a valid boolean (given: 1)"),
+        ({"model": "tiny", "context_length": "5"}, "context_length: Input should be a valid integer (given: '5')"),
+        (
+            {"model": "tiny", "context_length": 0},
+            "context_length: Input should be greater than or equal to 1",
+        ),
+        ({"model": "tiny", "pin": "chat"}, "pin: is not a field of this request"),
+        ({"model": "tiny", "dtype": "float16"}, "dtype: is not a field of this request"),
+        (
+            dict.fromkeys(map(str, range(300)), 1),
+            "body: has 300 members, the limit is 256; send only",
+        ),
+    ],
+)
+def test_the_body_of_a_load_is_strict(given, problem):
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(LoadSpec).validate_python(given)
+    assert invalid_request(caught.value.errors()).message.startswith(problem)
+
+
+def test_whole_numbers_and_objects_are_bodies_of_a_load():
+    read = TypeAdapter(LoadSpec).validate_python
+    spec = LoadSpec(model="tiny", context_length=4096)
+    assert read({"model": "tiny", "context_length": 4096.0, "draft": None}) == read(spec) == spec

@@ -261,7 +261,6 @@ class EchoCore:
         self._main: EchoMain | None = None
         self._totals = TokenTotals()
         self._texts = TextTasks()
-        self._encoded_tokens = 0
         self.failure: LabError | None = None
         self.snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
         self._publish()
@@ -450,7 +449,7 @@ class EchoCore:
 
     def _start(self, texts: EchoTexts, work: Coroutine[Any, Any, T], permit: Permit) -> Pending[T]:
         def count() -> None:
-            self._encoded_tokens += texts.computed_tokens
+            self._totals.encoded_tokens += texts.computed_tokens
             self._publish()
 
         pending = self._texts.start(work, permit, count)
@@ -474,12 +473,11 @@ class EchoCore:
             active_requests=(len(answers.running) if answers is not None else 0) + texts,
             queued_requests=len(answers.queued) if answers is not None else 0,
             encode_requests=texts,
-            encoded_tokens=self._encoded_tokens,
             slot_free_s=answers.slot_free_s if answers is not None else 1.0,
             memory_used_bytes=memory_bytes,
             memory_peak_bytes=max(memory_bytes, self.snapshot.memory_peak_bytes),
             progress_at=time.perf_counter() if main is not None else self.snapshot.progress_at,
-            **vars(totals),
+            totals=totals,
         )
 
 

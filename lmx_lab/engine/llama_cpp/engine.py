@@ -78,7 +78,6 @@ class LlamaCppCore:
         self._pinned: dict[Kind, LlamaResident] = {}
         self._preparer = LlamaPreparer(settings)
         self._totals = TokenTotals()
-        self._encoded_tokens = 0
         self._starting: set[asyncio.Task[HostedModel]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
         self._closed: LabError | None = None
@@ -113,8 +112,8 @@ class LlamaCppCore:
         if before is not None:
             await self._drop(before, NotLoadedError(f"{entry.id} was pinned in place of {before.entry.id}"))
         self._publish()
-        memory_bytes = pinned.hosted.memory_bytes
-        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=memory_bytes)
+        load_time_ms = (time.perf_counter() - started) * 1e3
+        return LoadReport(model=entry.id, load_time_ms=load_time_ms, vram_gb=pinned.hosted.memory_bytes / 1e9)
 
     async def unpin(self, kind: Kind) -> None:
         """See ``InferenceEngine``."""
@@ -342,7 +341,7 @@ class LlamaCppCore:
     ) -> Pending[T]:
         def count() -> None:
             resident.hosted.progress_at = time.perf_counter()
-            self._encoded_tokens += texts.computed_tokens
+            self._totals.encoded_tokens += texts.computed_tokens
             self._publish()
 
         pending = resident.texts.start(work, permit, count)
@@ -379,11 +378,10 @@ class LlamaCppCore:
             queued_requests=sum(len(resident.answering.answers.queued) for resident in residents),
             encode_requests=texts,
             slot_free_s=main.answering.answers.slot_free_s if main is not None else 1.0,
-            encoded_tokens=self._encoded_tokens,
             memory_used_bytes=used_bytes,
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, used_bytes),
             progress_at=max((resident.hosted.progress_at for resident in residents), default=self.snapshot.progress_at),
-            **vars(totals),
+            totals=totals,
         )
 
     async def _refresh(self) -> None:

@@ -214,7 +214,8 @@ class MlxCore:
         self._pinned[entry.kind] = (entry, model)
         memory.release()
         self._publish()
-        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=model.memory_bytes)
+        load_time_ms = (time.perf_counter() - started) * 1e3
+        return LoadReport(model=entry.id, load_time_ms=load_time_ms, vram_gb=model.memory_bytes / 1e9)
 
     def unpin(self, kind: Kind) -> None:
         """Drop the pinned encoder of this kind. Its requests end with an error, unless it is also the main model."""
@@ -360,11 +361,10 @@ class MlxCore:
             encode_requests=len(encoding.running) + len(encoding.queued),
             prefix_cache_bytes=generating.prefix_cache_bytes,
             slot_free_s=answers.slot_free_s,
-            encoded_tokens=encoding.tokens,
             memory_used_bytes=memory.used_bytes(),
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
             progress_at=time.perf_counter(),
-            **vars(totals),
+            totals=replace(totals, encoded_tokens=encoding.tokens),
         )
         encoding.deliver()
         tracing.deliver()

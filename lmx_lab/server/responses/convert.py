@@ -40,9 +40,6 @@ from lmx_lab.wire.responses import (
 )
 from lmx_lab.wire.tools import FunctionTool, read_arguments
 
-OUTPUT_TOKENS = 16_384
-"""Default of ``max_output_tokens``. Agents do not set it, and end a session whose answer is cut off; the memory for an
-answer of this length is reserved."""
 IGNORED_ITEMS = frozenset(
     {
         *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "tool_search_call"),
@@ -67,8 +64,6 @@ NAMES = FieldNames(
 """Fields of the Responses format, by the chat format's fields that errors name."""
 INPUT = "input"
 """Name of the argument of a custom tool."""
-SEPARATOR = "__"
-HASH_CHARACTERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +158,9 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> Conve
         # The format's own default of the temperature is 1.
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "max_tokens": body.max_output_tokens or OUTPUT_TOKENS,
+        # Agents do not set it, and end a session whose answer is cut off; the memory for an answer of this length is
+        # reserved.
+        "max_tokens": body.max_output_tokens or 16_384,
         "response_format": answer_format,
     }
     if body.wants_logprobs:
@@ -299,11 +296,11 @@ class CallableTool:
 
 def chat_name(name: str, namespace: str | None) -> str:
     """Return the name of a tool in the chat format. A name that would be too long is shortened, and stays unique."""
-    joined = name if not namespace else f"{namespace.removesuffix(SEPARATOR)}{SEPARATOR}{name}"
+    joined = name if not namespace else f"{namespace.removesuffix('__')}__{name}"
     if len(joined) <= NAME_CHARACTERS:
         return joined
-    digest = hashlib.sha256(joined.encode()).hexdigest()[:HASH_CHARACTERS]
-    return f"{joined[: NAME_CHARACTERS - HASH_CHARACTERS - 1]}_{digest}"
+    digest = hashlib.sha256(joined.encode()).hexdigest()[:8]
+    return f"{joined[: NAME_CHARACTERS - len(digest) - 1]}_{digest}"
 
 
 class CallableTools:

@@ -39,7 +39,6 @@ from lmx_lab.wire.responses import (
     ResponseStatus,
 )
 
-DESCRIPTION = "A response or, with `stream: true`, its named events. An error is sent as the event `response.failed`"
 NotStreamed = Annotated[bool, WithJsonSchema({"const": False, "description": "Not supported: streams"})]
 _ID = {"response_id": "$response.body#/id"}
 LINKS = {
@@ -78,7 +77,12 @@ def responses_routes(service: InferenceService) -> APIRouter:
         "",
         response_model=ModelResponse,
         responses={
-            200: event_stream(ResponseEvent, description=DESCRIPTION) | {"links": LINKS},
+            200: event_stream(
+                ResponseEvent,
+                description="A response or, with `stream: true`, its named events. An error is sent as the event "
+                "`response.failed`",
+            )
+            | {"links": LINKS},
             **INFERENCE_ERRORS,
         },
     )
@@ -187,14 +191,15 @@ async def _respond(
     )
     if not in_background:
         return await respond(service, request, wanted)
-    choices = Choices(service, [replace(prompt, caller=service.caller_of(request))])
+    caller = service.caller_of(request)
+    choices = Choices(service, [replace(prompt, caller=caller)])
     with NAMES.in_errors():
         await while_connected(request, choices.start())
     writer = ResponseWriter(prepared.shared, prepared.request, model=choices.model, save=save)
     created = writer.body()
     save(writer, created)
     store.start(writer.id, _in_background(choices, writer, HTTPConnection(request.scope)))
-    return Response(created, media_type="application/json", headers=answer_headers(service, request, wanted))
+    return Response(created, media_type="application/json", headers=answer_headers(service, caller, wanted))
 
 
 async def _in_background(choices: Choices, writer: ResponseWriter, connection: HTTPConnection) -> None:

@@ -15,8 +15,8 @@ from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.client.lab import LabClient
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.values.models import LoadReport, LoadSpec
-from lmx_lab.wire.admin import ModelEvent, NotReady, Sample
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
+from lmx_lab.wire.admin import NotReady, Sample
 from lmx_lab.wire.chat import ChatChunk
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
@@ -122,7 +122,7 @@ def interrupt_when(true):
 
 @pytest.mark.parametrize("way", ["chat", "sse", "websocket"])
 def test_an_interrupt_ends_the_generation_on_the_server(lab, client, way):
-    before = lab.engine.snapshot.output_tokens
+    before = lab.engine.snapshot.totals.output_tokens
 
     def ask() -> None:
         if way == "chat":
@@ -131,12 +131,12 @@ def test_an_interrupt_ends_the_generation_on_the_server(lab, client, way):
             for _ in client.stream(hello(**ENDLESS), over="sse" if way == "sse" else "websocket"):
                 pass
 
-    thread = interrupt_when(lambda: lab.engine.snapshot.output_tokens > before)
+    thread = interrupt_when(lambda: lab.engine.snapshot.totals.output_tokens > before)
     with pytest.raises(KeyboardInterrupt):
         ask()
     thread.join()
     wait_until_idle(lab)
-    assert lab.engine.snapshot.output_tokens - before < 7500
+    assert lab.engine.snapshot.totals.output_tokens - before < 7500
     assert client.chat(hello()).usage.completion_tokens == 8
 
 

@@ -36,7 +36,8 @@ from lmx_lab.client.daemon_events import (
     UnknownEvent,
 )
 from lmx_lab.errors import LabError, TurnError
-from lmx_lab.wire.admin import ModelEvent, NotReady
+from lmx_lab.values.models import ModelEvent
+from lmx_lab.wire.admin import NotReady
 from lmx_lab.wire.chat import ChatChunk
 from lmx_lab.wire.mcp import McpServerConfig, McpTestPassed
 from lmx_lab.wire.sessions import PermissionRecord, SessionSnapshot, SubmitTurn, TurnOverrides

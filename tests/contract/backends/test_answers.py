@@ -41,7 +41,7 @@ async def test_the_pieces_of_a_stream_are_its_reply(lab):
 
 @pytest.mark.parametrize("end", ["left", "closed", "left blocking", "closed blocking", "cancelled"])
 async def test_an_answer_that_is_not_read_to_its_end_frees_its_slot(lab, served, end):
-    before = served.engine.snapshot.output_tokens
+    before = served.engine.snapshot.totals.output_tokens
 
     def left(stream):
         for _ in stream:
@@ -52,7 +52,7 @@ async def test_an_answer_that_is_not_read_to_its_end_frees_its_slot(lab, served,
     try:
         if end == "cancelled":
             chat = asyncio.create_task(lab.achat("hi", **ENDLESS))
-            await auntil(lambda: served.engine.snapshot.output_tokens > before)
+            await auntil(lambda: served.engine.snapshot.totals.output_tokens > before)
             chat.cancel()
             await asyncio.wait([chat])
             assert chat.cancelled()
@@ -76,7 +76,7 @@ async def test_an_answer_that_is_not_read_to_its_end_frees_its_slot(lab, served,
     finally:
         gc.enable()
     assert end == "cancelled" or stream.reply is None
-    assert served.engine.snapshot.output_tokens - before < ENDLESS["max_tokens"]
+    assert served.engine.snapshot.totals.output_tokens - before < ENDLESS["max_tokens"]
 
 
 async def test_concurrent_chats_share_the_engine(lab):
@@ -128,7 +128,7 @@ async def test_an_answer_that_a_panel_leaves_frees_its_slot(lab, served, end):
         return sum(each.event.finish_reason == "cancelled" for each in lab.workbench.history.requests)
 
     await auntil(lambda: bool(lab.workbench.history.samples))
-    before, ended = served.engine.snapshot.output_tokens, cancelled()
+    before, ended = served.engine.snapshot.totals.output_tokens, cancelled()
     backend, request = lab.workbench.backend, chat_request("hello", ENDLESS)
     if end == "closed":
 
@@ -142,8 +142,8 @@ async def test_an_answer_that_a_panel_leaves_frees_its_slot(lab, served, end):
         assert on_the_panels_loop(lab, first())
     else:
         answer = lab.workbench.submit(read_reply(backend, request))
-        await auntil(lambda: served.engine.snapshot.output_tokens > before)
+        await auntil(lambda: served.engine.snapshot.totals.output_tokens > before)
         answer.cancel()
     await auntil(lambda: served.engine.snapshot.active_requests == 0)
-    assert served.engine.snapshot.output_tokens - before < ENDLESS["max_tokens"]
+    assert served.engine.snapshot.totals.output_tokens - before < ENDLESS["max_tokens"]
     await auntil(lambda: cancelled() == ended + 1)

@@ -168,7 +168,7 @@ def test_a_server_that_stops_ends_all_answers_with_an_error(echo_home):
     ],
 )
 def test_a_request_ends_when_its_client_disconnects(lab, http, form, stream, phase):
-    before = lab.engine.snapshot
+    before = lab.engine.snapshot.totals
     with ExitStack() as others:
         if phase == "queued":
             for _ in range(2):
@@ -178,10 +178,10 @@ def test_a_request_ends_when_its_client_disconnects(lab, http, form, stream, pha
             if phase == "queued":
                 until(lambda: lab.engine.snapshot.queued_requests == 1)
             else:
-                until(lambda: lab.engine.snapshot.output_tokens > before.output_tokens)
+                until(lambda: lab.engine.snapshot.totals.output_tokens > before.output_tokens)
         until(lambda: lab.engine.snapshot.queued_requests == 0)
     wait_until_idle(lab)
-    assert lab.engine.snapshot.output_tokens - before.output_tokens < 10_000
+    assert lab.engine.snapshot.totals.output_tokens - before.output_tokens < 10_000
     assert form.answer(form.post(http, Request()).json()).text == "hello"
 
 
@@ -234,7 +234,7 @@ def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancel
                 assert form.end.encode() not in read_until(connection), form.name
         wait_until_idle(lab)
         metrics = httpx2.get(f"{lab.url}/metrics").text
-        assert 0 < lab.engine.snapshot.output_tokens < len(HTTP_FORMATS) * 10_000
+        assert 0 < lab.engine.snapshot.totals.output_tokens < len(HTTP_FORMATS) * 10_000
     assert "Traceback" not in caplog.text
     cancelled = re.findall(r"lmx_lab_requests_total.*cancelled.* ([0-9.]+)", metrics)
     assert sum(map(float, cancelled)) == len(HTTP_FORMATS)
@@ -280,7 +280,7 @@ def test_a_client_may_pause_after_its_answer_has_ended(echo_home, caplog):
         serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=3) as lab,
         unread_stream(lab, form, request) as paused,
     ):
-        until(lambda: lab.engine.snapshot.output_tokens >= 300)
+        until(lambda: lab.engine.snapshot.totals.output_tokens >= 300)
         wait_until_idle(lab)
         # The server disconnects a client that pauses during its answer. The other has paused for longer.
         with unread_stream(lab, form) as late:

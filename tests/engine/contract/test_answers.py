@@ -313,13 +313,13 @@ async def test_logprobs_are_delivered_only_on_request(manager):
 
 
 async def test_the_second_turn_finds_the_first_in_the_cache(manager):
-    before = manager.snapshot
+    before = manager.snapshot.totals
     question = "Where is the river? Tell me all of its story, from the source to the sea, and leave nothing out."
     answer, first = await run(manager, prompt=chat(question), max_tokens=12)
     _, second = await run(manager, prompt=chat(question, answer, "And then?"), max_tokens=3)
     assert first.cached_tokens < first.prompt_tokens
     assert first.prompt_tokens - 8 <= second.cached_tokens < second.prompt_tokens
-    now = manager.snapshot
+    now = manager.snapshot.totals
     assert now.prompt_tokens - before.prompt_tokens == first.prompt_tokens + second.prompt_tokens
     assert now.cached_tokens - before.cached_tokens == first.cached_tokens + second.cached_tokens
     assert now.output_tokens - before.output_tokens == first.output_tokens + second.output_tokens

@@ -63,11 +63,11 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_computed(busy):
 
 
 async def test_a_request_may_be_cancelled_while_it_decodes(busy):
-    before = busy.snapshot.output_tokens
+    before = busy.snapshot.totals.output_tokens
     await cancel(*await occupy_slots(busy))
     await check_engine_answers(busy)
     # llama.cpp has computed some more tokens when the cancellation reaches it.
-    assert 10 <= busy.snapshot.output_tokens - before < CONTEXT
+    assert 10 <= busy.snapshot.totals.output_tokens - before < CONTEXT
 
 
 async def test_a_stream_that_is_dropped_is_cancelled(busy):

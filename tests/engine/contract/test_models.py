@@ -197,12 +197,12 @@ async def test_shortened_vectors_have_length_one(embedder):
 async def test_a_report_counts_texts_tokens_and_times(embedder, model_format):
     # echo has no special tokens around a text.
     tokens = 3 + (2 if model_format == "echo" else 4)
-    before = embedder.snapshot.encoded_tokens
+    before = embedder.snapshot.totals.encoded_tokens
     report = (await embedder.embed(EmbeddingRequest(inputs=("one two", (101, 2028, 102))))).report
     assert (report.texts, report.tokens, report.model) == (2, tokens, "minilm-l6")
     assert min(report.queue_s, report.compute_s) > 0
     await until_idle(embedder)
-    assert embedder.snapshot.encoded_tokens - before == tokens
+    assert embedder.snapshot.totals.encoded_tokens - before == tokens
 
 
 async def test_a_text_that_is_too_long_is_refused_or_truncated(embedder):

@@ -247,7 +247,7 @@ async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_d
             async with until_written(manager, files=len(found) < 2):
                 stream = await manager.submit(request(prompt=TextPrompt(text=story), max_tokens=40, top_logprobs=0))
                 _, (first, *_) = await finish_with_logprobs(stream)
-            found.append((first.logprob, manager.snapshot.disk_cached_tokens))
+            found.append((first.logprob, manager.snapshot.totals.disk_cached_tokens))
     (exact, _), (quantized, others), (again, own) = found
     assert 0 < abs(quantized - exact) < 0.1
     assert (again, others) == (quantized, 0)
@@ -270,14 +270,14 @@ async def test_a_draft_model_does_not_change_answers(smollm2_gguf, tiny_gguf, tm
             answers.append([text for text, _ in found])
             counts.append([(each.accepted_tokens, each.drafted_tokens) for _, each in found])
             total = sum(drafted for _, drafted in counts[-1])
-            assert manager.snapshot.drafted_tokens == total
+            assert manager.snapshot.totals.drafted_tokens == total
             # Drafts of a cancelled answer are counted as well.
             async with await manager.submit(request(prompt=prompt, max_tokens=200)) as stream:
                 async for item in stream:
                     if isinstance(item, Delta) and " " in item.text:
                         break
             await until_idle(manager)
-            assert (manager.snapshot.drafted_tokens > total) == (draft is not None)
+            assert (manager.snapshot.totals.drafted_tokens > total) == (draft is not None)
             # The file of another model, whose tokens are not the same.
             with pytest.raises(
                 UnusableModelError, match=r"vocabulary of 49,152 tokens and smollm2 one of 49,152, and "

@@ -41,7 +41,7 @@ async def test_a_new_process_computes_only_what_was_not_saved(tmp_path, long_ggu
         again, report = await run(manager, prompt=TURN)
         # More than 200 if the slot of the turn was saved as well before the process ended.
         assert (again, report.disk_cached_tokens) == (text, report.cached_tokens)
-        assert manager.snapshot.disk_cached_tokens == report.cached_tokens >= 200
+        assert manager.snapshot.totals.disk_cached_tokens == report.cached_tokens >= 200
 
 
 async def test_a_damaged_file_does_not_reach_the_process(tmp_path, long_gguf, caplog):

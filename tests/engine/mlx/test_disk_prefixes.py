@@ -50,7 +50,7 @@ async def test_a_new_server_computes_only_what_no_file_has(tmp_path, tiny):
     async with server(tmp_path, tiny) as manager:
         text, report = await run(manager, prompt=THIRD)
         assert (text, report.cached_tokens, report.disk_cached_tokens) == (texts[2], 219, 219)
-        assert manager.snapshot.disk_cached_tokens == 219
+        assert manager.snapshot.totals.disk_cached_tokens == 219
         # It is in memory now.
         again, report = await run(manager, prompt=THIRD)
         assert (again, report.cached_tokens, report.disk_cached_tokens) == (texts[2], 219, 0)
@@ -85,7 +85,7 @@ async def test_answers_run_while_states_are_written_and_read(tmp_path, tiny, mon
         texts = await answers(manager)
     async with server(tmp_path, tiny, slots=2) as manager:
         assert await answers(manager) == texts
-        assert manager.snapshot.disk_cached_tokens == 6 * 59
+        assert manager.snapshot.totals.disk_cached_tokens == 6 * 59
 
 
 async def test_damaged_files_and_changed_weights_never_change_an_answer(tmp_path, tiny, caplog):
@@ -146,4 +146,4 @@ async def test_two_servers_use_one_folder(tmp_path, tiny):
     async with server(tmp_path, tiny) as manager:
         found = await asyncio.gather(*(run(manager, prompt=prompt) for prompt in prompts))
         assert [text for text, _ in found] == texts[:8]
-        assert manager.snapshot.disk_cached_tokens > 0
+        assert manager.snapshot.totals.disk_cached_tokens > 0

@@ -24,15 +24,15 @@ FIRST = numbers(100)
 
 
 async def test_a_later_turn_of_a_session_computes_only_its_new_tokens(manager):
-    before = manager.snapshot
+    before = manager.snapshot.totals
     stream = await manager.submit(request(prompt=FIRST))
     _, first = await finish(stream)
     turn = TokenPrompt(tokens=(*FIRST.tokens, *range(500, 510)))
     _, second = await run(manager, prompt=turn)
     assert (first.cached_tokens, second.cached_tokens) == (0, 100)
     assert second.prompt_tokens == 110
-    assert manager.snapshot.cached_tokens - before.cached_tokens == 100
-    assert manager.snapshot.prompt_tokens - before.prompt_tokens == 210
+    assert manager.snapshot.totals.cached_tokens - before.cached_tokens == 100
+    assert manager.snapshot.totals.prompt_tokens - before.prompt_tokens == 210
 
 
 async def test_a_fully_cached_prompt_has_the_same_answer_again(manager):
@@ -62,12 +62,12 @@ async def test_choices_are_scored_after_their_cached_question(manager, tiny):
         assert [entry.token for entry in stream.prompt_scores.tokens] == list(prompt.tokens)
         return [entry.logprob for entry in stream.prompt_scores.tokens], report.cached_tokens
 
-    before = manager.snapshot
+    before = manager.snapshot.totals
     choices = [(7, 8), (9, 8, 7, 6), (7, 8)]
     found = [await score(manager, *choice) for choice in choices]
     assert [cached for _, cached in found] == [0, 99, 99]
-    assert manager.snapshot.cached_tokens - before.cached_tokens == 198
-    assert manager.snapshot.prompt_tokens - before.prompt_tokens == 308 - len(choices)
+    assert manager.snapshot.totals.cached_tokens - before.cached_tokens == 198
+    assert manager.snapshot.totals.prompt_tokens - before.prompt_tokens == 308 - len(choices)
     whole, cached = await score(manager, *choices[0], start=0)
     assert cached == 0
     assert whole.count(None) == 1

@@ -403,7 +403,7 @@ TOKENS = 2000 * 100
 
 
 async def test_cancelling_a_request_cancels_its_computation(embedder, gate):
-    before = embedder.snapshot.encoded_tokens
+    before = embedder.snapshot.totals.encoded_tokens
     gate.shut()
     embedding = asyncio.create_task(embedder.embed(long(2000)))
     await gate.reached()
@@ -412,23 +412,23 @@ async def test_cancelling_a_request_cancels_its_computation(embedder, gate):
     with contextlib.suppress(asyncio.CancelledError):
         await embedding
     await until_idle(embedder)
-    assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
+    assert embedder.snapshot.totals.encoded_tokens - before < TOKENS / 2
 
 
 async def test_an_accepted_request_that_is_dropped_is_cancelled(embedder):
-    before = embedder.snapshot.encoded_tokens
+    before = embedder.snapshot.totals.encoded_tokens
     pending = await embedder.submit_embedding(long(2000))
     del pending
     await until_idle(embedder)
-    assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
+    assert embedder.snapshot.totals.encoded_tokens - before < TOKENS / 2
 
 
 async def test_a_request_ends_at_its_deadline(embedder):
-    before = embedder.snapshot.encoded_tokens
+    before = embedder.snapshot.totals.encoded_tokens
     with pytest.raises(GenerationTimeoutError, match=r"0\.3 s"):
         await embedder.embed(replace(long(2000), timeout_s=0.3))
     await until_idle(embedder)
-    assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
+    assert embedder.snapshot.totals.encoded_tokens - before < TOKENS / 2
 
 
 async def test_too_many_requests_are_refused(minilm):

@@ -218,10 +218,10 @@ async def test_cancelling_while_a_prompt_is_scored_frees_the_slot(manager):
 
 
 async def test_max_tokens_0_only_checks_the_prompt(manager):
-    before = manager.snapshot.prompt_tokens
+    before = manager.snapshot.totals.prompt_tokens
     text, report = await run(manager, max_tokens=0)
     assert (text, report.output_tokens, report.finish_reason, report.prompt_tokens) == ("", 0, "length", 3)
-    assert manager.snapshot.prompt_tokens == before
+    assert manager.snapshot.totals.prompt_tokens == before
     with pytest.raises(InvalidRequestError):
         await run(manager, max_tokens=0, prompt=TokenPrompt(tokens=(10**6,)))
 
