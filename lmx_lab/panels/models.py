@@ -23,12 +23,6 @@ from lmx_lab.wire.admin import ModelEvent, ModelRecord, Preference, Sample
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 500
-MAX_JOBS = 8
-SILENT_S = 30.0
-"""Time without an event after which another client's download is no longer shown: it has ended, or its model has
-received another name."""
-SNAPSHOT_S = 1.0
-"""Maximum time that a snapshot waits for the first list."""
 COLUMNS = ("model", "kind", "format", "engine", "size", "quantization", "context", "state")
 ADDRESSES = {"url": "local", "lan_url": "LAN", "proxy_url": "browser"}
 STAGES = {
@@ -40,7 +34,6 @@ STAGES = {
     "load": "loading",
     "unload": "unloading",
 }
-ENDS = ("loaded", "unloaded", "failed")
 IN_ENGINE = ("load", "unload")
 
 
@@ -79,7 +72,7 @@ class ModelJob:
 class ModelsPanel(Panel):
     """Shows the models on disk and in memory, with buttons that load and unload them. ``compact`` folds the list."""
 
-    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "models.js")
+    SCRIPTS = ("elements.js", "panel.js", "models.js")
     STYLES = ("panel.css", "models.css")
 
     compact = traitlets.Bool(False).tag(sync=True)
@@ -107,8 +100,6 @@ class ModelsPanel(Panel):
         """The load or unload that was requested in this panel."""
         self._cancelled = False
         """Whether that job was cancelled in this panel."""
-        self._waits: set[asyncio.Task[None]] = set()
-        """The tasks that have changed how long an unload waits, until the model is unloaded."""
         self._scan: asyncio.Task[None] | None = None
         self._is_stale = True
         self._shown_server: Mapping[str, Any] = {}
@@ -121,7 +112,8 @@ class ModelsPanel(Panel):
         now = time.monotonic()
         stopped = not self.serves
         for job in list(self._jobs.values()):
-            if stopped or (job.stage not in IN_ENGINE and now - job.updated_at > SILENT_S):
+            # Another client's download without an event has ended, or its model has received another name.
+            if stopped or (job.stage not in IN_ENGINE and now - job.updated_at > 30):
                 del self._jobs[job.model]
         self._show_jobs()
         server = self.shown("server")
@@ -137,7 +129,7 @@ class ModelsPanel(Panel):
         if event.unloading is not None:
             # The panel shows the state of the server, which also contains the remaining time.
             return
-        if event.stage in ENDS:
+        if event.stage in ("loaded", "unloaded", "failed"):
             self._jobs.pop(event.model, None)
             if event.stage == "unloaded" and event.message:
                 self.show(error=f"{event.model} was unloaded: {event.message}")
@@ -148,15 +140,13 @@ class ModelsPanel(Panel):
             or (event.stage == "load" and own.stage not in IN_ENGINE and event.model not in self._jobs)
         ):
             self._own = _updated(own, event)
-        elif event.model in self._jobs or len(self._jobs) < MAX_JOBS:
+        elif event.model in self._jobs or len(self._jobs) < 8:
             self._jobs[event.model] = _updated(ModelJob(model=event.model), event)
         self._show_jobs()
 
     def backend_changed(self) -> None:
         if self.task is not None:
             self.task.cancel()
-        for task in self._waits:
-            task.cancel()
         self.task, self._own, self._cancelled, self._records = None, None, False, ()
         self._preference = self._problem = None
         self._jobs.clear()
@@ -196,13 +186,12 @@ class ModelsPanel(Panel):
             try:
                 await backend.unload(name, wait=wait)
             except LabError as exc:
-                self.show(error=f"{name} was not unloaded: {exc.message}")
+                if backend is self.workbench.backend:
+                    self.show(error=f"{name} was not unloaded: {exc.message}")
 
         state = backend.state()
         if state.model == name and state.unloading is not None:
-            task = asyncio.create_task(change_wait(), name=f"wait for {name:.60}")
-            self._waits.add(task)
-            task.add_done_callback(self._waits.discard)
+            self.workbench.create_task(change_wait(), f"wait for {name:.60}")
         return {"model": name}
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
@@ -246,7 +235,7 @@ class ModelsPanel(Panel):
         too early to see the latest change."""
         self._is_stale = True
         if self._scan is None or self._scan.done():
-            self._scan = asyncio.create_task(self._scan_while_stale(), name="list the models")
+            self._scan = self.workbench.create_task(self._scan_while_stale(), "list the models")
             self._scan.add_done_callback(_log_failure)
         return self._scan
 
@@ -304,7 +293,7 @@ class ModelsPanel(Panel):
     def snapshot_html(self) -> str:
         if not self._records:
             waiting = self.workbench.submit(self.do_refresh({}))
-            concurrent.futures.wait([waiting], SNAPSHOT_S)
+            concurrent.futures.wait([waiting], timeout=1.0)
         server = self.shown("server")
         facts = [f"<b>LMX Lab</b>: {_escaped(server['state'])}, {_escaped(server['place'])}"]
         facts += [f"{label}: <code>{_escaped(server[key])}</code>" for key, label in ADDRESSES.items() if server[key]]
