@@ -16,6 +16,7 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, text_field
+from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_bytes, model_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import html_table
 from lmx_lab.values.models import LoadSpec, Unloading, with_reason
@@ -23,8 +24,6 @@ from lmx_lab.wire.admin import ModelEvent, ModelRecord, Preference, Sample
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 500
-COLUMNS = ("model", "kind", "format", "engine", "size", "quantization", "context", "state")
-ADDRESSES = {"url": "local", "lan_url": "LAN", "proxy_url": "browser"}
 STAGES = {
     "begin": "looking for its files",
     "download": "downloading",
@@ -294,50 +293,13 @@ class ModelsPanel(Panel):
         if not self._records:
             waiting = self.workbench.submit(self.do_refresh({}))
             concurrent.futures.wait([waiting], timeout=1.0)
-        server = self.shown("server")
-        facts = [f"<b>LMX Lab</b>: {_escaped(server['state'])}, {_escaped(server['place'])}"]
-        facts += [f"{label}: <code>{_escaped(server[key])}</code>" for key, label in ADDRESSES.items() if server[key]]
-        state = f", {Unloading(**server['unloading'])}" if server["unloading"] is not None else ""
-        facts += [f"model: {_escaped(server['model'] or 'none')}{state}"]
-        facts += [f"also loaded: {_escaped(', '.join(server['pinned']))}"] if server["pinned"] else []
-        facts += [_escaped(server["note"])] if server["note"] else []
-        lines = "".join(f"<div>{fact}</div>" for fact in facts)
+        facts = describe_server(self.workbench.backend.state())
+        lines = f"<div><b>LMX Lab</b>: {html.escape(facts.pop('server'))}</div>"
+        lines += "".join(f"<div>{name}: {html.escape(value)}</div>" for name, value in facts.items())
         rows = ([row["id"], *row["cells"]] for row in self._rows())
-        table = html_table(COLUMNS, rows, caption=self._caption())
-        table += f"<div>{_escaped(self._engines())}</div>" if self._engines() else ""
+        table = html_table(MODEL_COLUMNS, rows, caption=self._caption())
+        table += f"<div>{html.escape(self._engines())}</div>" if self._engines() else ""
         return lines + (f"<details><summary>models</summary>{table}</details>" if self.compact else table)
-
-
-def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str, Any]:
-    """Return a row of the table. Without a running server, no model is loaded."""
-    memory = "" if record.vram_gb is None else f", {format_bytes(record.vram_gb * 1e9)}"
-    state, action = ("needs " + record.engine, "") if record.problem else ("on disk", "Load")
-    if serves and record.pinned:
-        state, action = f"pinned{memory}", ""
-    elif serves and record.loaded:
-        state, action = (f"unloading{memory}", "") if unloading else (f"loaded{memory}", "Unload")
-    context = format_context(record, serves=serves)
-    size = format_bytes(record.size_gb * 1e9)
-    others = [format_ for format_ in record.formats if format_ != record.format]
-    formats = ", ".join([record.format, *others])
-    copy = record.quantized_copy
-    quantization = record.quantization or "" if copy is None else copy.title
-    cells = [record.kind, formats, record.engine, size, quantization, context, state]
-    return {"id": record.id, "cells": cells, "action": action}
-
-
-def format_context(record: ModelRecord, *, serves: bool) -> str:
-    """Format the context of a model: as it is loaded, with the number of slots, or else as it was trained."""
-    if serves and (loaded := record.loaded_context_length) is not None and record.slots is not None:
-        return f"{loaded:,} in {record.slots} slot{'s' * (record.slots != 1)}"
-    return "" if record.context_length is None else f"{record.context_length:,}"
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes; 1 GB is 10^9 bytes."""
-    if count < 1e6:
-        return f"{count / 1e3:.0f} kB"
-    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
 def _updated(job: ModelJob, event: ModelEvent) -> ModelJob:
@@ -354,7 +316,3 @@ def _updated(job: ModelJob, event: ModelEvent) -> ModelJob:
 def _log_failure(scan: asyncio.Task[None]) -> None:
     if not scan.cancelled() and (error := scan.exception()) is not None:
         log.debug("the models cannot be listed: %r", error)
-
-
-def _escaped(value: object) -> str:
-    return html.escape(str(value))

@@ -4,8 +4,9 @@ from base64 import b64encode
 
 import pytest
 
-from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, pack_columns, window
+from lmx_lab.panels.metrics import MetricsPanel, pack_columns, window
 from lmx_lab.panels.panel import script, styles
+from lmx_lab.panels.summary import CHARTS, FIELDS
 from lmx_lab.wire.admin import Sample
 from tests.browser.jupyterlab import NEXT_FRAMES
 

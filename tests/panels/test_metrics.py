@@ -12,8 +12,9 @@ from itertools import pairwise
 import pandas as pd
 import pytest
 
-from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_columns, window
+from lmx_lab.panels.metrics import MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_columns, window
 from lmx_lab.panels.panel import source
+from lmx_lab.panels.summary import CHARTS, FIELDS
 from lmx_lab.results.figures import segments
 from lmx_lab.wire.admin import RequestEvent, Sample
 from tests.support.panels import WAIT_S, Reader, Refused

@@ -284,7 +284,7 @@ def test_the_snapshot_has_the_list_without_a_view(workbench, backend, compact):
     backend.set_state(model="tiny", pinned=("mini",), lan_url="http://10.0.0.2:8400")
     backend.records = [record("<script>alert(1)</script>", loaded=True, vram_gb=0.01)]
     html = ModelsPanel(workbench, compact=compact).snapshot_html()
-    assert "running, the kernel&#x27;s loop" in html
+    assert "running, on the kernel&#x27;s loop" in html
     assert ">&lt;script&gt;alert(1)&lt;/script&gt;</td>" in html
     assert "http://10.0.0.2:8400" in html
     assert "loaded, 10 MB" in html
