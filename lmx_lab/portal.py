@@ -4,6 +4,7 @@ blocking callers. Ctrl-C cancels the coroutine; ``KeyboardInterrupt`` is raised 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import inspect
@@ -199,6 +200,40 @@ class LoopThread:
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.run(self._ending.wait())
+
+
+class BackgroundLoop:
+    """The event loop of this process for panels and blocking clients, in a thread that starts when it is first used."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: LoopThread | None = None
+
+    @property
+    def thread(self) -> LoopThread:
+        """The running thread.
+
+        Raises:
+            HostingError: as ``LoopThread.start``.
+        """
+        with self._lock:
+            if self._thread is None:
+                self._thread = LoopThread("lmx-lab-background")
+            self._thread.start()
+            return self._thread
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+
+    def reset(self) -> None:
+        """Called in a forked child, which has no copy of the thread and may have a copy of a held lock."""
+        self._lock, self._thread = threading.Lock(), None
+
+
+BACKGROUND = BackgroundLoop()
+atexit.register(BACKGROUND.stop)
+os.register_at_fork(after_in_child=BACKGROUND.reset)
 
 
 class _StepSelector(selectors.DefaultSelector):

@@ -28,13 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 T = TypeVar("T")
-APPLICATION = 0x4C4D5842
-"""Marks the files of this module: "LMXB" in ASCII."""
-VERSION = 1
-SCHEMA = """
-CREATE TABLE answers (key TEXT PRIMARY KEY, at REAL NOT NULL, model TEXT NOT NULL, data TEXT NOT NULL) WITHOUT ROWID;
-"""
-KEYS_AT_ONCE = 500
 
 
 class AnswerCache:
@@ -54,9 +47,10 @@ class AnswerCache:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-batch")
         self._connection = open_database(
             self.path,
-            SCHEMA,
-            application=APPLICATION,
-            version=VERSION,
+            "CREATE TABLE answers (key TEXT PRIMARY KEY, at REAL NOT NULL, model TEXT NOT NULL, data TEXT NOT NULL) "
+            "WITHOUT ROWID",
+            application=0x4C4D5842,  # "LMXB" in ASCII
+            version=1,
             purpose="a cache",
             param="cache",
             pragmas=("journal_mode = WAL", "synchronous = NORMAL"),
@@ -72,8 +66,9 @@ class AnswerCache:
 
         def read() -> dict[str, RowAnswer]:
             rows: list[tuple[str, str]] = []
-            for start in range(0, len(keys), KEYS_AT_ONCE):
-                some = keys[start : start + KEYS_AT_ONCE]
+            most = 500
+            for start in range(0, len(keys), most):
+                some = keys[start : start + most]
                 sql = f"SELECT key, data FROM answers WHERE key IN ({', '.join('?' * len(some))})"
                 rows += self._connection.execute(sql, some).fetchall()
             return {key: RowAnswer(**json.loads(data)) for key, data in rows}

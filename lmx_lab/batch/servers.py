@@ -33,17 +33,8 @@ from lmx_lab.wire.admin import ModelRecord
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
-DEFAULT_SLOTS = 4
-"""Assumed number of slots if the server does not report it."""
-WAITING = 2
-"""Number of additional requests that wait in a server's queue, so that a slot that becomes free is used immediately."""
-STEP_S = 0.25
-"""Maximum duration of a step. The progress is shown after each step."""
-RETRY_S = 120.0
-"""Time in seconds without a finished row after which requests are no longer sent again to a server that does not
-respond or that loads the model."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
-"""Minimum and maximum delay before a request is sent again."""
+"""Minimum and maximum delay before a request is sent again, and before a server that has failed is asked again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +86,8 @@ async def identify(backend: Backend, record: ModelRecord, *, hashed: bool) -> Lo
         id=record.id,
         engine=record.engine or "",
         key=f"{record.engine} {weights or named}",
-        slots=record.slots or DEFAULT_SLOTS,
+        # Some servers do not report their slots.
+        slots=record.slots or 4,
         description=f"{record.id} ({size}) on the engine {record.engine}",
         weights=weights,
     )
@@ -106,10 +98,11 @@ class RowServer:
 
     Args:
         slots: Number of requests that the server computes at the same time.
-        waiting: Number of additional requests that wait in the server's queue.
+        waiting: Number of additional requests that wait in the server's queue, so that a slot that becomes free is used
+            immediately.
     """
 
-    def __init__(self, backend: Backend, slots: int, *, waiting: int = WAITING) -> None:
+    def __init__(self, backend: Backend, slots: int, *, waiting: int = 2) -> None:
         self.backend = backend
         self.url = backend.state().url
         self.running = 0
@@ -253,13 +246,13 @@ class ServerRun(ABC, Generic[ItemT]):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        """Send items until the caller can continue, or ``STEP_S`` has passed.
+        """Send items until the caller can continue, or for 0.25 s; the caller then shows the progress.
 
         Raises:
             LabError: the run cannot continue.
         """
         self._start_tasks()
-        deadline = time.monotonic() + STEP_S
+        deadline = time.monotonic() + 0.25
         while not self._must_return() and (left_s := deadline - time.monotonic()) > 0:
             self._changed.clear()
             try:
@@ -317,7 +310,9 @@ class ServerRun(ABC, Generic[ItemT]):
                 return await request()
             except UnavailableError as exc:
                 is_lost = isinstance(exc, UnreachableError) and not isinstance(exc, WrongServerError)
-                is_late = time.monotonic() - self._progress_at >= RETRY_S
+                # Without a finished row for two minutes, requests are no longer sent again to a server that does not
+                # respond or that loads the model.
+                is_late = time.monotonic() - self._progress_at >= 120
                 can_retry = isinstance(exc, QueueFullError) or (
                     (is_lost or exc.retry_after_s is not None) and not is_late
                 )
@@ -360,8 +355,10 @@ class ServerRun(ABC, Generic[ItemT]):
 
     async def _await_return(self, server: RowServer) -> None:
         """Wait until a server that has failed responds with the same model, and let it answer rows again."""
+        pause_s = MIN_PAUSE_S
         while server.error:
-            await asyncio.sleep(MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
             with contextlib.suppress(LabError):
                 if await self._has_model(server):
                     server.error = ""

@@ -31,8 +31,6 @@ CHARACTERS_AT_ONCE = 200_000
 PROBE = "The sea is blue, and bread is baked."
 """A text whose vectors are compared if there are several servers, because the hash of an attached lab's model is not
 known."""
-SAME_VECTOR = 0.999
-"""Minimum cosine similarity of the vectors that two machines compute for the same text with the same model."""
 
 
 async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -> LoadedModel:
@@ -114,7 +112,7 @@ class EmbeddingRun(ServerRun[list[str]]):
         self._expected: Vectors | None = None
         """The vector of ``PROBE``; None if it was not computed."""
         different = dict.fromkeys(text for text in texts if isinstance(text, str) and text)
-        self._ready.extend(_requests(different))
+        self._ready.extend(divide_texts(different))
         self.total = len(different)
 
     def figures(self) -> list[dict[str, Any]]:
@@ -288,10 +286,10 @@ def most_similar(vectors: Vectors, query: Vectors, count: int) -> list[tuple[int
 
 
 def _is_same(vector: Vectors, other: Vectors) -> bool:
-    """Return whether two vectors are equal apart from the rounding of different machines."""
+    """Return whether two vectors are equal apart from the rounding of different machines, by their cosine."""
     if vector.shape != other.shape:
         return False
-    return float(vector @ other) >= SAME_VECTOR * float(np.linalg.norm(vector) * np.linalg.norm(other))
+    return float(vector @ other) >= 0.999 * float(np.linalg.norm(vector) * np.linalg.norm(other))
 
 
 def settings_key(model: LoadedModel, settings: Mapping[str, Any]) -> str:
@@ -299,7 +297,7 @@ def settings_key(model: LoadedModel, settings: Mapping[str, Any]) -> str:
     return json.dumps(["vector", model.key, settings], sort_keys=True)
 
 
-def _requests(texts: Iterable[str]) -> list[list[str]]:
+def divide_texts(texts: Iterable[str]) -> list[list[str]]:
     """Divide texts into requests."""
     requests: list[list[str]] = []
     characters = 0

@@ -29,15 +29,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")
-HELP = """Measure tokens per second, with intervals.
-
-Without --url, the model is loaded in this process and measured without HTTP, as llama-bench and mlx_lm.benchmark do. \
-With --compare, it is served on a free port, so that both sides are measured over HTTP. With --url, a running server \
-is measured over HTTP.
-
-All prompts begin differently, so that no prefix cache is used, unless --warm is given. Ctrl-C stops the run and \
-prints the results so far.
-"""
 Model = Annotated[
     str | None,
     typer.Option(
@@ -62,7 +53,15 @@ Rate = Annotated[
 
 @app.command(
     cls=Command,
-    help=HELP,
+    help="""Measure tokens per second, with intervals.
+
+Without --url, the model is loaded in this process and measured without HTTP, as llama-bench and mlx_lm.benchmark do. \
+With --compare, it is served on a free port, so that both sides are measured over HTTP. With --url, a running server \
+is measured over HTTP.
+
+All prompts begin differently, so that no prefix cache is used, unless --warm is given. Ctrl-C stops the run and \
+prints the results so far.
+""",
     epilog=epilog(
         "lmx-lab bench --model smollm2-135m",
         "lmx-lab bench --url http://127.0.0.1:8400 -c 1,4,8 -r 3 --plot bench.png",

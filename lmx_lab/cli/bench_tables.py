@@ -31,26 +31,7 @@ HEADINGS = {
     **{name: metric.heading for name, metric in METRICS.items() if metric.heading},
     "ratio": "a / b",
 }
-FILE_WIDTH = 160
-"""Width of output that does not go to a terminal."""
 MAX_ERRORS = 5
-LEGEND = (
-    "medians of ttft_ms, itl_ms_p50 (time between two pieces of the stream, which may contain several tokens) and "
-    "decode_tok_s, then total_tok_s; below each, its 95 % interval, which needs 6 requests, or --repeats 3 for "
-    "total_tok_s"
-)
-TOKENS_LEGEND = (
-    "in brackets: the actual number of tokens (median), if it differs by more than 5 %; ? if the server does not "
-    "report it"
-)
-LATE_LEGEND = (
-    "late: time from the due time to sending (median, maximum), because --concurrency requests were running or this "
-    "client was busy; it is part of the time to the first token"
-)
-PIECES_NOTE = "reports no usage: pieces of its stream, which may contain several tokens, are counted as tokens"
-RATIO_LEGEND = (
-    "a / b is the ratio of the medians of the repeats; its interval, and which side is better, need --repeats 3 or more"
-)
 
 
 def print_tables(rows: pd.DataFrame) -> None:
@@ -72,16 +53,32 @@ def print_tables(rows: pd.DataFrame) -> None:
         _print(_ratio_table(ratios))
         _print_length_differences(ratios)
     if len(table):
-        print_note(LEGEND)
+        print_note(
+            "medians of ttft_ms, itl_ms_p50 (time between two pieces of the stream, which may contain several tokens) "
+            "and decode_tok_s, then total_tok_s; below each, its 95 % interval, which needs 6 requests, or --repeats 3 "
+            "for total_tok_s"
+        )
     if any(_actual_tokens(row, name) for _, row in table.iterrows() for name in TOKENS):
-        print_note(TOKENS_LEGEND)
+        print_note(
+            "in brackets: the actual number of tokens (median), if it differs by more than 5 %; ? if the server does "
+            "not report it"
+        )
     if table["late_ms"].notna().any():
-        print_note(LATE_LEGEND)
+        print_note(
+            "late: time from the due time to sending (median, maximum), because --concurrency requests were running or "
+            "this client was busy; it is part of the time to the first token"
+        )
     for target in table["target"].unique():
         if counts_pieces(rows[rows["target"] == target]):
-            print_note(f"{single_line(str(target))} {PIECES_NOTE}")
+            print_note(
+                f"{single_line(str(target))} reports no usage: pieces of its stream, which may contain several tokens, "
+                "are counted as tokens"
+            )
     if comparisons:
-        print_note(RATIO_LEGEND)
+        print_note(
+            "a / b is the ratio of the medians of the repeats; its interval, and which side is better, need "
+            "--repeats 3 or more"
+        )
     _print_errors(rows)
 
 
@@ -172,7 +169,8 @@ def _number(value: float) -> str:
 
 
 def _print(table: Table) -> None:
-    console = out if out.is_terminal else Console(width=FILE_WIDTH)
+    # Output that does not go to a terminal has a fixed width.
+    console = out if out.is_terminal else Console(width=160)
     console.print(table)
 
 

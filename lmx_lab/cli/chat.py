@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from lmx_lab.client import DaemonClient
 
 app = typer.Typer()
-LAST_SESSION = "chat.json"
-"""The file with the id of the session that a chat without ``--session`` continues."""
 
 
 @app.command(
@@ -92,7 +90,8 @@ def chat(
             is_new = new or model is not None or system is not None
             if session is not None:
                 _check_session(client, session, is_new=is_new)
-            last = Settings.read().home / LAST_SESSION
+            # The file with the id of the session that a chat without --session continues.
+            last = Settings.read().home / "chat.json"
             session_id = session if session is not None or is_new else _read_last_session(client, last)
             current = client.session(session_id, model=model, system_prompt=system)
             with contextlib.suppress(OSError):  # The answer matters more than the file.

@@ -17,9 +17,6 @@ from lmx_lab.settings import Settings
 from lmx_lab.urls import bracketed
 from lmx_lab.values.models import ECHO
 
-REQUEST_S = 0.5
-MAX_SESSIONS = 100
-
 
 def complete_model(incomplete: str) -> list[str]:
     """Complete ids of models in the lab's own folder and in additional folders, and of starter models."""
@@ -76,9 +73,9 @@ def _sessions() -> list[dict[str, Any]]:
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             return []
         state = json.load(file)
-    address = f"http://{bracketed(state['host'])}:{state['port']}/v3/sessions?limit={MAX_SESSIONS}"
+    address = f"http://{bracketed(state['host'])}:{state['port']}/v3/sessions?limit=100"
     request = Request(address, headers={"Authorization": f"Bearer {state['token']}"})
     # Without a proxy, because the daemon is on this machine, and the token must not leave it.
-    with build_opener(ProxyHandler({})).open(request, timeout=REQUEST_S) as response:
+    with build_opener(ProxyHandler({})).open(request, timeout=0.5) as response:
         sessions: list[dict[str, Any]] = json.load(response)["sessions"]
     return sessions

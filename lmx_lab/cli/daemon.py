@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 app = typer.Typer()
 DRAIN_S = 1.0
 """Time for which turns may continue after a signal. The complete shutdown has to end within ``process.STOP_S``."""
-SIGNAL_CHECK_S = 1.0
-"""Maximum duration of one wait for the end. A signal that arrives just before a wait starts does not interrupt it."""
 
 
 @app.command(
@@ -187,5 +185,6 @@ def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_
             )
     if stopping.is_set():
         running.begin_stop()
-    while not running.wait(SIGNAL_CHECK_S):
+    # A signal that arrives just before a wait starts does not interrupt it.
+    while not running.wait(1.0):
         pass

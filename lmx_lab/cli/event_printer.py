@@ -11,11 +11,6 @@ from lmx_lab.cli.terminal import print_note, single_line
 from lmx_lab.client import DaemonClient
 from lmx_lab.wire.events import Envelope, EventPage, ResetFrame, SnapshotFrame, daemon_event
 
-FIRST_SEARCH = 1000
-"""Number of the newest events that are searched first. If too few of them match, the complete log is searched."""
-TIME_CHARACTERS = len("12:34:56")
-SESSION_CHARACTERS = 12
-"""Number of characters of a session's id in a line. ``--session`` requires the complete id, which ``--json`` prints."""
 PIECES = ("turn.token", "turn.thinking")
 """Types of events that contain a piece of a message. ``message.done`` contains the complete message."""
 
@@ -50,7 +45,8 @@ class EventPrinter:
     def print_newest(self, count: int) -> int:
         """Print the newest events in the log; return the cursor after them."""
         latest = self._client.state().latest_seq
-        for start in (max(0, latest - FIRST_SEARCH), 0):
+        # If too few of the newest 1,000 events match, the complete log is searched.
+        for start in (max(0, latest - 1000), 0):
             cursor, newest = start, deque[Envelope](maxlen=count)
             for page in self._pages(start):
                 newest += page.events
@@ -100,7 +96,8 @@ def as_line_of_json(event: Envelope) -> str:
 
 def as_text(event: Envelope) -> str:
     """Return the event as one line of text: its cursor, time, type, abbreviated session id, and content."""
-    time = (event.at.partition("T")[2] or event.at)[:TIME_CHARACTERS]
-    session = (event.session_id or "")[:SESSION_CHARACTERS]
+    time = (event.at.partition("T")[2] or event.at)[: len("12:34:56")]
+    # --session requires the complete id, which --json prints.
+    session = (event.session_id or "")[:12]
     text = daemon_event(event.model_dump_json()).display_text()
     return single_line(f"{event.seq} {time} {event.event} {session} {text}".rstrip(), most=200)

@@ -34,7 +34,6 @@ Wait = Annotated[
         "By default they have 30 s (LMX_LAB_DRAIN_S of the lab).",
     ),
 ]
-MAX_CELL_CHARACTERS = 200
 
 
 @app.command(
@@ -145,5 +144,5 @@ def discover(
     table = Table("name", "address", "model", "needs a key", box=None)
     for lab in labs:
         cells = (lab.name, lab.address, lab.model or "", "yes" if lab.key_needed else "no")
-        table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
+        table.add_row(*(Text(single_line(cell, most=200)) for cell in cells))
     out.print(table)

@@ -23,7 +23,6 @@ from lmx_lab.settings import Settings
 if TYPE_CHECKING:
     from lmx_lab.client import DaemonClient
 
-MAX_ERROR_CHARACTERS = 400
 NUMBERS = {"int_parsing": "a whole number", "int_parsing_size": "a smaller number", "float_parsing": "a number"}
 """The expected value of an option, by the type of pydantic's error."""
 USUAL_NUMBER = re.compile(r"[0-9]{1,9}")
@@ -83,7 +82,7 @@ class CommandGroup(TyperGroup):
                 first = mistakes()[0]
                 if (expected := NUMBERS.get(first["type"])) is not None:
                     message = f"{exc.param.opts[0]} is {first['input']!r:.80}; it must be {expected}"
-            message = single_line(message[:1].lower() + message[1:], most=MAX_ERROR_CHARACTERS)
+            message = single_line(message[:1].lower() + message[1:], most=400)
             end = "" if message.endswith(("?", "…")) else "."
             ctx: typer.Context | None = getattr(exc, "ctx", None)
             raise InvalidRequestError(f"{message}{end} See {ctx.command_path if ctx else 'lmx-lab'} --help") from None

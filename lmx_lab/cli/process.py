@@ -17,7 +17,6 @@ from lmx_lab.sanitize import LogFormatter
 
 STOP_S = 4.7
 """Maximum time from the first signal to the end of the process. Service managers and users wait 5 to 10 s."""
-LATE = b"stopping immediately: a load, a generation step or a disk access did not end in time\n"
 
 
 def stop_on_signals(
@@ -58,7 +57,7 @@ def _end_late() -> None:
     with contextlib.suppress(OSError, ValueError):
         # Not to a full pipe, where writing would block.
         if select.select([], [2], [], 0)[1]:
-            os.write(2, LATE)
+            os.write(2, b"stopping immediately: a load, a generation step or a disk access did not end in time\n")
     os._exit(0)
 
 

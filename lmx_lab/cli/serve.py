@@ -18,11 +18,6 @@ from lmx_lab.values.models import EngineChoice, KvCacheDtype, LoadOptions, LoadS
 
 app = typer.Typer()
 MAX_GB = 1_000_000
-HELP = """Run the inference server until Ctrl-C or SIGTERM.
-
-It serves the chat-completions format at /v1, for any client of that format. Most options can also be set by \
-environment variables such as LMX_LAB_PORT.
-"""
 Host = Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all networks of this machine.")]
 Port = Annotated[int | None, typer.Option(help="Port; 0 for any free one. By default 8400, or the next free one.")]
 Model = Annotated[
@@ -138,7 +133,11 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not print a line 
 
 @app.command(
     cls=Command,
-    help=HELP,
+    help="""Run the inference server until Ctrl-C or SIGTERM.
+
+It serves the chat-completions format at /v1, for any client of that format. Most options can also be set by \
+environment variables such as LMX_LAB_PORT.
+""",
     epilog=epilog(
         "lmx-lab serve --model smollm2-135m",
         "lmx-lab serve --host 0.0.0.0 --api-key KEY           for other machines",

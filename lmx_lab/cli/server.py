@@ -17,10 +17,6 @@ from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_half_blocks
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
 
-SWITCH_S = 0.0005
-"""Time for which a thread may hold Python's lock while others wait, in the start of the server. Python's default is
-5 ms."""
-
 
 def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
     """Start the server, load the models, and return when a signal or an error has ended the server.
@@ -51,9 +47,9 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
             tasks.append(first)
             await _wait_for_files(engine, first, stop)
         # This imports the modules of the server, which takes about as long as the load of a small model. Meanwhile,
-        # the threads of the load wait for Python's lock at each step.
+        # the threads of the load wait for Python's lock at each step: 0.5 ms, and 5 ms by default.
         usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
+        sys.setswitchinterval(0.0005)
         try:
             lab = lmx_lab.Lab(settings, loop="thread", explicit_port=explicit_port, engine=engine)
         finally:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import os
-import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -14,36 +11,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from lmx_lab.blocking import Portal
 from lmx_lab.errors import HostingError
-from lmx_lab.portal import LoopThread
-
-
-class _Background:
-    """The event loop of this process's blocking clients, in a thread that starts with the first client."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._thread: LoopThread | None = None
-
-    @property
-    def thread(self) -> LoopThread:
-        with self._lock:
-            if self._thread is None:
-                self._thread = LoopThread("lmx-lab-client")
-            self._thread.start()
-            return self._thread
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self._thread.stop()
-
-    def reset(self) -> None:
-        """Called in a forked child, which has no copy of the thread and may have a copy of a held lock."""
-        self._lock, self._thread = threading.Lock(), None
-
-
-_BACKGROUND = _Background()
-atexit.register(_BACKGROUND.stop)
-os.register_at_fork(after_in_child=_BACKGROUND.reset)
+from lmx_lab.portal import BACKGROUND, LoopThread
 
 
 class ClientPortal(Portal):
@@ -70,7 +38,7 @@ class ClientPortal(Portal):
         if not self._finalizer.alive:
             raise HostingError("this client was closed; create a new one")
         if not self._used:
-            self._used.append(_BACKGROUND.thread)
+            self._used.append(BACKGROUND.thread)
         if asyncio._get_running_loop() is self._used[0].loop:
             raise HostingError(
                 "a blocking call on the event loop of the blocking clients would never return; await the async client"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -69,18 +69,19 @@ WAITING = ("kernel", "proxy", "hub", "port", "labs")
 """Checks that mostly wait for other programs, at most three seconds each. They run at the same time."""
 
 
-def run_checks(settings: Settings, *, measure: bool = False) -> list[Finding]:
-    """Run all checks, which takes a few seconds, and return their findings in the order of ``CHECKS``.
+def run_checks(settings: Settings, *, measure: bool = False, names: Mapping[str, str] = CHECKS) -> list[Finding]:
+    """Run all checks, which takes a few seconds, and return their findings in the order of ``names``.
 
     A check that fails with an error yields a finding with that error.
 
     Args:
         measure: Also decode with both engines to find the faster one, which takes about ten seconds.
+        names: The function of each check.
     """
     # All checks are imported here, in one thread, because packages whose modules import each other can fail when two
     # threads import them.
     checks: dict[str, Check] = {}
-    for topic, name in CHECKS.items():
+    for topic, name in names.items():
         try:
             checks[topic] = pkgutil.resolve_name(name)
         except ERRORS as exc:
@@ -91,7 +92,7 @@ def run_checks(settings: Settings, *, measure: bool = False) -> list[Finding]:
         waiting = {topic: pool.submit(_run_check, topic, checks[topic], settings) for topic in WAITING}
         found = {topic: _run_check(topic, check, settings) for topic, check in checks.items() if topic not in WAITING}
         found |= {topic: future.result() for topic, future in waiting.items()}
-    return [finding for topic in CHECKS for finding in found[topic]]
+    return [finding for topic in names for finding in found[topic]]
 
 
 def _run_check(topic: str, check: Check, settings: Settings) -> list[Finding]:

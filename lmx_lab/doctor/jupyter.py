@@ -30,22 +30,10 @@ try:
 except ImportError:  # Jupyter is optional.
     paths = None  # type: ignore[assignment]
 
-ANSWER_TIMEOUT_S = 3.0
 KERNEL = "python3"
 """The kernel of a new notebook."""
-PROXY = "jupyter_server_proxy"
 LAB = "lmx_lab"
 WITHOUT_PROXY = "browsers on other machines, as with JupyterHub or Binder, cannot reach the lab through Jupyter"
-# Runs on Python 3.8 or newer.
-QUERY_SCRIPT = """
-import importlib.metadata as metadata, importlib.util as util, json, sys
-try:
-    ipykernel = metadata.version("ipykernel")
-except metadata.PackageNotFoundError:
-    ipykernel = None
-there = {name: util.find_spec(name) is not None for name in sys.argv[1:]}
-print(json.dumps({"version": ".".join(map(str, sys.version_info[:3])), "ipykernel": ipykernel, **there}))
-"""
 
 
 # --- the kernel
@@ -57,8 +45,8 @@ def check_kernel(_: Settings) -> Iterator[Finding]:
     python = _read_python(file) if file else sys.executable
     try:
         answer = _query_python(python) if python else None
-    except subprocess.TimeoutExpired:
-        found = f"{python}, the Python of new notebooks, did not answer within {ANSWER_TIMEOUT_S:g} s"
+    except subprocess.TimeoutExpired as exc:
+        found = f"{python}, the Python of new notebooks, did not answer within {exc.timeout:g} s"
         remedy = "run lmx-lab doctor again when the machine is less busy"
         yield Finding(topic="kernel", verdict="note", found=found, remedy=remedy)
         return
@@ -139,11 +127,21 @@ def _query_python(python: str) -> dict[str, Any] | None:
     if python == sys.executable:
         version = ".".join(map(str, sys.version_info[:3]))
         return {"version": version, "ipykernel": installed_version("ipykernel"), LAB: True}
+    # Runs on Python 3.8 or newer.
+    script = """
+import importlib.metadata as metadata, importlib.util as util, json, sys
+try:
+    ipykernel = metadata.version("ipykernel")
+except metadata.PackageNotFoundError:
+    ipykernel = None
+there = {name: util.find_spec(name) is not None for name in sys.argv[1:]}
+print(json.dumps({"version": ".".join(map(str, sys.version_info[:3])), "ipykernel": ipykernel, **there}))
+"""
     try:
         # A kernel starts in a different folder than this process, so packages in the current folder must not be found.
         done = subprocess.run(
-            [python, "-c", QUERY_SCRIPT, LAB],
-            capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT_S, cwd=os.sep,
+            [python, "-c", script, LAB],
+            capture_output=True, text=True, check=False, timeout=3, cwd=os.sep,
         )  # fmt: skip
         answer: dict[str, Any] = json.loads(done.stdout)
     except (OSError, ValueError):
@@ -177,12 +175,16 @@ class JupyterServer:
         return command[0] if command and os.path.isabs(command[0]) else "its python"
 
 
-def check_proxy(_: Settings) -> Iterator[Finding]:
-    """Check that each running Jupyter server has jupyter-server-proxy."""
-    is_installed = importlib.util.find_spec(PROXY) is not None
+def check_proxy(_: Settings, *, answer_s: float = 3.0) -> Iterator[Finding]:
+    """Check that each running Jupyter server has jupyter-server-proxy.
+
+    Args:
+        answer_s: Time within which a server has to answer.
+    """
+    is_installed = importlib.util.find_spec("jupyter_server_proxy") is not None
     servers = _list_servers()
     for server in servers:
-        yield _check_proxy_of(server, is_installed=is_installed)
+        yield _check_proxy_of(server, is_installed=is_installed, answer_s=answer_s)
     if servers:
         return
     if is_installed:
@@ -198,9 +200,9 @@ def check_proxy(_: Settings) -> Iterator[Finding]:
         )
 
 
-def _check_proxy_of(server: JupyterServer, *, is_installed: bool) -> Finding:
+def _check_proxy_of(server: JupyterServer, *, is_installed: bool, answer_s: float) -> Finding:
     name = f"the Jupyter server at {server.url} (process {server.pid})"
-    status = _get_status(f"{server.url}server-proxy/servers-info", server.token)
+    status = _get_status(f"{server.url}server-proxy/servers-info", server.token, answer_s)
     if status == 200:
         return Finding(topic="proxy", verdict="fine", found=f"{name} has jupyter-server-proxy")
     if status != 404:
@@ -235,11 +237,11 @@ def _list_servers() -> list[JupyterServer]:
     return servers
 
 
-def _get_status(url: str, token: str) -> int | None:
+def _get_status(url: str, token: str, answer_s: float) -> int | None:
     try:
         request = urllib.request.Request(url, headers={"authorization": f"token {token}"})
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
+        with opener.open(request, timeout=answer_s) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as exc:
         return exc.code

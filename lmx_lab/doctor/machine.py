@@ -18,7 +18,6 @@ from lmx_lab.weights.store import existing_parent
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "transformers", "huggingface_hub", "fastapi", "uvicorn")
 OPTIONAL_PACKAGES = ("jupyterlab", "openai")
-LOW_DISK_BYTES = 2 * 10**9
 PYTHON_CLASSIFIER = "Programming Language :: Python :: 3."
 
 
@@ -66,7 +65,7 @@ def check_disk(settings: Settings) -> Iterator[Finding]:
         return
     found = f"{free / 1e9:.1f} GB free for {settings.home}"
     starter = STARTERS["smollm2-135m"].needed_bytes + settings.disk_reserve_bytes
-    if free >= max(LOW_DISK_BYTES, starter):
+    if free >= max(2 * 10**9, starter):
         yield Finding(topic="disk", verdict="fine", found=found)
         return
     means = "few models fit on this disk"

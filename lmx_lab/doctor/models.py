@@ -16,7 +16,6 @@ from lmx_lab.values.models import by_model
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub_download import endpoint
 
-HUB_TIMEOUT_S = 2.0
 TRUE_VALUES = ("1", "true", "yes", "on")
 """Values of ``HF_HUB_OFFLINE`` that ``huggingface_hub`` takes as true."""
 WITHOUT_HUB = "models named org/name cannot be downloaded; starter models and models on disk work without the hub"
@@ -53,7 +52,7 @@ def check_hub(settings: Settings) -> Iterator[Finding]:
         yield _not_contacted("HF_HUB_OFFLINE", "is set", WITHOUT_HUB)
     elif not settings.downloads:
         yield _not_contacted("LMX_LAB_DOWNLOADS", "is 0", "only lmx-lab pull downloads models")
-    elif (reason := find_connection_problem(url, HUB_TIMEOUT_S)) is not None:
+    elif (reason := find_connection_problem(url, 2.0)) is not None:
         yield Finding(
             topic="hub",
             verdict="note",

@@ -19,10 +19,7 @@ from lmx_lab.http.uvicorn_server import PORTS_TRIED, bind
 from lmx_lab.settings import PREFIX, Settings
 from lmx_lab.urls import LOOPBACK_FOR, local_url
 
-PROBE_TIMEOUT_S = 1.0
-CONCURRENT_PROBES = 16
 COMMAND_CHARACTERS = 80
-HEADER = "x-lmx-lab"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +98,7 @@ def check_labs(settings: Settings) -> Iterator[Finding]:
     usual |= {*range(Settings.port, Settings.port + PORTS_TRIED + 1)}
     home = settings.home.resolve()
     candidates = [each for each in list_listeners() if each.port in usual and _home_of(each) == home]
-    with ThreadPoolExecutor(CONCURRENT_PROBES, thread_name_prefix="lmx-lab-doctor") as pool:
+    with ThreadPoolExecutor(16, thread_name_prefix="lmx-lab-doctor") as pool:
         labs = [each for each, is_lab in zip(candidates, pool.map(_is_lab, candidates), strict=True) if is_lab]
     if len(labs) < 2:
         found = f"one lab is running, {labs[0].url} ({labs[0]})" if labs else "no lab of this home is running"
@@ -119,12 +116,12 @@ def check_labs(settings: Settings) -> Iterator[Finding]:
 def _is_lab(listener: Listener) -> bool:
     """Whether the listener identifies itself as a lab in time."""
     host = LOOPBACK_FOR.get(listener.host, listener.host)
-    connection = http.client.HTTPConnection(host, listener.port, timeout=PROBE_TIMEOUT_S)
+    connection = http.client.HTTPConnection(host, listener.port, timeout=1.0)
     try:
         connection.request("HEAD", "/healthz")
         answer = connection.getresponse()
         # The daemon also sends this header, but has no route /healthz.
-        return answer.status == 200 and answer.getheader(HEADER) is not None
+        return answer.status == 200 and answer.getheader("x-lmx-lab") is not None
     except (OSError, http.client.HTTPException):
         return False
     finally:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 PROJECT = "lmx-lab"
 """Default name of the experiment or project."""
-PARAMETER_CHARACTERS = 6000
-"""Maximum length of a parameter in MLflow."""
 SUFFIX = ".eval"
 STOP_REASONS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
 """Inspect's stop reasons by finish reason."""
@@ -63,7 +61,8 @@ def to_mlflow(run: ExportedRun, *, experiment: str, tracking_uri: str | None) ->
     created = client.create_run(experiment_id, start_time=round(facts.at * 1000), run_name=facts.name)
     run_id: str = created.info.run_id
     for name, value in _parameters(run).items():
-        client.log_param(run_id, name, _text(value)[:PARAMETER_CHARACTERS])
+        # The maximum length of a parameter.
+        client.log_param(run_id, name, _text(value)[:6000])
     for name, value in figures(run).items():
         client.log_metric(run_id, name, value)
     client.log_dict(run_id, json.loads(run.frame.to_json(orient="table", default_handler=str)), "rows.json")

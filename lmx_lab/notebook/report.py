@@ -22,6 +22,7 @@ import psutil
 from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import installed_version
+from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, line_charts, model_row
 from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.results.figures import CSS as CHART_CSS
 from lmx_lab.results.figures import LineChart, Series, format_clock, format_number
@@ -102,16 +103,10 @@ class Snapshot:
 
     def facts(self) -> dict[str, str]:
         """Return short descriptions by their names, without empty ones."""
-        server, compute, preference = self.server, self.models.compute, self.models.preference
+        compute, preference = self.models.compute, self.models.preference
         facts = {
             "time": format_time(self.at),
-            "server": f"{server.state}, on {server.place}" if server.place else server.state,
-            "note": server.note,
-            "address": server.url,
-            "LAN address": server.lan_url or "",
-            "browser address": server.proxy_url or "",
-            "model": ", ".join(map(str, filter(None, (server.model or "none loaded", server.unloading)))),
-            "pinned": ", ".join(server.pinned),
+            **describe_server(self.server),
             "models on disk": str(len(self.models.models)),
             "MLX matrix multiplication": f"{compute.blas}: {compute.detail}" if compute else "",
             "faster engine": preference.detail if preference else "",
@@ -190,7 +185,7 @@ def report_html(
     """
     parts = [
         ("Server", _table(_fact_rows(snapshot), head=())),
-        ("Models", _models(snapshot.models.models, snapshot.server.disk)),
+        ("Models", _models(snapshot.models.models, snapshot.server)),
         ("Measurements", _measurements(sorted(samples, key=lambda sample: sample.at))),
         ("Requests", _requests(sorted(requests, key=lambda request: request.at, reverse=True))),
         *sections,
@@ -229,19 +224,12 @@ def _fact_rows(snapshot: Snapshot) -> Iterable[str]:
         yield f'<tr><th scope="row">{safe_html(name)}</th><td>{safe_html(value)}</td></tr>'
 
 
-def _models(models: Sequence[ModelRecord], disk: str) -> str:
+def _models(models: Sequence[ModelRecord], server: ServerState) -> str:
     if not models:
-        return f'<p class="quiet">There are no models on {safe_html(disk)}.</p>'
-    head = ("model", "state", "kind", "format", "engine", "quantization", "#size GB", "#memory GB", "#context")
-    return _table((_model_row(model) for model in models), head=head)
-
-
-def _model_row(model: ModelRecord) -> str:
-    state = "pinned" if model.pinned else "loaded" if model.loaded else ""
-    texts = (model.id, state, model.kind, model.format, model.engine, model.quantization or "")
-    memory = "" if model.vram_gb is None else f"{model.vram_gb:.3f}"
-    context = "" if model.context_length is None else f"{model.context_length:,}"
-    return _row(texts, (f"{model.size_gb:.3f}", memory, context))
+        return f'<p class="quiet">There are no models on {safe_html(server.disk)}.</p>'
+    serves, leaving = server.state in ("running", "lagging"), server.model if server.unloading is not None else None
+    rows = (model_row(model, serves=serves, unloading=model.id == leaving) for model in models)
+    return _table((_row([row["id"], *row["cells"]], ()) for row in rows), head=MODEL_COLUMNS)
 
 
 # Measurements
@@ -250,33 +238,10 @@ def _model_row(model: ModelRecord) -> str:
 def _measurements(samples: Sequence[Sample]) -> str:
     if not samples:
         return '<p class="quiet">No measurements have been recorded yet.</p>'
-    charts = _charts(samples)
+    charts = line_charts(samples)
     figures = "\n".join(f"<figure>\n<h3>{safe_html(chart.title)}</h3>\n{chart.svg()}\n</figure>" for chart in charts)
     rows = (_series_row(chart, series) for chart in charts for series in chart.series)
     return f"{figures}\n{_table(rows, head=('measurement', 'unit', '#latest', '#median above 0', '#highest'))}"
-
-
-def _charts(samples: Sequence[Sample]) -> list[LineChart]:
-    at = [sample.at for sample in samples]
-
-    def series(name: str, field: str) -> Series:
-        return Series(name=name, values=[float(getattr(sample, field)) for sample in samples])
-
-    speed, counts, memory = "tok/s", "requests", "GB"
-    generated = [series("generated", "decode_tokens_per_second")]
-    processed = [
-        series("prompts", "prompt_tokens_per_second"),
-        series("embedded or scored", "encoded_tokens_per_second"),
-    ]
-    requests = [series("running", "active_requests"), series("waiting", "queued_requests")]
-    used = [series(name, f"memory_{name}_gb") for name in ("active", "cache", "peak")]
-    return [
-        LineChart(key="generated", title="Tokens generated", unit=speed, at=at, series=generated),
-        # Separate, because these values are 10 to 100 times as high as those of generated tokens.
-        LineChart(key="processed", title="Tokens processed", unit=speed, at=at, series=processed),
-        LineChart(key="requests", title="Requests in progress", unit=counts, at=at, series=requests, whole=True),
-        LineChart(key="memory", title="Memory", unit=memory, at=at, series=used),
-    ]
 
 
 def _series_row(chart: LineChart, series: Series) -> str:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import minify
 
-from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
+from lmx_lab.panels.panel import FOLDER, join_own_files, styles
 
-PAGES_FOLDER = assets.FOLDER.parent / "server" / "built"
-SOURCES = assets.FOLDER.parent / "server" / "pages"
-SHARED_SCRIPTS = ("elements.js", "keyed.js", "markdown.js", "message.js")
+PAGES_FOLDER = FOLDER.parent / "server" / "built"
+SOURCES = FOLDER.parent / "server" / "pages"
+SHARED_SCRIPTS = ("elements.js", "markdown.js", "message.js")
 """Scripts of the panels that all pages use."""
 PAGE_SCRIPTS: Mapping[str, Sequence[str]] = {
     "page": ("page_stream.js", "page_store.js", "page_file.js", "page.js"),
@@ -30,7 +30,7 @@ def minify_module(*names: str, pages: Sequence[str] = ()) -> str:
         pages: Further files, of the server's pages.
     """
     own = [(SOURCES / name).read_text(encoding="utf-8") for name in pages]
-    small: str = minify.string("application/javascript", "\n".join([assets.join_own_files(*names), *own]))
+    small: str = minify.string("application/javascript", "\n".join([join_own_files(*names), *own]))
     return small.rstrip() + "\n"
 
 
@@ -39,7 +39,7 @@ def page_files() -> dict[str, str]:
     files = {}
     for name, scripts in PAGE_SCRIPTS.items():
         own = [(SOURCES / style).read_text(encoding="utf-8") for style in ("document.css", f"{name}.css")]
-        style: str = minify.string("text/css", "\n".join([assets.styles("panel.css", "message.css"), *own]))
+        style: str = minify.string("text/css", "\n".join([styles("panel.css", "message.css"), *own]))
         files[f"{name}.js"] = minify_module(*SHARED_SCRIPTS, pages=scripts)
         files[f"{name}.css"] = style.strip() + "\n"
     return files
@@ -47,7 +47,7 @@ def page_files() -> dict[str, str]:
 
 def main() -> None:
     for panel in PANELS.values():
-        target = assets.FOLDER / "built" / panel.SCRIPTS[-1]
+        target = FOLDER / "built" / panel.SCRIPTS[-1]
         target.write_text(minify_module(*panel.SCRIPTS), encoding="utf-8")
         print(target.name, target.stat().st_size)
     for name, text in page_files().items():

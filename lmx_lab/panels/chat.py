@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -27,18 +26,11 @@ MAX_MESSAGES = 200
 """Maximum number of messages in the transcript."""
 MAX_CHARACTERS = 200_000
 """Maximum number of characters in the transcript, including thoughts, and in one answer."""
-MAX_FILE_CHARACTERS = 4_000_000
-"""Maximum size of a file to load. JSON needs at most 6 characters for each character of a transcript."""
 NEXT_STEP = "choose a file that this panel has saved, or a JSON list of chat messages"
 TITLES = {"user": "You", "assistant": "Model"}
 MAX_MESSAGE_CHARACTERS = 100_000
 """Maximum number of characters in one message of the user, and in the system prompt."""
 SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 1, "max_tokens": 512, "seed": None, "system": ""}
-MAX_TOKENS = 1_000_000
-MAX_SEED = 2**53 - 1
-"""The largest integer that JavaScript represents exactly."""
-REMARK_S = 0.5
-"""Interval at which the status of an answer is updated before its first text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +228,7 @@ class LiveAnswer:
 class ChatPanel(Panel):
     """A chat with the loaded model. ``history`` is the conversation as messages."""
 
-    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "markdown.js", "message.js", "chat.js")
+    SCRIPTS = ("elements.js", "panel.js", "markdown.js", "message.js", "chat.js")
     STYLES = ("panel.css", "message.css", "chat.css")
     IN_REPORT = True
 
@@ -310,7 +302,8 @@ class ChatPanel(Panel):
 
     async def do_load(self, fields: Mapping[str, Any]) -> None:
         """Replace the conversation and its settings by those in ``text``, a result of ``export`` as JSON."""
-        loaded, sampling = from_json(text_field(fields, "text", limit=MAX_FILE_CHARACTERS))
+        # JSON needs at most 6 characters for each character of a transcript.
+        loaded, sampling = from_json(text_field(fields, "text", limit=4_000_000))
         settings = sampling_fields(sampling)
         if self._answer_now is not None:
             raise QueueFullError("this panel is generating an answer; stop it, or load the file when it has ended")
@@ -329,13 +322,6 @@ class ChatPanel(Panel):
     def backend_changed(self) -> None:
         self._stop("ended: another lab is shown now")
 
-    def close(self) -> None:
-        task = self.task
-        if task is not None and not task.done():
-            with contextlib.suppress(RuntimeError):  # Its loop is closed, and the generation has ended.
-                task.get_loop().call_soon_threadsafe(task.cancel)
-        super().close()
-
     # The answer
 
     def _stop(self, ending: str) -> None:
@@ -349,8 +335,8 @@ class ChatPanel(Panel):
         try:
             while True:
                 step = asyncio.create_task(next_or_none(stream))
-                # Until the answer has begun, show the status that the server reports.
-                while not (await asyncio.wait({step}, timeout=None if answer.has_begun else REMARK_S))[0]:
+                # Until the answer has begun, show the status that the server reports, twice a second.
+                while not (await asyncio.wait({step}, timeout=None if answer.has_begun else 0.5))[0]:
                     answer.status = stream.status
                     self._show_live(answer)
                 if (delta := step.result()) is None:
@@ -422,8 +408,9 @@ def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "temperature": number_field(fields, "temperature", low=0, high=2, default=SAMPLING["temperature"]),
         "top_p": number_field(fields, "top_p", low=0, high=1, default=SAMPLING["top_p"]),
-        "max_tokens": integer_field(fields, "max_tokens", low=1, high=MAX_TOKENS, default=SAMPLING["max_tokens"]),
-        "seed": integer_field(fields, "seed", low=0, high=MAX_SEED, default=SAMPLING["seed"]),
+        "max_tokens": integer_field(fields, "max_tokens", low=1, high=1_000_000, default=SAMPLING["max_tokens"]),
+        # The largest integer that JavaScript represents exactly.
+        "seed": integer_field(fields, "seed", low=0, high=2**53 - 1, default=SAMPLING["seed"]),
         "system": text_field(fields, "system", limit=MAX_MESSAGE_CHARACTERS) if system else "",
     }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -26,6 +26,7 @@ from lmx_lab.wire.events import (
     SnapshotFrame,
     Tone,
     ToolEndEvent,
+    ToolOutputEvent,
     ToolStartEvent,
     Topic,
     TurnDoneEvent,
@@ -35,6 +36,7 @@ from lmx_lab.wire.events import (
     TurnStartedEvent,
     TurnThinkingEvent,
     TurnTokenEvent,
+    UnknownEvent,
     topic_of,
 )
 from lmx_lab.wire.sessions import PermissionRecord, SessionRecord
@@ -46,16 +48,10 @@ MARKS = ("stream", "connection")
 ROW_CHARACTERS = 2000
 """Number of characters of a row's text that are kept and searched."""
 MAX_ROWS = 5000
-MAX_BYTES = 16_000_000
-"""Maximum size of all rows together, as JSON."""
 MAX_EVENT_CHARACTERS = 1_000_000
 """Maximum length of one event as JSON. Only the beginning of a longer event is kept."""
 MAX_GROWN_CHARACTERS = 100_000
 """Maximum length of the text in a growing row. Only the end of a longer text is kept."""
-MAX_PIECES = 256
-"""Maximum number of a row's pieces of text; if there are more, they are joined into one."""
-ROW_BYTES = 500
-"""Approximate size of a row without its texts."""
 VIEW_CHARACTERS = 240
 """Maximum length of a row's text in a view."""
 ENVELOPE = ("event", "seq", "at", "session_id", "turn_id")
@@ -64,19 +60,8 @@ COLUMNS = {
     **{"text": "str", "json": "str"},
 }
 """Columns of the table of all rows, and their types in a data frame."""
-MAX_SESSIONS = 200
-MAX_MESSAGES = 64
-"""Maximum number of messages of the running turn that are kept."""
 MAX_TURN_CHARACTERS = 20_000
 """Maximum length of a message's text, and of a turn's text in a view. Only the end of a longer text is kept."""
-MAX_PERMISSIONS = 100
-VIEW_PERMISSIONS = 20
-"""Maximum number of permissions in a view, oldest first. The others are shown when these are decided."""
-ARGUMENT_CHARACTERS = 20_000
-"""Maximum length of a call's arguments in a view."""
-NAME_CHARACTERS = 60
-ID_CHARACTERS = 8
-"""Length of the end of a session's id, which is shown if the session has no title."""
 
 
 class EventRow:
@@ -125,8 +110,8 @@ class EventRow:
 
     @property
     def size(self) -> int:
-        """Approximate size in bytes, with one byte per character."""
-        return ROW_BYTES + self._size
+        """Approximate size in bytes, with one byte per character, and 500 bytes for a row without its texts."""
+        return 500 + self._size
 
     @property
     def content(self) -> str:
@@ -140,7 +125,7 @@ class EventRow:
         self.seq = event.seq
         self.batches += 1
         self._size += len(event.data.text)
-        if len(self._pieces) > MAX_PIECES or self._size > 2 * MAX_GROWN_CHARACTERS:
+        if len(self._pieces) > 256 or self._size > 2 * MAX_GROWN_CHARACTERS:
             text = "".join(self._pieces)
             self._pieces = [text[-MAX_GROWN_CHARACTERS:]]
             self._size -= len(text) - len(self._pieces[0])
@@ -197,7 +182,7 @@ class RowFilter:
 
     @property
     def is_empty(self) -> bool:
-        return self == _EVERYTHING
+        return self == RowFilter()
 
     def passes(self, row: EventRow) -> bool:
         if row.is_mark:
@@ -208,14 +193,16 @@ class RowFilter:
         return not needle or needle in f"{row.kind} {row.session_id or ''} {row.content}".casefold()
 
 
-_EVERYTHING = RowFilter()
-
-
 class EventRows:
     """All rows, and those that pass a filter. Passing rows are numbered from the first row that has passed the filter
-    since it was set."""
+    since it was set.
 
-    def __init__(self) -> None:
+    Args:
+        max_bytes: Maximum size of all rows together, as JSON.
+    """
+
+    def __init__(self, *, max_bytes: int = 16_000_000) -> None:
+        self._max_bytes = max_bytes
         self._rows: deque[EventRow] = deque()
         self._growing: dict[tuple[str, str], EventRow] = {}
         """The growing rows by kind and message id, without removed rows."""
@@ -281,7 +268,7 @@ class EventRows:
         self._make_room()
 
     def _make_room(self) -> None:
-        while len(self._rows) > 1 and (len(self._rows) > MAX_ROWS or self._bytes > MAX_BYTES):
+        while len(self._rows) > 1 and (len(self._rows) > MAX_ROWS or self._bytes > self._max_bytes):
             row = self._rows.popleft()
             self._bytes -= row.size
             self.removed += 1
@@ -298,6 +285,11 @@ class EventRows:
     def bytes(self) -> int:
         """Approximate size of all rows."""
         return self._bytes
+
+    @property
+    def growing(self) -> int:
+        """Number of rows that may still grow."""
+        return len(self._growing)
 
     @property
     def filter(self) -> RowFilter:
@@ -339,7 +331,7 @@ class EventRows:
 
 def short_id(session_id: str) -> str:
     """Return the end of an id; ids of the same minute have the same beginning."""
-    return session_id if len(session_id) <= ID_CHARACTERS else f"…{session_id[-ID_CHARACTERS:]}"
+    return session_id if len(session_id) <= 8 else f"…{session_id[-8:]}"
 
 
 class SessionView:
@@ -362,7 +354,7 @@ class SessionView:
 
     @property
     def name(self) -> str:
-        return clip(self.title or short_id(self.session_id), NAME_CHARACTERS)
+        return clip(self.title or short_id(self.session_id), 60)
 
     def view(self) -> dict[str, Any]:
         """Return the session as an entry of a view's list."""
@@ -377,46 +369,78 @@ class SessionView:
             "text": clip(text, MAX_TURN_CHARACTERS),
         }
 
-    def set_record(self, record: SessionRecord) -> None:
+    def apply(self, event: DaemonEvent) -> None:
+        """Change the state by an event."""
+        match event:
+            case SessionCreatedEvent() | SessionUpdatedEvent():
+                self._set_record(event.data.session)
+            case TurnQueuedEvent() if self.status == "idle":
+                self.status = "queued"
+            case TurnStartedEvent():
+                self._begin(event.turn_id)
+            case TurnProgressEvent():
+                self.activity = event.data.note
+            case ToolStartEvent():
+                self.activity = f"running {event.data.name}"
+            case ToolEndEvent():
+                self.activity = f"{event.data.name}: {event.data.status}"
+            case PermissionRequestEvent():
+                self.status = "waiting"
+            case PermissionResolvedEvent() if self.status == "waiting":
+                self.status = "running"
+            case TurnDoneEvent():
+                tokens, speed = event.stats.completion_tokens, event.stats.tokens_per_second
+                self._end(f"{event.data.stop_reason} · {tokens} tokens · {speed:.1f} tok/s")
+            case TurnErrorEvent():
+                self._end(event.data.error.message)
+            case _:
+                self._apply_text(event)
+
+    def _apply_text(self, event: DaemonEvent) -> None:
+        if isinstance(event, TurnTokenEvent | TurnThinkingEvent) and (
+            self.turn_id != event.turn_id or self.status == "idle"
+        ):
+            # The start of the turn was not received.
+            self._begin(event.turn_id)
+        match event:
+            case TurnTokenEvent():
+                number = event.data.message_id
+                before = self._texts.get(number) or self._texts.pop("", "")
+                self._set_text(number, before + event.data.text)
+                self.activity = ""
+            case TurnThinkingEvent():
+                self._thoughts = (self._thoughts + event.data.text)[-MAX_TURN_CHARACTERS:]
+            case MessageDoneEvent(data=data) if data.message.role == "assistant":
+                if data.message.content or data.message.message_id:
+                    # The complete text replaces the streamed one.
+                    self._texts.pop("", None)
+                    self._set_text(data.message.message_id or "", data.message.content)
+            case SnapshotFrame():
+                it = event.data.session
+                self._set_record(it)
+                self.cursor = it.cursor
+                self._texts, self._thoughts, self.activity = {}, "", ""
+                if it.partial_text:
+                    self._set_text("", it.partial_text)
+
+    def _set_record(self, record: SessionRecord) -> None:
         self.title, self.status, self.turn_id = record.title, record.status, record.active_turn_id
 
-    def begin(self, turn_id: str | None) -> None:
+    def _begin(self, turn_id: str | None) -> None:
         self.status, self.turn_id, self.activity, self._thoughts = "running", turn_id, "", ""
         self._texts.clear()
 
-    def begin_if_idle(self, turn_id: str | None) -> None:
-        """Begin a turn, unless its start was received already."""
-        if self.turn_id != turn_id or self.status == "idle":
-            self.begin(turn_id)
-
-    def end(self, activity: str) -> None:
+    def _end(self, activity: str) -> None:
         self.status, self.turn_id, self.activity = "idle", None, activity
 
-    def append_text(self, message_id: str, text: str) -> None:
-        before = self._texts.get(message_id) or self._texts.pop("", "")
-        self._set(message_id, before + text)
-
-    def append_thoughts(self, text: str) -> None:
-        self._thoughts = (self._thoughts + text)[-MAX_TURN_CHARACTERS:]
-
-    def set_text(self, message_id: str, text: str) -> None:
-        """Replace the streamed text of a message by the complete one."""
-        self._texts.pop("", None)
-        self._set(message_id, text)
-
-    def resume(self, partial_text: str) -> None:
-        self._texts, self._thoughts, self.activity = {}, "", ""
-        if partial_text:
-            self._set("", partial_text)
-
-    def _set(self, message_id: str, text: str) -> None:
+    def _set_text(self, message_id: str, text: str) -> None:
         self._texts[message_id] = text[-MAX_TURN_CHARACTERS:]
-        if len(self._texts) > MAX_MESSAGES:
+        if len(self._texts) > 64:
             del self._texts[next(iter(self._texts))]
 
 
 class SessionTracker:
-    """The sessions that had events, at most the latest ``MAX_SESSIONS``."""
+    """The sessions that had events, at most the latest 200, and at most 100 calls that wait for a decision."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, SessionView] = {}
@@ -425,23 +449,21 @@ class SessionTracker:
         self._count = 0
 
     def add(self, event: DaemonEvent) -> None:
-        handler = _HANDLERS.get(type(event))
-        if handler is None:
-            return
-        if event.session_id is None:
-            if isinstance(event, ResetFrame):
-                self._permissions.clear()
+        if isinstance(event, ResetFrame) and event.session_id is None:
+            self._permissions.clear()
+        if event.session_id is None or isinstance(event, ToolOutputEvent | UnknownEvent):
             return
         session = self._sessions.pop(event.session_id, None)
         if session is None:
             self._count += 1
             session = SessionView(event.session_id, self._count)
         self._sessions[event.session_id] = session
-        if len(self._sessions) > MAX_SESSIONS:
+        if len(self._sessions) > 200:
             del self._sessions[next(iter(self._sessions))]
         # Events that the snapshot includes are skipped.
         if event.seq is None or event.seq > session.cursor:
-            handler(self, session, event)
+            session.apply(event)
+            self._apply(event.session_id, event)
 
     def clear(self) -> None:
         self._sessions.clear()
@@ -469,94 +491,45 @@ class SessionTracker:
         return session.live_view() if session is not None else {}
 
     def permissions(self) -> list[dict[str, Any]]:
-        """Return the calls that wait for a decision, at most the oldest ``VIEW_PERMISSIONS``."""
+        """Return the calls that wait for a decision: the 20 oldest; the others follow when these are decided."""
         views = []
-        for record in islice(self._permissions.values(), VIEW_PERMISSIONS):
+        most = 20_000  # characters of a call's arguments
+        for record in islice(self._permissions.values(), 20):
             arguments = json.dumps(record.arguments, ensure_ascii=False, indent=1)
             views.append(
                 {
                     "id": record.permission_id,
                     "tool": clip(record.tool, 200),
                     "session": self.name(record.session_id),
-                    "arguments": clip(arguments, ARGUMENT_CHARACTERS),
-                    "omitted": max(0, len(arguments) - ARGUMENT_CHARACTERS),
+                    "arguments": clip(arguments, most),
+                    "omitted": max(0, len(arguments) - most),
                     "expires_at": record.expires_at,
                 }
             )
         return views
 
-    # Effects of the events
+    # Calls that wait for a decision
 
-    def _on_record(self, session: SessionView, event: SessionCreatedEvent | SessionUpdatedEvent) -> None:
-        session.set_record(event.data.session)
-
-    def _on_deleted(self, session: SessionView, event: SessionDeletedEvent) -> None:
-        self._sessions.pop(session.session_id, None)
-        self._remove_permissions(session.session_id)
-
-    def _on_snapshot(self, session: SessionView, event: SnapshotFrame) -> None:
-        it = event.data.session
-        session.set_record(it)
-        session.cursor = it.cursor
-        session.resume(it.partial_text)
-        self._remove_permissions(session.session_id)
-        for record in it.permissions:
-            self._add_permission(record)
-
-    def _on_queued(self, session: SessionView, event: TurnQueuedEvent) -> None:
-        if session.status == "idle":
-            session.status = "queued"
-
-    def _on_started(self, session: SessionView, event: TurnStartedEvent) -> None:
-        session.begin(event.turn_id)
-
-    def _on_progress(self, session: SessionView, event: TurnProgressEvent) -> None:
-        session.activity = event.data.note
-
-    def _on_token(self, session: SessionView, event: TurnTokenEvent) -> None:
-        session.begin_if_idle(event.turn_id)
-        session.append_text(event.data.message_id, event.data.text)
-        session.activity = ""
-
-    def _on_thinking(self, session: SessionView, event: TurnThinkingEvent) -> None:
-        session.begin_if_idle(event.turn_id)
-        session.append_thoughts(event.data.text)
-
-    def _on_message(self, session: SessionView, event: MessageDoneEvent) -> None:
-        message = event.data.message
-        if message.role == "assistant" and (message.content or message.message_id):
-            session.set_text(message.message_id or "", message.content)
-
-    def _on_tool(self, session: SessionView, event: ToolStartEvent) -> None:
-        session.activity = f"running {event.data.name}"
-
-    def _on_tool_end(self, session: SessionView, event: ToolEndEvent) -> None:
-        session.activity = f"{event.data.name}: {event.data.status}"
-
-    def _on_permission_request(self, session: SessionView, event: PermissionRequestEvent) -> None:
-        session.status = "waiting"
-        self._add_permission(event.data.permission)
-
-    def _on_permission_resolved(self, session: SessionView, event: PermissionResolvedEvent) -> None:
-        self._permissions.pop(event.data.permission.permission_id, None)
-        if session.status == "waiting":
-            session.status = "running"
-
-    def _on_done(self, session: SessionView, event: TurnDoneEvent) -> None:
-        stats = event.stats
-        session.end(
-            f"{event.data.stop_reason} · {stats.completion_tokens} tokens · {stats.tokens_per_second:.1f} tok/s"
-        )
-        self._remove_permissions(session.session_id, event.turn_id)
-
-    def _on_failed(self, session: SessionView, event: TurnErrorEvent) -> None:
-        session.end(event.data.error.message)
-        self._remove_permissions(session.session_id, event.turn_id)
+    def _apply(self, session_id: str, event: DaemonEvent) -> None:
+        match event:
+            case SessionDeletedEvent():
+                self._sessions.pop(session_id, None)
+                self._remove_permissions(session_id)
+            case SnapshotFrame():
+                self._remove_permissions(session_id)
+                for record in event.data.session.permissions:
+                    self._add_permission(record)
+            case PermissionRequestEvent():
+                self._add_permission(event.data.permission)
+            case PermissionResolvedEvent():
+                self._permissions.pop(event.data.permission.permission_id, None)
+            case TurnDoneEvent() | TurnErrorEvent():
+                self._remove_permissions(session_id, event.turn_id)
 
     def _add_permission(self, record: PermissionRecord) -> None:
         if record.decision is None:
             self._permissions[record.permission_id] = record
-        if len(self._permissions) > MAX_PERMISSIONS:
+        if len(self._permissions) > 100:
             del self._permissions[next(iter(self._permissions))]
 
     def _remove_permissions(self, session_id: str, turn_id: str | None = None) -> None:
@@ -567,23 +540,3 @@ class SessionTracker:
         ]
         for permission_id in gone:
             del self._permissions[permission_id]
-
-
-_HANDLERS: Mapping[type, Callable[[SessionTracker, SessionView, Any], None]] = {
-    SessionCreatedEvent: SessionTracker._on_record,
-    SessionUpdatedEvent: SessionTracker._on_record,
-    SessionDeletedEvent: SessionTracker._on_deleted,
-    SnapshotFrame: SessionTracker._on_snapshot,
-    TurnQueuedEvent: SessionTracker._on_queued,
-    TurnStartedEvent: SessionTracker._on_started,
-    TurnProgressEvent: SessionTracker._on_progress,
-    TurnTokenEvent: SessionTracker._on_token,
-    TurnThinkingEvent: SessionTracker._on_thinking,
-    MessageDoneEvent: SessionTracker._on_message,
-    ToolStartEvent: SessionTracker._on_tool,
-    ToolEndEvent: SessionTracker._on_tool_end,
-    PermissionRequestEvent: SessionTracker._on_permission_request,
-    PermissionResolvedEvent: SessionTracker._on_permission_resolved,
-    TurnDoneEvent: SessionTracker._on_done,
-    TurnErrorEvent: SessionTracker._on_failed,
-}

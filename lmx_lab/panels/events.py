@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -14,9 +12,9 @@ import traitlets
 
 from lmx_lab.backend import Backend
 from lmx_lab.client.subscription import ConnectionState
-from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
+from lmx_lab.errors import HostingError, InvalidRequestError, NotFoundError
 from lmx_lab.panels.event_log import COLUMNS, GROUPS, MAX_ROWS, EventRow, EventRows, RowFilter, SessionTracker
-from lmx_lab.panels.panel import BUG, Panel, number_field, text_field
+from lmx_lab.panels.panel import Panel, number_field, text_field
 from lmx_lab.panels.workbench import EventSource, Workbench
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.tables import html_table
@@ -24,13 +22,9 @@ from lmx_lab.sanitize import clip, replace_surrogates
 from lmx_lab.wire.admin import Sample
 from lmx_lab.wire.events import DaemonEvent, ResetFrame
 
-log = logging.getLogger(__name__)
 WINDOW_ROWS = 100
 """Number of rows in a frame, and maximum number of rows in the reply to a request."""
-SNAPSHOT_ROWS = 40
 SEARCH_CHARACTERS = 200
-EVENTS_AT_ONCE = 200
-"""Number of events after which other tasks of the loop may run, even if events arrive faster than they are read."""
 NO_DAEMON = "This lab has no daemon; lmx_lab.launch(daemon=True) starts one."
 
 
@@ -42,7 +36,7 @@ class EventsPanel(Panel):
     even if no view displays it. ``df`` has the rows.
     """
 
-    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "events.js")
+    SCRIPTS = ("elements.js", "panel.js", "events.js")
     STYLES = ("panel.css", "events.css")
     NEEDS_DAEMON = True
     FULL_WIDTH = True
@@ -66,26 +60,26 @@ class EventsPanel(Panel):
         self._rows = EventRows()
         self._sessions = SessionTracker()
         self._source: EventSource | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._is_suspended = False
+        """Whether the events are read again when the workbench continues."""
         self._stream: tuple[str, int] | None = None
         """Id of the daemon's log, and the cursor of the last event that was read."""
         self._outage: tuple[EventRow, float] | None = None
         """The mark of a lost connection, and the time at which it was lost."""
         self._connection = ConnectionState(state="connecting")
         self._is_stale = False
-        self._is_closed = False
         super().__init__(workbench, **{**self._drawn(), **traits})
 
     # Called by the workbench
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
         super().tick(backend, sample)
-        if self._is_closed:
+        if self.comm is None:  # The panel was closed.
             return
         if (source := self.workbench.events) is not self._source:
-            if self._reader is not None:
-                self._reader.cancel()
-            self._source, self._reader, self._outage = source, None, None
+            if self.task is not None:
+                self.task.cancel()
+            self._source, self.task, self._outage = source, None, None
             self._sessions.clear()
             self._connection = ConnectionState(state="connecting")
             if source is not None:
@@ -93,48 +87,36 @@ class EventsPanel(Panel):
                     self._rows.mark("connection.other", f"events of another daemon follow: {source.place}", "warn")
                 self._read()
             self._redraw()
-        # The reader was cancelled when the workbench was suspended.
-        elif source is not None and (self._reader is None or self._reader.cancelled()):
+        elif self._is_suspended:
             self._read()
-
-    def close(self) -> None:
-        task, self._is_closed = self._reader, True
-        if task is not None and not task.done():
-            with contextlib.suppress(RuntimeError):  # Its loop is closed, and the reader has ended.
-                task.get_loop().call_soon_threadsafe(task.cancel)
-        super().close()
 
     # Events
 
     def _read(self) -> None:
-        assert self._source is not None
-        self._reader = asyncio.create_task(self._read_events(self._source), name="read a daemon's events")
+        source = self._daemon()
 
-    async def _read_events(self, source: EventSource) -> None:
-        error: LabError | None = None
-        count = 0
-        try:
+        async def read() -> None:
+            count = 0
             async with aclosing(source.events()) as events:
                 async for event in events:
                     self._receive_event(event)
                     self._redraw()
                     count += 1
-                    if count % EVENTS_AT_ONCE == 0:
+                    # Other tasks of the loop may run, even if events arrive faster than they are read.
+                    if count % 200 == 0:
                         await asyncio.sleep(0)
-        except LabError as exc:
-            error = exc
-        except Exception:
-            log.exception("a daemon's events cannot be read")
-            error = HostingError(BUG)
-        except asyncio.CancelledError:
-            # The workbench was suspended, or another daemon is shown; neither needs a mark.
-            if source is self._source:
+
+        def ended(error: str | None) -> None:
+            self._is_suspended = error is None
+            if error is None:  # The workbench was suspended, which needs no mark.
                 self._connection = ConnectionState(state="closed")
-                self._redraw()
-            raise
-        if source is self._source and self._connection.state != "closed":
-            self._set_connection(ConnectionState(state="closed", error=error))
+            elif self._connection.state != "closed":
+                reason = HostingError(error) if error else None
+                self._set_connection(ConnectionState(state="closed", error=reason))
             self._redraw()
+
+        self._is_suspended = False
+        self.run_job(read(), ended)
 
     def _receive_event(self, event: DaemonEvent | ConnectionState) -> None:
         if isinstance(event, ConnectionState):
@@ -273,7 +255,7 @@ class EventsPanel(Panel):
     async def do_reconnect(self, fields: Mapping[str, Any]) -> None:
         """Connect again, if the connection was closed."""
         self._daemon()
-        if self._reader is None or self._reader.done():
+        if self.task is None:
             self._connection = ConnectionState(state="connecting")
             self._read()
             self._redraw()
@@ -300,7 +282,7 @@ class EventsPanel(Panel):
 
     def snapshot_html(self) -> str:
         now = self._connection_view()
-        rows = self._rows.window(None, SNAPSHOT_ROWS)["rows"]
+        rows = self._rows.window(None, 40)["rows"]
         where = f"{now['text']}, {now['place']}" if now["place"] else now["text"]
         shown = []
         for row in rows:

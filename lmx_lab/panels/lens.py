@@ -18,8 +18,6 @@ from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip, escape_text
 from lmx_lab.wire.admin import RequestEvent
 
-AUTOMATIC_TOKENS = 1000
-"""Maximum number of tokens of a prompt and its answer that are scored automatically, which takes a few seconds."""
 SHOWN_TOKENS = 8000
 """Maximum number of tokens in a view."""
 MAX_BRANCHES = 100
@@ -28,9 +26,14 @@ TEXT_CHARACTERS = 80
 
 
 class LensPanel(Panel):
-    """Shows the newest recorded answer, and generates branches of it."""
+    """Shows the newest recorded answer, and generates branches of it.
 
-    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "lens.js")
+    Args:
+        automatic_tokens: Maximum number of tokens of a prompt and its answer that are scored automatically. 1,000
+            tokens take a few seconds.
+    """
+
+    SCRIPTS = ("elements.js", "panel.js", "lens.js")
     STYLES = ("panel.css", "lens.css")
     FULL_WIDTH = True
     BY_NAME_ONLY = True
@@ -47,7 +50,8 @@ class LensPanel(Panel):
     branches: Any = traitlets.List().tag(sync=True)
     """The answers of the tree, for the list of branches; empty if there is only one."""
 
-    def __init__(self, workbench: Workbench) -> None:
+    def __init__(self, workbench: Workbench, *, automatic_tokens: int = 1000) -> None:
+        self._automatic_tokens = automatic_tokens
         self._tree: AnswerTree | None = None
         self._shown: Branch | None = None
         self._lenses: dict[Branch, TokenLens] = {}
@@ -89,9 +93,8 @@ class LensPanel(Panel):
         self._tree = AnswerTree(TokenAnswer.of_record(record), None)
         self._lenses.clear()
         self._show(self._tree.root)
-        answer = self._tree.root.answer
-        if not answer.logprobs and answer.ids and len(answer.prompt) + len(answer.ids) <= AUTOMATIC_TOKENS:
-            await self._score(self._tree.root)
+        if self._tree.root.answer.ids:
+            await self._score_automatically(self._tree.root)
 
     # Work
 
@@ -120,6 +123,11 @@ class LensPanel(Panel):
         color: ColorBy = "entropy" if fields.get("distributions") else "probability"
         self._start("Scoring the tokens…", self._score(shown, color))
 
+    async def _score_automatically(self, branch: Branch) -> None:
+        answer = branch.answer
+        if not answer.logprobs and len(answer.prompt) + len(answer.ids) <= self._automatic_tokens:
+            await self._score(branch)
+
     async def _score(self, branch: Branch, color: ColorBy = "probability") -> None:
         self.show(busy="Scoring the tokens…")
         self._lenses[branch] = await scored_lens(self.workbench.backend, branch.answer, color=color)
@@ -147,8 +155,7 @@ class LensPanel(Panel):
         text = next((other.text for other in (position, *position.top) if other.token == token), token)
         branch = tree.add(parent, at, text, answer=answer)
         self._show(branch)
-        if not answer.logprobs and len(answer.prompt) + len(answer.ids) <= AUTOMATIC_TOKENS:
-            await self._score(branch)
+        await self._score_automatically(branch)
 
     def _idle(self) -> Branch:
         if self.task is not None:

@@ -7,7 +7,6 @@ import math
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -16,8 +15,9 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.panels.panel import Panel
+from lmx_lab.panels.summary import CHARTS, FIELDS, line_charts, values_of
 from lmx_lab.panels.workbench import KEPT_S, Workbench
-from lmx_lab.results.figures import GAP_S, LineChart, Series, format_clock
+from lmx_lab.results.figures import GAP_S, format_clock
 from lmx_lab.results.frames import dtypes_of, make_table
 from lmx_lab.results.tables import html_table
 from lmx_lab.sanitize import clip
@@ -29,69 +29,6 @@ MAX_POINTS = 400
 MAX_FAILURES = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricChart:
-    """One chart of the panel, and the values above it."""
-
-    title: str
-    unit: str
-    digits: int
-    """Decimal places of the values."""
-    least: float
-    """Minimum value at the upper end of the axis."""
-    names: tuple[str, ...]
-    lines: int
-    """Number of names that have a line, counted from the first; the others are shown only as a value."""
-    fields: tuple[str, ...]
-    """The field of ``Sample`` for each name."""
-
-    def shown(self) -> dict[str, Any]:
-        """Return the chart as a view shows it."""
-        title = f"{self.title}, {self.unit}" if self.unit else self.title
-        return {**asdict(self), "title": title}
-
-
-CHARTS = (
-    # Prefill is so much faster than decoding that one axis for both would hide the latter.
-    MetricChart(
-        title="Decode",
-        unit="tok/s",
-        digits=1,
-        least=1,
-        names=("all requests",),
-        lines=1,
-        fields=("decode_tokens_per_second",),
-    ),
-    MetricChart(
-        title="Prefill",
-        unit="tok/s",
-        digits=1,
-        least=1,
-        names=("prompts", "embeddings"),
-        lines=2,
-        fields=("prompt_tokens_per_second", "encoded_tokens_per_second"),
-    ),
-    MetricChart(
-        title="Requests",
-        unit="",
-        digits=0,
-        least=3,
-        names=("active", "queued"),
-        lines=2,
-        fields=("active_requests", "queued_requests"),
-    ),
-    MetricChart(
-        title="Memory",
-        unit="GB",
-        digits=2,
-        least=0.01,
-        names=("active", "cache", "peak", "total"),
-        lines=3,
-        fields=("memory_active_gb", "memory_cache_gb", "memory_peak_gb", "memory_total_gb"),
-    ),
-)
-FIELDS = tuple(field for chart in CHARTS for field in chart.fields)
-values_of = attrgetter(*FIELDS)
 NO_VALUES = (math.nan,) * len(FIELDS)
 
 
@@ -193,20 +130,9 @@ class MetricsPanel(Panel):
         table = html_table(names, rows, caption=f"Metrics: server {self.server['state']}")
         failures = "".join(f"<li>{html.escape(text)}</li>" for text in self._failures())
         table += f"<div>Failed requests, newest first:</div><ul>{failures}</ul>" if failures else ""
-        recent = _recent(samples, KEPT_S)
-        for chart in CHARTS if samples else ():
-            drawn = LineChart(
-                key=chart.fields[0],
-                title=chart.shown()["title"],
-                unit=chart.unit or chart.title.lower(),
-                at=[sample.at for sample in recent],
-                series=[
-                    Series(name=name, values=list(map(attrgetter(field), recent)))
-                    for name, field in zip(chart.names[: chart.lines], chart.fields, strict=False)
-                ],
-                whole=not chart.digits,
-            )
-            table += f"<div>{drawn.image_html()}</div>"
+        if samples:
+            charts = line_charts(_recent(samples, KEPT_S))
+            table += "".join(f"<div>{chart.image_html()}</div>" for chart in charts)
         return table
 
 

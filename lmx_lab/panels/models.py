@@ -16,6 +16,7 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, text_field
+from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_bytes, model_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import html_table
 from lmx_lab.values.models import LoadSpec, ModelEvent, Unloading, with_reason
@@ -23,14 +24,6 @@ from lmx_lab.wire.admin import ModelRecord, Preference, Sample
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 500
-MAX_JOBS = 8
-SILENT_S = 30.0
-"""Time without an event after which another client's download is no longer shown: it has ended, or its model has
-received another name."""
-SNAPSHOT_S = 1.0
-"""Maximum time that a snapshot waits for the first list."""
-COLUMNS = ("model", "kind", "format", "engine", "size", "quantization", "context", "state")
-ADDRESSES = {"url": "local", "lan_url": "LAN", "proxy_url": "browser"}
 STAGES = {
     "begin": "looking for its files",
     "download": "downloading",
@@ -40,7 +33,6 @@ STAGES = {
     "load": "loading",
     "unload": "unloading",
 }
-ENDS = ("loaded", "unloaded", "failed")
 IN_ENGINE = ("load", "unload")
 
 
@@ -79,7 +71,7 @@ class ModelJob:
 class ModelsPanel(Panel):
     """Shows the models on disk and in memory, with buttons that load and unload them. ``compact`` folds the list."""
 
-    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "models.js")
+    SCRIPTS = ("elements.js", "panel.js", "models.js")
     STYLES = ("panel.css", "models.css")
 
     compact = traitlets.Bool(False).tag(sync=True)
@@ -107,8 +99,6 @@ class ModelsPanel(Panel):
         """The load or unload that was requested in this panel."""
         self._cancelled = False
         """Whether that job was cancelled in this panel."""
-        self._waits: set[asyncio.Task[None]] = set()
-        """The tasks that have changed how long an unload waits, until the model is unloaded."""
         self._scan: asyncio.Task[None] | None = None
         self._is_stale = True
         self._shown_server: Mapping[str, Any] = {}
@@ -121,7 +111,8 @@ class ModelsPanel(Panel):
         now = time.monotonic()
         stopped = not self.serves
         for job in list(self._jobs.values()):
-            if stopped or (job.stage not in IN_ENGINE and now - job.updated_at > SILENT_S):
+            # Another client's download without an event has ended, or its model has received another name.
+            if stopped or (job.stage not in IN_ENGINE and now - job.updated_at > 30):
                 del self._jobs[job.model]
         self._show_jobs()
         server = self.shown("server")
@@ -137,7 +128,7 @@ class ModelsPanel(Panel):
         if event.unloading is not None:
             # The panel shows the state of the server, which also contains the remaining time.
             return
-        if event.stage in ENDS:
+        if event.stage in ("loaded", "unloaded", "failed"):
             self._jobs.pop(event.model, None)
             if event.stage == "unloaded" and event.message:
                 self.show(error=f"{event.model} was unloaded: {event.message}")
@@ -148,15 +139,13 @@ class ModelsPanel(Panel):
             or (event.stage == "load" and own.stage not in IN_ENGINE and event.model not in self._jobs)
         ):
             self._own = _updated(own, event)
-        elif event.model in self._jobs or len(self._jobs) < MAX_JOBS:
+        elif event.model in self._jobs or len(self._jobs) < 8:
             self._jobs[event.model] = _updated(ModelJob(model=event.model), event)
         self._show_jobs()
 
     def backend_changed(self) -> None:
         if self.task is not None:
             self.task.cancel()
-        for task in self._waits:
-            task.cancel()
         self.task, self._own, self._cancelled, self._records = None, None, False, ()
         self._preference = self._problem = None
         self._jobs.clear()
@@ -196,13 +185,12 @@ class ModelsPanel(Panel):
             try:
                 await backend.unload(name, wait=wait)
             except LabError as exc:
-                self.show(error=f"{name} was not unloaded: {exc.message}")
+                if backend is self.workbench.backend:
+                    self.show(error=f"{name} was not unloaded: {exc.message}")
 
         state = backend.state()
         if state.model == name and state.unloading is not None:
-            task = asyncio.create_task(change_wait(), name=f"wait for {name:.60}")
-            self._waits.add(task)
-            task.add_done_callback(self._waits.discard)
+            self.workbench.create_task(change_wait(), f"wait for {name:.60}")
         return {"model": name}
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
@@ -246,7 +234,7 @@ class ModelsPanel(Panel):
         too early to see the latest change."""
         self._is_stale = True
         if self._scan is None or self._scan.done():
-            self._scan = asyncio.create_task(self._scan_while_stale(), name="list the models")
+            self._scan = self.workbench.create_task(self._scan_while_stale(), "list the models")
             self._scan.add_done_callback(_log_failure)
         return self._scan
 
@@ -304,51 +292,14 @@ class ModelsPanel(Panel):
     def snapshot_html(self) -> str:
         if not self._records:
             waiting = self.workbench.submit(self.do_refresh({}))
-            concurrent.futures.wait([waiting], SNAPSHOT_S)
-        server = self.shown("server")
-        facts = [f"<b>LMX Lab</b>: {_escaped(server['state'])}, {_escaped(server['place'])}"]
-        facts += [f"{label}: <code>{_escaped(server[key])}</code>" for key, label in ADDRESSES.items() if server[key]]
-        state = f", {Unloading(**server['unloading'])}" if server["unloading"] is not None else ""
-        facts += [f"model: {_escaped(server['model'] or 'none')}{state}"]
-        facts += [f"also loaded: {_escaped(', '.join(server['pinned']))}"] if server["pinned"] else []
-        facts += [_escaped(server["note"])] if server["note"] else []
-        lines = "".join(f"<div>{fact}</div>" for fact in facts)
+            concurrent.futures.wait([waiting], timeout=1.0)
+        facts = describe_server(self.workbench.backend.state())
+        lines = f"<div><b>LMX Lab</b>: {html.escape(facts.pop('server'))}</div>"
+        lines += "".join(f"<div>{name}: {html.escape(value)}</div>" for name, value in facts.items())
         rows = ([row["id"], *row["cells"]] for row in self._rows())
-        table = html_table(COLUMNS, rows, caption=self._caption())
-        table += f"<div>{_escaped(self._engines())}</div>" if self._engines() else ""
+        table = html_table(MODEL_COLUMNS, rows, caption=self._caption())
+        table += f"<div>{html.escape(self._engines())}</div>" if self._engines() else ""
         return lines + (f"<details><summary>models</summary>{table}</details>" if self.compact else table)
-
-
-def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str, Any]:
-    """Return a row of the table. Without a running server, no model is loaded."""
-    memory = "" if record.vram_gb is None else f", {format_bytes(record.vram_gb * 1e9)}"
-    state, action = ("needs " + record.engine, "") if record.problem else ("on disk", "Load")
-    if serves and record.pinned:
-        state, action = f"pinned{memory}", ""
-    elif serves and record.loaded:
-        state, action = (f"unloading{memory}", "") if unloading else (f"loaded{memory}", "Unload")
-    context = format_context(record, serves=serves)
-    size = format_bytes(record.size_gb * 1e9)
-    others = [format_ for format_ in record.formats if format_ != record.format]
-    formats = ", ".join([record.format, *others])
-    copy = record.quantized_copy
-    quantization = record.quantization or "" if copy is None else copy.title
-    cells = [record.kind, formats, record.engine, size, quantization, context, state]
-    return {"id": record.id, "cells": cells, "action": action}
-
-
-def format_context(record: ModelRecord, *, serves: bool) -> str:
-    """Format the context of a model: as it is loaded, with the number of slots, or else as it was trained."""
-    if serves and (loaded := record.loaded_context_length) is not None and record.slots is not None:
-        return f"{loaded:,} in {record.slots} slot{'s' * (record.slots != 1)}"
-    return "" if record.context_length is None else f"{record.context_length:,}"
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes; 1 GB is 10^9 bytes."""
-    if count < 1e6:
-        return f"{count / 1e3:.0f} kB"
-    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
 def _updated(job: ModelJob, event: ModelEvent) -> ModelJob:
@@ -365,7 +316,3 @@ def _updated(job: ModelJob, event: ModelEvent) -> ModelJob:
 def _log_failure(scan: asyncio.Task[None]) -> None:
     if not scan.cancelled() and (error := scan.exception()) is not None:
         log.debug("the models cannot be listed: %r", error)
-
-
-def _escaped(value: object) -> str:
-    return html.escape(str(value))

@@ -6,10 +6,14 @@ Python sends state to the views in traits. A view sends requests as messages, ea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import anywidget
@@ -17,18 +21,47 @@ import traitlets
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.panels import assets
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.values.models import ModelEvent
 from lmx_lab.wire.admin import RequestEvent, Sample
 
 log = logging.getLogger(__name__)
-FRAME_S = 0.3
-"""Minimum time between two messages of state: fewer than four are sent per second, and changes appear without delay."""
+FOLDER = Path(__file__).parent
+"""Folder with the panels' JavaScript and CSS, which are plain files without a bundler."""
 MAX_REQUESTS = 16
 """Maximum number of running requests of one panel. Further requests are refused."""
-MAX_ID_CHARACTERS = 64
 BUG = "this failed because of a bug in the panel; the kernel's log has the details"
+
+
+@cache
+def script(*names: str, folder: Path = FOLDER) -> str:
+    """Return one ES module: vendored files (in a folder of their own) unchanged, then the file in ``built/`` with the
+    name of the last file, which contains all other files, minified.
+
+    Every widget instance contains its code, which is also stored in saved notebooks. Therefore the code is minified:
+    ``make panels`` writes ``built/`` from the files beside it, and a test fails if a file there is out of date. A new
+    panel has no file in ``built/`` before ``make panels``, which imports its class; its files are not minified.
+    """
+    built = folder / "built" / names[-1]
+    own = built.read_text(encoding="utf-8") if built.exists() else join_own_files(*names, folder=folder)
+    return "\n".join([*(source(name, folder) for name in names if "/" in name), own])
+
+
+@cache
+def styles(*names: str) -> str:
+    """Return one style sheet with the content of several files, without comments."""
+    text = "\n".join(source(name) for name in names)
+    return re.sub(r"/\*[\s\S]*?\*/|^[ \t]+|\n(?=\n)", "", text, flags=re.MULTILINE).strip()
+
+
+def source(name: str, folder: Path = FOLDER) -> str:
+    """Return the content of a file in the panels' folder."""
+    return (folder / name).read_text(encoding="utf-8")
+
+
+def join_own_files(*names: str, folder: Path = FOLDER) -> str:
+    """Return the content of the files that are not vendored, as one module that is not minified."""
+    return "\n".join(source(name, folder) for name in names if "/" not in name)
 
 
 class Panel(anywidget.AnyWidget):
@@ -63,8 +96,8 @@ class Panel(anywidget.AnyWidget):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # traitlets derives a class for each instance, in which these are traits already.
         if "SCRIPTS" in cls.__dict__:
-            cls._esm = assets.script(*cls.SCRIPTS)
-            cls._css = assets.styles(*cls.STYLES)
+            cls._esm = script(*cls.SCRIPTS)
+            cls._css = styles(*cls.STYLES)
             cls.REQUESTS = frozenset(name[3:] for name in dir(cls) if name.startswith("do_"))
         super().__init_subclass__(**kwargs)
 
@@ -73,7 +106,7 @@ class Panel(anywidget.AnyWidget):
         self._pending: dict[str, Any] = {}
         """The values of traits that the next frame sets."""
         self._frame: asyncio.TimerHandle | None = None
-        self._shown_at = -FRAME_S
+        self._shown_at = -workbench.frame_s
         self._requests = 0
         """Number of running requests."""
         self.task: asyncio.Task[Any] | None = None
@@ -92,7 +125,7 @@ class Panel(anywidget.AnyWidget):
         """Set traits with the next frame. Call it on the workbench's loop."""
         self._pending |= values
         if self._frame is None:
-            wait_s = self._shown_at + FRAME_S - time.monotonic()
+            wait_s = self._shown_at + self.workbench.frame_s - time.monotonic()
             if wait_s <= 0:
                 self.flush()
             else:
@@ -151,7 +184,7 @@ class Panel(anywidget.AnyWidget):
 
     async def _answer(self, content: Any) -> None:
         number = content.get("id") if isinstance(content, dict) else None
-        if not isinstance(number, str) or len(number) > MAX_ID_CHARACTERS:
+        if not isinstance(number, str) or len(number) > 64:
             log.warning("a panel has received a message without an id: %.200r", content)
             return
         if self._requests >= MAX_REQUESTS:
@@ -201,9 +234,16 @@ class Panel(anywidget.AnyWidget):
                 message = "" if error is None else error.message if isinstance(error, LabError) else BUG
                 ended(None if task.cancelled() else message)
 
-        self.task = asyncio.create_task(work, name=f"job of {type(self).__name__}")
+        self.task = self.workbench.create_task(work, f"job of {type(self).__name__}")
         # A callback, because a task that is cancelled before its first step never runs.
         self.task.add_done_callback(end)
+
+    def close(self) -> None:
+        """Close the widget, and cancel its job. Can be called from any thread."""
+        if (task := self.task) is not None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed, because the process is about to end.
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        super().close()
 
     # Saved notebooks
 

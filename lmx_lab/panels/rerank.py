@@ -27,15 +27,9 @@ from lmx_lab.wire.rerank import RerankBody
 PAGE_ROWS = 100
 CELL_CHARACTERS = 300
 """Maximum number of characters of a document in the table."""
-MAX_DOCUMENT_CHARACTERS = 100_000
-"""Maximum number of characters of a document that is expanded."""
-MAX_QUERY_CHARACTERS = 10_000
 MAX_CHARACTERS = 2_000_000
 """Maximum number of characters of all documents in the form. A kernel's WebSocket accepts 10 MB."""
 MAX_TSV_CHARACTERS = 8_000_000
-KEPT_CHARACTERS = 10_000
-"""Documents in the form are sent to views that are opened later only if they have at most this number of characters."""
-SNAPSHOT_ROWS = 20
 RANKING = "Ranking…"
 
 # The last four are full-width variants, which some spreadsheets treat in the same way.
@@ -113,7 +107,7 @@ class RerankPanel(Panel):
 
     async def do_rank(self, fields: Mapping[str, Any]) -> None:
         """Start to rank; ``busy``, ``table`` and ``error`` show its progress and result."""
-        query = text_field(fields, "query", limit=MAX_QUERY_CHARACTERS)
+        query = text_field(fields, "query", limit=10_000)
         text = fields.get("documents")
         documents = documents_in(text if isinstance(text, str) else "")
         top_n = integer_field(fields, "top_n", low=1, high=INPUT_LIMIT, default=None)
@@ -123,7 +117,8 @@ class RerankPanel(Panel):
             RerankBody,
             {"model": ANY_MODEL, "query": query, "documents": documents, "top_n": top_n, "truncate": True},
         )
-        kept = text if isinstance(text, str) and len(text) <= KEPT_CHARACTERS else ""
+        # Long documents are not sent to the forms of views that are opened later.
+        kept = text if isinstance(text, str) and len(text) <= 10_000 else ""
         self.show(
             busy=True,
             activity=RANKING,
@@ -168,10 +163,10 @@ class RerankPanel(Panel):
         self.show(table=self._page_shown())
 
     async def do_document(self, fields: Mapping[str, Any]) -> str:
-        """Return the complete document at a ``rank``."""
+        """Return the document at a ``rank``, which is cut after 100,000 characters."""
         table = self._existing_result()
         rank = number_field(fields, "rank", low=1, high=len(table.order), default=1)
-        return clip(document_at(table, int(rank) - 1), MAX_DOCUMENT_CHARACTERS)
+        return clip(document_at(table, int(rank) - 1), 100_000)
 
     async def do_tsv(self, fields: Mapping[str, Any]) -> str:
         """Return all rows in their current order as tab-separated values, with a header."""
@@ -227,7 +222,7 @@ class RerankPanel(Panel):
         table = self.shown("table")
         if not table:
             return "<p>Rerank: no result yet</p>"
-        rows = [row["cells"] for row in table["rows"][:SNAPSHOT_ROWS]]
+        rows = [row["cells"] for row in table["rows"][:20]]
         return html_table(tuple(COLUMNS), rows, caption=table["caption"])
 
 

@@ -14,10 +14,6 @@ from lmx_lab.urls import is_vscode
 
 log = logging.getLogger(__name__)
 
-INTERVAL_S = 10.0
-"""Time between two updates of snapshots while something changes."""
-MAX_VIEWS = 32
-"""Maximum number of displayed widgets whose snapshots are updated; the newest are kept."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # If an output contains a widget, JupyterLab ignores the other representations in the output, and displays "Loading
 # widget..." or "model not found" if the widget no longer exists. Therefore the snapshot is a separate output. It is
@@ -35,10 +31,14 @@ class StaticViews:
     """The snapshots of displayed widgets. They are sent again after a change, so that a saved notebook is up to date.
 
     Snapshots are updated when a cell ends, at the next ``refresh`` after ``mark_changed(ended=True)``, and otherwise
-    ``INTERVAL_S`` after the last update if ``mark_changed`` was called since. Can be used from any thread.
+    ten seconds after the last update if ``mark_changed`` was called since. Can be used from any thread.
+
+    Args:
+        max_views: Maximum number of displayed widgets whose snapshots are updated; the newest are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_views: int = 32) -> None:
+        self._max_views = max_views
         self._views: dict[str, tuple[Callable[[], str], str, bool]] = {}
         """For each display id, the function that returns the current HTML, and the HTML that was sent last."""
         self._numbers = itertools.count()
@@ -66,7 +66,7 @@ class StaticViews:
         if render is not None and name is not None:
             with self._lock:
                 self._views[name] = render, outputs[-1]["text/html"], False
-                while len(self._views) > MAX_VIEWS:
+                while len(self._views) > self._max_views:
                     del self._views[next(iter(self._views))]
             if (shell := get_ipython()) is not None and shell is not self._shell:
                 self._shell = shell
@@ -97,7 +97,7 @@ class StaticViews:
         from IPython.display import display  # As in show.
 
         with self._lock:
-            self._is_changed, self._due_at = False, time.monotonic() + INTERVAL_S
+            self._is_changed, self._due_at = False, time.monotonic() + 10
             for name, (render, sent, again) in list(self._views.items()):
                 try:
                     page = _wrapped(render())

@@ -19,12 +19,8 @@ from lmx_lab.sanitize import clip
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment
 from lmx_lab.wire.admin import Sample
 
-WINDOW_S = 60.0
-"""Requests that ended earlier are not shown."""
 MAX_LANES = 20
 """Maximum number of requests and loads in a view; the newest are shown."""
-PAUSES = 4
-"""Pause between two reads of the timeline, as a multiple of the duration of the last one."""
 MAX_PARTS = 60
 """Maximum number of parts of a bar. The shortest slow steps are not marked if there are more."""
 
@@ -32,7 +28,7 @@ MAX_PARTS = 60
 class TimelinePanel(Panel):
     """Shows when the last requests waited, computed their prompts and generated tokens, and when models were loaded."""
 
-    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "timeline.js")
+    SCRIPTS = ("elements.js", "panel.js", "timeline.js")
     STYLES = ("panel.css", "timeline.css")
     FULL_WIDTH = True
     BY_NAME_ONLY = True
@@ -60,14 +56,14 @@ class TimelinePanel(Panel):
     async def _read(self, backend: Backend) -> None:
         began_at = time.monotonic()
         try:
-            found = await backend.timeline(WINDOW_S, most=MAX_LANES)
+            found = await backend.timeline(60, most=MAX_LANES)
         except LabError as exc:
             if self.workbench.backend is backend and self.shown("problem") != exc.message:
                 self.show(problem=exc.message, lanes=[])
             return
         finally:
-            # A remote server sends all steps each time, which may take long.
-            self._next_at = time.monotonic() + PAUSES * (time.monotonic() - began_at)
+            # A remote server sends all steps each time, which may take long: reading takes a fifth of the time.
+            self._next_at = time.monotonic() + 4 * (time.monotonic() - began_at)
         if self.workbench.backend is not backend or self.shown("paused"):
             return
         timeline = Timeline(found.requests, found.models)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import threading
 import time
 import weakref
 from collections import deque
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from lmx_lab.backend import Backend
+from lmx_lab.errors import HostingError
 from lmx_lab.panels.static_views import StaticViews
-from lmx_lab.portal import LoopThread
+from lmx_lab.portal import BACKGROUND, LoopThread
 from lmx_lab.values.models import ModelEvent
 from lmx_lab.wire.admin import RequestEvent, Sample
 
@@ -30,16 +30,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 KEPT_S = 15 * 60
 """Time for which measurements are kept: two per second."""
-MAX_SAMPLES = 2 * KEPT_S
-MAX_REQUESTS = 1000
-OWN_TASKS = 3
-"""Number of tasks of an idle loop: the loop's main task, the workbench's timer and its event reader."""
-LAST_UPDATE_S = 1.0
-"""Maximum time for the last update when the workbench is suspended."""
-IDLE_TICKS = 4
-"""Number of updates after which the loop ends if its lab has stopped and no work is left."""
-TICK_S = 0.5
-"""Time between two updates of the panels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +42,14 @@ class EndedRequest:
 
 
 class History:
-    """The samples of the last ``KEPT_S`` seconds, and the ended requests.
+    """The samples of the last ``KEPT_S`` seconds, and the last 1,000 requests that have ended.
 
     The workbench adds to it; it can be read from any thread.
     """
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
-        self._requests: deque[EndedRequest] = deque(maxlen=MAX_REQUESTS)
+        self._samples: deque[Sample] = deque(maxlen=2 * KEPT_S)
+        self._requests: deque[EndedRequest] = deque(maxlen=1000)
 
     @property
     def samples(self) -> list[Sample]:
@@ -68,7 +58,7 @@ class History:
 
     @property
     def requests(self) -> list[EndedRequest]:
-        """At most ``MAX_REQUESTS`` requests, oldest first."""
+        """The requests, oldest first."""
         return list(self._requests)
 
     def add_sample(self, sample: Sample) -> None:
@@ -109,7 +99,7 @@ class Watcher(Protocol):
     """The methods of a panel that the workbench calls, on its own loop."""
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
-        """Called every ``TICK_S``."""
+        """Called every ``tick_s`` seconds."""
 
     def model_event(self, event: ModelEvent) -> None:
         """Called for each event of a model, whichever client of the server has caused it."""
@@ -121,17 +111,24 @@ class Watcher(Protocol):
         """Called when another lab is shown."""
 
     def flush(self) -> None:
-        """Show pending changes immediately. Called on any thread when the workbench is suspended."""
+        """Show pending changes immediately. Called when the workbench is suspended."""
 
 
 class Workbench:
-    """Runs the code of panels in a separate thread, which a busy cell does not delay.
+    """Runs the code of panels on the background loop of the process, which a busy cell does not delay.
 
     Panels can outlive the lab that they show: ``follow`` makes them show another one.
+
+    Args:
+        tick_s: Time between two updates of the panels.
+        frame_s: Minimum time between two messages of a panel's state: fewer than four are sent per second, and changes
+            appear without delay.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, tick_s: float = 0.5, frame_s: float = 0.3) -> None:
         self._backend = backend
+        self.tick_s = tick_s
+        self.frame_s = frame_s
         self.events: EventSource | None = None
         """The daemon whose events are shown; None if there is none."""
         self._job = ""
@@ -142,7 +139,10 @@ class Workbench:
         self.boxes: dict[tuple[str, ...], Any] = {}
         """Widgets that show several panels, by the names of the panels."""
         self._thread: LoopThread | None = None
-        self._lock = threading.Lock()
+        """The thread of the background loop, if it was used since the workbench was suspended."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """The work of the panels, which ends when the workbench is suspended."""
+        self._timer: asyncio.Task[None] | None = None
         self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -185,13 +185,29 @@ class Workbench:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the panels' loop, without waiting. Can be called from any thread."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = LoopThread("lmx-lab-panels")
-                self._thread.start()
-                self._thread.submit(self._run_timer())
-                self._thread.submit(self._read_events())
-            return self._thread.submit(work)
+        try:
+            self._thread = thread = BACKGROUND.thread
+            return thread.submit(self._run(work))
+        except HostingError:
+            work.close()
+            raise
+
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._timer is None or self._timer.done():
+            self._timer = self.create_task(self._run_timer(), "update panels")
+        self._own(asyncio.current_task())
+        return await work
+
+    def create_task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Start a task that ends when the workbench is suspended. Call it on the panels' loop."""
+        task = asyncio.create_task(work, name=name)
+        self._own(task)
+        return task
+
+    def _own(self, task: asyncio.Task[Any] | None) -> None:
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def suspend_if_shown(self, backend: Backend) -> None:
         """Suspend the workbench because this lab has stopped, unless another lab is shown."""
@@ -199,42 +215,44 @@ class Workbench:
             self.suspend()
 
     def suspend(self) -> None:
-        """Update the panels a last time, to show that their lab has stopped, and end the loop with all its tasks.
+        """Update the panels a last time, to show that their lab has stopped, and cancel their work.
 
-        Idempotent. The next ``follow``, or the next request of a panel, starts the loop again.
+        Idempotent. The next ``follow``, or the next request of a panel, starts the updates again.
         """
-        with self._lock:
-            thread, self._thread = self._thread, None
-            if thread is not None:
-                last = thread.submit(self._notify_changed())
+        thread, self._thread = self._thread, None
         if thread is not None:
+            # Other code of the process may block the loop.
             with contextlib.suppress(Exception):
-                last.result(LAST_UPDATE_S)
-            thread.stop()
-            # The loop has ended, so there is no next frame that would set pending values.
-            for watcher in list(self._watchers):
-                self._guard(watcher.flush)
+                thread.submit(self._end()).result(1.0)
+
+    async def _end(self) -> None:
+        await self._notify_changed()
+        if tasks := set(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for watcher in list(self._watchers):
+            self._guard(watcher.flush)
 
     async def _notify_changed(self) -> None:
         self.static_views.mark_changed(ended=True)
         for watcher in list(self._watchers):
             self._guard(watcher.backend_changed)
-        self._tick()
+        self._guard(self._tick)
 
     async def _run_timer(self) -> None:
-        idle = 0
-        while idle < IDLE_TICKS:
-            self._guard(self._tick)
-            if self.static_views.is_due:
-                await asyncio.to_thread(self.static_views.refresh)
-            await asyncio.sleep(TICK_S)
-            # A click on a panel of a stopped lab has started this loop; only further work keeps it running.
-            busy = self._backend.state().state != "stopped" or len(asyncio.all_tasks()) > OWN_TASKS
-            idle = 0 if busy else idle + 1
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.stop()
+        """Update the panels and read events, until the lab has stopped."""
+        reader = self.create_task(self._read_events(), "read a lab's events")
+        try:
+            while True:
+                self._guard(self._tick)
+                if self.static_views.is_due:
+                    await asyncio.to_thread(self.static_views.refresh)
+                if self._backend.state().state == "stopped":
+                    return
+                await asyncio.sleep(self.tick_s)
+        finally:
+            reader.cancel()
 
     def _tick(self) -> None:
         backend = self._backend
@@ -245,7 +263,6 @@ class Workbench:
             self._guard(functools.partial(watcher.tick, backend, sample))
 
     async def _read_events(self) -> None:
-        """Read the events of the lab that is shown, until cancelled."""
         while True:
             try:
                 async for event in self._backend.events():
@@ -258,7 +275,7 @@ class Workbench:
                         self._guard(functools.partial(notify, event))
             except Exception as exc:
                 log.debug("the lab's events cannot be read: %r", exc)
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self.tick_s)
 
     def _guard(self, call: Callable[[], object]) -> None:
         # An error in one panel must not stop the timer of the others.

@@ -10,9 +10,6 @@ from pathlib import Path
 
 from lmx_lab.errors import InvalidRequestError
 
-BUSY_S = 10.0
-"""Time to wait for another process that writes to the same file."""
-
 
 def open_database(
     path: Path | None,
@@ -68,7 +65,8 @@ def open_database(
 
     try:
         with contextlib.ExitStack() as opened:
-            connection = sqlite3.connect(name, uri=path is not None, timeout=BUSY_S, check_same_thread=False)
+            # The time to wait for another process that writes to the same file.
+            connection = sqlite3.connect(name, uri=path is not None, timeout=10, check_same_thread=False)
             opened.callback(connection.close)
             connection.execute("BEGIN")
             exists = is_ours(connection)

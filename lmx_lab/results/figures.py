@@ -21,10 +21,6 @@ MAX_SERIES = 3
 """Number of line styles in ``CSS``."""
 WIDTH, HEIGHT = 720, 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 30, 28
-MIN_SPAN_S = 10.0
-"""Minimum length of the time axis."""
-LEGEND_CHARACTER_WIDTH = 7
-"""Approximate width of a character, because SVG cannot measure text."""
 NO_VALUES = "<p>No measurements have been recorded.</p>"
 TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
@@ -50,18 +46,8 @@ SEQUENTIAL: tuple[Rgb, Rgb] = ((255, 255, 255), (8, 81, 156))
 """The colours of 0 and the largest value."""
 NEGATIVE: Rgb = (178, 24, 43)
 """The colour of the smallest value if there are negative ones."""
-MISSING = "#ddd"
 CHARACTER_WIDTH = 6.2
 """Approximate width of a character of 10 px, because SVG cannot measure text."""
-WIDE = 1.7
-"""Width of a Chinese, Japanese or Korean character or an emoji, in characters of average width."""
-BOLD = 1.15
-"""Relative width of bold text."""
-LABEL_CHARACTERS = 14
-INVISIBLE = 0.01
-"""Fraction of the full colour below which a cell without text is not drawn."""
-DARK = 0.55
-"""Fraction of the full colour above which text is white."""
 
 
 # Line charts
@@ -120,7 +106,8 @@ class LineChart:
             return NO_VALUES
         highest = max((summary.highest for series in self.series if (summary := series.summary())), default=0.0)
         ticks = value_ticks(highest, whole=self.whole)
-        first, last = self.at[0], max(self.at[-1], self.at[0] + MIN_SPAN_S)
+        # The time axis has at least 10 seconds.
+        first, last = self.at[0], max(self.at[-1], self.at[0] + 10)
         bottom = HEIGHT - BOTTOM
 
         def place(at: float, value: float) -> tuple[float, float]:
@@ -134,7 +121,8 @@ class LineChart:
             f'<desc id="{text_id}">{html.escape(self.description())}</desc>',
             f'<text x="4" y="16">{html.escape(self.unit)}</text>',
         ]
-        widths = [len(series.name) * LEGEND_CHARACTER_WIDTH + 52 for series in self.series]
+        # A character is about 7 wide; SVG cannot measure text.
+        widths = [len(series.name) * 7 + 52 for series in self.series]
         left = WIDTH - RIGHT - sum(widths)
         for index, (series, width) in enumerate(zip(self.series, widths, strict=True)):
             parts.append(f'<path class="line line-{index}" d="M{left} 12h30"/>')
@@ -288,7 +276,8 @@ class HeatMap:
         title = self.title if has_values else f"{self.title}: no values"
         # A map of few columns is narrower than its texts.
         centre = max(left + width / 2, _width(self.column_axis) / 2 + 4)
-        right = max(left + width, left + BOLD * _width(title), centre + _width(self.column_axis) / 2) + 8
+        # The title is bold, which makes it about 15 % wider.
+        right = max(left + width, left + 1.15 * _width(title), centre + _width(self.column_axis) / 2) + 8
         bottom = 20 + height + foot
         parts = [
             f'<svg viewBox="0 0 {right:.0f} {bottom:.0f}" width="{right:.0f}" role="img" '
@@ -319,7 +308,8 @@ class HeatMap:
         parts = [f'<rect x="{left:.1f}" y="20" {size} fill="#fff"/>']
         for at, row in enumerate(self.values):
             for column, value in enumerate(row):
-                if abs(value) < INVISIBLE * limit and not self.texts:
+                # Less than 1 % of the full colour cannot be seen.
+                if abs(value) < 0.01 * limit and not self.texts:
                     continue
                 x, y = left + column * width, 20 + at * height
                 title = "" if self.describe is None else f"<title>{html.escape(self.describe(at, column))}</title>"
@@ -329,7 +319,7 @@ class HeatMap:
                 )
                 if self.texts and (text := self.texts[at][column]):
                     most = (width - 4) / CHARACTER_WIDTH
-                    ink = "#fff" if math.isfinite(value) and abs(value) > DARK * limit else "#111"
+                    ink = "#fff" if math.isfinite(value) and abs(value) > 0.55 * limit else "#111"
                     parts.append(
                         f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 3.5:.1f}" fill="{ink}" '
                         f'text-anchor="middle" pointer-events="none">{html.escape(_clip(text, most))}</text>'
@@ -360,10 +350,11 @@ def _width(text: str) -> float:
 
 def _length(text: str) -> float:
     """Return the length of a text in characters of average width."""
-    return sum(WIDE if unicodedata.east_asian_width(character) in "WF" else 1.0 for character in text)
+    # Chinese, Japanese and Korean characters and emoji are wide.
+    return sum(1.7 if unicodedata.east_asian_width(character) in "WF" else 1.0 for character in text)
 
 
-def _clip(text: str, most: float = LABEL_CHARACTERS) -> str:
+def _clip(text: str, most: float = 14) -> str:
     """Shorten a text to a number of characters of average width."""
     if _length(text) <= most:
         return text
@@ -374,7 +365,7 @@ def _clip(text: str, most: float = LABEL_CHARACTERS) -> str:
 
 def _color(value: float, limit: float) -> str:
     if not math.isfinite(value):
-        return MISSING
+        return "#ddd"
     share = min(1.0, abs(value) / limit)
     start, end = SEQUENTIAL[0], SEQUENTIAL[1] if value >= 0 else NEGATIVE
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(start, end, strict=True))

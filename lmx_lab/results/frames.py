@@ -28,8 +28,6 @@ TEXT = "text"
 """Name of the column if the rows are texts or a series without a name."""
 VECTOR, ERROR = "embedding", "error"
 """The columns of a table of vectors."""
-ARROW_ROWS = 1000
-"""Number of rows of a pyarrow table that are converted to Python values in one step."""
 _DTYPES: Mapping[Any, tuple[Dtype, Dtype]] = {
     bool: ("bool", "boolean"),
     int: ("int64", "Int64"),
@@ -201,7 +199,8 @@ def read_source(data: Any) -> RowSource:
         return RowSource(rows=rows, columns=data.columns, index=range(data.height), library="polars")
     data = _to_table(data)
     if pyarrow is not None and isinstance(data, pyarrow.Table):
-        batches = data.to_batches(max_chunksize=ARROW_ROWS)
+        # The rows of a batch are converted to Python values in one step.
+        batches = data.to_batches(max_chunksize=1000)
         rows = enumerate(row for batch in batches for row in batch.to_pylist())
         names = data.column_names
         return _checked(RowSource(rows=rows, columns=names, index=range(data.num_rows), library="pyarrow"))

@@ -24,11 +24,6 @@ PACKAGES = (
 )
 """Packages whose versions are recorded. The BLAS that a target uses is in its rows; on Linux it is scipy-openblas32."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LMX_LAB_THREADS", "LMX_LAB_BLAS")
-COMMAND_S = 10.0
-"""Time limit of a command."""
-OBSERVE_S = 0.2
-BUSY_SHARE = 0.15
-"""A machine counts as busy if other programs use at least this share of all cores."""
 FOLDER = Path(__file__).parent.parent
 
 
@@ -70,7 +65,7 @@ def describe_machine(rows: pd.DataFrame) -> str:
     found = max(machines, key=lambda one: one.get("busy_share") or 0.0)
     place = f"Measured on {found.get('cpu') or 'an unknown CPU'} with {found.get('threads')} threads."
     busy = found.get("busy_share") or 0.0
-    if busy < BUSY_SHARE:
+    if busy < 0.15:
         return place
     return (
         f"{place} Other programs used {busy:.0%} of the CPU when the measurement began, so the results are lower "
@@ -81,7 +76,7 @@ def describe_machine(rows: pd.DataFrame) -> str:
 def _busy_share() -> float:
     """Return the share of all cores that other processes use now."""
     before, own_before = psutil.cpu_times(), sum(psutil.Process().cpu_times()[:2])
-    time.sleep(OBSERVE_S)
+    time.sleep(0.2)
     after, own_after = psutil.cpu_times(), sum(psutil.Process().cpu_times()[:2])
     total = sum(after) - sum(before)
     idle = sum(getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in ("idle", "iowait"))
@@ -123,7 +118,7 @@ def _cpu() -> str | None:
 
 def _output(*command: str, folder: Path = FOLDER) -> str | None:
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=COMMAND_S)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

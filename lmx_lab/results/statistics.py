@@ -32,10 +32,6 @@ SCORE_DRAWS = 10_000
 """Number of bootstrap samples, and of permutations of a permutation test."""
 NUMBERS_PER_CHUNK = 2_000_000
 """Random numbers that are drawn at once, 16 MB."""
-MIN_REPEATS = 3
-"""Minimum number of repeats for an interval. With two, it would be tens of times as wide as the value."""
-BISECTIONS = 60
-"""Number of bisection steps, which is enough for the precision of a float."""
 BINS = 10
 """Number of bins of a calibration table."""
 WILSON = "Wilson score interval"
@@ -222,7 +218,8 @@ def ratio_interval(
 def half_width(sides: Sequence[Floats], level: float) -> float:
     """Return half the width of the interval of a mean, or of a difference of means (Welch's). NaN if there are too few
     values."""
-    if min(map(len, sides)) < MIN_REPEATS:
+    # With two repeats, the interval would be tens of times as wide as the value.
+    if min(map(len, sides)) < 3:
         return math.nan
     parts = [float(np.var(side, ddof=1)) / len(side) for side in sides]
     if (whole := sum(parts)) == 0:
@@ -243,7 +240,8 @@ def student(level: float, freedom: int) -> float:
     by bisection.
     """
     low, high = 0.0, math.pi / 2
-    for _ in range(BISECTIONS):
+    # 60 steps are enough for the precision of a float.
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if _share_within(middle, freedom) < level else (low, middle)
     return math.sqrt(freedom) * math.tan(high)

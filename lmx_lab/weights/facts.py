@@ -29,7 +29,6 @@ ENCODERS = frozenset({
     "bert", "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "distilbert", "mpnet", "modernbert", "nomic_bert",
     "electra", "deberta", "deberta-v2", "albert", "eurobert", "new",
 })  # fmt: skip
-LOGIT_SCORE = b'.LogitScore"'
 """How ``modules.json`` names the module of rerankers that compare the logits of two tokens."""
 TASKS: dict[str, Kind] = {
     "text-ranking": "rerank",
@@ -182,7 +181,7 @@ def _kind(path: Path, config: dict[str, Any], architecture: str) -> Kind:
     if (
         any(name.endswith("ForSequenceClassification") for name in heads)
         or (encoder.exists() and read_json(encoder).get("model_type") == "CrossEncoder")
-        or (modules.exists() and LOGIT_SCORE in read_regular(modules))
+        or (modules.exists() and b'.LogitScore"' in read_regular(modules))
     ):
         return "rerank"
     if (path / "modules.json").exists() or (path / "1_Pooling").is_dir():

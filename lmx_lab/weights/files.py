@@ -43,8 +43,6 @@ LIMITS = (
     ("*.txt", 128 * MIB),
 )
 """Largest size in bytes of a file, by its name; the first matching pattern applies."""
-WEIGHTS = "*.safetensors"
-"""Files of any length. Only their header is read into memory, and it has its own limit."""
 SPECIAL = {
     stat.S_IFIFO: "a FIFO (named pipe)",
     stat.S_IFSOCK: "a socket",
@@ -52,7 +50,6 @@ SPECIAL = {
     stat.S_IFBLK: "a block device",
     stat.S_IFDIR: "a folder",
 }
-FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
 
 
 def size_limit(name: str) -> int | None:
@@ -71,7 +68,8 @@ def open_regular(path: Path, *, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> i
     """
     # Checked before opening, because opening a device can have effects.
     _check(path, os.stat(path))
-    descriptor = os.open(path, FLAGS)
+    flags = (getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
+    descriptor = os.open(path, os.O_RDONLY | sum(flags))
     try:
         # Checked again, because the file may have been replaced in between.
         _check(path, os.fstat(descriptor))
@@ -144,7 +142,8 @@ def check_files(folder: Path) -> None:
 
 def is_read(name: str) -> bool:
     """Whether a load can read the file of this name."""
-    return size_limit(name) is not None or fnmatchcase(name, WEIGHTS)
+    # Weights can have any length. Only their header is read into memory, and it has its own limit.
+    return size_limit(name) is not None or name.endswith(".safetensors")
 
 
 def _files(folder: Path) -> Iterator[Path]:

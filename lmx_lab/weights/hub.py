@@ -26,7 +26,6 @@ from lmx_lab.weights.gguf.names import is_gguf, parts_of
 
 PREFIX = "models--"
 COMMIT = re.compile(r"[0-9a-f]{7,64}")
-PIECE_BYTES = 2**20
 MARKER = ".unverified-"
 DOCUMENTATION = ("LICENSE*", "README.md")
 """Files that no model needs."""
@@ -146,7 +145,7 @@ def _describe_file(path: Path, expected: ExpectedFile, done: int, report: Callab
     else:
         digest = hashlib.sha256()
     with open_regular(path) as file:
-        for at, piece in enumerate(iter(lambda: file.read(PIECE_BYTES), b"")):
+        for at, piece in enumerate(iter(lambda: file.read(2**20), b"")):
             digest.update(piece)
             done += len(piece)
             if at % 64 == 0:

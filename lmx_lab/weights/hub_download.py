@@ -31,10 +31,7 @@ DOWNLOADED = (
     "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", *DOCUMENTATION,
 )  # fmt: skip
 MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
-POLL_S = 0.2
 NAMED_IN_ERRORS = 30
-THREAD_NAME = "lmx-lab-hub"
-"""Name of the download thread; the command line looks for it at exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +121,8 @@ def _fetch(
     repo_id: str, cache: Path, names: Sequence[str], needed: int, progress: ProgressCallback, *, endpoint: str | None
 ) -> Path:
     """Download files, of which ``needed`` bytes are missing; return the folder of the snapshot."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
+    # The command line looks for a thread of this name at exit.
+    pool = ThreadPoolExecutor(1, thread_name_prefix="lmx-lab-hub")
     try:
         future = pool.submit(
             snapshot_download,
@@ -139,7 +137,7 @@ def _fetch(
         while not future.done():
             done = min(max(folder_bytes(blobs) - before, 0), needed)
             progress(Progress(stage="download", done_bytes=done, total_bytes=needed))
-            wait([future], timeout=POLL_S)
+            wait([future], timeout=0.2)
     finally:
         # Not waited for, so that an interrupt takes effect immediately. Complete files are kept for the next download.
         pool.shutdown(wait=False, cancel_futures=True)

@@ -17,9 +17,6 @@ from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.config_check import check_quantized
 from lmx_lab.weights.files import open_regular
 
-# The limit of the format itself; with a larger length, the file is something else.
-MAX_HEADER_BYTES = 100_000_000
-
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64, "F64": 64, "F32": 32,
     "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64,
@@ -58,7 +55,8 @@ def read_summary(path: Path) -> SafetensorsSummary:
 def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        # 100 MB are the limit of the format itself; with a larger length, the file is something else.
+        if size < 8 or length > min(size - 8, 100_000_000):
             raise UnusableModelError(
                 f"{path} is truncated or not a safetensors file: it has {size} bytes, and a header of {length}; "
                 "fetch it again"

@@ -15,8 +15,6 @@ from lmx_lab.values.models import ModelEntry, ModelLocation
 from lmx_lab.weights.facts import read_entry
 from lmx_lab.weights.locations import join_formats
 
-SCAN_S = 4.0
-"""How long a caller waits for a scan. The first scan reads the headers of all GGUF files, 0.2 s each (measured)."""
 Root = tuple[Path, Iterable[ModelLocation]]
 """A folder to scan, and the locations in it, which are searched during the iteration."""
 
@@ -62,11 +60,12 @@ class Scanner:
     While a scan runs, later callers share the next one. The thread ends with the last scan.
     """
 
-    def __init__(self, roots: Callable[[], Iterable[Root]], *, limit_s: float = SCAN_S) -> None:
+    def __init__(self, roots: Callable[[], Iterable[Root]], *, limit_s: float = 4.0) -> None:
         """
         Args:
             roots: Called on the scanning thread at each scan. Of two locations with the same id, the first is used.
-            limit_s: How long a caller waits. After that, it gets the last list together with the problem.
+            limit_s: How long a caller waits. After that, it gets the last list together with the problem. The first
+                scan reads the headers of all GGUF files, 0.2 s each (measured).
         """
         self._roots = roots
         self._limit_s = limit_s

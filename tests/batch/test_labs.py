@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lmx_lab
-from lmx_lab.batch import servers, vectors
+from lmx_lab.batch.vectors import PROBE, TEXTS_AT_ONCE
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError, UnreachableError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.remote import RemoteBackend, attach
@@ -19,6 +19,8 @@ from tests.support.labs import forbid_waits_on_loops, serving
 from tests.support.models import write_tiny_bert
 
 ROWS = [f"row {number}" for number in range(24)]
+TEXTS = [f"text {number}" for number in range(24 * TEXTS_AT_ONCE)]
+"""The texts of 24 requests for vectors."""
 GONE = "the server is gone"
 
 
@@ -36,6 +38,13 @@ def other(tmp_path_factory):
         attach(served.url) as other,
     ):
         yield other
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory):
+    """A connection to another lab, which is as fast as the first."""
+    with serving(tmp_path_factory.mktemp("second"), "echo", slots=4) as served, attach(served.url) as second:
+        yield second
 
 
 def before_each(monkeypatch, backend, before, method="generate"):
@@ -65,7 +74,6 @@ def test_the_faster_lab_answers_more_rows_and_the_cache_has_the_answers_of_both(
 
 
 def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(lab, other, monkeypatch):
-    monkeypatch.setattr(servers, "MAX_PAUSE_S", 0.01)
     calls, returned, resumed = [0], [False], asyncio.Event()
     models = RemoteBackend.models
 
@@ -118,29 +126,26 @@ def test_if_all_labs_fail_one_error_names_the_reason_of_each(lab, other, monkeyp
     assert done.tolist() == [ROWS[at] for at in done.index]
 
 
-def test_several_labs_compute_vectors_and_the_cache_has_those_of_all(lab, other, monkeypatch, tmp_path):
-    monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
-    texts = [*ROWS, "", ROWS[0]]
-    found = lab.embed_frame(texts, labs=[other, lab, other], cache=tmp_path / "v.db")
+def test_several_labs_compute_vectors_and_the_cache_has_those_of_all(lab, second, monkeypatch, tmp_path):
+    texts = [*TEXTS, "", TEXTS[0]]
+    found = lab.embed_frame(texts, labs=[second, lab, second], cache=tmp_path / "v.db")
     assert found["error"].notna().tolist() == [text == "" for text in texts]
-    assert np.array_equal(np.stack(found["embedding"].dropna()), lab.embed([*ROWS, ROWS[0]]))
+    assert np.array_equal(np.stack(found["embedding"].dropna()), lab.embed([*TEXTS, TEXTS[0]]))
     own, its = found.attrs["labs"]
-    assert [own["url"], its["url"]] == [lab.url, other.url]
-    assert own["vectors"] + its["vectors"] == len(ROWS)
+    assert [own["url"], its["url"]] == [lab.url, second.url]
+    assert own["vectors"] + its["vectors"] == len(TEXTS)
     assert min(own["vectors"], its["vectors"]) > 0
     assert max(own["vectors_per_s"], its["vectors_per_s"]) > 0
     forbid_waits_on_loops(monkeypatch)
-    again = asyncio.run(lab.aembed_frame(texts, labs=[other], cache=tmp_path / "v.db"))
-    awaited = asyncio.run(lab.amap(ROWS[:3], labs=[other], cache=tmp_path / "a.db", prompt="{text}"))
+    again = asyncio.run(lab.aembed_frame(texts, labs=[second], cache=tmp_path / "v.db"))
+    awaited = asyncio.run(lab.amap(ROWS[:3], labs=[second], cache=tmp_path / "a.db", prompt="{text}"))
     assert awaited["answer"].tolist() == ROWS[:3]
     assert np.array_equal(np.stack(again["embedding"].dropna()), np.stack(found["embedding"].dropna()))
     assert [each["vectors"] for each in again.attrs["labs"]] == [0, 0]
     assert again.attrs["interrupted"] is False
 
 
-def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(lab, other, monkeypatch):
-    monkeypatch.setattr(servers, "MAX_PAUSE_S", 0.01)
-    monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
+def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(lab, second, monkeypatch):
     calls, returned, resumed = {"own": 0, "other": 0, "returned": 0}, [False], asyncio.Event()
     models = RemoteBackend.models
 
@@ -162,22 +167,21 @@ def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(l
         returned[0] = calls["other"] > 2
         return await models(backend)
 
-    expected = lab.embed(ROWS)
+    expected = lab.embed(TEXTS)
     before_each(monkeypatch, RemoteBackend, fail, "embed")
     before_each(monkeypatch, LocalBackend, wait, "embed")
     monkeypatch.setattr(RemoteBackend, "models", list_models)
-    with pytest.warns(RuntimeWarning, match=f"{other.url}.*{GONE}") as warned:
-        found = lab.embed_frame(ROWS, labs=[other])
+    with pytest.warns(RuntimeWarning, match=f"{second.url}.*{GONE}") as warned:
+        found = lab.embed_frame(TEXTS, labs=[second])
     assert len(warned) == 1
     assert np.array_equal(np.stack(found["embedding"]), expected)
     own, failed = found.attrs["labs"]
-    assert (own["returned"], own["error"], failed["returned"], failed["error"]) == (0, "", 1, "")
-    assert own["vectors"] + failed["vectors"] == len(ROWS)
+    assert (own["returned"], own["error"], failed["returned"], failed["error"]) == (0, "", TEXTS_AT_ONCE, "")
+    assert own["vectors"] + failed["vectors"] == len(TEXTS)
 
 
 @pytest.mark.filterwarnings("ignore:the other labs")
-def test_if_all_labs_fail_the_error_has_the_vectors_so_far(lab, other, monkeypatch):
-    monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
+def test_if_all_labs_fail_the_error_has_the_vectors_so_far(lab, second, monkeypatch):
     calls, failed = {"own": 0, "other": 0}, asyncio.Event()
 
     async def fail():
@@ -194,10 +198,11 @@ def test_if_all_labs_fail_the_error_has_the_vectors_so_far(lab, other, monkeypat
 
     before_each(monkeypatch, RemoteBackend, fail, "embed")
     before_each(monkeypatch, LocalBackend, fail_after_the_other, "embed")
-    with pytest.raises(BatchStoppedError, match=rf"3 vectors.*the model is gone; {other.url}: {GONE}") as stopped:
-        lab.embed_frame(ROWS, labs=[other])
-    assert stopped.value.frame["embedding"].notna().sum() == 3
-    assert stopped.value.frame["error"].notna().sum() == len(ROWS) - 3
+    done = 3 * TEXTS_AT_ONCE
+    with pytest.raises(BatchStoppedError, match=rf"{done} vectors.*the model is gone; {second.url}: {GONE}") as stopped:
+        lab.embed_frame(TEXTS, labs=[second])
+    assert stopped.value.frame["embedding"].notna().sum() == done
+    assert stopped.value.frame["error"].notna().sum() == len(TEXTS) - done
 
 
 def test_labs_that_cannot_take_part_are_refused_before_the_first_row(lab, other, monkeypatch, tmp_path):
@@ -231,7 +236,7 @@ def test_labs_with_other_embedding_models_are_refused_before_the_first_text(lab,
     monkeypatch.setattr(RemoteBackend, "embed", other_vectors)
     with pytest.raises(InvalidRequestError, match=rf"different vectors.*echo .*{lab.url}.*{other.url}"):
         lab.embed_frame(ROWS, labs=[other])
-    assert sent == [[vectors.PROBE]]
+    assert sent == [[PROBE]]
 
     async def quantized(backend):
         listed = await models(backend)
@@ -289,22 +294,20 @@ def test_the_vectors_of_a_killed_lab_are_computed_by_another(lab, monkeypatch, t
 
     async def kill():
         calls[0] += 1
-        if calls[0] == 20:
+        if calls[0] == 5:
             child.kill()
 
     before_each(monkeypatch, LocalBackend, kill, "embed")
-    monkeypatch.setattr(vectors, "TEXTS_AT_ONCE", 1)
-    texts = [f"row {number}" for number in range(400)]
     try:
         with attach(child.stdout.readline().strip()) as killed, pytest.warns(RuntimeWarning, match=killed.url):
-            found = lab.embed_frame(texts, labs=[killed])
+            found = lab.embed_frame(TEXTS, labs=[killed])
     finally:
         child.kill()
         child.communicate()
-    assert np.array_equal(np.stack(found["embedding"]), lab.embed(texts))
+    assert np.array_equal(np.stack(found["embedding"]), lab.embed(TEXTS))
     own, lost = found.attrs["labs"]
-    assert own["vectors"] + lost["vectors"] == len(texts)
-    assert lost["returned"] == 1
+    assert own["vectors"] + lost["vectors"] == len(TEXTS)
+    assert lost["returned"] == TEXTS_AT_ONCE
     assert lost["error"]
 
 

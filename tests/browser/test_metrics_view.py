@@ -4,8 +4,9 @@ from base64 import b64encode
 
 import pytest
 
-from lmx_lab.panels import assets
-from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, pack_columns, window
+from lmx_lab.panels.metrics import MetricsPanel, pack_columns, window
+from lmx_lab.panels.panel import script, styles
+from lmx_lab.panels.summary import CHARTS, FIELDS
 from lmx_lab.wire.admin import Sample
 from tests.browser.jupyterlab import NEXT_FRAMES
 
@@ -69,8 +70,8 @@ def page(browser):
     page = browser.new_page()
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.set_content(PAGE.format(css=assets.styles(*MetricsPanel.STYLES)))
-    page.evaluate(RENDER, [assets.script(*MetricsPanel.SCRIPTS), state, b64encode(frame).decode()])
+    page.set_content(PAGE.format(css=styles(*MetricsPanel.STYLES)))
+    page.evaluate(RENDER, [script(*MetricsPanel.SCRIPTS), state, b64encode(frame).decode()])
     yield page
     page.close()
     assert not errors

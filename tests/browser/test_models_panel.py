@@ -4,8 +4,8 @@ import re
 
 from playwright.sync_api import expect
 
-from lmx_lab.panels import assets
 from lmx_lab.panels.models import ModelsPanel
+from lmx_lab.panels.panel import script
 from lmx_lab.urls import qr_data_uri
 from tests.browser.jupyterlab import LONG_ANSWER, ask, model_button, model_row
 
@@ -136,7 +136,7 @@ def panel_alone(browser, phone_code=""):
     # A page of this machine, so that the server's own address is used.
     page.route("http://localhost/", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))
     page.goto("http://localhost/")
-    page.evaluate(SCRIPT, [assets.script(*ModelsPanel.SCRIPTS), phone_code])
+    page.evaluate(SCRIPT, [script(*ModelsPanel.SCRIPTS), phone_code])
     return page
 
 

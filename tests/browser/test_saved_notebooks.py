@@ -7,21 +7,16 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from lmx_lab.panels.panel import FRAME_S
-from lmx_lab.panels.workbench import TICK_S
 from tests.browser.jupyterlab import LAUNCH, panel_names, updates
 from tests.support.browser import serious_violations
-from tests.support.kernels import setting
 
 MAX_BYTES = 300_000
 UPDATES = 1000
 NAME = "saved.ipynb"
 QUESTION = "What was asked after the panel was shown?"
 # A clock that is 100 times as fast, and no pause between two messages.
-FASTER = "\n".join([setting("lmx_lab.panels.workbench", TICK_S=0.004), setting("lmx_lab.panels.panel", FRAME_S=0)])
-SLOWER = "\n".join(
-    [setting("lmx_lab.panels.workbench", TICK_S=TICK_S), setting("lmx_lab.panels.panel", FRAME_S=FRAME_S)]
-)
+FASTER = "usual = lab.workbench.tick_s, lab.workbench.frame_s; lab.workbench.tick_s, lab.workbench.frame_s = 0.004, 0"
+SLOWER = "lab.workbench.tick_s, lab.workbench.frame_s = usual"
 # A command that toggles the setting.
 SAVE_STATE = "@jupyter-widgets/jupyterlab-manager:saveWidgetState"
 NOT_FOUND = "widget model not found"

@@ -51,10 +51,10 @@ def test_every_problem_is_one_line_with_a_remedy_and_a_fault_is_exit_status_one(
     assert [topic for topic, line in lines.items() if line.startswith("bad")] == ["port"]
 
 
-def test_a_check_that_cannot_be_imported_is_a_finding_and_the_others_run(tmp_path, monkeypatch):
+def test_a_check_that_cannot_be_imported_is_a_finding_and_the_others_run(tmp_path):
     names = {topic: doctor.CHECKS[topic] for topic in (*doctor.WAITING, "daemon")}
-    monkeypatch.setattr(doctor, "CHECKS", {**names, "device": "no_such_package:check", "engines": "no_such_package:f"})
-    findings = doctor.run_checks(Settings(home=tmp_path), measure=True)
+    names |= {"device": "no_such_package:check", "engines": "no_such_package:f"}
+    findings = doctor.run_checks(Settings(home=tmp_path), measure=True, names=names)
     for topic in ("device", "engines"):
         finding = finding_about(topic, findings)
         assert (finding.verdict, finding.found) == ("bad", "No module named 'no_such_package'")
@@ -66,9 +66,8 @@ def test_an_error_in_a_check_is_a_finding_and_the_others_run(tmp_path, monkeypat
         raise OSError("the disk failed")
 
     names = {topic: doctor.CHECKS[topic] for topic in (*doctor.WAITING, "models", "engines")}
-    monkeypatch.setattr(doctor, "CHECKS", names)
     monkeypatch.setattr(models, "Catalog", fail)
-    finding = finding_about("models", doctor.run_checks(Settings(home=tmp_path)))
+    finding = finding_about("models", doctor.run_checks(Settings(home=tmp_path), names=names))
     assert (finding.verdict, finding.found) == ("bad", "the disk failed")
 
 

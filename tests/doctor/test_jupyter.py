@@ -10,7 +10,6 @@ import venv
 import psutil
 import pytest
 
-from lmx_lab.doctor import jupyter
 from lmx_lab.doctor.jupyter import check_kernel, check_proxy
 from lmx_lab.settings import Settings
 from tests.doctor.findings import EXPLAINED_FAULT, EXPLAINED_NOTE, finding_about, summary
@@ -99,9 +98,8 @@ def jupyter_server(folder, *, proxy):
 def test_a_running_jupyter_server_is_checked_for_the_proxy(tmp_path, monkeypatch, proxy):
     for name in ("RUNTIME", "CONFIG", "DATA"):
         monkeypatch.setenv(f"JUPYTER_{name}_DIR", str(tmp_path / name.lower()))
-    monkeypatch.setattr(jupyter, "ANSWER_TIMEOUT_S", WAIT_S)
     with jupyter_server(tmp_path, proxy=proxy) as server:
-        (finding,) = check_proxy(Settings())
+        (finding,) = check_proxy(Settings(), answer_s=WAIT_S)
         assert f"(process {server.pid})" in finding.found
         assert finding.verdict == ("fine" if proxy else "note")
         if not proxy:
@@ -109,4 +107,4 @@ def test_a_running_jupyter_server_is_checked_for_the_proxy(tmp_path, monkeypatch
             assert f"{sys.executable} -m pip install jupyter-server-proxy" in finding.remedy
             # On JupyterHub the lab cannot be reached without it.
             monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/you/")
-            assert [each.verdict for each in check_proxy(Settings())] == ["bad"]
+            assert [each.verdict for each in check_proxy(Settings(), answer_s=WAIT_S)] == ["bad"]

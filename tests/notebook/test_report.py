@@ -10,6 +10,7 @@ import pytest
 from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, take_snapshot, write_report
+from lmx_lab.panels.summary import CHARTS
 from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.wire.admin import Compute, ModelRecords, RequestEvent, Sample
 from tests.support.panels import record
@@ -153,6 +154,12 @@ def test_requests_beyond_the_maximum_are_counted_and_omitted():
     assert (listed[1][3], listed[-1][3]) == ("249", "50")
     assert "50 older ones are omitted" in text
     assert "omitted" not in full_report([ended(index) for index in range(MAX_REQUEST_ROWS)])
+
+
+def test_models_and_charts_are_those_of_the_panels():
+    text = full_report()
+    assert re.findall(r"<h3>(.*?)</h3>", text) == [chart.title for chart in CHARTS]
+    assert rows(text, "Models") == [["tiny", "chat", "mlx", "mlx", "260 MB", "", "8,192", "loaded, 270 MB"]]
 
 
 def test_samples_in_any_order_make_the_same_charts():

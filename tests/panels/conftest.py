@@ -7,14 +7,7 @@ from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from tests.support.models import ENDLESS_CONTEXT, write_endless_llama
-from tests.support.panels import ScriptedBackend
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Panels read their lab 20 times a second, and update 50 times a second."""
-    monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.05)
-    monkeypatch.setattr("lmx_lab.panels.panel.FRAME_S", 0.02)
+from tests.support.panels import QUICK, ScriptedBackend
 
 
 @pytest.fixture
@@ -24,7 +17,7 @@ def backend():
 
 @pytest.fixture
 def workbench(backend):
-    workbench = Workbench(backend)
+    workbench = Workbench(backend, **QUICK)
     yield workbench
     workbench.suspend()
 
@@ -46,6 +39,6 @@ def lab(endless_home):
 
 @pytest.fixture
 def real_workbench(lab):
-    workbench = Workbench(LocalBackend(lab.server))
+    workbench = Workbench(LocalBackend(lab.server), **QUICK)
     yield workbench
     workbench.suspend()

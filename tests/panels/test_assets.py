@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
 from lmx_lab.panels.metrics import MetricsPanel
-from lmx_lab.panels.panel import Panel
+from lmx_lab.panels.panel import FOLDER, Panel, script, source, styles
 from lmx_lab.server.pages import BUILT, SOURCES, chat_page, routes_page
 from tests.support.programs import needs_node, node
 
@@ -26,11 +25,11 @@ const newChat = () => ({ system: "", sampling: {}, messages: [] });
 """
 CLASSES = list(PANELS.values())
 UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
-OWN = sorted(path.name for path in assets.FOLDER.glob("*.js"))
+OWN = sorted(path.name for path in FOLDER.glob("*.js"))
 
 
 def modules():
-    return {name: assets.script(*panel.SCRIPTS) for name, panel in PANELS.items()}
+    return {name: script(*panel.SCRIPTS) for name, panel in PANELS.items()}
 
 
 def test_all_panels_together_are_small():
@@ -42,44 +41,43 @@ def test_all_panels_together_are_small():
 
 @pytest.mark.parametrize("panel", CLASSES)
 def test_a_widget_has_its_module_and_its_styles(panel):
-    assert str(panel._esm) == assets.script(*panel.SCRIPTS)
-    assert str(panel._css) == assets.styles(*panel.STYLES)
+    assert str(panel._esm) == script(*panel.SCRIPTS)
+    assert str(panel._css) == styles(*panel.STYLES)
 
 
-def test_a_new_panel_can_be_imported_before_its_code_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr(assets, "FOLDER", tmp_path)
+def test_a_new_panel_can_be_imported_before_its_code_is_built(tmp_path):
     for name in ("panel.js", "new.js"):
         (tmp_path / name).write_text(f"// {name}", encoding="utf-8")
-    assert assets.script.__wrapped__("panel.js", "new.js") == "// panel.js\n// new.js"
+    assert script("panel.js", "new.js", folder=tmp_path) == "// panel.js\n// new.js"
 
 
 def test_vendored_files_are_unchanged():
-    readme = assets.source("uplot/README.md")
+    readme = source("uplot/README.md")
     for name in ("uPlot.iife.min.js", "uPlot.min.css"):
-        digest = hashlib.sha256((assets.FOLDER / "uplot" / name).read_bytes()).hexdigest()
+        digest = hashlib.sha256((FOLDER / "uplot" / name).read_bytes()).hexdigest()
         assert f"| `{name}` | `dist/{name}` | `{digest}` |" in readme
     assert UPLOT in readme
-    assert assets.script(*MetricsPanel.SCRIPTS).startswith(assets.source("uplot/uPlot.iife.min.js"))
-    assert "MIT" in assets.source("uplot/LICENSE")
+    assert script(*MetricsPanel.SCRIPTS).startswith(source("uplot/uPlot.iife.min.js"))
+    assert "MIT" in source("uplot/LICENSE")
 
 
 def test_the_code_does_not_refer_to_other_hosts():
     for module in modules().values():
         assert set(re.findall(r"https?://[\w./-]+", module)) <= {"https://github.com/leeoniya/uPlot"}
     for panel in CLASSES:
-        assert not re.search(r"url\(|@import", assets.styles(*panel.STYLES))
+        assert not re.search(r"url\(|@import", styles(*panel.STYLES))
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_text_never_becomes_markup(name):
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", assets.source(name))
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", source(name))
 
 
 @needs_node
 @pytest.mark.parametrize("panel", CLASSES)
 def test_each_panels_module_has_valid_syntax(panel: type[Panel], tmp_path: Path) -> None:
     path = tmp_path / "module.mjs"
-    path.write_text(assets.script(*panel.SCRIPTS), encoding="utf-8")
+    path.write_text(script(*panel.SCRIPTS), encoding="utf-8")
     node("--check", str(path))
 
 
@@ -89,7 +87,7 @@ def test_the_minified_code_is_up_to_date(panel):
     pytest.importorskip("minify", reason="tdewolff-minify is not installed: there are no wheels for macOS")
     from lmx_lab.panels.build import minify_module
 
-    assert assets.source(f"built/{panel.SCRIPTS[-1]}") == minify_module(*panel.SCRIPTS)
+    assert source(f"built/{panel.SCRIPTS[-1]}") == minify_module(*panel.SCRIPTS)
 
 
 def test_the_pages_are_up_to_date_small_and_complete_in_one_file():
@@ -119,16 +117,15 @@ def message(role, content):
 
 def prompts(folder, *files):
     """Return the messages that the page sends for the conversation of each file."""
-    script = "const files = %s; console.log(JSON.stringify(files.map((file) => toChatMessages(fromFile(file)[0]))))"
-    source = (
+    call = "const files = %s; console.log(JSON.stringify(files.map((file) => toChatMessages(fromFile(file)[0]))))"
+    program = (
         STUBS
         + (SOURCES / "page_file.js").read_text(encoding="utf-8")
-        + script % json.dumps([json.dumps(file) for file in files])
+        + call % json.dumps([json.dumps(file) for file in files])
     )
     path = folder / "script.js"
-    path.write_text(source, encoding="utf-8")
-    found = json.loads(node(str(path)))
-    return found
+    path.write_text(program, encoding="utf-8")
+    return json.loads(node(str(path)))
 
 
 @needs_node

@@ -1,7 +1,6 @@
 """Test the chat panel without a browser: answers, their endings, the transcript."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -18,6 +17,7 @@ from lmx_lab.panels.chat import (
     to_markdown,
     trim_transcript,
 )
+from lmx_lab.panels.workbench import Workbench
 from tests.support.models import ENDLESS_CONTEXT
 from tests.support.panels import Reader, Refused, ScriptedBackend, cost, delta
 
@@ -30,7 +30,7 @@ TRANSCRIPT = (
 
 
 @pytest.fixture
-def reader(quick, workbench):
+def reader(workbench):
     return Reader(ChatPanel(workbench), workbench)
 
 
@@ -59,12 +59,14 @@ def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader, back
     assert turn["stats"] == "tiny · 3 tokens · 31.5 tok/s · first token in 0.12 s"
 
 
-def test_pieces_are_coalesced_into_frames(workbench, backend):
+def test_pieces_are_coalesced_into_frames(backend):
+    workbench = Workbench(backend)
     reader = Reader(ChatPanel(workbench), workbench)
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, *(delta("x") for _ in range(300)), cost())
     reader.until(lambda panel: not panel.live and transcript(panel)[-1] == ("assistant", "x" * 300))
     assert len([name for name, _ in reader.frames if name == "live"]) < 30
+    workbench.suspend()
 
 
 def test_the_conversation_is_sent_with_the_next_question(reader, backend):
@@ -293,7 +295,7 @@ def test_the_snapshot_has_the_transcript_as_text(reader, backend):
 
 
 @pytest.fixture
-def real_reader(lab, quick, real_workbench):
+def real_reader(lab, real_workbench):
     lab.load("tiny")
     return Reader(ChatPanel(real_workbench), real_workbench)
 
@@ -324,12 +326,10 @@ def test_a_real_prompt_that_is_too_long_is_refused_with_both_numbers(real_reader
     assert str(ENDLESS_CONTEXT) in real_reader.panel.messages[-1]["error"]
 
 
-def test_unloading_ends_a_running_answer(lab, real_reader, monkeypatch):
-    control = lab.engine._control
-    monkeypatch.setattr(control, "settings", replace(lab.settings, drain_s=0.0))
+def test_unloading_ends_a_running_answer(lab, real_reader):
     real_reader.ask("send", text="Hello", max_tokens=7500)
     real_reader.until(lambda panel: panel.live.get("text"))
-    lab.unload()
+    lab.unload(wait=False)
     real_reader.until(lambda panel: not panel.live)
     assert real_reader.panel.messages[-1]["text"]
     real_reader.ask("send", text="And now?")

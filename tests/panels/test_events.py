@@ -9,11 +9,11 @@ import pytest
 
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.errors import PermissionNotFoundError, UnauthorizedError, UnreachableError
-from lmx_lab.panels import event_log
-from lmx_lab.panels.event_log import COLUMNS, MAX_ROWS, EventRows, RowFilter
+from lmx_lab.panels.event_log import COLUMNS, MAX_ROWS, MAX_TURN_CHARACTERS, EventRows, RowFilter, SessionTracker
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.layout import compose_panels
-from tests.support.panels import LIVE, WAIT_S, Flood, Reader, Refused, ScriptedDaemon, ScriptedLog, permission_record
+from lmx_lab.panels.workbench import Workbench
+from tests.support.panels import LIVE, Flood, Reader, Refused, ScriptedDaemon, ScriptedLog, permission_record
 
 LOST = ConnectionState(state="waiting", attempts=1, retry_in_s=0.4, error=UnreachableError("no answer"))
 
@@ -26,7 +26,7 @@ def daemon(workbench):
 
 
 @pytest.fixture
-def reader(quick, workbench, daemon):
+def reader(workbench, daemon):
     reader = Reader(EventsPanel(workbench), workbench)
     reader.give(daemon.given, LIVE)
     reader.until(lambda panel: panel.connection["state"] == "live")
@@ -147,10 +147,18 @@ def test_passing_rows_keep_their_numbers_when_older_ones_are_removed(log):
     assert rows.window(rows.base + 7, 1)["rows"][0]["text"] == f'"keep {100 + 2 * 7 + 1}"'
 
 
-@pytest.mark.parametrize("grows", [False, True])
-def test_rows_are_bounded_in_bytes(log, grows, monkeypatch):
-    monkeypatch.setattr(event_log, "MAX_BYTES", 3_000_000)
+def test_removed_rows_do_not_grow(log):
     rows = EventRows()
+    for number in range(MAX_ROWS + 100):
+        rows.add(log.token("x", message=f"m-{number}"))
+    assert (len(rows), rows.growing) == (MAX_ROWS, MAX_ROWS)
+    rows.add(log.token("y", message="m-0"))
+    assert (len(rows), rows.passing[-1].batches) == (MAX_ROWS, 1)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_rows_are_bounded_in_bytes(log, grows):
+    rows = EventRows(max_bytes=3_000_000)
     for number in range(300):
         text = "x" * 50_000
         rows.add(log.token(text, message=f"m-{number // 30}") if grows else log.message(text, message=f"m-{number}"))
@@ -273,36 +281,36 @@ def test_a_refused_decision_is_reported_and_the_call_stays(reader, daemon, log):
 
 
 def test_long_arguments_are_cut_and_the_rest_is_counted(log):
-    sessions = event_log.SessionTracker()
+    sessions = SessionTracker()
     sessions.add(log.permission_request(arguments={"text": "x" * 30_000}))
     (call,) = sessions.permissions()
-    assert len(call["arguments"]) == event_log.ARGUMENT_CHARACTERS
+    assert len(call["arguments"]) == 20_000
     assert call["omitted"] > 10_000
 
 
 def test_a_view_has_the_oldest_waiting_calls(log):
-    sessions = event_log.SessionTracker()
-    for number in range(event_log.MAX_PERMISSIONS + 5):
+    sessions = SessionTracker()
+    for number in range(105):
         sessions.add(log.permission_request(f"per-{number}"))
     for shown in (5, 6):
         ids = [call["id"] for call in sessions.permissions()]
-        assert (ids[0], len(ids)) == (f"per-{shown}", event_log.VIEW_PERMISSIONS)
+        assert (ids[0], len(ids)) == (f"per-{shown}", 20)
         sessions.remove_permission(ids[0])
 
 
 def test_sessions_and_their_texts_are_bounded(log):
-    sessions = event_log.SessionTracker()
+    sessions = SessionTracker()
     for number in range(300):
         sessions.add(log.created(f"ses-{number}", f"Title {number}"))
         sessions.add(log.token("x" * 50_000, session=f"ses-{number}"))
     seen = sessions.view()
     assert [each["name"] for each in seen[:2]] == ["Title 299", "Title 298"]
-    assert len(seen) == event_log.MAX_SESSIONS
-    assert len(sessions.live("ses-299")["text"]) == event_log.MAX_TURN_CHARACTERS
+    assert len(seen) == 200
+    assert len(sessions.live("ses-299")["text"]) == MAX_TURN_CHARACTERS
     assert sessions.live("ses-1") == {}
     for number in range(100):
         sessions.add(log.message("y" * 1000, message=f"m-{number}"))
-    assert len(sessions.live("ses-1")["text"]) == event_log.MAX_TURN_CHARACTERS
+    assert len(sessions.live("ses-1")["text"]) == MAX_TURN_CHARACTERS
 
 
 def test_a_failed_connection_is_shown_and_can_be_retried(reader, daemon):
@@ -357,11 +365,12 @@ def test_a_resumed_workbench_shows_no_event_twice(reader, workbench, backend, da
     assert daemon.readers == 2
 
 
-def test_a_closed_panel_stops_reading(reader, workbench, daemon):
-    task = reader.panel._reader
+def test_a_closed_panel_stops_reading(reader, workbench, backend, daemon):
+    task = reader.panel.task
     reader.panel.close()
     reader.until(lambda _panel: task.cancelled())
-    workbench.submit(workbench._notify_changed()).result(WAIT_S)
+    workbench.follow(backend)
+    reader.give(daemon.given)
     assert daemon.readers == 1
 
 
@@ -376,8 +385,8 @@ def test_clear_removes_rows_and_keeps_waiting_calls(reader, daemon, log):
 
 
 @pytest.mark.slow
-def test_many_events_make_few_frames_and_bounded_rows(workbench):
-    begun, daemon = time.monotonic(), Flood(10_000)
+def test_many_events_make_few_frames_and_bounded_rows(backend):
+    begun, daemon, workbench = time.monotonic(), Flood(10_000), Workbench(backend)
     workbench.follow_events(daemon)
     reader = Reader(EventsPanel(workbench), workbench)
     reader.until(lambda panel: panel.frame["base"] > 1000)
@@ -387,9 +396,8 @@ def test_many_events_make_few_frames_and_bounded_rows(workbench):
     assert len(frames) <= 4 * (time.monotonic() - begun) + 2
     assert all(len(frame["rows"]) <= WINDOW_ROWS for frame in frames)
     assert reader.ask("rows", first=10**9)["rows"] == []
-    rows = reader.panel._rows
-    assert len(rows) <= MAX_ROWS
-    assert len(rows._growing) <= MAX_ROWS
+    assert reader.panel.frame["total"] <= MAX_ROWS
+    workbench.suspend()
 
 
 def test_the_data_frame_has_all_rows_and_their_times(reader, daemon, log):

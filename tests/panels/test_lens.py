@@ -4,13 +4,10 @@ import pytest
 
 import lmx_lab
 from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.panels import lens
 from lmx_lab.panels.lens import LensPanel
 from lmx_lab.panels.workbench import Workbench
 from tests.support.labs import serving
-from tests.support.panels import Reader, Refused
-
-pytestmark = pytest.mark.usefixtures("quick")
+from tests.support.panels import QUICK, Reader, Refused
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +17,15 @@ def echo(tmp_path_factory):
 
 
 @pytest.fixture
-def reader(echo):
-    workbench = Workbench(LocalBackend(echo.server))
-    yield Reader(LensPanel(workbench), workbench)
+def workbench(echo):
+    workbench = Workbench(LocalBackend(echo.server), **QUICK)
+    yield workbench
     workbench.suspend()
+
+
+@pytest.fixture
+def reader(workbench):
+    return Reader(LensPanel(workbench), workbench)
 
 
 def texts(panel):
@@ -48,8 +50,8 @@ def test_the_panel_follows_the_newest_answer_and_scores_it(reader, echo):
     reader.until(lambda panel: "ignored" in texts(panel))
 
 
-def test_a_long_answer_is_scored_on_request(reader, echo, monkeypatch):
-    monkeypatch.setattr(lens, "AUTOMATIC_TOKENS", 10)
+def test_a_long_answer_is_scored_on_request(workbench, echo):
+    reader = Reader(LensPanel(workbench, automatic_tokens=10), workbench)
     echo.chat("a longer answer of some words", temperature=0)
     reader.until(lambda panel: panel.answer.get("text") == "a longer answer of some words")
     assert reader.panel.answer["scored"] is False
@@ -87,7 +89,7 @@ def test_an_alternative_becomes_a_branch_that_can_be_shown_and_removed(reader, e
 
 def test_the_panel_of_an_attached_lab_shows_what_it_needs(echo):
     with lmx_lab.attach(echo.url) as far:
-        workbench = Workbench(far._backend)
+        workbench = far.workbench
         reader = Reader(LensPanel(workbench), workbench)
         reader.until(lambda panel: "an attached lab" in panel.error)
         with pytest.raises(Refused, match="no answer yet"):

@@ -14,7 +14,7 @@ from tests.support.panels import Reader, Refused, ScriptedBackend, record
 
 
 @pytest.fixture
-def reader(quick, workbench):
+def reader(workbench):
     return Reader(ModelsPanel(workbench), workbench)
 
 
@@ -284,7 +284,7 @@ def test_the_snapshot_has_the_list_without_a_view(workbench, backend, compact):
     backend.set_state(model="tiny", pinned=("mini",), lan_url="http://10.0.0.2:8400")
     backend.records = [record("<script>alert(1)</script>", loaded=True, vram_gb=0.01)]
     html = ModelsPanel(workbench, compact=compact).snapshot_html()
-    assert "running, the kernel&#x27;s loop" in html
+    assert "running, on the kernel&#x27;s loop" in html
     assert ">&lt;script&gt;alert(1)&lt;/script&gt;</td>" in html
     assert "http://10.0.0.2:8400" in html
     assert "loaded, 10 MB" in html
@@ -302,7 +302,7 @@ def test_requests_from_any_thread_are_answered(reader):
 # --- over a real lab
 
 
-def test_a_real_lab_loads_changes_and_unloads_its_model(lab, quick, real_workbench):
+def test_a_real_lab_loads_changes_and_unloads_its_model(lab, real_workbench):
     reader = Reader(ModelsPanel(real_workbench), real_workbench)
     reader.ask("refresh")
     for name, other in (("tiny", "tiny-two"), ("tiny-two", "tiny")):
@@ -316,7 +316,7 @@ def test_a_real_lab_loads_changes_and_unloads_its_model(lab, quick, real_workben
     assert lab.engine.snapshot.model is None
 
 
-def test_a_real_load_waits_for_a_running_answer(lab, quick, real_workbench):
+def test_a_real_load_waits_for_a_running_answer(lab, real_workbench):
     reader = Reader(ModelsPanel(real_workbench), real_workbench)
     lab.load("tiny")
     pieces = iter(lab.chat("Hello", stream=True, max_tokens=300, ignore_eos=True))

@@ -14,7 +14,6 @@ from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.rerank import (
     CELL_CHARACTERS,
     MAX_CHARACTERS,
-    MAX_DOCUMENT_CHARACTERS,
     MAX_TSV_CHARACTERS,
     PAGE_ROWS,
     RerankPanel,
@@ -29,7 +28,6 @@ from tests.support.labs import serving
 from tests.support.models import write_tiny_bert
 from tests.support.panels import WAIT_S, Reader, Refused
 
-pytestmark = pytest.mark.usefixtures("quick")
 PAIR = "Bread is baked.\nSea water is salty."
 ORDER = ((1, 0.75), (0, -0.25))
 RANKED = Ranking(query="q", documents=PAIR.split("\n"), order=ORDER, model="minilm", method="cosine", tokens=12)
@@ -133,9 +131,9 @@ def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(reader, ba
     reader.until(lambda panel: not panel.busy and panel.table)
 
 
-def test_a_new_ranking_is_in_the_snapshot_before_its_frame(reader, backend, workbench, monkeypatch):
-    monkeypatch.setattr("lmx_lab.panels.panel.FRAME_S", WAIT_S)
-    panel = reader.panel
+def test_a_new_ranking_is_in_the_snapshot_before_its_frame(backend):
+    workbench = Workbench(backend, frame_s=WAIT_S)
+    panel = RerankPanel(workbench)
 
     async def ranked():
         panel.show(problem="a frame, so that the next one waits")
@@ -145,6 +143,7 @@ def test_a_new_ranking_is_in_the_snapshot_before_its_frame(reader, backend, work
         return str(panel.snapshot_html())
 
     assert "Sea water" in workbench.submit(ranked()).result(WAIT_S)
+    workbench.suspend()
 
 
 def test_a_second_ranking_is_refused(reader):
@@ -280,12 +279,12 @@ def test_without_a_result_requests_of_the_table_are_refused(reader, what):
 
 
 def test_a_long_document_is_clipped_until_it_is_expanded(workbench):
-    long, huge = "a" * 1000, "b" * (2 * MAX_DOCUMENT_CHARACTERS)
+    long, huge = "a" * 1000, "b" * (2 * 100_000)
     reader = table_of(rows(long, huge, "short"), workbench)
     assert [len(text) for text in column(reader, 2)] == [CELL_CHARACTERS, CELL_CHARACTERS, 5]
     assert [row["more"] for row in reader.panel.table["rows"]] == [True, True, False]
     assert reader.ask("document", rank=1) == long
-    assert len(reader.ask("document", rank=2)) == MAX_DOCUMENT_CHARACTERS
+    assert len(reader.ask("document", rank=2)) == 100_000
     for rank in (0, 4, "1"):
         with pytest.raises(Refused, match="rank"):
             reader.ask("document", rank=rank)

@@ -7,8 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from lmx_lab.panels import static_views
-from lmx_lab.panels.static_views import StaticViews
+from lmx_lab.panels.static_views import WIDGET_VIEW, StaticViews
 from tests.support.kernels import without_ports
 
 CELLS = (
@@ -52,7 +51,7 @@ def test_a_snapshot_is_sent_again_only_after_a_change(monkeypatch):
     sent = []
     monkeypatch.setattr("IPython.display.display", lambda data, **options: sent.append((data, options)))
     views, content = StaticViews(), ["one"]
-    bundle = {static_views.WIDGET_VIEW: {}, "text/html": "one"}
+    bundle = {WIDGET_VIEW: {}, "text/html": "one"}
     views.show((bundle, {}), lambda: content[0])
     assert not views.is_due
     views.mark_changed()
@@ -74,7 +73,7 @@ def test_an_error_in_a_snapshot_does_not_prevent_the_others(monkeypatch):
     sent = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
     views = StaticViews()
-    bundle = {static_views.WIDGET_VIEW: {}, "text/html": "before"}
+    bundle = {WIDGET_VIEW: {}, "text/html": "before"}
     views.show((bundle, {}), lambda: 1 / 0)
     views.show((bundle, {}), lambda: "after")
     views.mark_changed()
@@ -85,9 +84,9 @@ def test_an_error_in_a_snapshot_does_not_prevent_the_others(monkeypatch):
 def test_only_the_newest_views_are_updated(monkeypatch):
     sent = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
-    views = StaticViews()
-    for _ in range(static_views.MAX_VIEWS + 5):
-        views.show(({static_views.WIDGET_VIEW: {}, "text/html": "before"}, {}), lambda: "after")
+    views = StaticViews(max_views=3)
+    for _ in range(8):
+        views.show(({WIDGET_VIEW: {}, "text/html": "before"}, {}), lambda: "after")
     sent.clear()
     views.refresh()
-    assert len(sent) == static_views.MAX_VIEWS
+    assert len(sent) == 3

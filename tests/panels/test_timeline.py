@@ -9,7 +9,6 @@ from lmx_lab.panels.timeline import MAX_PARTS, TimelinePanel
 from lmx_lab.values.timeline import EngineStep, ModelTimeline, RequestTimeline, ServerTimeline
 from tests.support.panels import Reader, Refused
 
-pytestmark = pytest.mark.usefixtures("quick")
 ONE = RequestTimeline(
     request_id="<b>",
     index=0,

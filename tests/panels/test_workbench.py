@@ -1,12 +1,16 @@
 """Test the workbench over labs of this process: its history, its timer, the end of its loop, and its grid of panels."""
 
+import asyncio
 import threading
+import time
 
 import pytest
 
 import lmx_lab
 from lmx_lab.errors import HostingError
 from lmx_lab.panels.layout import full_width
+from lmx_lab.portal import BACKGROUND
+from lmx_lab.wire.admin import Sample
 from tests.support.waiting import until
 
 WAIT_S = 60.0
@@ -24,32 +28,39 @@ def test_the_history_has_samples_and_requests(tiny_home):
         assert history.requests[-1].event.completion_tokens == 5
 
 
-def test_the_panels_loop_of_a_stopped_lab_ends_after_a_request(tmp_path, monkeypatch):
-    monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
+def tasks():
+    """Return the names of the tasks of the background loop, without the one that this needs."""
+    found = set()
+
+    async def find():
+        found.update(task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()})
+
+    BACKGROUND.thread.submit(find()).result(WAIT_S)
+    return found
+
+
+def test_the_panels_of_a_stopped_lab_do_nothing_after_a_request(tmp_path):
     with lmx_lab.launch(port=0, home=tmp_path) as lab:
-        pass
+        until(lambda: "update panels" in tasks())
+    assert not {"update panels", "read a lab's events"} & tasks()
     with pytest.raises(HostingError, match="launch"):
         lab.workbench.submit(lab.workbench.backend.unload()).result(WAIT_S)
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"])
+    until(lambda: not {"update panels", "read a lab's events"} & tasks())
 
 
-def test_a_backend_that_fails_once_does_not_stop_the_timer(tmp_path, monkeypatch):
-    monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
-    with lmx_lab.launch(port=0, home=tmp_path) as lab:
-        backend = lab.workbench.backend
-        sample, failed = backend.sample, threading.Event()
+def test_a_backend_that_fails_once_does_not_stop_the_timer(workbench, backend):
+    failed = threading.Event()
 
-        def fail_once():
-            if not failed.is_set():
-                failed.set()
-                raise RuntimeError("no sample")
-            result = sample()
-            return result
+    def fail_once():
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("no sample")
+        return Sample(at=time.time(), **dict.fromkeys(set(Sample.model_fields) - {"type", "at"}, 0))
 
-        monkeypatch.setattr(backend, "sample", fail_once)
-        assert failed.wait(WAIT_S)
-        count = len(lab.workbench.history.samples)
-        until(lambda: len(lab.workbench.history.samples) > count)
+    backend.sample = fail_once
+    workbench.follow(backend)
+    until(lambda: workbench.history.samples)
+    assert failed.is_set()
 
 
 @pytest.mark.parametrize(

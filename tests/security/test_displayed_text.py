@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
+from lmx_lab.panels.panel import script, styles
 from tests.support.browser import chromium
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
@@ -102,8 +102,8 @@ def test_no_panel_creates_elements_from_text(browser, evil_lab, name):
         for key, value in state.items()
     }
     page = browser.new_page()
-    scripts = assets.script(*PANELS[name].SCRIPTS)
-    shown = page.evaluate(RENDER, [scripts, assets.styles(*PANELS[name].STYLES), sent, bytes_of])
+    scripts = script(*PANELS[name].SCRIPTS)
+    shown = page.evaluate(RENDER, [scripts, styles(*PANELS[name].STYLES), sent, bytes_of])
     page.close()
     assert "<img src=x" in shown["text"], "it is displayed as text"
     assert (shown["live"], shown["hit"]) == (0, None)

@@ -27,6 +27,8 @@ from lmx_lab.wire.events import EVENT_CLASSES
 from lmx_lab.wire.rerank import RerankBody
 
 WAIT_S = 60.0
+QUICK = {"tick_s": 0.05, "frame_s": 0.02}
+"""Arguments of a ``Workbench`` whose panels read their lab 20 times a second, and update 50 times a second."""
 
 
 class ScriptedAnswer:

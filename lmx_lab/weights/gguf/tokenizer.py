@@ -14,11 +14,6 @@ from lmx_lab.weights.gguf.header import GgufHeader
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
 
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GgufVocabulary:
@@ -166,10 +161,11 @@ def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     by_score = sorted(range(len(ids)), key=lambda index: -vocabulary.scores[index])
     tokens = (vocabulary.tokens[index] for index in by_score if vocabulary.types[index] == 1)
+    # The longest pieces that SentencePiece trains have 16 characters; 256 limit malicious vocabularies.
     return [
         (token[:cut], token[cut:])
         for token in tokens
-        for cut in range(1, min(len(token), MAX_TOKEN_CHARACTERS))
+        for cut in range(1, min(len(token), 256))
         if token[:cut] in ids and token[cut:] in ids
     ]
 
@@ -187,12 +183,14 @@ def _gpt2_split() -> pre_tokenizers.PreTokenizer:
 
 
 def _llama3_split() -> pre_tokenizers.PreTokenizer:
-    words = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated")
-    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    words = Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    split = pre_tokenizers.Split(words, "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-# The longest pieces that SentencePiece trains have 16 characters; this limits malicious vocabularies.
-MAX_TOKEN_CHARACTERS = 256
 LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2_split,

@@ -18,7 +18,7 @@ from tests.support.programs import run_script
 from tests.support.sockets import Endless, answering, lab_app, whole
 
 ALIVE = whole('{"status": "ok"}')
-THREAD = "lmx-lab-client"
+THREAD = "lmx-lab-background"
 EVENT_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-lmx-lab: 0\r\n\r\n"
 
 
