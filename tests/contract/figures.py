@@ -200,7 +200,7 @@ class Cells(Html):
     def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
         (area, _), *cells = map(rectangle, root.iter(f"{SVG}rect"))
         corners = [corner for box, _ in cells for corner in ((box.left, box.top), (box.right, box.bottom))]
-        known = [(box, color) for box, color in cells if color not in (figures.MISSING, "#ffffff")]
+        known = [(box, color) for box, color in cells if color not in ("#ddd", "#ffffff")]
         places = [((box.left + box.right) / 2, (box.top + box.bottom) / 2) for box, _ in known]
         levels = [(255 - int(color[1:3], 16)) / (255 - figures.SEQUENTIAL[1][0]) for _, color in known]
         return Picture(page=page, area=area, places=places, ends=corners, levels=levels, texts=texts)
