@@ -230,7 +230,7 @@ def test_permissions_are_listed_and_decided_by_another_client(client, session):
 def test_mcp_servers_are_configured(client):
     config = McpServerConfig(name="none", command="no-such-program", enabled=False)
     assert client.add_mcp_server(config).state == "disabled"
-    assert client.change_mcp_server("none", ChangeMcpServer(args=("x",))).args == ["x"]
+    assert client.change_mcp_server("none", ChangeMcpServer(args=("x",))).args == ("x",)
     assert [server.name for server in client.mcp_servers()] == [client.mcp_server("none").name]
     assert client.mcp_tools("none") == []
     assert isinstance(client.test_mcp_server(config), McpTestFailed)
