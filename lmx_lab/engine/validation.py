@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
@@ -198,69 +198,6 @@ def no_steering_error(engine: str) -> InvalidRequestError:
     return InvalidRequestError(
         f'{engine} does not support steer; leave it out, or load the model with engine="mlx"', param="steer"
     )
-
-
-def no_infill_error(model: str) -> InvalidRequestError:
-    """Return the error of a request to fill a gap that the model cannot fill."""
-    return InvalidRequestError(
-        f"{model} cannot fill a gap before a suffix: its vocabulary has no tokens for that, such as <|fim_prefix|>; "
-        "leave suffix out, or load a code model that has them",
-        param="suffix",
-    )
-
-
-def single_token(text: str, tokens: Sequence[int], model: str, *, param: str = "logprob_tokens") -> int:
-    """Return the token of a text that a request names.
-
-    Raises:
-        InvalidRequestError: the text is not exactly one token.
-    """
-    if len(tokens) != 1:
-        raise InvalidRequestError(
-            f"{param} has {text[:80]!r}, which is {len(tokens)} tokens of {model} ({str(list(tokens))[:80]}); "
-            "name a text of one token, often with a space before it, or a token id",
-            param=param,
-        )
-    return tokens[0]
-
-
-def start_tokens(
-    request: GenerationRequest, *, token_of: Callable[[str], int], show: Callable[[Sequence[int]], str]
-) -> list[int]:
-    """Return the tokens with which the answer begins.
-
-    Args:
-        token_of: Returns the token of a text, or raises an error if it is not exactly one.
-        show: Returns the text of tokens, with U+FFFD for incomplete characters.
-
-    Raises:
-        InvalidRequestError: the answer cannot begin with these tokens.
-    """
-    if (start := request.start) is None:
-        return []
-    tokens = list(start.answer)
-    if start.token is not None:
-        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        if tools is not None and tools.forced:
-            raise InvalidRequestError(
-                "the request forces a tool call, whose tokens its grammar chooses; continue an answer to a request "
-                "without tool_choice",
-                param="token",
-            )
-        # A character has at most four bytes.
-        if show(tokens[-4:]).endswith("\ufffd"):
-            raise InvalidRequestError(
-                f"position {len(tokens)} is inside a character that consists of several tokens; continue the answer at "
-                "the first token of the character",
-                param="at",
-            )
-        tokens.append(token_of(start.token) if isinstance(start.token, str) else start.token)
-    if len(tokens) > request.max_tokens:
-        raise InvalidRequestError(
-            f"the answer begins with {len(tokens)} tokens, and max_tokens is {request.max_tokens}; raise max_tokens",
-            param="max_tokens",
-        )
-    return tokens
 
 
 def check_token_ids(tokens: Sequence[int], param: str, entry: ModelEntry, vocabulary_size: int) -> None:

@@ -8,10 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from lmx_lab.engine.mlx.model import load_chat
-from lmx_lab.engine.requests import TextPrompt
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import request
 from tests.support.models import load, write_tiny_llama, write_tiny_qwen3
 
 pytestmark = [
@@ -57,11 +55,11 @@ def leaked_bytes(use):
 
 def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path, smollm2):
     write_tiny_llama(tmp_path / "tiny", smollm2.path, seed=0, context=CONTEXT)
-    tiny, prompt = Catalog(Settings()).resolve(str(tmp_path / "tiny")), TextPrompt(text=WORDS)
+    tiny = Catalog(Settings()).resolve(str(tmp_path / "tiny"))
 
     def use():
         model = load_chat(tiny, limit_bytes=2**40)
-        assert len(model.prompts.encode(request(prompt=prompt), None).tokens) > 10_000
+        assert len(model.prompts.encode(WORDS, special=True, param="prompt")) > 10_000
 
     assert leaked_bytes(use) < MOST_BYTES
 

@@ -92,22 +92,11 @@ class AnswerReader:
 
     Args:
         chat: Messages, tools and template variables for the chat route; empty for the other one.
-        grammar: The format that llama.cpp enforces.
-        plain: Whether the text needs no processing, and is passed on unchanged.
     """
 
-    def __init__(
-        self,
-        route: Route = "/completion",
-        chat: Mapping[str, Any] | None = None,
-        grammar: str | None = None,
-        *,
-        plain: bool = False,
-    ) -> None:
+    def __init__(self, route: Route, chat: Mapping[str, Any]) -> None:
         self.route = route
-        self.chat = chat or {}
-        self.grammar = grammar
-        self._plain = plain
+        self.chat = chat
         self._has_called = False
         self._hidden: TokenLogprob | None = None
         """Log-probability of the last token if the token has no text: it may be the token that ends the answer."""
@@ -132,11 +121,11 @@ class AnswerReader:
 
         A grammar, the parser of the chat format and the random numbers of a seed would start from the beginning.
         """
-        sampling = generation.request.sampling
-        if self.route != "/completion" or self.grammar or (sampling.seed is not None and sampling.temperature > 0):
+        sampling, output_tokens = generation.request.sampling, generation.output_tokens
+        has_seed = sampling.seed is not None and sampling.temperature > 0
+        if self.route != "/completion" or generation.grammar is not None or has_seed:
             return False
-        is_known = 0 < generation.output_tokens == len(self.tokens)
-        return generation.finish is None and is_known and self._hidden is None
+        return generation.finish is None and 0 < output_tokens == len(self.tokens) and self._hidden is None
 
     def reaches(self, generation: LlamaGeneration, tokens: int) -> bool:
         """Return whether the current request has generated this number of tokens, and the answer continues."""
@@ -232,7 +221,8 @@ class AnswerReader:
     ) -> Iterator[Delta]:
         if not (text or tokens):
             return
-        if self._plain:
+        if generation.splitter.is_plain and not generation.start and generation.request.top_logprobs is None:
+            # It needs no processing, and is passed on unchanged.
             generation.count_tokens(tokens, now)
             yield Delta(text=text, tokens=tokens, ids=ids)
             return

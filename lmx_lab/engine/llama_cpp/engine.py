@@ -22,12 +22,13 @@ from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import plan_context
 from lmx_lab.engine.llama_cpp.model import HostedModel, host_model, read_draft
-from lmx_lab.engine.llama_cpp.prepare import LlamaPreparer
+from lmx_lab.engine.llama_cpp.prepare import LlamaTokenizer, LlamaWork
 from lmx_lab.engine.llama_cpp.process import PACKAGE, is_installed, require_installed
 from lmx_lab.engine.llama_cpp.slots import LlamaSlots
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.memory import limit_bytes, total_bytes
-from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
+from lmx_lab.engine.preparer import encode_prompt, prepare
+from lmx_lab.engine.requests import ChatPrompt, EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.engine.tokenizing.templates import try_template
 from lmx_lab.engine.validation import check_options, check_token_ids
@@ -76,7 +77,7 @@ class LlamaCppCore:
         self._host = host
         self._main: LlamaResident | None = None
         self._pinned: dict[Kind, LlamaResident] = {}
-        self._preparer = LlamaPreparer(settings)
+        self._preparing = LlamaWork(settings)
         self._totals = TokenTotals()
         self._starting: set[asyncio.Task[HostedModel]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
@@ -124,7 +125,7 @@ class LlamaCppCore:
         """See ``EngineCore``."""
         self._closed = error
         self._refreshing.cancel()
-        self._preparer.stop()
+        self._preparing.stop()
         starting = list(self._starting)
         for task in starting:
             task.cancel()
@@ -224,8 +225,8 @@ class LlamaCppCore:
         """
         arrived_at, resident = time.perf_counter(), self._resident_of(entry)
         timeout_s = request.timeout_s or self._settings.request_timeout_s
-        preparing = self._preparer.prepare(
-            request, permits, resident.hosted, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
+        preparing = prepare(
+            self._tokenizer(resident), request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
         )
         generations = await self._prepare(preparing, resident, permits[0], arrived_at, timeout_s)
         resident.answering.answers.add(generations)
@@ -255,7 +256,7 @@ class LlamaCppCore:
 
     async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
         """See ``InferenceEngine``."""
-        return await self._preparer.encode(request, self._resident_of(entry).hosted)
+        return (await encode_prompt(self._tokenizer(self._resident_of(entry)), request))[0]
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
@@ -264,7 +265,8 @@ class LlamaCppCore:
 
     async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
         """See ``InferenceEngine``."""
-        return await self._preparer.render(request, self._resident_of(entry).hosted)
+        assert isinstance(request.prompt, ChatPrompt)
+        return await self._tokenizer(self._resident_of(entry)).render(request, request.prompt)
 
     async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
         """See ``InferenceEngine``."""
@@ -282,6 +284,9 @@ class LlamaCppCore:
         hosted = self._main.hosted
         check_token_ids(tokens, "tokens", hosted.entry, hosted.vocabulary_size)
         return hosted
+
+    def _tokenizer(self, resident: LlamaResident) -> LlamaTokenizer:
+        return LlamaTokenizer(hosted=resident.hosted, work=self._preparing)
 
     def _resident_of(self, entry: ModelEntry) -> LlamaResident:
         """Return the model in memory that was loaded or pinned with this entry object.

@@ -175,12 +175,13 @@ class LlamaSlots:
     async def _send_last_ids(self, generation: LlamaGeneration) -> None:
         """Send the ids of tokens that llama.cpp did not report, if they can be found."""
         index, reader = await self._hosted.load_token_index(), generation.row
+        is_greedy = not generation.request.sampling.temperature
         found: list[Sequence[int]] = []
         for gap in reader.gaps:
             if not gap.text:
                 # The answer ended within a character. Only the last tokens of a greedy answer can be generated again.
                 missing: list[int] = []
-                if reader.route == "/completion" and not reader.grammar and not generation.request.sampling.temperature:
+                if reader.route == "/completion" and generation.grammar is None and is_greedy:
                     before = [*reader.tokens[: reader.sent_ids], *reader.last_ids(found).ids]
                     body = self._body(generation, before, output_tokens=len(before))
                     body |= {"n_predict": gap.count, "stream": False, "return_progress": False, "return_tokens": True}
@@ -271,7 +272,7 @@ class LlamaSlots:
             max_tokens=generation.max_tokens - output_tokens,
             may_end=output_tokens >= request.min_tokens - len(generation.start),
             context_length=hosted.context_length,
-            grammar=reader.grammar,
+            grammar=generation.grammar,
             markers=list(hosted.chat_format.markers),
             vocabulary_size=hosted.vocabulary_size,
             timings=hosted.uses_drafts,

@@ -21,19 +21,14 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_parts, find_points
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, Traits, measure
 from lmx_lab.engine.mlx.weights import checked_classes, fit_weights
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
-from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt
+from lmx_lab.engine.text.chat_format_detection import ChatFormat, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
 from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder, without_word_cache
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, default_sandbox, render_chat
 from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
-    check_characters,
-    check_messages,
-    no_infill_error,
-    single_token,
-    start_tokens,
 )
 from lmx_lab.errors import (
     ContextLengthError,
@@ -50,14 +45,6 @@ from lmx_lab.weights.tokenizer_files import find_infill_tokens
 log = logging.getLogger(__name__)
 MIN_CONTEXT_TOKENS = 256
 """A model is not loaded if memory allows fewer tokens than this."""
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """The token ids of a prompt, and whether the prompt opens the reasoning of the answer."""
-
-    tokens: list[int]
-    thinking: ReasoningState
 
 
 class PromptTokenizer:
@@ -84,7 +71,7 @@ class PromptTokenizer:
         self._context_length = context_length
         self.chat_format = chat_format
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._infill = find_infill_tokens(backend.token_to_id if backend is not None else tokenizer.get_vocab().get)
+        self.infill = find_infill_tokens(backend.token_to_id if backend is not None else tokenizer.get_vocab().get)
         self._vocabulary = Vocabulary(tokenizer)
         self.grammars: GrammarCompiler | None = None
         """Compiles grammars; created with the first grammar, on the thread that compiles."""
@@ -93,10 +80,8 @@ class PromptTokenizer:
         """Return the text of a chat prompt, rendered with the model's chat template. Does not use the tokenizer.
 
         Raises:
-            InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits; a
-                message contains an unpaired surrogate.
+            InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits.
         """
-        check_messages(prompt.messages)
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError(
                 f"{self._model} has no chat template; send a prompt to /v1/completions instead", param="model"
@@ -119,111 +104,40 @@ class PromptTokenizer:
                 f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
             ) from exc
 
-    def is_quick(self, request: GenerationRequest, text: str | None) -> bool:
+    def is_quick(self, text: str) -> bool:
         """Return whether ``encode`` is certain to take a short time, or has to run on the thread of this tokenizer."""
-        prompt = request.prompt
-        match prompt:
-            case ChatPrompt():
-                characters = len(text or "")
-            case TextPrompt():
-                characters = len(prompt.text)
-            case InfillPrompt():
-                characters = len(prompt.prefix) + len(prompt.suffix)
-            case TokenPrompt():
-                characters = 0
-        return self._encoder is None or isinstance(prompt, TokenPrompt) or self._encoder.is_quick(characters)
+        return self._encoder is None or self._encoder.is_quick(len(text))
 
-    def encode(self, request: GenerationRequest, text: str | None, work: TextWork | None = None) -> EncodedPrompt:
-        """Return the token ids of the prompt.
+    def encode(self, text: str, *, special: bool, param: str, work: TextWork | None = None) -> list[int]:
+        """Return the token ids of a text of a prompt.
 
         Args:
-            text: The text of a chat prompt from ``render``.
             work: The work of which this is a part, so that it can be cancelled.
 
         Raises:
-            InvalidRequestError: the prompt is empty, or contains an unpaired surrogate; the tokenizer fails.
+            InvalidRequestError: the tokenizer fails.
             ContextLengthError: the beginning of the text alone exceeds the context.
             QueueFullError: other long texts are being tokenized.
         """
         work = work or TextWork()
-        thinking: ReasoningState = "closed"
-        match prompt := request.prompt:
-            case _ if request.start is not None:
-                tokens = list(request.start.prompt)
-            case ChatPrompt():
-                assert text is not None
-                tokens = self._encode_text(text, work, "messages", special=False)
-            case TextPrompt():
-                tokens = self._encode_text(prompt.text, work, "prompt", special=prompt.special)
-            case InfillPrompt():
-                if (marks := self._infill) is None:
-                    raise no_infill_error(self._model)
-                beginning = self._ids("", work, "prompt", special=True)
-                before = self._encode_text(prompt.prefix, work, "prompt", special=False)
-                after = self._encode_text(prompt.suffix, work, "suffix", special=False)
-                tokens = [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle]
-            case TokenPrompt():
-                tokens = list(prompt.tokens)
-        if not tokens:
-            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-            raise InvalidRequestError("the prompt is empty: it has no tokens", param=param)
-        if isinstance(prompt, ChatPrompt) and self.chat_format.reasoning_markers is not None:
-            # May run on several threads at the same time, because decoding does not change the tokenizer.
-            thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
-        return EncodedPrompt(tokens, thinking)
-
-    def infill_ends(self, request: GenerationRequest) -> frozenset[int]:
-        """Return the tokens that end an answer that fills a gap, in addition to those that end any answer."""
-        is_infill = isinstance(request.prompt, InfillPrompt)
-        return self._infill.ends if is_infill and self._infill is not None else frozenset()
-
-    def named_tokens(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Return the ids of ``logprob_tokens``.
-
-        Raises:
-            InvalidRequestError: a text is not exactly one token.
-        """
-        return tuple(self.token_id(named, "logprob_tokens") for named in request.logprob_tokens)
-
-    def token_id(self, named: int | str, param: str) -> int:
-        """Return the id of a token that is given as an id or as a text.
-
-        Raises:
-            InvalidRequestError: a text is not exactly one token.
-        """
-        if isinstance(named, int):
-            return named
-        check_characters(named, param)
-        return single_token(named, self._ids(named, TextWork(), param, special=False), self._model, param=param)
-
-    def start_tokens(self, request: GenerationRequest) -> list[int]:
-        """Return the tokens with which the answer begins.
-
-        Raises:
-            InvalidRequestError: see ``validation.start_tokens``.
-        """
-
-        return start_tokens(request, token_of=lambda text: self.token_id(text, "token"), show=self.decode)
-
-    def _encode_text(self, text: str, work: TextWork, param: str, *, special: bool = True) -> list[int]:
-        check_characters(text, param)
         context, beginning = self._context_length, text
         if context is not None and len(text) > context * CHARACTERS_PER_TOKEN:
             if self._encoder is not None and (tokens := self._encoder.min_tokens(text)) > context:
                 raise self._too_long(tokens - 1, context, param)
             beginning = text[: context * CHARACTERS_PER_TOKEN]
-        ids = self._ids(beginning, work, param, special=special)
+        ids = self.encode_all(beginning, special=special, param=param, work=work)
         if beginning is not text:
             assert context is not None
             if len(ids) > context:
                 raise self._too_long(len(ids), context, param)
-            ids = self._ids(text, work, param, special=special)
+            ids = self.encode_all(text, special=special, param=param, work=work)
         return ids
 
-    def _ids(self, text: str, work: TextWork, param: str, *, special: bool) -> list[int]:
+    def encode_all(self, text: str, *, special: bool, param: str, work: TextWork | None = None) -> list[int]:
+        """Do the same as ``encode`` for a text of any length."""
         if self._encoder is None:
             return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
-        return self._encoder.encode([text], work, param=param, special=special)[0].ids
+        return self._encoder.encode([text], work or TextWork(), param=param, special=special)[0].ids
 
     def _too_long(self, tokens: int, context: int, param: str) -> ContextLengthError:
         return ContextLengthError(
@@ -299,7 +213,9 @@ class LoadedModel:
     def end_tokens(self, request: GenerationRequest | None = None) -> frozenset[int]:
         """Return the tokens that end the answer to a request; without a request, those that end any answer."""
         ends = frozenset(int(token) for token in self.tokenizer.eos_token_ids)
-        return ends if request is None else ends | self.prompts.infill_ends(request)
+        if request is not None and isinstance(request.prompt, InfillPrompt) and self.prompts.infill is not None:
+            return ends | self.prompts.infill.ends
+        return ends
 
     @cached_property
     def hook_points(self) -> HookPoints:

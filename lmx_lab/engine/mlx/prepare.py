@@ -11,30 +11,38 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
-from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
-from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.mlx.batch import MlxGeneration, MlxRow
-from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
+from lmx_lab.engine.mlx.model import LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.tracing import TraceJob
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, TraceRequest
-from lmx_lab.engine.stream import Mailbox
-from lmx_lab.engine.text.splitter import TextSplitter
+from lmx_lab.engine.preparer import encode_prompt, ends_answer, prepare, token_of
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, ToolUse, TraceRequest
+from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
+from lmx_lab.engine.text.splitter import Decode
 from lmx_lab.engine.tokenizing.encoder import TextWork
-from lmx_lab.engine.validation import check_length, check_steered_weights, check_token_ids, check_tokens
+from lmx_lab.engine.validation import (
+    check_characters,
+    check_length,
+    check_messages,
+    check_steered_weights,
+    check_token_ids,
+    check_tokens,
+)
 from lmx_lab.errors import EngineDeadError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import known_content_digest
+from lmx_lab.weights.tokenizer_files import InfillTokens
 
 T = TypeVar("T")
 
@@ -86,60 +94,13 @@ class PromptPreparer:
             LabError: see ``InferenceEngine.submit_all``.
         """
         arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
+        tokenizer, reader = self._tokenizer(entry), asyncio.get_running_loop()
         async with deadline(arrived_at, timeout_s):
-            return await self._prepare(entry, request, permits, arrived_at=arrived_at, timeout_s=timeout_s)
-
-    async def _prepare(
-        self,
-        entry: ModelEntry,
-        request: GenerationRequest,
-        permits: Sequence[Permit],
-        *,
-        arrived_at: float,
-        timeout_s: float,
-    ) -> list[MlxGeneration]:
-        model = self._model_of(entry)
-        prompts, width = model.prompts, model.traits.vocabulary_size
-        # While this waits, it must not refer to the model, or the model could not be unloaded.
-        del model
-        check_tokens(request, entry, width)
-        if any(each.weights for each in request.steer):
-            loaded = self._model_of(entry).entry
-            check_steered_weights(request.steer, entry, await in_thread(lambda: known_content_digest(loaded)))
-        prompt = await self._encode(request, prompts)
-        named = await self._on_prompts_thread(prompts.named_tokens, request) if request.logprob_tokens else ()
-        start = await self._on_prompts_thread(prompts.start_tokens, request) if request.start is not None else []
-        matchers = await self._matchers(request, prompts, prompt, width=width, count=len(permits))
-        model = self._model_of(entry)
-        tokens = [*prompt.tokens, *start]
-        check_length(request, tokens, model.entry, model.context_length)
-        left = min(request.max_tokens - len(start), (model.context_length or 2**31) - len(tokens))
-        channel_format = prompts.chat_format.channel_format(request, prompt.thinking)
-        generations = [
-            Generation(
-                request=request,
-                model=entry.id,
-                prompt=tokens,
-                start=start,
-                max_tokens=left,
-                choice=choice,
-                named_tokens=named,
-                constraint=_constraint(request, prompt, matcher, model),
-                splitter=TextSplitter(model.text.decode, request.stop, channel_format, min_tokens=request.min_tokens),
-                mailbox=Mailbox(asyncio.get_running_loop(), arrived_at),
-                permit=permit,
-                arrived_at=arrived_at,
-                timeout_s=timeout_s,
-                row=MlxRow(model=weakref.ref(model), tokens=tokens),
-            )
-            for choice, (matcher, permit) in enumerate(zip(matchers, permits, strict=True))
-        ]
-        if start:
-            ends = not request.ignore_eos and start[-1] in model.end_tokens(request)
-            del model
-            for generation in generations:
-                await self._on_prompts_thread(partial(generation.read_start, ends=ends))
-        return generations
+            if any(each.weights for each in request.steer):
+                loaded = self.model_of(entry).entry
+                digest = await in_thread(lambda: known_content_digest(loaded))
+                check_steered_weights(request.steer, entry, digest)
+            return await prepare(tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s)
 
     async def prepare_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> TraceJob:
         """Return the job of a trace.
@@ -147,48 +108,42 @@ class PromptPreparer:
         Raises:
             LabError: see ``InferenceEngine.submit_trace``.
         """
-        arrived_at, work = time.perf_counter(), request.work
+        arrived_at, work, tokenizer = time.perf_counter(), request.work, self._tokenizer(entry)
         timeout_s = request.timeout_s or self._settings.request_timeout_s
         async with deadline(arrived_at, timeout_s):
             tokens, clean = [
-                [] if prompt is None else await self._trace_tokens(entry, prompt)
+                [] if prompt is None else await self._trace_tokens(tokenizer, prompt)
                 for prompt in (request.prompt, request.clean)
             ]
             chosen = []
             for param in ("token", "answer", "other"):
                 if (named := getattr(work, param, None)) is not None:
-                    model = self._model_of(entry)
-                    prompts, width = model.prompts, model.traits.vocabulary_size
-                    del model
-                    token = await self._on_prompts_thread(prompts.token_id, named, param)
-                    check_token_ids([token], param, entry, width)
+                    token = await token_of(tokenizer, named, param)
+                    check_token_ids([token], param, entry, tokenizer.vocabulary_size)
                     chosen.append(token)
         return TraceJob(
             work=work,
             tokens=tokens,
             clean=clean,
             chosen=chosen,
-            model=weakref.ref(self._model_of(entry)),
+            model=weakref.ref(self.model_of(entry)),
             model_id=entry.id,
             permit=permit,
             arrived_at=arrived_at,
             timeout_s=timeout_s,
         )
 
-    async def _trace_tokens(self, entry: ModelEntry, prompt: Prompt) -> list[int]:
+    async def _trace_tokens(self, tokenizer: MlxTokenizer, prompt: Prompt) -> list[int]:
         """Return the tokens of a text.
 
         Raises:
             LabError: see ``InferenceEngine.submit_trace``.
         """
         request = GenerationRequest(prompt=prompt, max_tokens=0)
-        model = self._model_of(entry)
-        prompts, width, limit = model.prompts, model.traits.vocabulary_size, model.context_length
-        del model
-        check_tokens(request, entry, width)
-        tokens = (await self._encode(request, prompts)).tokens
-        check_length(request, tokens, entry, limit)
-        return list(tokens)
+        check_tokens(request, tokenizer.entry, tokenizer.vocabulary_size)
+        tokens, _ = await encode_prompt(tokenizer, request)
+        check_length(request, tokens, tokenizer.entry, tokenizer.context_length)
+        return tokens
 
     async def tokens_of(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
         """Return the tokens of the prompt.
@@ -196,7 +151,7 @@ class PromptPreparer:
         Raises:
             LabError: see ``InferenceEngine.encode``.
         """
-        return list((await self._encode(request, self._model_of(entry).prompts)).tokens)
+        return (await encode_prompt(self._tokenizer(entry), request))[0]
 
     async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
         """Return the text of a chat prompt.
@@ -204,7 +159,9 @@ class PromptPreparer:
         Raises:
             LabError: see ``InferenceEngine.render``.
         """
-        return await self._render(request, self._model_of(entry).prompts)
+        assert isinstance(request.prompt, ChatPrompt)
+        check_messages(request.prompt.messages)
+        return await self._tokenizer(entry).render(request, request.prompt)
 
     async def decode(self, tokens: Sequence[int], entry: ModelEntry | None) -> str:
         """Return the text of token ids as the model's tokenizer shows it.
@@ -214,58 +171,65 @@ class PromptPreparer:
             InvalidRequestError: a token is not in the vocabulary.
         """
         prompts = self._prompts_with(tokens, entry)
-        return await self._on_prompts_thread(prompts.decode, tokens)
+        return await self.on_prompts_thread(prompts.decode, tokens)
 
     async def token_bytes(self, tokens: Sequence[int], entry: ModelEntry | None) -> list[bytes]:
         """Return the bytes of each token. Raises the same as ``decode``."""
         prompts = self._prompts_with(tokens, entry)
-        return await self._on_prompts_thread(prompts.token_bytes, tokens)
+        return await self.on_prompts_thread(prompts.token_bytes, tokens)
 
     def _prompts_with(self, tokens: Sequence[int], entry: ModelEntry | None) -> PromptTokenizer:
         """Return the tokenizer of a model whose vocabulary contains these tokens."""
         if entry is None:
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        model = self._model_of(entry)
+        model = self.model_of(entry)
         check_token_ids(tokens, "tokens", entry, model.traits.vocabulary_size)
         return model.prompts
 
-    def _model_of(self, entry: ModelEntry) -> LoadedModel:
+    def model_of(self, entry: ModelEntry) -> LoadedModel:
+        """Return the chat model in memory that was loaded with this entry; raises the errors of ``_find_model``."""
         model = self._find_model(entry)
         if not isinstance(model, LoadedModel):
             raise NotLoadedError(f"{entry.id} is not a chat model; {LOAD_FIRST}")
         return model
 
-    async def _on_prompts_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+    def _tokenizer(self, entry: ModelEntry) -> MlxTokenizer:
+        model = self.model_of(entry)
+        return MlxTokenizer(
+            entry=entry,
+            vocabulary_size=model.traits.vocabulary_size,
+            context_length=model.context_length,
+            prompts=model.prompts,
+            bytes_of=model.vocabulary.bytes_of,
+            preparer=self,
+        )
+
+    async def on_prompts_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function on the thread of the tokenizers."""
         return await asyncio.get_running_loop().run_in_executor(self._prompts, function, *arguments)
 
-    async def _render(self, request: GenerationRequest, prompts: PromptTokenizer) -> str:
-        assert isinstance(request.prompt, ChatPrompt)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._templates, prompts.render, request, request.prompt)
+    async def on_template_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function on a thread for templates."""
+        return await asyncio.get_running_loop().run_in_executor(self._templates, function, *arguments)
 
-    async def _encode(self, request: GenerationRequest, prompts: PromptTokenizer) -> EncodedPrompt:
-        loop, text = asyncio.get_running_loop(), None
-        if isinstance(request.prompt, ChatPrompt) and request.start is None:
-            text = await self._render(request, prompts)
-        work = TextWork()
+    async def encode(self, prompts: PromptTokenizer, text: str, *, special: bool, param: str) -> list[int]:
+        """Tokenize a text of a prompt."""
+        loop, work = asyncio.get_running_loop(), TextWork()
         # Long texts wait for the tokenizer's process, each on its own thread.
-        executor = self._prompts if prompts.is_quick(request, text) else self._long_prompts
+        executor = self._prompts if prompts.is_quick(text) else self._long_prompts
         try:
-            return await loop.run_in_executor(executor, prompts.encode, request, text, work)
+            encode = partial(prompts.encode, text, special=special, param=param, work=work)
+            return await loop.run_in_executor(executor, encode)
         finally:
             work.cancel()
 
-    async def _matchers(
-        self, request: GenerationRequest, prompts: PromptTokenizer, prompt: EncodedPrompt, *, width: int, count: int
-    ) -> list[LLMatcher] | list[None]:
-        """Return the state of the request's grammar for each answer; None without a grammar."""
-        grammar = prompts.chat_format.grammar(request, prompt.thinking)
-        if grammar is None:
-            return [None] * count
+    async def matchers(
+        self, prompts: PromptTokenizer, grammar: str, tools: ToolUse | None, *, width: int, count: int
+    ) -> list[LLMatcher]:
+        """Return the state of a grammar for each answer."""
         if prompts.grammars is not None and (known := prompts.grammars.known_matchers(grammar, count)) is not None:
             return known
-        token_table = None if prompts.grammars else await self._on_prompts_thread(prompts.token_table, width)
-        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
+        token_table = None if prompts.grammars else await self.on_prompts_thread(prompts.token_table, width)
         if (queue := self._grammars) is None:
             raise EngineDeadError("the engine was stopped")
 
@@ -278,20 +242,76 @@ class PromptPreparer:
         return await queue.run(compile_grammar)
 
 
-def _constraint(
-    request: GenerationRequest, prompt: EncodedPrompt, matcher: LLMatcher | None, model: LoadedModel
-) -> Constraint | None:
-    budget, chat_format = None, model.prompts.chat_format
-    if (
-        request.thinking_budget is not None
-        and chat_format.reasoning_markers is not None
-        and prompt.thinking != "closed"
-    ):
-        budget = ThinkingBudget(
-            request.thinking_budget,
-            markers=chat_format.reasoning_markers,
-            end=chat_format.reasoning_end,
-            open=prompt.thinking == "open",
-            bytes_of=model.vocabulary.bytes_of,
-        )
-    return Constraint(matcher, budget) if matcher is not None or budget is not None else None
+@dataclass(frozen=True, kw_only=True)
+class MlxTokenizer:
+    """The ``Tokenizer`` of a loaded model, to whose weights it does not refer: the model could not be unloaded
+    otherwise while a request is prepared.
+    """
+
+    entry: ModelEntry
+    vocabulary_size: int
+    context_length: int | None
+    prompts: PromptTokenizer
+    bytes_of: Callable[[int], bytes]
+    preparer: PromptPreparer
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        return self.prompts.chat_format
+
+    def check(self, request: GenerationRequest) -> None:
+        """See ``Tokenizer``. The vectors to add are checked on the engine thread."""
+
+    async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
+        """See ``Tokenizer``."""
+        return await self.preparer.encode(self.prompts, text, special=special, param=param)
+
+    async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
+        """Return the text of a chat."""
+        return await self.preparer.on_template_thread(self.prompts.render, request, chat)
+
+    async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:
+        """See ``Tokenizer``."""
+        text = await self.render(request, chat)
+        check_characters(text, "messages")
+        return await self.encode(request, text, special=False, param="messages"), text
+
+    async def encode_name(self, text: str, param: str) -> list[int]:
+        """See ``Tokenizer``."""
+        encode = partial(self.prompts.encode_all, text, special=False, param=param)
+        return await self.preparer.on_prompts_thread(encode)
+
+    async def show(self, tokens: Sequence[int]) -> str:
+        """See ``Tokenizer``."""
+        return await self.preparer.on_prompts_thread(self.prompts.decode, tokens)
+
+    async def infill_tokens(self) -> InfillTokens | None:
+        """See ``Tokenizer``."""
+        return self.prompts.infill
+
+    def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
+        """See ``Tokenizer``."""
+        return self.chat_format.reasoning_state(tail)
+
+    def divides(self, request: GenerationRequest) -> bool:
+        """See ``Tokenizer``."""
+        return False
+
+    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
+        """See ``Tokenizer``."""
+        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
+        return await self.preparer.matchers(self.prompts, grammar, tools, width=self.vocabulary_size, count=count)
+
+    def decode(self) -> Decode:
+        """See ``Tokenizer``."""
+        return self.preparer.model_of(self.entry).text.decode
+
+    def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> MlxRow:
+        """See ``Tokenizer``."""
+        return MlxRow(model=weakref.ref(self.preparer.model_of(self.entry)), tokens=prompt)
+
+    async def begin(self, generation: MlxGeneration) -> None:
+        """See ``Tokenizer``."""
+        ends = self.preparer.model_of(self.entry).end_tokens(generation.request)
+        read = partial(generation.read_start, ends=ends_answer(generation, ends))
+        await self.preparer.on_prompts_thread(read)

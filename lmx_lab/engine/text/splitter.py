@@ -169,6 +169,8 @@ class TextSplitter(Generic[E]):
         self._stops = StopStrings(stops) if self._channels is None else self._channels.stops
         self._missing_tokens = min_tokens
         """Number of tokens until stop strings are searched."""
+        self.is_plain = channels is None and not stops
+        """Whether the text is only decoded, and not divided or searched."""
         format = channels or ChannelFormat()
         self._literals = format.literals
         self._literals_in_calls = format.calls is not None and format.calls.parse is not None

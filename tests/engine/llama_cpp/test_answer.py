@@ -38,7 +38,7 @@ class Answer:
             permit=Permit(AdmissionControl("m", limit=1)),
             arrived_at=100.0,
             timeout_s=60.0,
-            row=AnswerReader(route, plain=channel_format is None and not request.stop and request.top_logprobs is None),
+            row=AnswerReader(route, {}),
             admitted_at=101.0,
             peak_memory_bytes=5,
         )

@@ -7,13 +7,11 @@ import pytest
 
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.mlx.model import load_chat
-from lmx_lab.engine.requests import TextPrompt
 from lmx_lab.engine.tokenizing import loading
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
 from lmx_lab.errors import InvalidRequestError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import request
 from tests.support.models import write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -40,12 +38,12 @@ def load(tmp_path, smollm2):
 @pytest.mark.long
 def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load):
     model, plain = load({"normalizer": SLOW}), load({})
-    prompt = request(prompt=TextPrompt(text="Hello, world"))
-    assert model.prompts.encode(prompt, None) == plain.prompts.encode(prompt, None)
-    assert plain.prompts.is_quick(prompt, None)
-    assert not model.prompts.is_quick(prompt, None)
+    text, options = "Hello, world", {"special": True, "param": "prompt"}
+    assert model.prompts.encode(text, **options) == plain.prompts.encode(text, **options)
+    assert plain.prompts.is_quick(text)
+    assert not model.prompts.is_quick(text)
     with pytest.raises(InvalidRequestError, match="the tokenizer of"):
-        model.prompts.encode(request(prompt=TextPrompt(text="a" * 400 + "dc")), None)
+        model.prompts.encode("a" * 400 + "dc", **options)
 
 
 def test_a_decoder_with_a_pattern_is_refused(load):
