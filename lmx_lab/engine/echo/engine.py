@@ -11,7 +11,6 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.echo.model import DIMENSIONS, EchoModel, EchoTexts, EchoVocabulary
 from lmx_lab.engine.echo.prepare import EchoPreparer
 from lmx_lab.engine.echo.queue import EchoGeneration, EchoQueue
@@ -97,7 +96,6 @@ class EchoCore:
         main, self._main = self._main, None
         if main is None:
             return 0
-        main.preparer.stop()
         self._publish()
         return main.model.memory_bytes
 
@@ -302,8 +300,8 @@ class EchoEngine(LoopEngine[EchoCore]):
         """See ``InferenceEngine``."""
         return f"echo-{version('lmx-lab')}"
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, other_bytes: int = 0) -> None:
         """See ``InferenceEngine``."""
         # Coding agents send prompts that are longer than the default context.
         check_options(replace(entry, context_length=2**20), spec)
-        read_model(entry, self._settings)
+        await in_thread(functools.partial(read_model, entry, self._settings), name="lmx-lab-check")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 from llguidance import LLMatcher
 
 from lmx_lab.engine.echo.model import BEGIN, END, LONGEST_PIECE, MESSAGE, EchoModel
 from lmx_lab.engine.echo.queue import PreparedEcho
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
-from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
+from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt, ToolUse
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
@@ -27,28 +26,24 @@ from lmx_lab.engine.validation import (
 )
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.files import in_thread
 
 THOUGHTS = (THINK, END_OF_THOUGHTS)
 
 
 class EchoPreparer:
-    """Prepares requests on the engine's loop; grammars are compiled on a thread."""
+    """Prepares requests on the engine's loop."""
 
     def __init__(self, model: EchoModel, entry: ModelEntry, context_length: int, *, tokens_per_s: float | None) -> None:
         self._model = model
         self._entry = entry
         self._context_length = context_length
         self._tokens_per_s = tokens_per_s
-        self._queue = GrammarQueue("lmx-lab-echo-grammars")
         self._grammars: GrammarCompiler | None = None
         vocabulary = model.vocabulary
         self._chat_format = ChatFormat(
             reasoning_markers=THOUGHTS, reasoning_end=tuple(vocabulary.encode(END_OF_THOUGHTS))
         )
-
-    def stop(self) -> None:
-        """Stop compiling grammars, without waiting for its end."""
-        self._queue.close()
 
     async def prepare(
         self, request: GenerationRequest, choices: int, script: ScriptAnswer | None, *, timeout_s: float
@@ -171,11 +166,12 @@ class EchoPreparer:
 
     async def _matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
         if self._grammars is None:
-            table, sandbox = self._model.vocabulary, self._queue.sandbox
-            self._grammars = await self._queue.run(lambda: GrammarCompiler(table.token_table, sandbox))
+            compiler = await in_thread(lambda: GrammarCompiler(self._model.vocabulary.token_table))
+            # Another request may have created one meanwhile.
+            self._grammars = self._grammars or compiler
         if (known := self._grammars.known_matchers(grammar, count)) is not None:
             return known
-        return await self._queue.run(partial(self._grammars.matchers, grammar, count, tools))
+        return await self._grammars.matchers(grammar, count, tools)
 
     def _constraint(
         self, request: GenerationRequest, thinking: ReasoningState, matcher: LLMatcher | None

@@ -17,7 +17,6 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import plan_context
@@ -36,6 +35,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.facts import read_gguf
+from lmx_lab.weights.files import in_thread
 
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.texts import LlamaTexts
@@ -76,7 +76,7 @@ class LlamaCppCore:
         self._host = host
         self._main: LlamaResident | None = None
         self._pinned: dict[Kind, LlamaResident] = {}
-        self._preparer = LlamaPreparer(settings)
+        self._preparer = LlamaPreparer()
         self._outbox = Outbox()
         self._sending = False
         self._totals = TokenTotals()
@@ -456,13 +456,18 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
         version = self._version if copy is None else f"{self._version}-{copy.type.lower()}-copy"
         return version if now.batch_invariant else f"{version}-batch-dependent"
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, other_bytes: int = 0) -> None:
         """See ``InferenceEngine``."""
-        require_installed(entry.path)
-        check_options(entry, spec)
-        limit = limit_bytes(self._settings.memory_limit_bytes) - other_bytes
-        header = read_gguf(entry.path)
-        draft = read_draft(entry)
-        plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec, draft=draft)
-        if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
-            try_template(template, entry.path, cancellation)
+
+        def check() -> str | None:
+            require_installed(entry.path)
+            check_options(entry, spec)
+            limit = limit_bytes(self._settings.memory_limit_bytes) - other_bytes
+            header = read_gguf(entry.path)
+            draft = read_draft(entry)
+            plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec, draft=draft)
+            return header.text("tokenizer.chat_template")
+
+        template = await in_thread(check, name="lmx-lab-check")
+        if template is not None and entry.kind == "chat":
+            await try_template(template, entry.path)

@@ -7,11 +7,9 @@ import codecs
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lmx_lab.engine.grammar.compile import GrammarQueue
 from lmx_lab.engine.llama_cpp.answer import AnswerBeginning, AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
@@ -19,20 +17,22 @@ from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.request import Route, chat_body, chat_input, completion_body, route_of
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ReasoningState
-from lmx_lab.engine.tokenizing.templates import TemplateLimitError, TemplateRefusalError, default_sandbox
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, TemplateRefusalError, render
 from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
+    MAX_CHARACTERS_PER_TOKEN,
     check_characters,
     check_length,
     check_messages,
+    check_size,
     check_tokens,
     no_infill_error,
+    param_of,
     single_token,
     start_tokens,
     too_long,
 )
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.settings import Settings
 
 log = logging.getLogger(__name__)
 TEMPLATE_S = 5.0
@@ -138,21 +138,13 @@ class PreparedRequest:
 
 
 class LlamaPreparer:
-    """Prepares requests on the engine's loop; grammars are compiled on a thread."""
+    """Prepares requests on the engine's loop."""
 
-    def __init__(self, settings: Settings) -> None:
-        # While a grammar is compiled, llama.cpp computes no tokens.
-        self._grammars = GrammarQueue("lmx-lab-gguf-grammars", compile_s=1.0)
-        # Each request has a thread, so that its slow template does not delay other requests.
-        self._templates = ThreadPoolExecutor(
-            max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
-        )
+    def __init__(self) -> None:
         self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
 
     def stop(self) -> None:
-        """Stop compiling grammars and rendering templates, without waiting for their end."""
-        self._grammars.close()
-        self._templates.shutdown(wait=False, cancel_futures=True)
+        """Stop rendering templates, without waiting for their end."""
         for task in self._rendering:
             task.cancel()
 
@@ -253,9 +245,8 @@ class LlamaPreparer:
             )
         variables = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, **chat}
         variables |= chat.get("chat_template_kwargs", {})
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._templates, default_sandbox().render, template, variables)
+            await render(template, variables)
         except TemplateLimitError as exc:
             log.warning("request %s: the chat template of %s %s", request.caller.request_id, hosted.entry.id, exc)
             raise InvalidRequestError(
@@ -298,7 +289,7 @@ class LlamaPreparer:
             )
         if hosted.grammars is None:
             token_table = await hosted.load_token_table()
-            hosted.grammars = hosted.grammars or GrammarChecker(token_table, self._grammars, hosted.connection)
+            hosted.grammars = hosted.grammars or GrammarChecker(token_table, hosted.connection)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         return await hosted.grammars.check(grammar, tools)
 
@@ -388,11 +379,11 @@ async def _tokenize(text: str, request: GenerationRequest, hosted: HostedModel, 
     Raises:
         ContextLengthError: the text is so long that at most its beginning was tokenized.
     """
-    if len(text) > hosted.context_length * CHARACTERS_PER_TOKEN:
-        bound = await hosted.token_bound()
-        if bound is not None and (least := bound.min_tokens(text)) > hosted.context_length:
-            raise too_long(request, f"more than {least - 1}", hosted.entry, hosted.context_length)
-    tokens = await hosted.tokenize(text, at_most=hosted.context_length, parse_special=True, add_special=special)
-    if len(tokens) > hosted.context_length and len(text) > hosted.context_length * CHARACTERS_PER_TOKEN:
-        raise too_long(request, f"more than {len(tokens) - 1}", hosted.entry, hosted.context_length)
+    context, longest = hosted.context_length, hosted.context_length * CHARACTERS_PER_TOKEN
+    is_allowed = len(text) <= hosted.context_length * MAX_CHARACTERS_PER_TOKEN
+    given = text if is_allowed else text[:longest]
+    tokens = await hosted.tokenize(given, at_most=context, parse_special=True, add_special=special)
+    if len(tokens) > context and len(text) > longest:
+        raise too_long(request, f"more than {len(tokens) - 1}", hosted.entry, context)
+    check_size(text, context, hosted.entry.id, param_of(request))
     return tokens

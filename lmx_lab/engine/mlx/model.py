@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
-from collections.abc import Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -24,13 +25,14 @@ from lmx_lab.engine.mlx.weights import checked_classes, fit_weights
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
-from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
+from lmx_lab.engine.tokenizing.encoder import TextEncoder, is_panic
 from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder, without_word_cache
-from lmx_lab.engine.tokenizing.templates import TemplateLimitError, default_sandbox, render_chat
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_request, write_chat
 from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
     check_characters,
     check_messages,
+    check_size,
     no_infill_error,
     single_token,
     start_tokens,
@@ -44,10 +46,11 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.files import start_in_thread
+from lmx_lab.weights.files import in_thread, start_in_thread
 from lmx_lab.weights.tokenizer_files import find_infill_tokens
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 MIN_CONTEXT_TOKENS = 256
 """A model is not loaded if memory allows fewer tokens than this."""
 
@@ -63,8 +66,7 @@ class EncodedPrompt:
 class PromptTokenizer:
     """Converts prompts to token ids. Has a separate tokenizer, because Rust tokenizers cannot be shared by threads.
 
-    May be used by one thread at a time, except ``render``, and ``encode`` for texts that are not quick, which may be
-    called from any thread.
+    Its coroutines may be awaited on any loop. ``call`` calls its other methods that take long, on a thread of its own.
 
     Args:
         encoder: Encodes texts; None if the tokenizer is written in Python.
@@ -86,27 +88,37 @@ class PromptTokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._infill = find_infill_tokens(backend.token_to_id if backend is not None else tokenizer.get_vocab().get)
         self._vocabulary = Vocabulary(tokenizer)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
         self.grammars: GrammarCompiler | None = None
-        """Compiles grammars; created with the first grammar, on the thread that compiles."""
+        """Compiles grammars; created with the first grammar."""
 
-    def render(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the thread of this tokenizer, and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def render(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
         """Return the text of a chat prompt, rendered with the model's chat template. Does not use the tokenizer.
 
         Raises:
             InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits; a
                 message contains an unpaired surrogate.
         """
-        check_messages(prompt.messages)
-        if not self._tokenizer.has_chat_template:
-            raise InvalidRequestError(
-                f"{self._model} has no chat template; send a prompt to /v1/completions instead", param="model"
-            )
+
+        def write() -> bytes | str:
+            check_messages(prompt.messages)
+            if not self._tokenizer.has_chat_template:
+                raise InvalidRequestError(
+                    f"{self._model} has no chat template; send a prompt to /v1/completions instead", param="model"
+                )
+            given = self.chat_format.template_input(request, prompt)
+            messages = given.pop("messages")
+            return write_chat(self._tokenizer, messages, add_generation_prompt=True, **given, **prompt.template_options)
+
         try:
-            template_input = self.chat_format.template_input(request, prompt)
-            messages = template_input.pop("messages")
-            return render_chat(
-                self._tokenizer, messages, add_generation_prompt=True, **template_input, **prompt.template_options
-            )
+            # A thread for each request, because many messages take long.
+            return await render_request(await in_thread(write, name="lmx-lab-template"))
+        except LabError:
+            raise
         except TemplateLimitError as exc:
             log.warning("request %s: the chat template of %s %s", request.caller.request_id, self._model, exc)
             raise InvalidRequestError(
@@ -119,48 +131,32 @@ class PromptTokenizer:
                 f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
             ) from exc
 
-    def is_quick(self, request: GenerationRequest, text: str | None) -> bool:
-        """Return whether ``encode`` is certain to take a short time, or has to run on the thread of this tokenizer."""
-        prompt = request.prompt
-        match prompt:
-            case ChatPrompt():
-                characters = len(text or "")
-            case TextPrompt():
-                characters = len(prompt.text)
-            case InfillPrompt():
-                characters = len(prompt.prefix) + len(prompt.suffix)
-            case TokenPrompt():
-                characters = 0
-        return self._encoder is None or isinstance(prompt, TokenPrompt) or self._encoder.is_quick(characters)
-
-    def encode(self, request: GenerationRequest, text: str | None, work: TextWork | None = None) -> EncodedPrompt:
+    async def encode(self, request: GenerationRequest, text: str | None) -> EncodedPrompt:
         """Return the token ids of the prompt.
 
         Args:
             text: The text of a chat prompt from ``render``.
-            work: The work of which this is a part, so that it can be cancelled.
 
         Raises:
             InvalidRequestError: the prompt is empty, or contains an unpaired surrogate; the tokenizer fails.
             ContextLengthError: the beginning of the text alone exceeds the context.
             QueueFullError: other long texts are being tokenized.
         """
-        work = work or TextWork()
         thinking: ReasoningState = "closed"
         match prompt := request.prompt:
             case _ if request.start is not None:
                 tokens = list(request.start.prompt)
             case ChatPrompt():
                 assert text is not None
-                tokens = self._encode_text(text, work, "messages", special=False)
+                tokens = await self._encode_text(text, "messages", special=False)
             case TextPrompt():
-                tokens = self._encode_text(prompt.text, work, "prompt", special=prompt.special)
+                tokens = await self._encode_text(prompt.text, "prompt", special=prompt.special)
             case InfillPrompt():
                 if (marks := self._infill) is None:
                     raise no_infill_error(self._model)
-                beginning = self._ids("", work, "prompt", special=True)
-                before = self._encode_text(prompt.prefix, work, "prompt", special=False)
-                after = self._encode_text(prompt.suffix, work, "suffix", special=False)
+                beginning = await self._ids("", "prompt", special=True)
+                before = await self._encode_text(prompt.prefix, "prompt", special=False)
+                after = await self._encode_text(prompt.suffix, "suffix", special=False)
                 tokens = [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle]
             case TokenPrompt():
                 tokens = list(prompt.tokens)
@@ -177,15 +173,15 @@ class PromptTokenizer:
         is_infill = isinstance(request.prompt, InfillPrompt)
         return self._infill.ends if is_infill and self._infill is not None else frozenset()
 
-    def named_tokens(self, request: GenerationRequest) -> tuple[int, ...]:
+    async def named_tokens(self, request: GenerationRequest) -> tuple[int, ...]:
         """Return the ids of ``logprob_tokens``.
 
         Raises:
             InvalidRequestError: a text is not exactly one token.
         """
-        return tuple(self.token_id(named, "logprob_tokens") for named in request.logprob_tokens)
+        return tuple([await self.token_id(named, "logprob_tokens") for named in request.logprob_tokens])
 
-    def token_id(self, named: int | str, param: str) -> int:
+    async def token_id(self, named: int | str, param: str) -> int:
         """Return the id of a token that is given as an id or as a text.
 
         Raises:
@@ -194,36 +190,39 @@ class PromptTokenizer:
         if isinstance(named, int):
             return named
         check_characters(named, param)
-        return single_token(named, self._ids(named, TextWork(), param, special=False), self._model, param=param)
+        return single_token(named, await self._ids(named, param, special=False), self._model, param=param)
 
-    def start_tokens(self, request: GenerationRequest) -> list[int]:
+    async def start_tokens(self, request: GenerationRequest) -> list[int]:
         """Return the tokens with which the answer begins.
 
         Raises:
             InvalidRequestError: see ``validation.start_tokens``.
         """
+        text = request.start.token if request.start is not None else None
+        named = {text: await self.token_id(text, "token")} if isinstance(text, str) else {}
+        work = partial(start_tokens, request, token_of=named.__getitem__, show=self.decode)
+        return await self.call(work)
 
-        return start_tokens(request, token_of=lambda text: self.token_id(text, "token"), show=self.decode)
-
-    def _encode_text(self, text: str, work: TextWork, param: str, *, special: bool = True) -> list[int]:
+    async def _encode_text(self, text: str, param: str, *, special: bool = True) -> list[int]:
         check_characters(text, param)
         context, beginning = self._context_length, text
         if context is not None and len(text) > context * CHARACTERS_PER_TOKEN:
-            if self._encoder is not None and (tokens := self._encoder.min_tokens(text)) > context:
-                raise self._too_long(tokens - 1, context, param)
             beginning = text[: context * CHARACTERS_PER_TOKEN]
-        ids = self._ids(beginning, work, param, special=special)
+        ids = await self._ids(beginning, param, special=special)
         if beginning is not text:
             assert context is not None
             if len(ids) > context:
                 raise self._too_long(len(ids), context, param)
-            ids = self._ids(text, work, param, special=special)
+            check_size(text, context, self._model, param)
+            ids = await self._ids(text, param, special=special)
         return ids
 
-    def _ids(self, text: str, work: TextWork, param: str, *, special: bool) -> list[int]:
+    async def _ids(self, text: str, param: str, *, special: bool) -> list[int]:
         if self._encoder is None:
-            return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
-        return self._encoder.encode([text], work, param=param, special=special)[0].ids
+            tokens = await self.call(partial(self._tokenizer.encode, text, add_special_tokens=special))
+            return [int(token) for token in tokens]
+        (encoded,) = await self._encoder.encode([text], param=param, special=special)
+        return encoded.ids
 
     def _too_long(self, tokens: int, context: int, param: str) -> ContextLengthError:
         return ContextLengthError(
@@ -280,7 +279,7 @@ def _decode(tokenizer: Any, tokens: Sequence[int], **options: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A chat model in memory. ``prompts`` is used on the prompt thread, everything else on the engine thread."""
+    """A chat model in memory. ``prompts`` is used on any loop, everything else on the engine thread."""
 
     entry: ModelEntry
     model: Any
@@ -370,8 +369,6 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any,
     The tokenizer is read at the same time as the weights. It causes most errors, which end the load immediately.
     """
     config = load_config(entry.path)
-    # Its process starts while the weights are read.
-    default_sandbox().start()
 
     def read_tokenizers() -> tuple[Any, Any]:
         tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))

@@ -1,7 +1,7 @@
 """Prepare chat requests and plain prompts for the engine thread.
 
-Chats are rendered to text on separate threads, text is tokenized on another, and grammars are compiled on a third,
-so that no task waits for a long task of another kind.
+Chats are rendered, texts are tokenized and grammars are compiled in sandboxes and on other threads, so that no loop
+waits for them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.encoders import LoadedEncoder
-from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
+from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
@@ -25,19 +23,16 @@ from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.tracing import TraceJob
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, TraceRequest
 from lmx_lab.engine.stream import Mailbox
-from lmx_lab.engine.tokenizing.encoder import TextWork
 from lmx_lab.engine.validation import check_length, check_steered_weights, check_token_ids, check_tokens
-from lmx_lab.errors import EngineDeadError, NotLoadedError
+from lmx_lab.errors import NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import known_content_digest
 
-T = TypeVar("T")
-
 
 class PromptPreparer:
-    """Renders and tokenizes prompts, and compiles grammars, each on separate threads.
+    """Renders and tokenizes prompts, and compiles grammars.
 
     Args:
         model_of: Returns the model in memory for an entry, or raises an error if it is no longer there.
@@ -46,33 +41,6 @@ class PromptPreparer:
     def __init__(self, settings: Settings, model_of: Callable[[ModelEntry], LoadedModel | LoadedEncoder]) -> None:
         self._settings = settings
         self._find_model = model_of
-        self._templates: ThreadPoolExecutor | None = None
-        self._prompts: ThreadPoolExecutor | None = None
-        self._long_prompts: ThreadPoolExecutor | None = None
-        self._grammars: GrammarQueue | None = None
-
-    def start(self) -> None:
-        """Start the threads. Idempotent."""
-        # Each request has a thread, so that its slow template does not delay other requests.
-        requests = self._settings.slots + self._settings.queue_limit
-        self._templates = self._templates or ThreadPoolExecutor(
-            max_workers=requests, thread_name_prefix="lmx-lab-templates"
-        )
-        self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
-        self._long_prompts = self._long_prompts or ThreadPoolExecutor(
-            max_workers=requests, thread_name_prefix="lmx-lab-long-prompts"
-        )
-        self._grammars = self._grammars or GrammarQueue("lmx-lab-grammars")
-
-    def stop(self) -> None:
-        """Stop the threads without waiting for them. Idempotent."""
-        executors, grammars = (self._templates, self._prompts, self._long_prompts), self._grammars
-        self._templates = self._prompts = self._long_prompts = self._grammars = None
-        for executor in executors:
-            if executor is not None:
-                executor.shutdown(wait=False, cancel_futures=True)
-        if grammars is not None:
-            grammars.close()
 
     async def prepare(
         self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
@@ -104,8 +72,8 @@ class PromptPreparer:
             loaded = self._model_of(entry).entry
             check_steered_weights(request.steer, entry, await in_thread(lambda: known_content_digest(loaded)))
         prompt = await self._encode(request, prompts)
-        named = await self._on_prompts_thread(prompts.named_tokens, request) if request.logprob_tokens else ()
-        start = await self._on_prompts_thread(prompts.start_tokens, request) if request.start is not None else []
+        named = await prompts.named_tokens(request) if request.logprob_tokens else ()
+        start = await prompts.start_tokens(request) if request.start is not None else []
         matchers = await self._matchers(request, prompts, prompt, width=width, count=len(permits))
         model = self._model_of(entry)
         tokens = [*prompt.tokens, *start]
@@ -130,7 +98,7 @@ class PromptPreparer:
         if start:
             del model
             for generation in generations:
-                await self._on_prompts_thread(generation.read_start)
+                await prompts.call(generation.read_start)
         return generations
 
     async def prepare_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> TraceJob:
@@ -152,7 +120,7 @@ class PromptPreparer:
                     model = self._model_of(entry)
                     prompts, width = model.prompts, model.traits.vocabulary_size
                     del model
-                    token = await self._on_prompts_thread(prompts.token_id, named, param)
+                    token = await prompts.token_id(named, param)
                     check_token_ids([token], param, entry, width)
                     chosen.append(token)
         return TraceJob(
@@ -206,12 +174,12 @@ class PromptPreparer:
             InvalidRequestError: a token is not in the vocabulary.
         """
         prompts = self._prompts_with(tokens, entry)
-        return await self._on_prompts_thread(prompts.decode, tokens)
+        return await prompts.call(prompts.decode, tokens)
 
     async def token_bytes(self, tokens: Sequence[int], entry: ModelEntry | None) -> list[bytes]:
         """Return the bytes of each token. Raises the same as ``decode``."""
         prompts = self._prompts_with(tokens, entry)
-        return await self._on_prompts_thread(prompts.token_bytes, tokens)
+        return await prompts.call(prompts.token_bytes, tokens)
 
     def _prompts_with(self, tokens: Sequence[int], entry: ModelEntry | None) -> PromptTokenizer:
         """Return the tokenizer of a model whose vocabulary contains these tokens."""
@@ -227,25 +195,15 @@ class PromptPreparer:
             raise NotLoadedError(f"{entry.id} is not a chat model; {LOAD_FIRST}")
         return model
 
-    async def _on_prompts_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, function, *arguments)
-
     async def _render(self, request: GenerationRequest, prompts: PromptTokenizer) -> str:
         assert isinstance(request.prompt, ChatPrompt)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._templates, prompts.render, request, request.prompt)
+        return await prompts.render(request, request.prompt)
 
     async def _encode(self, request: GenerationRequest, prompts: PromptTokenizer) -> EncodedPrompt:
-        loop, text = asyncio.get_running_loop(), None
+        text = None
         if isinstance(request.prompt, ChatPrompt) and request.start is None:
             text = await self._render(request, prompts)
-        work = TextWork()
-        # Long texts wait for the tokenizer's process, each on its own thread.
-        executor = self._prompts if prompts.is_quick(request, text) else self._long_prompts
-        try:
-            return await loop.run_in_executor(executor, prompts.encode, request, text, work)
-        finally:
-            work.cancel()
+        return await prompts.encode(request, text)
 
     async def _matchers(
         self, request: GenerationRequest, prompts: PromptTokenizer, prompt: EncodedPrompt, *, width: int, count: int
@@ -256,18 +214,12 @@ class PromptPreparer:
             return [None] * count
         if prompts.grammars is not None and (known := prompts.grammars.known_matchers(grammar, count)) is not None:
             return known
-        token_table = None if prompts.grammars else await self._on_prompts_thread(prompts.token_table, width)
+        if prompts.grammars is None:
+            compiler = await prompts.call(lambda: GrammarCompiler(prompts.token_table(width)))
+            # Another request may have created one meanwhile.
+            prompts.grammars = prompts.grammars or compiler
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        if (queue := self._grammars) is None:
-            raise EngineDeadError("the engine was stopped")
-
-        def compile_grammar() -> list[LLMatcher]:
-            if prompts.grammars is None:
-                assert token_table is not None
-                prompts.grammars = GrammarCompiler(token_table, queue.sandbox)
-            return prompts.grammars.matchers(grammar, count, tools)
-
-        return await queue.run(compile_grammar)
+        return await prompts.grammars.matchers(grammar, count, tools)
 
 
 def _constraint(
