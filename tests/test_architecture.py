@@ -134,6 +134,7 @@ SUBJECTS = {
     "engine.cpu_blas.gemv": "an algorithm in machine code",
     "engine.encoders.modernbert": "an architecture of models",
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
+    "engine.echo.prepare": "what the echo engine prepares for a request",
     "engine.llama_cpp.scoring": "an algorithm: log-probabilities of prompts",
     "engine.llama_cpp.texts": "embedding and ranking on llama.cpp",
     "engine.mlx.prepare_texts": "embedding and ranking on MLX",

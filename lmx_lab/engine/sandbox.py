@@ -395,13 +395,14 @@ class _Process:
             return
         self.is_stopped = True
         self._popen.kill()
-        # The system may need a while to release its memory.
-        threading.Thread(target=self._popen.wait, name="lmx-lab-sandbox-end", daemon=True).start()
         if self._streams is None:
             self._socket.close()
         else:
             self._streams[1].transport.abort()
         self._on_stop(self)
+        # On a thread, because the system may need a while to release its memory. At exit, no thread can be started.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=self._popen.wait, name="lmx-lab-sandbox-end", daemon=True).start()
 
 
 def environment() -> dict[str, str]:

@@ -26,7 +26,6 @@ from lmx_lab.engine.validation import (
 )
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.files import in_thread
 
 THOUGHTS = (THINK, END_OF_THOUGHTS)
 
@@ -39,8 +38,8 @@ class EchoPreparer:
         self._entry = entry
         self._context_length = context_length
         self._tokens_per_s = tokens_per_s
-        self._grammars: GrammarCompiler | None = None
         vocabulary = model.vocabulary
+        self._grammars = GrammarCompiler(lambda: vocabulary.token_table)
         self._chat_format = ChatFormat(
             reasoning_markers=THOUGHTS, reasoning_end=tuple(vocabulary.encode(END_OF_THOUGHTS))
         )
@@ -75,7 +74,7 @@ class EchoPreparer:
         grammar = self._chat_format.grammar(request, thinking)
         matchers: list[LLMatcher] | list[None] = [None] * choices
         if grammar is not None:
-            matchers = await self._matchers(grammar, choices, _tools(request))
+            matchers = await self._grammars.matchers(grammar, choices, _tools(request))
         pace = script.tokens_per_s if script is not None and script.tokens_per_s is not None else self._tokens_per_s
         prepared = PreparedEcho(
             request=request,
@@ -163,15 +162,6 @@ class EchoPreparer:
                     # The grammar chooses the arguments.
                     return encode(f'{START}\n{{"name": {json.dumps(name)}, "arguments": {{')
                 return encode(content)
-
-    async def _matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
-        if self._grammars is None:
-            compiler = await in_thread(lambda: GrammarCompiler(self._model.vocabulary.token_table))
-            # Another request may have created one meanwhile.
-            self._grammars = self._grammars or compiler
-        if (known := self._grammars.known_matchers(grammar, count)) is not None:
-            return known
-        return await self._grammars.matchers(grammar, count, tools)
 
     def _constraint(
         self, request: GenerationRequest, thinking: ReasoningState, matcher: LLMatcher | None

@@ -6,14 +6,14 @@ Callers write grammars, of which some crash the compiler and others take forever
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import pickle
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Set
-from functools import partial
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,21 +74,24 @@ def read_token_table(tokenizer: Any, *, width: int, markers: Set[int]) -> TokenT
 
 
 class GrammarCompiler:
-    """Compiles grammars and caches the results, including errors. May be used on any loop; creating it takes long.
+    """Compiles grammars and caches the results, including errors. May be used on any loop.
 
     The matchers that it returns are independent copies, which any one thread can use.
 
     Args:
+        read_table: Returns the vocabulary; called on other threads when the first grammar needs it.
         compile_s: Limit of the CPU time to compile a grammar. Engines that block during compilation set a lower limit.
         pool: The sandboxes in which grammars are checked; by default those that all models share.
     """
 
-    def __init__(self, table: TokenTable, *, compile_s: float = LIMIT_S, pool: SandboxPool | None = None) -> None:
-        self._table = table
+    def __init__(
+        self, read_table: Callable[[], TokenTable], *, compile_s: float = LIMIT_S, pool: SandboxPool | None = None
+    ) -> None:
         self._compile_s = compile_s
         self._pool = pool or shared_pool()
-        self._setup = Setup(lambda: pickle.dumps((table.tokens, table.special_token_ids, table.eos_tokens)))
-        self._tokenizer = build_tokenizer(table)
+        table = functools.cache(read_table)
+        self._build = functools.cache(lambda: build_tokenizer(table()))
+        self._setup = Setup(lambda: pickle.dumps((table().tokens, table().special_token_ids, table().eos_tokens)))
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._checked: OrderedDict[str, str] = OrderedDict()
         self._refused: OrderedDict[str, InvalidRequestError] = OrderedDict()
@@ -117,6 +120,8 @@ class GrammarCompiler:
             InvalidRequestError: the grammar cannot be compiled; the message contains llguidance's reason.
             QueueFullError: other grammars are checked for too long.
         """
+        if (known := self.known_matchers(grammar, count)) is not None:
+            return known
         matcher = await self._pool.portal.call(self._compile(grammar, tools))
         return [matcher.deep_copy() for _ in range(count)]
 
@@ -144,8 +149,8 @@ class GrammarCompiler:
     async def _compile(self, grammar: str, tools: ToolUse | None) -> LLMatcher:
         async with self._turn(grammar):
             if (matcher := self._compiled.get(grammar)) is None:
-                work = partial(compile_grammar, self._tokenizer, await self._check(grammar, tools))
-                matcher = await in_thread(work, name="lmx-lab-grammar")
+                enforced = await self._check(grammar, tools)
+                matcher = await in_thread(lambda: compile_grammar(self._build(), enforced), name="lmx-lab-grammar")
             _put(self._compiled, grammar, matcher)
             return matcher
 

@@ -49,7 +49,8 @@ class GrammarChecker:
     def __init__(self, token_table: TokenTable, connection: LlamaConnection) -> None:
         self._token_table = token_table
         self._connection = connection
-        self._grammars: GrammarCompiler | None = None
+        # While a grammar is compiled, llama.cpp computes no tokens.
+        self._grammars = GrammarCompiler(lambda: token_table, compile_s=1.0)
         self._checked: OrderedDict[str, str] = OrderedDict()
 
     async def check(self, grammar: str, tools: ToolUse | None) -> str:
@@ -63,11 +64,6 @@ class GrammarChecker:
         if (known := self._checked.pop(key, None)) is not None:
             self._checked[key] = known
             return known
-        if self._grammars is None:
-            # While a grammar is compiled, llama.cpp computes no tokens.
-            compiler = await in_thread(partial(GrammarCompiler, self._token_table, compile_s=1.0))
-            # Another request may have created one meanwhile.
-            self._grammars = self._grammars or compiler
         whole = json.loads(await self._grammars.check(grammar, tools))
         parts = whole["grammars"][1:]
         if not await self._is_enforced(parts, tools):
@@ -106,7 +102,6 @@ class GrammarChecker:
             "lark_grammar": f"{NO_FORCING}\nstart: " + " | ".join(f"@{part['name']}" for part in parts),
         }
         any_one = json.dumps({"grammars": [main, *parts]}, ensure_ascii=False)
-        assert self._grammars is not None
         (matcher,) = await self._grammars.matchers(any_one, 1, tools)
         forbidden = await in_thread(partial(self._forbidden_token, matcher))
         if forbidden is None:

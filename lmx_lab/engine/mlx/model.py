@@ -17,7 +17,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
-from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_parts, find_points
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, Traits, measure
@@ -89,8 +88,7 @@ class PromptTokenizer:
         self._infill = find_infill_tokens(backend.token_to_id if backend is not None else tokenizer.get_vocab().get)
         self._vocabulary = Vocabulary(tokenizer)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
-        self.grammars: GrammarCompiler | None = None
-        """Compiles grammars; created with the first grammar."""
+        self._grammars: GrammarCompiler | None = None
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function on the thread of this tokenizer, and return its result."""
@@ -231,13 +229,17 @@ class PromptTokenizer:
             param=param,
         )
 
-    def token_table(self, width: int) -> TokenTable:
-        """Return the vocabulary for grammars.
+    def grammars(self, width: int) -> GrammarCompiler:
+        """Return the compiler of grammars for this vocabulary.
 
         Args:
             width: Size of the vocabulary in the model's output.
         """
-        return read_token_table(self._tokenizer, width=width, markers=self.chat_format.marker_tokens)
+        if self._grammars is None:
+            # It must not refer to this object, so that its process ends as soon as the model is unloaded.
+            markers = self.chat_format.marker_tokens
+            self._grammars = GrammarCompiler(partial(read_token_table, self._tokenizer, width=width, markers=markers))
+        return self._grammars
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens.

@@ -15,7 +15,6 @@ from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.encoders import LoadedEncoder
-from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
@@ -212,14 +211,8 @@ class PromptPreparer:
         grammar = prompts.chat_format.grammar(request, prompt.thinking)
         if grammar is None:
             return [None] * count
-        if prompts.grammars is not None and (known := prompts.grammars.known_matchers(grammar, count)) is not None:
-            return known
-        if prompts.grammars is None:
-            compiler = await prompts.call(lambda: GrammarCompiler(prompts.token_table(width)))
-            # Another request may have created one meanwhile.
-            prompts.grammars = prompts.grammars or compiler
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        return await prompts.grammars.matchers(grammar, count, tools)
+        return await prompts.grammars(width).matchers(grammar, count, tools)
 
 
 def _constraint(

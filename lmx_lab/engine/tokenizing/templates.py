@@ -202,7 +202,7 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
-async def try_template(template: str, path: Path, *, limit_s: float = 2.0) -> None:
+async def try_template(template: str, path: Path, *, limit_s: float = 2.0, pool: SandboxPool | None = None) -> None:
     """Render a chat template for each of ``SHAPES``.
 
     Args:
@@ -217,7 +217,7 @@ async def try_template(template: str, path: Path, *, limit_s: float = 2.0) -> No
         return
     for shape in SHAPES:
         try:
-            await render(template, {**USUAL, **shape}, limit_s=limit_s)
+            await render(template, {**USUAL, **shape}, limit_s=limit_s, pool=pool)
         except TemplateLimitError as exc:
             raise UnusableModelError(f"{path} cannot be loaded: its chat template {exc}", param="model") from exc
         except TemplateBusyError as exc:

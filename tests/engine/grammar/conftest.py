@@ -28,4 +28,4 @@ def table(tokenizer):
 
 @pytest.fixture(scope="package")
 def compiler(table, pool):
-    return GrammarCompiler(table, pool=pool)
+    return GrammarCompiler(lambda: table, pool=pool)

@@ -64,7 +64,7 @@ def test_matchers_of_one_grammar_advance_independently(compiler, tokenizer):
 
 
 def test_ids_without_a_token_are_never_allowed(tokenizer, pool):
-    wide = GrammarCompiler(read_token_table(tokenizer, width=WIDTH + 100, markers=set()), pool=pool)
+    wide = GrammarCompiler(lambda: read_token_table(tokenizer, width=WIDTH + 100, markers=set()), pool=pool)
     (matcher,) = matchers_of(wide, grammar_for(AnswerFormat(kind="regex", text="(?s:.*)")))
     mask = Constraint(matcher, None).mask(WIDTH + 100)
     assert mask[:WIDTH].sum() > WIDTH // 2

@@ -1,5 +1,6 @@
 """Tests of chat format detection with the tokenizers, templates and recorded answers of several model families."""
 
+import functools
 import json
 from dataclasses import dataclass, replace
 from itertools import product
@@ -306,7 +307,12 @@ def accepts(families):
     # With and without tokens of their own for reasoning and calls.
     compilers = {
         family: GrammarCompiler(
-            read_token_table(known.tokenizer, width=len(known.tokenizer), markers=known.chat_format.marker_tokens)
+            functools.partial(
+                read_token_table,
+                known.tokenizer,
+                width=len(known.tokenizer),
+                markers=known.chat_format.marker_tokens,
+            )
         )
         for family, known in families.items()
         if family in ("hermes", "coder", "mistral")

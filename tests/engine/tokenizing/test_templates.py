@@ -102,6 +102,9 @@ async def test_a_template_that_waits_too_long_for_other_slow_ones_is_refused():
     await auntil(lambda: bool(pool.pids))
     with pytest.raises(TemplateBusyError, match=r"other slow templates were rendered for 0\.1 s"):
         await render("{{ 1 }}", {}, limit_s=0.1, pool=pool)
+    # A template that was not tried is not accepted.
+    with pytest.raises(UnusableModelError, match="model cannot be loaded now: other slow templates were rendered"):
+        await try_template("{{ 'busy' }}", PATH, limit_s=0.1, pool=pool)
     slow.cancel()
     await asyncio.wait([slow])
     pool.close()
