@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import psutil
 
-from lmx_lab.settings import Settings
 from soak.report import Row
 
 POLL_S = 0.1
@@ -91,11 +90,8 @@ class Allowance:
         return ", ".join([f"RSS {self.rss_share:.0%} + {self.rss_mb:g} MB", *more])
 
 
-ACCEPTED = Settings().slots + Settings().queue_limit
-"""Requests that a server accepts at once. Each has a thread for its chat template, which the server keeps."""
-SETTLED_SERVER = Allowance(threads=POOL + ACCEPTED, descriptors=6, processes=1)
-"""Allowance for a server of one model. On a busy machine, a chat template that was once slow gets a second process, and
-more templates are rendered at once than during the warm-up."""
+SETTLED_SERVER = Allowance(threads=POOL, descriptors=6, processes=1)
+"""Allowance for a server of one model. On a busy machine, a chat template that is slow has a process of its own."""
 
 
 class ResourceMonitor:

@@ -54,10 +54,10 @@ TABLE = {
     "http": Row("errors heap sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
     "weights": Row("errors values settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size. tokenizers: encoders lower-case through a normalizer.
-    # portal: llama.cpp's processes are awaited on a loop of their own.
+    # blocking, portal: llama.cpp's processes and those of sandboxes are awaited on loops of their own.
     # pydantic_core: writes and reads JSON faster than the standard library, which holds the interpreter's lock longer.
     "engine": Row(
-        "errors extras values settings portal heap weights",
+        "errors extras values settings blocking portal heap weights",
         "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp pydantic_core",
     ),
     "server": Row(
@@ -135,6 +135,7 @@ SUBJECTS = {
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
     "engine.llama_cpp.scoring": "an algorithm: log-probabilities of prompts",
     "engine.llama_cpp.texts": "embedding and ranking on llama.cpp",
+    "engine.mlx.prepare_texts": "embedding and ranking on MLX",
     "notebook.bench": "a method of a lab",
     "notebook.rerank_result": "the result of a method",
     "panels.static_views": "how panels are displayed without a kernel",

@@ -12,7 +12,7 @@ import lmx_lab
 from lmx_lab.cli.process import freeze_objects, stop_on_signals
 from lmx_lab.cli.terminal import print_line
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.tokenizing.templates import prepared_trial
+from lmx_lab.engine.tokenizing.templates import prepare_rendering
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_half_blocks
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
@@ -78,16 +78,13 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
 def _first_load(engine: ModelManager, spec: LoadSpec | None) -> asyncio.Task[LoadReport] | None:
     """Begin to load the first model of the server; return None if there is none."""
 
-    async def load(first: LoadSpec) -> LoadReport:
-        with prepared_trial():
-            return await engine.load(first)
-
     for first in (*engine.unpinned(), spec):
         if first is not None:
             # The load and the server import it at the same time, which can fail with a partially initialized module.
             import numpy.typing  # noqa: F401
 
-            return asyncio.create_task(load(first), name=f"lmx-lab load {first.model:.80}")
+            prepare_rendering()
+            return asyncio.create_task(engine.load(first), name=f"lmx-lab load {first.model:.80}")
     return None
 
 

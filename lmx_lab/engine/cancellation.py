@@ -19,8 +19,8 @@ class Cancellation:
         """Cancel the work. Idempotent."""
         self._cancelled = True
 
-    def check(self, _: object = None) -> None:
-        """Check that the work was not cancelled. The argument is ignored (see ``SandboxProcess.request``).
+    def check(self) -> None:
+        """Check that the work was not cancelled.
 
         Raises:
             NotLoadedError: it was cancelled.

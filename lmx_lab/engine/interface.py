@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lmx_lab.engine.admission import AdmissionControl, Permit
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
     Embeddings,
@@ -92,10 +91,11 @@ class InferenceEngine(Protocol):
 
     # Models
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, other_bytes: int = 0) -> None:
         """Check that a model can be loaded, before the current one is unloaded.
 
-        Blocks, because it reads files, and tries the model's tokenizer and chat template in processes with limits.
+        Reads files on threads, and tries the model's tokenizer and chat template in processes with limits. Cancelling
+        the caller ends the check; a thread that waits for a disk is abandoned.
 
         Args:
             other_bytes: Memory of the other models that are loaded at the same time.
@@ -103,7 +103,6 @@ class InferenceEngine(Protocol):
         Raises:
             UnusableModelError: the engine cannot run this model, or not with these options.
             OutOfMemoryError: the model is larger than the rest of the memory limit.
-            NotLoadedError: the check was cancelled.
         """
 
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:

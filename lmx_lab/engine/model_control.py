@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import AdmissionControl
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.interface import InferenceEngine
 from lmx_lab.engine.loads import (
@@ -290,19 +289,14 @@ class ModelControl:
     async def _check_loadable(
         self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine, *, other_bytes: int | None = None
     ) -> float:
-        """Let an engine check a model on a thread, because it may take any time; return the seconds that it took.
+        """Let an engine check a model; return the seconds that it took.
 
         Args:
             other_bytes: Memory of the models beside this one; by default of those that stay when it is loaded.
         """
-        started, cancellation = self._loop.time(), Cancellation()
+        started = self._loop.time()
         other_bytes = staying_bytes(self._slots, entry, spec, engine) if other_bytes is None else other_bytes
-        work = functools.partial(engine.check, entry, spec, cancellation, other_bytes=other_bytes)
-        check = in_thread(work, name="lmx-lab-check")
-        try:
-            await within_limit(check, entry, self.settings.load_timeout_s)
-        finally:
-            cancellation.cancel()
+        await within_limit(engine.check(entry, spec, other_bytes=other_bytes), entry, self.settings.load_timeout_s)
         return self._loop.time() - started
 
     async def _load_main(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> LoadReport:

@@ -13,6 +13,9 @@ from lmx_lab.values.steering import SteeringVector, read_components
 CHARACTERS_PER_TOKEN = 10
 """Maximum number of characters of ordinary text for each token. If a text has more for each token of the context, only
 its beginning is tokenized."""
+MAX_CHARACTERS_PER_TOKEN = 100
+"""A text with more characters than this for each token of the context is refused without tokenizing it, because 5 MB of
+spaces would take seconds. The longest word that WordPiece converts to a token has 100 characters."""
 MAX_PADDING_TOKENS = 128
 """Maximum difference of the vocabularies of a model and its draft model, as in llama.cpp. Models of one family pad
 their vocabulary to different sizes."""
@@ -97,6 +100,24 @@ def check_characters(text: str, param: str) -> None:
     except UnicodeEncodeError as exc:
         what = f"the lone surrogate {exc.object[exc.start]!r}, which cannot be encoded"
         raise InvalidRequestError(f"{param} has {what}", param=param) from exc
+
+
+def check_size(text: str | tuple[str, str], context_length: int, model: str, param: str) -> None:
+    """Refuse a text, or a pair, that cannot fit into the context of a model.
+
+    Raises:
+        ContextLengthError: it has too many characters.
+    """
+    characters, limit = (
+        sum(map(len, (text,) if isinstance(text, str) else text)),
+        context_length * MAX_CHARACTERS_PER_TOKEN,
+    )
+    if characters > limit:
+        raise ContextLengthError(
+            f"{param} has {characters} characters, and the limit of {model} is {limit}, {MAX_CHARACTERS_PER_TOKEN} for "
+            f"each of the {context_length} tokens that it takes; shorten it",
+            param=param,
+        )
 
 
 def param_of(request: GenerationRequest) -> str:

@@ -1,5 +1,6 @@
 """The tokenizers' word caches use no memory after their model was unloaded."""
 
+import asyncio
 import ctypes
 import gc
 import platform
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer
 from lmx_lab.engine.mlx.model import load_chat
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.models import load, write_tiny_llama, write_tiny_qwen3
+from tests.support.models import load, texts_of, write_tiny_llama, write_tiny_qwen3
 
 pytestmark = [
     pytest.mark.slow,
@@ -59,7 +60,8 @@ def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path, smollm2):
 
     def use():
         model = load_chat(tiny, limit_bytes=2**40)
-        assert len(model.prompts.encode(WORDS, special=True, param="prompt")) > 10_000
+        encoding = model.prompts.encode(WORDS, special=True, param="prompt")
+        assert len(asyncio.run(encoding)) > 10_000
 
     assert leaked_bytes(use) < MOST_BYTES
 
@@ -74,6 +76,6 @@ def test_an_unloaded_embedding_model_leaves_no_cached_words(tmp_path, smollm2):
     )
 
     def use():
-        assert load(entry).texts.texts([WORDS], input_type=None, truncate=False)
+        assert texts_of(load(entry), [WORDS], input_type=None, truncate=False)
 
     assert leaked_bytes(use) < MOST_BYTES

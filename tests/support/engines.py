@@ -29,6 +29,7 @@ from lmx_lab.engine.llama_cpp.engine import LlamaCppCore, LlamaCppEngine
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.registry import engine_for
+from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.speeds import Speeds
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
@@ -37,6 +38,9 @@ from lmx_lab.weights import Catalog
 
 # Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from lmx_lab.engine.grammar.compile import GrammarCompiler
     from lmx_lab.engine.mlx.engine import MlxEngine
     from lmx_lab.engine.mlx.state import MlxCore
     from lmx_lab.engine.mlx.thread import EngineThread
@@ -273,6 +277,13 @@ TOOL_CONVERSATION: tuple[dict[str, Any], ...] = (
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "It is."},
 )
+
+
+def matchers_of(
+    compiler: GrammarCompiler, grammar: str, tools: ToolUse | None = None, *, count: int = 1
+) -> list[LLMatcher]:
+    """Compile a grammar, and wait for its matchers."""
+    return shared_pool().portal.run(compiler.matchers(grammar, count, tools))
 
 
 def merge(deltas: Iterable[ToolCallDelta]) -> tuple[list[tuple[str, str]], list[str]]:

@@ -6,7 +6,7 @@ import importlib
 import json
 import shutil
 import struct
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.weights.facts import read_folder
 
 # Imported by the function that needs it, because it imports mlx-lm, and fast tests import this file.
 if TYPE_CHECKING:
-    from lmx_lab.engine.encoders import LoadedEncoder
+    from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 
 TINY_ENTRY = ModelEntry(
     id="tiny",
@@ -397,10 +398,20 @@ def load(listed: ModelEntry, **settings: Any) -> LoadedEncoder:
     return load_encoder(listed, **{"limit_bytes": 2**40} | settings)
 
 
+def texts_of(model: LoadedEncoder, inputs: Sequence[str | Sequence[int]], **options: Any) -> list[TextTokens]:
+    """Return the tokens of texts."""
+    return shared_pool().portal.run(model.texts.texts(inputs, **options))
+
+
+def pairs_of(model: LoadedEncoder, query: str, documents: Sequence[str], **options: Any) -> list[TextTokens]:
+    """Return the tokens of a query with each document."""
+    return shared_pool().portal.run(model.texts.pairs(query, documents, **options))
+
+
 def embed(model: LoadedEncoder, *inputs: str | tuple[int, ...], **options: Any) -> Vectors:
     """Return the vectors of texts, computed in one batch."""
     options = {"input_type": None, "truncate": False} | options
-    return run(model.forward(model.texts.texts(inputs, **options)))
+    return run(model.forward(texts_of(model, inputs, **options)))
 
 
 Load = Callable[..., "LoadedEncoder"]

@@ -15,7 +15,6 @@ from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
 from lmx_lab.engine.answers import Generation
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.echo.model import (
     BEGIN,
     DIMENSIONS,
@@ -29,7 +28,7 @@ from lmx_lab.engine.echo.model import (
 )
 from lmx_lab.engine.echo.rounds import EchoRounds, EchoRow
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, Script, ScriptAnswer, read_script
-from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
+from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.memory import total_bytes
@@ -74,28 +73,6 @@ def read_model(entry: ModelEntry, settings: Settings) -> tuple[EchoModel, Script
     return EchoModel(), read_script(settings.echo_script) if settings.echo_script is not None else Script()
 
 
-class EchoGrammars:
-    """Compiles grammars on a thread."""
-
-    def __init__(self, model: EchoModel) -> None:
-        self._model = model
-        self._queue = GrammarQueue("lmx-lab-echo-grammars")
-        self._compiler: GrammarCompiler | None = None
-
-    def stop(self) -> None:
-        """Stop compiling grammars, without waiting for its end."""
-        self._queue.close()
-
-    async def matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
-        """See ``GrammarCompiler.matchers``."""
-        if self._compiler is None:
-            table, sandbox = self._model.vocabulary, self._queue.sandbox
-            self._compiler = await self._queue.run(lambda: GrammarCompiler(table.token_table, sandbox))
-        if (known := self._compiler.known_matchers(grammar, count)) is not None:
-            return known
-        return await self._queue.run(functools.partial(self._compiler.matchers, grammar, count, tools))
-
-
 @dataclass(kw_only=True, frozen=True)
 class EchoTokenizer:
     """The ``Tokenizer`` of a request to the echo engine."""
@@ -104,7 +81,7 @@ class EchoTokenizer:
     entry: ModelEntry
     context_length: int
     tokens_per_s: float | None
-    grammars: EchoGrammars
+    grammars: GrammarCompiler
     script: ScriptAnswer | None = None
     """The answer from the script; None repeats the last message."""
 
@@ -282,7 +259,7 @@ class EchoCore:
                 entry=entry,
                 context_length=context_length,
                 tokens_per_s=self._settings.echo_tokens_per_s,
-                grammars=EchoGrammars(model),
+                grammars=GrammarCompiler(lambda: model.vocabulary.token_table),
             ),
             rounds=EchoRounds(
                 model,
@@ -301,7 +278,6 @@ class EchoCore:
         main, self._main = self._main, None
         if main is None:
             return 0
-        main.tokenizer.grammars.stop()
         self._publish()
         return main.model.memory_bytes
 
@@ -500,8 +476,8 @@ class EchoEngine(LoopEngine[EchoCore]):
         """See ``InferenceEngine``."""
         return f"echo-{version('lmx-lab')}"
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, other_bytes: int = 0) -> None:
         """See ``InferenceEngine``."""
         # Coding agents send prompts that are longer than the default context.
         check_options(replace(entry, context_length=2**20), spec)
-        read_model(entry, self._settings)
+        await in_thread(functools.partial(read_model, entry, self._settings), name="lmx-lab-check")

@@ -11,9 +11,10 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as Normalizers
 
 from lmx_lab.engine.encoders.sentence_transformers import ChatTemplateInput, EncodingPrompts
-from lmx_lab.engine.tokenizing.encoder import EncodedText, TextEncoder, TextWork
+from lmx_lab.engine.sandbox import shared_pool
+from lmx_lab.engine.tokenizing.encoder import EncodedText, TextEncoder
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_chat
-from lmx_lab.engine.validation import check_characters, check_token_ids
+from lmx_lab.engine.validation import check_characters, check_size, check_token_ids
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import InputType
@@ -22,9 +23,6 @@ Text = TypeVar("Text", str, tuple[str, str])
 
 CHARACTERS_PER_TOKEN = 10
 """More than a token stands for in ordinary text."""
-MAX_CHARACTERS_PER_TOKEN = 100
-"""A text with more characters than this for each token of the context is refused without tokenizing it, because 5 MB of
-spaces would take seconds. The longest word that WordPiece converts to a token has 100 characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +38,14 @@ class PairTemplate:
 class PairFormat(Protocol):
     """Converts a query and a document to one text, for decoders."""
 
-    def template(self, query: str) -> PairTemplate:
+    async def template(self, query: str) -> PairTemplate:
         """Return the text around the documents of a query."""
 
 
 class QwenPairFormat:
     """The prompt that Qwen3-Reranker was trained with, as documented in its model card."""
 
-    def template(self, query: str) -> PairTemplate:
+    async def template(self, query: str) -> PairTemplate:
         judge = (
             "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
             'Note that the answer can only be "yes" or "no".'
@@ -61,7 +59,7 @@ class QwenPairFormat:
 
 
 class ChatPairFormat:
-    """The model's chat template, rendered once per query.
+    """The model's chat template, rendered once per query. Creating it blocks.
 
     Raises:
         UnusableModelError: the template, which is rendered as a test, fails or does not show query and document.
@@ -72,13 +70,13 @@ class ChatPairFormat:
         self._input = input_
         self._model = model
         try:
-            template = self.template(probe := uuid.uuid4().hex)
+            template = shared_pool().portal.run(self.template(probe := uuid.uuid4().hex))
         except InvalidRequestError as exc:
             raise UnusableModelError(exc.message) from exc
         if probe not in template.before + template.after:
             raise UnusableModelError("its chat template does not show a message with the role query")
 
-    def template(self, query: str) -> PairTemplate:
+    async def template(self, query: str) -> PairTemplate:
         """Return the text around the documents of a query.
 
         Raises:
@@ -91,7 +89,7 @@ class ChatPairFormat:
         if self._input.system:
             messages.insert(0, self._message("system", self._input.system))
         try:
-            text = render_chat(self._tokenizer, messages, **self._input.options)
+            text = await render_chat(self._tokenizer, messages, **self._input.options)
         except TemplateLimitError as exc:
             raise InvalidRequestError(f"the chat template of {self._model} {exc}", param="query") from exc
         # A template is a program that comes with the model: it may raise any exception.
@@ -138,7 +136,7 @@ class TextRules:
 
 
 class TextTokenizer:
-    """A model's tokenizer, with the model's rules. Use it on one thread at a time for texts that are quick.
+    """A model's tokenizer, with the model's rules. May be used on any loop.
 
     Args:
         tokenizer: A tokenizer of transformers. It is modified, so no other code may use it.
@@ -163,14 +161,9 @@ class TextTokenizer:
         self._entry = entry
         self._rules = rules
 
-    def is_quick(self, characters: int) -> bool:
-        """Return whether texts with this many characters in all are tokenized without the sandbox process."""
-        return self._encoder.is_quick(characters)
-
-    def texts(
+    async def texts(
         self,
         inputs: Sequence[str | Sequence[int]],
-        work: TextWork | None = None,
         *,
         input_type: InputType | None,
         truncate: bool,
@@ -180,7 +173,6 @@ class TextTokenizer:
         """Convert texts to embed, each after the model's prompt. Inputs that are token ids are used unchanged.
 
         Args:
-            work: The work of which this is a part, so that it can be cancelled.
             param: Name of the inputs in the request.
             first: Index of the first input in the request; None if there is only one and it has no index.
 
@@ -189,22 +181,20 @@ class TextTokenizer:
             ContextLengthError: a text is too long, and ``truncate`` is False.
         """
         places = [param if first is None else f"{param}.{first + at}" for at in range(len(inputs))]
-        work = work or TextWork()
         prompt = self._rules.prompts.prompt_for(input_type)
         skipped_tokens = 0
         if prompt and not self._rules.include_prompt:
-            prompt_ids = self._encoder.encode([prompt], work, param="input")[0].ids
+            prompt_ids = (await self._encoder.encode([prompt], param="input"))[0].ids
             # A special token at the beginning belongs to the prompt; one at the end does not.
             skipped_tokens = len(prompt_ids) - bool(prompt_ids and prompt_ids[-1] in self._special)
         texts = {at: prompt + text for at, text in enumerate(inputs) if isinstance(text, str)}
         for at, text in texts.items():
             check_characters(text, places[at])
         text_places = [places[at] for at in texts]
-        encoded = self._fitting(
+        encoded = await self._fitting(
             [self._beginning(text) for text in texts.values()],
             list(texts.values()),
             text_places,
-            work,
             param=text_places[0] if len(texts) == 1 else "input",
             truncation="longest_first" if truncate else None,
         )
@@ -226,11 +216,10 @@ class TextTokenizer:
             found[at] = TextTokens(tuple(tokens[: self._rules.context_length]))
         return [found[at] for at in range(len(inputs))]
 
-    def pairs(
+    async def pairs(
         self,
         query: str,
         documents: Sequence[str],
-        work: TextWork | None = None,
         *,
         truncate: bool,
         first: int | None = 0,
@@ -241,59 +230,57 @@ class TextTokenizer:
             InvalidRequestError: a text contains a lone surrogate, or the model's chat template rejects the query.
             ContextLengthError: the query leaves no room, or a document is too long and ``truncate`` is False.
         """
-        work = work or TextWork()
         places = ["documents" if first is None else f"documents.{first + at}" for at in range(len(documents))]
         check_characters(query, "query")
         for place, document in zip(places, documents, strict=True):
             check_characters(document, place)
         if (beginning := self._beginning(query)) != query:
-            tokens = self._encoder.encode([beginning], work, param="query")[0].length
+            tokens = (await self._encoder.encode([beginning], param="query"))[0].length
             if self._exceeds(tokens):
                 self._check_room(tokens, cut=True)
             self._check_size(query, "query")
         if self._rules.pairs is not None:
-            return self._template_pairs(self._rules.pairs, query, documents, places, work, truncate=truncate)
+            return await self._template_pairs(self._rules.pairs, query, documents, places, truncate=truncate)
         query = self._rules.prompts.prompt_for(None) + query
-        self._check_room(self._encoder.encode([(query, "")], work, param="query")[0].length)
+        self._check_room((await self._encoder.encode([(query, "")], param="query"))[0].length)
         whole = [(query, document) for document in documents]
         parts = [(query, self._beginning(document)) for document in documents]
         truncation = "only_second" if truncate else None
-        encodings = self._fitting(parts, whole, places, work, param="documents", truncation=truncation)
+        encodings = await self._fitting(parts, whole, places, param="documents", truncation=truncation)
         starts = [encoding.second_start if self._rules.segments else None for encoding in encodings]
         return [
             TextTokens(tuple(encoding.ids), second_start=start)
             for encoding, start in zip(encodings, starts, strict=True)
         ]
 
-    def _template_pairs(
+    async def _template_pairs(
         self,
         format: PairFormat,
         query: str,
         documents: Sequence[str],
         places: list[str],
-        work: TextWork,
         *,
         truncate: bool,
     ) -> list[TextTokens]:
-        template = format.template(query)
-        around = self._encoder.encode([template.before + template.after], work, param="query", special=False)
+        template = await format.template(query)
+        around = await self._encoder.encode([template.before + template.after], param="query", special=False)
         self._check_room(around[0].length)
         if template.strip:
             documents = [document.strip() for document in documents]
         whole = [template.before + document + template.after for document in documents]
         beginnings = [self._beginning(document) for document in documents]
         parts = [template.before + beginning + template.after for beginning in beginnings]
-        encodings = self._encodings(parts, whole, work, param="documents", special=False)
+        encodings = await self._encodings(parts, whole, param="documents", special=False)
         found = [encoding.ids for encoding in encodings]
         for at, encoding in enumerate(encodings):
             if self._exceeds(encoding.length):
                 if not truncate:
                     raise self._too_long(places[at], encoding.length, cut=parts[at] != whole[at])
                 document = parts[at][len(template.before) : len(parts[at]) - len(template.after)]
-                found[at] = self._fit_document(template, document, work)
+                found[at] = await self._fit_document(template, document)
         return [TextTokens(tuple(ids)) for ids in found]
 
-    def _fit_document(self, template: PairTemplate, document: str, work: TextWork) -> list[int]:
+    async def _fit_document(self, template: PairTemplate, document: str) -> list[int]:
         """Return the tokens with as much of the document as fits.
 
         The text is tokenized again after each cut, because tokens can span the ends of the document.
@@ -301,7 +288,7 @@ class TextTokenizer:
         context = self._rules.context_length
         while True:
             text = template.before + document + template.after
-            encoding = self._encoder.encode([text], work, param="documents", special=False, starts=True)[0]
+            encoding = (await self._encoder.encode([text], param="documents", special=False, starts=True))[0]
             excess = encoding.length - (context or 0)
             if context is None or excess <= 0 or not document:
                 return encoding.ids
@@ -309,12 +296,11 @@ class TextTokenizer:
             inside = [start for start in starts if 0 <= start < len(document)]
             document = document[: min(inside[-excess:], default=0)]
 
-    def _fitting(
+    async def _fitting(
         self,
         beginnings: list[Text],
         whole: Sequence[Text],
         places: Sequence[str],
-        work: TextWork,
         *,
         param: str,
         truncation: str | None,
@@ -324,7 +310,7 @@ class TextTokenizer:
         Args:
             truncation: The strategy of the tokenizer; None refuses texts that are too long.
         """
-        found, context = self._encodings(beginnings, whole, work, param=param), self._rules.context_length
+        found, context = await self._encodings(beginnings, whole, param=param), self._rules.context_length
         long = [at for at, encoding in enumerate(found) if self._exceeds(encoding.length)]
         if not long or context is None:
             return found
@@ -332,36 +318,30 @@ class TextTokenizer:
             at = long[0]
             raise self._too_long(places[at], found[at].length, cut=beginnings[at] != whole[at])
         texts = [beginnings[at] for at in long]
-        cut = self._encoder.encode(texts, work, param=param, truncation=(context, truncation))
+        cut = await self._encoder.encode(texts, param=param, truncation=(context, truncation))
         for at, encoding in zip(long, cut, strict=True):
             found[at] = encoding
         return found
 
-    def _encodings(
-        self, beginnings: list[Text], whole: Sequence[Text], work: TextWork, *, param: str, special: bool = True
+    async def _encodings(
+        self, beginnings: list[Text], whole: Sequence[Text], *, param: str, special: bool = True
     ) -> list[EncodedText]:
         """Encode the beginnings, and the whole text where the beginning fits into the context.
 
         ``beginnings`` is updated with the texts that were encoded.
         """
         context = self._rules.context_length
-        found = self._encoder.encode(beginnings, work, param=param, special=special, keep=context)
+        found = await self._encoder.encode(beginnings, param=param, special=special, keep=context)
         for at, text in enumerate(whole):
             if beginnings[at] != text and not self._exceeds(found[at].length):
                 self._check_size(text, param)
                 beginnings[at] = text
-                (found[at],) = self._encoder.encode([text], work, param=param, special=special, keep=context)
+                (found[at],) = await self._encoder.encode([text], param=param, special=special, keep=context)
         return found
 
     def _check_size(self, text: str | tuple[str, str], param: str) -> None:
-        characters = sum(map(len, (text,) if isinstance(text, str) else text))
-        context = self._rules.context_length
-        if context is not None and characters > (limit := context * MAX_CHARACTERS_PER_TOKEN):
-            raise ContextLengthError(
-                f"{param} has {characters} characters, and the limit of {self._entry.id} is {limit}, "
-                f"{MAX_CHARACTERS_PER_TOKEN} for each of the {context} tokens that it takes; shorten it",
-                param=param,
-            )
+        if (context := self._rules.context_length) is not None:
+            check_size(text, context, self._entry.id, param)
 
     def _check_room(self, tokens: int, *, cut: bool = False) -> None:
         """Check that a query leaves room for at least one token of a document."""

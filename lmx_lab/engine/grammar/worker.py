@@ -1,8 +1,9 @@
-"""Compile grammars with llguidance; as a sandbox worker (see ``sandbox_process``), check that they can be used.
+"""Compile grammars with llguidance; as a sandbox worker (see ``sandbox_worker``), check that they can be used.
 
 As a worker, the first request is a ``TokenTable`` as a pickled tuple. Each later one is a pickled list of grammars,
 which is answered with JSON: ``reason``, empty if the first grammar can be enforced; ``part``, the index of the other
-grammar that causes the problem; and ``compile_s``, the CPU time that compiling the first grammar took.
+grammar that causes the problem; ``compile_s``, the CPU time that compiling the first grammar took; and ``used_s``, the
+CPU time of the whole request.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ STACK_BYTES = 512 * 2**20
 """Chains of rules and references recurse: 3,000 overflow the usual 8 MB. Only the used part takes memory."""
 MEMORY_BYTES = 4 * 2**30
 CPU_S = 30
-STEPS, WALKS = 24, 2
-SLOWEST_S = 0.25
-SLOW_WALK_S = 0.6
 _stack_size_lock = threading.Lock()
 
 
@@ -89,7 +87,7 @@ def handle(request: bytes) -> bytes:
     message = pickle.loads(request)
     if isinstance(message, tuple):
         _tokenizers[:] = [build_tokenizer(TokenTable(*message))]
-        return b"{}"
+        return b""
     started = time.process_time()
     matcher = compile_grammar(_tokenizers[0], message[0])
     compile_s = time.process_time() - started
@@ -97,22 +95,28 @@ def handle(request: bytes) -> bytes:
     if reason:
         reasons = (_walk_all(compile_grammar(_tokenizers[0], grammar)) for grammar in message[1:])
         part, reason = next(((at, own) for at, own in enumerate(reasons) if own), (None, reason))
-    return json.dumps({"reason": reason, "part": part, "compile_s": compile_s}).encode()
+    used_s = time.process_time() - started
+    return json.dumps({"reason": reason, "part": part, "compile_s": compile_s, "used_s": used_s}).encode()
 
 
 def _walk_all(matcher: LLMatcher) -> str:
-    for seed in range(WALKS):
+    for seed in range(2):
         if matcher.is_error():
             break
-        if reason := _walk(matcher.deep_copy(), random.Random(seed)):
+        if reason := walk(matcher.deep_copy(), random.Random(seed)):
             return reason
     return matcher.get_error()
 
 
-def _walk(matcher: LLMatcher, rng: random.Random) -> str:
-    """Take some steps of a random answer as the engine would, and return what goes wrong; empty if nothing does."""
+def walk(matcher: LLMatcher, rng: random.Random, *, slowest_s: float = 0.25, all_s: float = 0.6) -> str:
+    """Take 24 steps of a random answer as the engine would, and return what goes wrong; empty if nothing does.
+
+    Args:
+        slowest_s: Limit of the time of one step.
+        all_s: Limit of the time of all steps.
+    """
     spent_s = 0.0
-    for step in range(STEPS):
+    for step in range(24):
         started = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if mask and not matcher.is_error():
@@ -126,6 +130,6 @@ def _walk(matcher: LLMatcher, rng: random.Random) -> str:
             return matcher.get_error()
         if not mask or matcher.is_stopped():
             return "" if mask or step else "no text can follow it"
-        if step_s > SLOWEST_S or spent_s > SLOW_WALK_S:
+        if step_s > slowest_s or spent_s > all_s:
             return f"a token of such an answer takes {1e3 * spent_s / (step + 1):.0f} ms to check; simplify it"
     return ""

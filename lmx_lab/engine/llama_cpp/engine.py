@@ -17,12 +17,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import plan_context
 from lmx_lab.engine.llama_cpp.model import HostedModel, host_model, read_draft
-from lmx_lab.engine.llama_cpp.prepare import LlamaTokenizer, LlamaWork
+from lmx_lab.engine.llama_cpp.prepare import LlamaTokenizer
 from lmx_lab.engine.llama_cpp.process import PACKAGE, is_installed, require_installed
 from lmx_lab.engine.llama_cpp.slots import LlamaSlots
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
@@ -37,6 +36,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.facts import read_gguf
+from lmx_lab.weights.files import in_thread
 
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.texts import LlamaTexts
@@ -77,7 +77,7 @@ class LlamaCppCore:
         self._host = host
         self._main: LlamaResident | None = None
         self._pinned: dict[Kind, LlamaResident] = {}
-        self._preparing = LlamaWork(settings)
+        self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
         self._totals = TokenTotals()
         self._starting: set[asyncio.Task[HostedModel]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
@@ -125,7 +125,8 @@ class LlamaCppCore:
         """See ``EngineCore``."""
         self._closed = error
         self._refreshing.cancel()
-        self._preparing.stop()
+        for rendering in self._rendering:
+            rendering.cancel()
         starting = list(self._starting)
         for task in starting:
             task.cancel()
@@ -286,7 +287,7 @@ class LlamaCppCore:
         return hosted
 
     def _tokenizer(self, resident: LlamaResident) -> LlamaTokenizer:
-        return LlamaTokenizer(hosted=resident.hosted, work=self._preparing)
+        return LlamaTokenizer(hosted=resident.hosted, rendering=self._rendering)
 
     def _resident_of(self, entry: ModelEntry) -> LlamaResident:
         """Return the model in memory that was loaded or pinned with this entry object.
@@ -433,13 +434,18 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
         version = self._version if copy is None else f"{self._version}-{copy.type.lower()}-copy"
         return version if now.batch_invariant else f"{version}-batch-dependent"
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, other_bytes: int = 0) -> None:
         """See ``InferenceEngine``."""
-        require_installed(entry.path)
-        check_options(entry, spec)
-        limit = limit_bytes(self._settings.memory_limit_bytes) - other_bytes
-        header = read_gguf(entry.path)
-        draft = read_draft(entry)
-        plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec, draft=draft)
-        if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
-            try_template(template, entry.path, cancellation)
+
+        def check() -> str | None:
+            require_installed(entry.path)
+            check_options(entry, spec)
+            limit = limit_bytes(self._settings.memory_limit_bytes) - other_bytes
+            header = read_gguf(entry.path)
+            draft = read_draft(entry)
+            plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec, draft=draft)
+            return header.text("tokenizer.chat_template")
+
+        template = await in_thread(check, name="lmx-lab-check")
+        if template is not None and entry.kind == "chat":
+            await try_template(template, entry.path)

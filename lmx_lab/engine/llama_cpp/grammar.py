@@ -19,12 +19,13 @@ from typing import Any
 from llguidance import LLMatcher
 
 from lmx_lab.engine.grammar.build import NO_FORCING
-from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler, GrammarQueue
+from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.requests import ToolUse
 from lmx_lab.engine.text.vocabulary import decode_byte_level, replace_text
 from lmx_lab.errors import InvalidRequestError, QueueFullError
+from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.tokenizer import CONTROL, eos_ids, read_vocabulary
 
@@ -45,11 +46,11 @@ Part = Mapping[str, Any]
 class GrammarChecker:
     """Checks the grammars of one model. Belongs to the engine's loop."""
 
-    def __init__(self, token_table: TokenTable, queue: GrammarQueue, connection: LlamaConnection) -> None:
+    def __init__(self, token_table: TokenTable, connection: LlamaConnection) -> None:
         self._token_table = token_table
-        self._queue = queue
         self._connection = connection
-        self._grammars: GrammarCompiler | None = None
+        # While a grammar is compiled, llama.cpp computes no tokens.
+        self._grammars = GrammarCompiler(lambda: token_table, compile_s=1.0)
         self._checked: OrderedDict[str, str] = OrderedDict()
 
     async def check(self, grammar: str, tools: ToolUse | None) -> str:
@@ -57,13 +58,13 @@ class GrammarChecker:
 
         Raises:
             InvalidRequestError: the grammar cannot be compiled, or llama.cpp does not enforce it.
-            QueueFullError: compiling the grammar takes long and other grammars wait, or it has waited too long itself.
+            QueueFullError: other grammars are checked for too long.
         """
         key = json.dumps([grammar, tools is None or tools.forced])
         if (known := self._checked.pop(key, None)) is not None:
             self._checked[key] = known
             return known
-        whole = json.loads(await self._queue.run(partial(self._compile, grammar, tools)))
+        whole = json.loads(await self._grammars.check(grammar, tools))
         parts = whole["grammars"][1:]
         if not await self._is_enforced(parts, tools):
             for part in parts:
@@ -101,7 +102,8 @@ class GrammarChecker:
             "lark_grammar": f"{NO_FORCING}\nstart: " + " | ".join(f"@{part['name']}" for part in parts),
         }
         any_one = json.dumps({"grammars": [main, *parts]}, ensure_ascii=False)
-        forbidden = await self._queue.run(partial(self._forbidden_token, any_one, tools))
+        (matcher,) = await self._grammars.matchers(any_one, 1, tools)
+        forbidden = await in_thread(partial(self._forbidden_token, matcher))
         if forbidden is None:
             return True
         body = {
@@ -124,15 +126,8 @@ class GrammarChecker:
             return False
         return forbidden not in answer["tokens"]
 
-    def _compile(self, grammar: str, tools: ToolUse | None) -> str:
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self._token_table, self._queue.sandbox)
-        return self._grammars.check(grammar, tools)
-
-    def _forbidden_token(self, grammar: str, tools: ToolUse | None) -> int | None:
+    def _forbidden_token(self, matcher: LLMatcher) -> int | None:
         """Return an ordinary token with which no answer in this grammar can begin; None if there is no such token."""
-        assert self._grammars is not None
-        (matcher,) = self._grammars.matchers(grammar, 1, tools)
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         special = sum(1 << token for token in self._token_table.special_token_ids)
         forbidden = ((1 << len(self._token_table.tokens)) - 1) & ~(allowed | special)

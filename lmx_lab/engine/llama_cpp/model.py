@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import time
@@ -22,9 +21,9 @@ from lmx_lab.engine.llama_cpp.process import PACKAGE, LlamaProcess
 from lmx_lab.engine.memory import default_threads, prefix_cache_bytes
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
 from lmx_lab.engine.text.tool_prompt import END, START
-from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS, TokenBound
+from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_vocabularies
-from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, QueueFullError, UnusableModelError
+from lmx_lab.errors import EngineDeadError, LabError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
 from lmx_lab.weights.facts import read_gguf
@@ -167,20 +166,6 @@ class HostedModel:
         self.long_texts.release()
         if not task.cancelled():
             task.exception()  # retrieved, because the caller may have been cancelled
-
-    async def token_bound(self) -> TokenBound | None:
-        """Return how much text a token can stand for; None if that is unknown."""
-        kind, name = self.header.text("tokenizer.ggml.model"), self.header.text("general.name") or ""
-        pre = self.header.text("tokenizer.ggml.pre") or ""
-        # Some special tokens of these models take any number of spaces beside them.
-        strips = "phi" in name.lower() or "jina" in pre or "modern-bert" in pre
-        if kind not in {"gpt2", "llama"} or strips:
-            return None
-        with contextlib.suppress(InvalidRequestError):
-            known = set((await self.load_token_table()).tokens)
-            dropped = bytes(byte for byte in range(256) if bytes([byte]) not in known)
-            return TokenBound(max(map(len, known)), dropped)
-        return None
 
     def measure(self) -> None:
         """Measure the memory of the process. End the process if its file was overwritten: it would use the new data."""

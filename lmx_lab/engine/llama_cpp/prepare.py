@@ -7,11 +7,9 @@ import codecs
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lmx_lab.engine.grammar.compile import GrammarQueue
 from lmx_lab.engine.llama_cpp.answer import AnswerReader, LlamaGeneration
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
@@ -21,10 +19,15 @@ from lmx_lab.engine.preparer import ends_answer
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode
-from lmx_lab.engine.tokenizing.templates import TemplateLimitError, TemplateRefusalError, default_sandbox
-from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_messages, too_long
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, TemplateRefusalError, render
+from lmx_lab.engine.validation import (
+    CHARACTERS_PER_TOKEN,
+    MAX_CHARACTERS_PER_TOKEN,
+    check_messages,
+    check_size,
+    too_long,
+)
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.tokenizer_files import InfillTokens
 
@@ -39,32 +42,13 @@ CHECK_S = 0.1
 T = TypeVar("T")
 
 
-class LlamaWork:
-    """The threads and tasks that prepare requests for all models of the engine."""
-
-    def __init__(self, settings: Settings) -> None:
-        # While a grammar is compiled, llama.cpp computes no tokens.
-        self.grammars = GrammarQueue("lmx-lab-gguf-grammars", compile_s=1.0)
-        # Each request has a thread, so that its slow template does not delay other requests.
-        self.templates = ThreadPoolExecutor(
-            max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
-        )
-        self.rendering: set[asyncio.Task[dict[str, Any]]] = set()
-
-    def stop(self) -> None:
-        """Stop compiling grammars and rendering templates, without waiting for their end."""
-        self.grammars.close()
-        self.templates.shutdown(wait=False, cancel_futures=True)
-        for task in self.rendering:
-            task.cancel()
-
-
 @dataclass(frozen=True, kw_only=True)
 class LlamaTokenizer:
     """The ``Tokenizer`` of a hosted model, which asks its process."""
 
     hosted: HostedModel
-    work: LlamaWork
+    rendering: set[asyncio.Task[dict[str, Any]]]
+    """The chats that processes of the engine render."""
     bytes_of: None = None
 
     @property
@@ -90,14 +74,13 @@ class LlamaTokenizer:
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
         """See ``Tokenizer``."""
-        hosted, limit = self.hosted, self.hosted.context_length
-        if len(text) > limit * CHARACTERS_PER_TOKEN:
-            bound = await hosted.token_bound()
-            if bound is not None and (least := bound.min_tokens(text)) > limit:
-                raise too_long(request, f"more than {least - 1}", hosted.entry, limit)
-        tokens = await hosted.tokenize(text, at_most=limit, parse_special=True, add_special=special)
-        if len(tokens) > limit and len(text) > limit * CHARACTERS_PER_TOKEN:
-            raise too_long(request, f"more than {len(tokens) - 1}", hosted.entry, limit)
+        hosted, context = self.hosted, self.hosted.context_length
+        longest = context * CHARACTERS_PER_TOKEN
+        given = text if len(text) <= context * MAX_CHARACTERS_PER_TOKEN else text[:longest]
+        tokens = await hosted.tokenize(given, at_most=context, parse_special=True, add_special=special)
+        if len(tokens) > context and len(text) > longest:
+            raise too_long(request, f"more than {len(tokens) - 1}", hosted.entry, context)
+        check_size(text, context, hosted.entry.id, param)
         return tokens
 
     async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:
@@ -137,7 +120,7 @@ class LlamaTokenizer:
             )
         if hosted.grammars is None:
             token_table = await hosted.load_token_table()
-            hosted.grammars = hosted.grammars or GrammarChecker(token_table, self.work.grammars, hosted.connection)
+            hosted.grammars = hosted.grammars or GrammarChecker(token_table, hosted.connection)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         enforced = await hosted.grammars.check(grammar, tools)
         if request.min_tokens:
@@ -196,9 +179,8 @@ class LlamaTokenizer:
             )
         variables = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, **body}
         variables |= body.get("chat_template_kwargs", {})
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self.work.templates, default_sandbox().render, template, variables)
+            await render(template, variables)
         except TemplateLimitError as exc:
             log.warning("request %s: the chat template of %s %s", request.caller.request_id, hosted.entry.id, exc)
             raise InvalidRequestError(
@@ -210,7 +192,7 @@ class LlamaTokenizer:
             pass
         # A task, because the rendering continues after its caller is cancelled, and its limits must still be checked.
         task = asyncio.create_task(_within_limits(hosted.connection.post("/apply-template", body), request, hosted))
-        self.work.rendering.add(task)
+        self.rendering.add(task)
         task.add_done_callback(self._forget)
         try:
             answer = await asyncio.shield(task)
@@ -219,7 +201,7 @@ class LlamaTokenizer:
         return str(answer["prompt"])
 
     def _forget(self, task: asyncio.Task[dict[str, Any]]) -> None:
-        self.work.rendering.discard(task)
+        self.rendering.discard(task)
         if not task.cancelled():
             task.exception()  # retrieved, because the caller may have been cancelled
 

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 import mlx.core as mx
 
 from lmx_lab.engine.admission import AdmissionControl, Permit
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.model import check_fits
@@ -90,14 +89,11 @@ class MlxEngine:
 
     def start(self) -> None:
         """See ``InferenceEngine``."""
-        self._prompts.start()
         self._thread.start()
 
     def stop(self) -> None:
         """See ``InferenceEngine``. Blocks until the current step, or load, is over."""
         self._thread.stop()
-        self._texts.stop()
-        self._prompts.stop()
 
     @property
     def snapshot(self) -> EngineSnapshot:
@@ -116,7 +112,7 @@ class MlxEngine:
 
     # Models
 
-    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation, *, other_bytes: int = 0) -> None:
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, other_bytes: int = 0) -> None:
         """See ``InferenceEngine``."""
         check_options(entry, spec)
         if spec.deterministic:
@@ -131,20 +127,28 @@ class MlxEngine:
                 "kv_cache_dtype, or load a GGUF file of the model, such as smollm2-135m-gguf",
                 param="kv_cache_dtype",
             )
-        check_fits(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes) - other_bytes)
-        # Files that would block a load, or never end, are refused while the current model still answers.
-        check_files(entry.path)
+
+        def check() -> None:
+            check_fits(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes) - other_bytes)
+            # Files that would block a load, or never end, are refused while the current model still answers.
+            check_files(entry.path)
+
+        await in_thread(check, name="lmx-lab-check")
         try:
-            check_tokenizer_files(entry.path, cancellation)
+            await check_tokenizer_files(entry.path)
         except UnusableModelError as exc:
             raise UnusableModelError(
                 f"{entry.id} at {entry.path} cannot be loaded: {exc.message}", param="model"
             ) from exc
         if entry.kind == "chat":
-            try_templates_of(entry.path, cancellation)
+            await try_templates_of(entry.path)
         if (draft := entry.draft) is not None:
-            check_files(draft.path)
-            check_vocabularies(entry, draft, *(read_tokens(it.path) for it in (entry, draft)))
+
+            def check_draft() -> None:
+                check_files(draft.path)
+                check_vocabularies(entry, draft, *(read_tokens(it.path) for it in (entry, draft)))
+
+            await in_thread(check_draft, name="lmx-lab-check")
 
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """See ``InferenceEngine``."""

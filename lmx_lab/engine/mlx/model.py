@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
-from collections.abc import Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
-from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_parts, find_points
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, Traits, measure
@@ -24,12 +24,10 @@ from lmx_lab.engine.mlx.weights import checked_classes, fit_weights
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
-from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
+from lmx_lab.engine.tokenizing.encoder import TextEncoder, is_panic
 from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder, without_word_cache
-from lmx_lab.engine.tokenizing.templates import TemplateLimitError, default_sandbox, render_chat
-from lmx_lab.engine.validation import (
-    CHARACTERS_PER_TOKEN,
-)
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_request, write_chat
+from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_size
 from lmx_lab.errors import (
     ContextLengthError,
     EngineError,
@@ -39,10 +37,11 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.files import start_in_thread
+from lmx_lab.weights.files import in_thread, start_in_thread
 from lmx_lab.weights.tokenizer_files import find_infill_tokens
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 MIN_CONTEXT_TOKENS = 256
 """A model is not loaded if memory allows fewer tokens than this."""
 
@@ -50,8 +49,7 @@ MIN_CONTEXT_TOKENS = 256
 class PromptTokenizer:
     """Converts prompts to token ids. Has a separate tokenizer, because Rust tokenizers cannot be shared by threads.
 
-    May be used by one thread at a time, except ``render``, and ``encode`` for texts that are not quick, which may be
-    called from any thread.
+    Its coroutines may be awaited on any loop. ``call`` calls its other methods that take long, on a thread of its own.
 
     Args:
         encoder: Encodes texts; None if the tokenizer is written in Python.
@@ -73,25 +71,34 @@ class PromptTokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.infill = find_infill_tokens(backend.token_to_id if backend is not None else tokenizer.get_vocab().get)
         self._vocabulary = Vocabulary(tokenizer)
-        self.grammars: GrammarCompiler | None = None
-        """Compiles grammars; created with the first grammar, on the thread that compiles."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
+        self._grammars: GrammarCompiler | None = None
 
-    def render(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the thread of this tokenizer, and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def render(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
         """Return the text of a chat prompt, rendered with the model's chat template. Does not use the tokenizer.
 
         Raises:
             InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits.
         """
-        if not self._tokenizer.has_chat_template:
-            raise InvalidRequestError(
-                f"{self._model} has no chat template; send a prompt to /v1/completions instead", param="model"
-            )
+
+        def write() -> bytes | str:
+            if not self._tokenizer.has_chat_template:
+                raise InvalidRequestError(
+                    f"{self._model} has no chat template; send a prompt to /v1/completions instead", param="model"
+                )
+            given = self.chat_format.template_input(request, prompt)
+            messages = given.pop("messages")
+            return write_chat(self._tokenizer, messages, add_generation_prompt=True, **given, **prompt.template_options)
+
         try:
-            template_input = self.chat_format.template_input(request, prompt)
-            messages = template_input.pop("messages")
-            return render_chat(
-                self._tokenizer, messages, add_generation_prompt=True, **template_input, **prompt.template_options
-            )
+            # A thread for each request, because many messages take long.
+            return await render_request(await in_thread(write, name="lmx-lab-template"))
+        except LabError:
+            raise
         except TemplateLimitError as exc:
             log.warning("request %s: the chat template of %s %s", request.caller.request_id, self._model, exc)
             raise InvalidRequestError(
@@ -104,40 +111,33 @@ class PromptTokenizer:
                 f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
             ) from exc
 
-    def is_quick(self, text: str) -> bool:
-        """Return whether ``encode`` is certain to take a short time, or has to run on the thread of this tokenizer."""
-        return self._encoder is None or self._encoder.is_quick(len(text))
-
-    def encode(self, text: str, *, special: bool, param: str, work: TextWork | None = None) -> list[int]:
+    async def encode(self, text: str, *, special: bool, param: str) -> list[int]:
         """Return the token ids of a text of a prompt.
-
-        Args:
-            work: The work of which this is a part, so that it can be cancelled.
 
         Raises:
             InvalidRequestError: the tokenizer fails.
-            ContextLengthError: the beginning of the text alone exceeds the context.
+            ContextLengthError: the text has too many tokens, or so many characters that it is not tokenized.
             QueueFullError: other long texts are being tokenized.
         """
-        work = work or TextWork()
         context, beginning = self._context_length, text
         if context is not None and len(text) > context * CHARACTERS_PER_TOKEN:
-            if self._encoder is not None and (tokens := self._encoder.min_tokens(text)) > context:
-                raise self._too_long(tokens - 1, context, param)
             beginning = text[: context * CHARACTERS_PER_TOKEN]
-        ids = self.encode_all(beginning, special=special, param=param, work=work)
+        ids = await self.encode_all(beginning, special=special, param=param)
         if beginning is not text:
             assert context is not None
             if len(ids) > context:
                 raise self._too_long(len(ids), context, param)
-            ids = self.encode_all(text, special=special, param=param, work=work)
+            check_size(text, context, self._model, param)
+            ids = await self.encode_all(text, special=special, param=param)
         return ids
 
-    def encode_all(self, text: str, *, special: bool, param: str, work: TextWork | None = None) -> list[int]:
+    async def encode_all(self, text: str, *, special: bool, param: str) -> list[int]:
         """Do the same as ``encode`` for a text of any length."""
         if self._encoder is None:
-            return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
-        return self._encoder.encode([text], work or TextWork(), param=param, special=special)[0].ids
+            tokens = await self.call(partial(self._tokenizer.encode, text, add_special_tokens=special))
+            return [int(token) for token in tokens]
+        (encoded,) = await self._encoder.encode([text], param=param, special=special)
+        return encoded.ids
 
     def _too_long(self, tokens: int, context: int, param: str) -> ContextLengthError:
         return ContextLengthError(
@@ -146,13 +146,17 @@ class PromptTokenizer:
             param=param,
         )
 
-    def token_table(self, width: int) -> TokenTable:
-        """Return the vocabulary for grammars.
+    def grammars(self, width: int) -> GrammarCompiler:
+        """Return the compiler of grammars for this vocabulary.
 
         Args:
             width: Size of the vocabulary in the model's output.
         """
-        return read_token_table(self._tokenizer, width=width, markers=self.chat_format.marker_tokens)
+        if self._grammars is None:
+            # It must not refer to this object, so that its process ends as soon as the model is unloaded.
+            markers = self.chat_format.marker_tokens
+            self._grammars = GrammarCompiler(partial(read_token_table, self._tokenizer, width=width, markers=markers))
+        return self._grammars
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens.
@@ -286,8 +290,6 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any,
     The tokenizer is read at the same time as the weights. It causes most errors, which end the load immediately.
     """
     config = load_config(entry.path)
-    # Its process starts while the weights are read.
-    default_sandbox().start()
 
     def read_tokenizers() -> tuple[Any, Any]:
         tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))

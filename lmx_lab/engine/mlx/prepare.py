@@ -1,8 +1,4 @@
-"""Prepare chat requests and plain prompts for the engine thread.
-
-Chats are rendered to text on separate threads, text is tokenized on another, and grammars are compiled on a third,
-so that no task waits for a long task of another kind.
-"""
+"""Prepare chat requests and plain prompts for the engine thread."""
 
 from __future__ import annotations
 
@@ -10,25 +6,22 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.encoders import LoadedEncoder
-from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarQueue
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.mlx.batch import MlxGeneration, MlxRow
 from lmx_lab.engine.mlx.model import LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.tracing import TraceJob
 from lmx_lab.engine.preparer import encode_prompt, ends_answer, prepare, token_of
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, ToolUse, TraceRequest
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, TraceRequest
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode
-from lmx_lab.engine.tokenizing.encoder import TextWork
 from lmx_lab.engine.validation import (
     check_characters,
     check_length,
@@ -37,7 +30,7 @@ from lmx_lab.engine.validation import (
     check_token_ids,
     check_tokens,
 )
-from lmx_lab.errors import EngineDeadError, NotLoadedError
+from lmx_lab.errors import NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
@@ -48,7 +41,7 @@ T = TypeVar("T")
 
 
 class PromptPreparer:
-    """Renders and tokenizes prompts, and compiles grammars, each on separate threads.
+    """Prepares requests on the loop that sends them.
 
     Args:
         model_of: Returns the model in memory for an entry, or raises an error if it is no longer there.
@@ -57,33 +50,6 @@ class PromptPreparer:
     def __init__(self, settings: Settings, model_of: Callable[[ModelEntry], LoadedModel | LoadedEncoder]) -> None:
         self._settings = settings
         self._find_model = model_of
-        self._templates: ThreadPoolExecutor | None = None
-        self._prompts: ThreadPoolExecutor | None = None
-        self._long_prompts: ThreadPoolExecutor | None = None
-        self._grammars: GrammarQueue | None = None
-
-    def start(self) -> None:
-        """Start the threads. Idempotent."""
-        # Each request has a thread, so that its slow template does not delay other requests.
-        requests = self._settings.slots + self._settings.queue_limit
-        self._templates = self._templates or ThreadPoolExecutor(
-            max_workers=requests, thread_name_prefix="lmx-lab-templates"
-        )
-        self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
-        self._long_prompts = self._long_prompts or ThreadPoolExecutor(
-            max_workers=requests, thread_name_prefix="lmx-lab-long-prompts"
-        )
-        self._grammars = self._grammars or GrammarQueue("lmx-lab-grammars")
-
-    def stop(self) -> None:
-        """Stop the threads without waiting for them. Idempotent."""
-        executors, grammars = (self._templates, self._prompts, self._long_prompts), self._grammars
-        self._templates = self._prompts = self._long_prompts = self._grammars = None
-        for executor in executors:
-            if executor is not None:
-                executor.shutdown(wait=False, cancel_futures=True)
-        if grammars is not None:
-            grammars.close()
 
     async def prepare(
         self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
@@ -171,12 +137,12 @@ class PromptPreparer:
             InvalidRequestError: a token is not in the vocabulary.
         """
         prompts = self._prompts_with(tokens, entry)
-        return await self.on_prompts_thread(prompts.decode, tokens)
+        return await prompts.call(prompts.decode, tokens)
 
     async def token_bytes(self, tokens: Sequence[int], entry: ModelEntry | None) -> list[bytes]:
         """Return the bytes of each token. Raises the same as ``decode``."""
         prompts = self._prompts_with(tokens, entry)
-        return await self.on_prompts_thread(prompts.token_bytes, tokens)
+        return await prompts.call(prompts.token_bytes, tokens)
 
     def _prompts_with(self, tokens: Sequence[int], entry: ModelEntry | None) -> PromptTokenizer:
         """Return the tokenizer of a model whose vocabulary contains these tokens."""
@@ -201,45 +167,8 @@ class PromptPreparer:
             context_length=model.context_length,
             prompts=model.prompts,
             bytes_of=model.vocabulary.bytes_of,
-            preparer=self,
+            model_of=self.model_of,
         )
-
-    async def on_prompts_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function on the thread of the tokenizers."""
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, function, *arguments)
-
-    async def on_template_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function on a thread for templates."""
-        return await asyncio.get_running_loop().run_in_executor(self._templates, function, *arguments)
-
-    async def encode(self, prompts: PromptTokenizer, text: str, *, special: bool, param: str) -> list[int]:
-        """Tokenize a text of a prompt."""
-        loop, work = asyncio.get_running_loop(), TextWork()
-        # Long texts wait for the tokenizer's process, each on its own thread.
-        executor = self._prompts if prompts.is_quick(text) else self._long_prompts
-        try:
-            encode = partial(prompts.encode, text, special=special, param=param, work=work)
-            return await loop.run_in_executor(executor, encode)
-        finally:
-            work.cancel()
-
-    async def matchers(
-        self, prompts: PromptTokenizer, grammar: str, tools: ToolUse | None, *, width: int, count: int
-    ) -> list[LLMatcher]:
-        """Return the state of a grammar for each answer."""
-        if prompts.grammars is not None and (known := prompts.grammars.known_matchers(grammar, count)) is not None:
-            return known
-        token_table = None if prompts.grammars else await self.on_prompts_thread(prompts.token_table, width)
-        if (queue := self._grammars) is None:
-            raise EngineDeadError("the engine was stopped")
-
-        def compile_grammar() -> list[LLMatcher]:
-            if prompts.grammars is None:
-                assert token_table is not None
-                prompts.grammars = GrammarCompiler(token_table, queue.sandbox)
-            return prompts.grammars.matchers(grammar, count, tools)
-
-        return await queue.run(compile_grammar)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +182,7 @@ class MlxTokenizer:
     context_length: int | None
     prompts: PromptTokenizer
     bytes_of: Callable[[int], bytes]
-    preparer: PromptPreparer
+    model_of: Callable[[ModelEntry], LoadedModel]
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -264,11 +193,11 @@ class MlxTokenizer:
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
         """See ``Tokenizer``."""
-        return await self.preparer.encode(self.prompts, text, special=special, param=param)
+        return await self.prompts.encode(text, special=special, param=param)
 
     async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
         """Return the text of a chat."""
-        return await self.preparer.on_template_thread(self.prompts.render, request, chat)
+        return await self.prompts.render(request, chat)
 
     async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:
         """See ``Tokenizer``."""
@@ -278,12 +207,11 @@ class MlxTokenizer:
 
     async def encode_name(self, text: str, param: str) -> list[int]:
         """See ``Tokenizer``."""
-        encode = partial(self.prompts.encode_all, text, special=False, param=param)
-        return await self.preparer.on_prompts_thread(encode)
+        return await self.prompts.encode_all(text, special=False, param=param)
 
     async def show(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""
-        return await self.preparer.on_prompts_thread(self.prompts.decode, tokens)
+        return await self.prompts.call(self.prompts.decode, tokens)
 
     async def infill_tokens(self) -> InfillTokens | None:
         """See ``Tokenizer``."""
@@ -300,18 +228,18 @@ class MlxTokenizer:
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
         """See ``Tokenizer``."""
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        return await self.preparer.matchers(self.prompts, grammar, tools, width=self.vocabulary_size, count=count)
+        return await self.prompts.grammars(self.vocabulary_size).matchers(grammar, count, tools)
 
     def decode(self) -> Decode:
         """See ``Tokenizer``."""
-        return self.preparer.model_of(self.entry).text.decode
+        return self.model_of(self.entry).text.decode
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> MlxRow:
         """See ``Tokenizer``."""
-        return MlxRow(model=weakref.ref(self.preparer.model_of(self.entry)), tokens=prompt)
+        return MlxRow(model=weakref.ref(self.model_of(self.entry)), tokens=prompt)
 
     async def begin(self, generation: MlxGeneration) -> None:
         """See ``Tokenizer``."""
-        ends = self.preparer.model_of(self.entry).end_tokens(generation.request)
+        ends = self.model_of(self.entry).end_tokens(generation.request)
         read = partial(generation.read_start, ends=ends_answer(generation, ends))
-        await self.preparer.on_prompts_thread(read)
+        await self.prompts.call(read)

@@ -1,27 +1,25 @@
 """Prepare embedding and rerank requests for the engine thread, and convert their rows to vectors and scores.
 
-Texts are tokenized on a thread of their own; tokens become rows on the engine thread.
+Texts are tokenized beside the engine thread; tokens become rows on it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
 from typing import TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
-from lmx_lab.engine.encoders import LoadedEncoder, TextTokenizer, TextTokens
+from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.mlx.encoding import EncodedRows, EncodeJob
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankRequest
 from lmx_lab.engine.stream import Pending
-from lmx_lab.engine.tokenizing.encoder import SHORT_CHARACTERS, TextWork
+from lmx_lab.engine.tokenizing.encoder import SHORT_CHARACTERS
 from lmx_lab.engine.validation import check_dimensions
 from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import NotLoadedError, QueueFullError
@@ -30,7 +28,7 @@ from lmx_lab.values.models import ModelEntry
 
 Item = TypeVar("Item", bound=Sized)
 Result = TypeVar("Result")
-Tokenize = Callable[[int, Sequence[Item], TextWork], list[TextTokens]]
+Tokenize = Callable[[int, Sequence[Item]], Awaitable[list[TextTokens]]]
 """Tokenizes a part of the texts of a request, the first of which has the given index."""
 SLICE = 256
 """Number of texts that are tokenized together, so that a request of one text need not wait for ten thousand others.
@@ -40,7 +38,7 @@ MAX_CHARACTERS = 64 * 2**20
 
 
 class TextPreparer:
-    """Tokenizes the texts of requests on its own thread, and submits them to the engine thread.
+    """Tokenizes the texts of requests, and submits them to the engine thread.
 
     Args:
         model_of: Returns the model in memory for an entry, or raises an error if it is no longer there.
@@ -55,18 +53,8 @@ class TextPreparer:
         self._settings = settings
         self._thread = thread
         self._model_of = model_of
-        self._executor: ThreadPoolExecutor | None = None
-        self._long_texts: ThreadPoolExecutor | None = None
         self._characters = 0
         """Number of characters of the requests that are being tokenized."""
-
-    def stop(self) -> None:
-        """Stop the threads without waiting for them. Idempotent."""
-        executors = self._executor, self._long_texts
-        self._executor = self._long_texts = None
-        for executor in executors:
-            if executor is not None:
-                executor.shutdown(wait=False, cancel_futures=True)
 
     async def embed(self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit) -> Pending[Embeddings]:
         """See ``InferenceEngine.submit_embedding``."""
@@ -77,12 +65,12 @@ class TextPreparer:
         # While this waits, it must not refer to the model, or the model could not be unloaded.
         del encoder
 
-        def tokenize(first: int, part: Sequence[str | Sequence[int]], work: TextWork) -> list[TextTokens]:
-            return tokenizer.texts(part, work, input_type=request.input_type, truncate=request.truncate, first=first)
+        async def tokenize(first: int, part: Sequence[str | Sequence[int]]) -> list[TextTokens]:
+            return await tokenizer.texts(part, input_type=request.input_type, truncate=request.truncate, first=first)
 
         with self._tokenizing(request.inputs):
             async with deadline(arrived_at, timeout_s):
-                texts = await self._in_slices(tokenizer, tokenize, request.inputs)
+                texts = await _in_slices(tokenize, request.inputs)
             job = self._job(request, entry, permit, texts, arrived_at=arrived_at, timeout_s=timeout_s)
             return await self._submit(
                 job,
@@ -97,16 +85,16 @@ class TextPreparer:
         del encoder
         texts: list[TextTokens] = []
 
-        def query(_: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
-            return tokenizer.texts(part, work, input_type="query", truncate=False, param="query", first=None)
+        async def query(_: int, part: Sequence[str]) -> list[TextTokens]:
+            return await tokenizer.texts(part, input_type="query", truncate=False, param="query", first=None)
 
-        def documents(first: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
-            return tokenizer.texts(
-                part, work, input_type="document", truncate=request.truncate, param="documents", first=first
+        async def documents(first: int, part: Sequence[str]) -> list[TextTokens]:
+            return await tokenizer.texts(
+                part, input_type="document", truncate=request.truncate, param="documents", first=first
             )
 
-        def pairs(first: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
-            return tokenizer.pairs(request.query, part, work, truncate=request.truncate, first=first)
+        async def pairs(first: int, part: Sequence[str]) -> list[TextTokens]:
+            return await tokenizer.pairs(request.query, part, truncate=request.truncate, first=first)
 
         def ranking(encoded: EncodedRows) -> Ranking:
             scores = cosines(encoded.rows) if method == "cosine" else encoded.rows
@@ -115,10 +103,10 @@ class TextPreparer:
         with self._tokenizing(request.documents):
             async with deadline(arrived_at, timeout_s):
                 if method == "cosine":
-                    texts += await self._in_slices(tokenizer, query, [request.query])
-                    texts += await self._in_slices(tokenizer, documents, request.documents)
+                    texts += await _in_slices(query, [request.query])
+                    texts += await _in_slices(documents, request.documents)
                 else:
-                    texts += await self._in_slices(tokenizer, pairs, request.documents, beside=request.query)
+                    texts += await _in_slices(pairs, request.documents, beside=request.query)
             job = self._job(request, entry, permit, texts, arrived_at=arrived_at, timeout_s=timeout_s)
             return await self._submit(job, ranking)
 
@@ -150,30 +138,6 @@ class TextPreparer:
         finally:
             self._characters -= characters
 
-    async def _in_slices(
-        self, tokenizer: TextTokenizer, tokenize: Tokenize[Item], items: Sequence[Item], *, beside: str = ""
-    ) -> list[TextTokens]:
-        """Tokenize some items at a time, and return all texts.
-
-        Args:
-            beside: A text that is tokenized together with each item.
-        """
-        loop = asyncio.get_running_loop()
-        self._executor = self._executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-texts")
-        self._long_texts = self._long_texts or ThreadPoolExecutor(
-            max_workers=self._settings.slots + self._settings.queue_limit, thread_name_prefix="lmx-lab-long-texts"
-        )
-        texts: list[TextTokens] = []
-        for first, part in _slices(items, len(beside)):
-            work, characters = TextWork(), sum(len(item) + len(beside) for item in part)
-            # Long texts wait for the tokenizer's process, each on its own thread.
-            executor = self._executor if tokenizer.is_quick(characters) else self._long_texts
-            try:
-                texts += await loop.run_in_executor(executor, tokenize, first, part, work)
-            finally:
-                work.cancel()
-        return texts
-
     def _job(
         self,
         request: EmbeddingRequest | RerankRequest,
@@ -199,6 +163,18 @@ class TextPreparer:
         if not isinstance(encoder, LoadedEncoder):
             raise NotLoadedError(f"{entry.id} does not embed or rank texts; {LOAD_FIRST}")
         return encoder
+
+
+async def _in_slices(tokenize: Tokenize[Item], items: Sequence[Item], *, beside: str = "") -> list[TextTokens]:
+    """Tokenize some items at a time, and return all texts.
+
+    Args:
+        beside: A text that is tokenized together with each item.
+    """
+    texts: list[TextTokens] = []
+    for first, part in _slices(items, len(beside)):
+        texts += await tokenize(first, part)
+    return texts
 
 
 def _slices(items: Sequence[Item], beside: int) -> Iterator[tuple[int, list[Item]]]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from lmx_lab.engine.grammar.build import Marker, ReasoningSection, build_grammar
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, ToolUse
+from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.engine.text.tool_prompt import END, START, template_tools, write_tools_as_text
@@ -210,7 +211,7 @@ def _tools(request: GenerationRequest) -> ToolUse | None:
 
 
 def detect_chat_format(tokenizer: Any) -> ChatFormat:
-    """Detect the chat format from the vocabulary, the template and the configuration of a tokenizer.
+    """Detect the chat format from the vocabulary, the template and the configuration of a tokenizer. Blocks.
 
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``.
@@ -261,7 +262,7 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
 
 def _supports_system(tokenizer: Any) -> bool:
     def render(*messages: dict[str, str]) -> str:
-        return render_chat(tokenizer, messages, add_generation_prompt=True)
+        return shared_pool().portal.run(render_chat(tokenizer, messages, add_generation_prompt=True))
 
     user = {"role": "user", "content": "?"}
     try:

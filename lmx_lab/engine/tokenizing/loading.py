@@ -5,31 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers.models import BPE
 
-from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.sandbox_process import SandboxDiedError, SandboxProcess, SandboxStartError, SandboxTimeoutError
-from lmx_lab.engine.tokenizing.encoder import (
-    START_S,
-    WORKER,
-    TextEncoder,
-    TextWork,
-    find_unbounded_step,
-    flatten,
-    sandbox_environ,
-)
+from lmx_lab.engine.sandbox import SandboxDiedError, SandboxError, SandboxStartError, Setup, shared_pool
+from lmx_lab.engine.tokenizing.encoder import WORKER, TextEncoder, find_unbounded_step, flatten
 from lmx_lab.engine.tokenizing.worker import pack, unpack
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights.files import read_json
+from lmx_lab.weights.files import in_thread, read_json
 
 Tokenizer = TypeVar("Tokenizer")
 LOAD_S = 30.0
-"""Time limit for loading the tokenizer of a model folder in the sandbox process, including imports."""
-READ_S = 10.0
-"""Limit of the CPU time for loading it, without imports. A vocabulary of 260,000 tokens takes 1 to 2 s."""
+"""Time limit for loading the tokenizer of a model folder in a sandbox process, including imports."""
 USUAL_BYTES = 64 * 2**20
 USUAL_ADDED_TOKENS = 10_000
 """Limits above which a tokenizer is first loaded in the sandbox process: the size of its file, and the number of tokens
@@ -38,15 +28,43 @@ PROBE = "Hello  world!\n<tool_call>1234 it's ünïcödé 東京 🦊\t<|im_end|>
 """A text for which the code of a Python class and its Rust tokenizer must agree."""
 
 
-def check_tokenizer_files(folder: Path, cancellation: Cancellation) -> None:
+async def check_tokenizer_files(folder: Path, *, read_s: float = 10.0) -> None:
     """Check that the tokenizer of a model folder can be loaded and used in this process.
 
     Tokens are decoded between the tokens of other answers, so a decoder without a bound is refused. A tokenizer that
     may take any time to load or to encode is loaded in a sandbox process first: loading it would hold Python's lock.
 
+    Args:
+        read_s: Limit of the CPU time for loading it, without imports. A vocabulary of 260,000 tokens takes 1 to 2 s.
+
     Raises:
         UnusableModelError: it cannot be used; the message has the reason.
-        NotLoadedError: the check was cancelled.
+    """
+    if not await in_thread(partial(_needs_sandbox, folder)):
+        return
+    pool = shared_pool()
+    try:
+        # A setup of its own, so that the process computes nothing else and ends afterwards.
+        message = pack({"load": str(folder)})
+        answer, _ = unpack(await pool.run(WORKER, message, limit_s=LOAD_S, wait_s=0.0, setup=Setup(keep=False)))
+        reason = answer.get("error")
+        if reason is None and answer["load_s"] > read_s:
+            reason = f"it takes {answer['load_s']:.0f} s to load; the limit is {read_s:g} s"
+    except SandboxStartError as exc:
+        reason = f"no process could be started to check it: {exc}"
+    except SandboxDiedError:
+        reason = "it ended the process in which it was loaded"
+    except SandboxError:
+        reason = f"it takes longer than {LOAD_S:g} s to load"
+    if reason is not None:
+        raise UnusableModelError(f"its tokenizer cannot be used: {reason}")
+
+
+def _needs_sandbox(folder: Path) -> bool:
+    """Return whether the tokenizer of a folder may take any time to load or to encode.
+
+    Raises:
+        UnusableModelError: its decoder may take any time.
     """
     path = folder / "tokenizer.json"
     try:
@@ -56,8 +74,7 @@ def check_tokenizer_files(folder: Path, cancellation: Cancellation) -> None:
     except (OSError, ValueError, RecursionError):
         content = None
     if not isinstance(content, Mapping):
-        _load_in_sandbox(folder, cancellation)
-        return
+        return True
     try:
         decoder = find_unbounded_step(flatten(content.get("decoder")))
         steps = (step for name in ("normalizer", "pre_tokenizer") for step in flatten(content.get(name)))
@@ -74,28 +91,7 @@ def check_tokenizer_files(folder: Path, cancellation: Cancellation) -> None:
         decoder, unbounded, added = None, "it has a part that is not in the usual form", 0
     if decoder is not None:
         raise UnusableModelError(f"its tokenizer cannot be used: the decoder may take any time, because {decoder}")
-    if unbounded is not None or is_large or added > USUAL_ADDED_TOKENS:
-        _load_in_sandbox(folder, cancellation)
-
-
-def _load_in_sandbox(folder: Path, cancellation: Cancellation) -> None:
-    process = SandboxProcess(WORKER, sandbox_environ, start_s=START_S)
-    try:
-        message = pack({"load": str(folder)})
-        answer, _ = unpack(process.request(message, LOAD_S, while_waiting=cancellation.check))
-        reason = answer.get("error")
-        if reason is None and answer["load_s"] > READ_S:
-            reason = f"it takes {answer['load_s']:.0f} s to load; the limit is {READ_S:g} s"
-    except SandboxTimeoutError:
-        reason = f"it takes longer than {LOAD_S:g} s to load"
-    except SandboxStartError as exc:
-        reason = f"no process could be started to check it: {exc}"
-    except SandboxDiedError:
-        reason = "it ended the process in which it was loaded"
-    finally:
-        process.close()
-    if reason is not None:
-        raise UnusableModelError(f"its tokenizer cannot be used: {reason}")
+    return unbounded is not None or is_large or added > USUAL_ADDED_TOKENS
 
 
 def read_tokens(folder: Path) -> list[str]:
@@ -125,14 +121,14 @@ def build_encoder(tokenizer: Any, model: str) -> TextEncoder | None:
     backend.no_padding()
     encoder = TextEncoder(backend, model)
     for special in (True, False):
-        (own,) = encoder.encode([PROBE], TextWork(), special=special)
+        (own,) = encoder.pool.portal.run(encoder.encode([PROBE], special=special))
         if encoder.is_bounded and own.ids != list(tokenizer.encode(PROBE, add_special_tokens=special)):
             return None
     return encoder
 
 
 class SandboxedTokenizer:
-    """A tokenizer of mlx-lm that encodes with a ``TextEncoder``, and does everything else itself."""
+    """A tokenizer of mlx-lm that encodes with a ``TextEncoder``, and does everything else itself. Blocks."""
 
     def __init__(self, tokenizer: Any, encoder: TextEncoder) -> None:
         self._wrapped = tokenizer
@@ -148,7 +144,8 @@ class SandboxedTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
-        return self._encoder.encode([text], TextWork(), special=add_special_tokens)[0].ids
+        encoder = self._encoder
+        return encoder.pool.portal.run(encoder.encode([text], special=add_special_tokens))[0].ids
 
 
 def without_word_cache(tokenizer: Tokenizer) -> Tokenizer:

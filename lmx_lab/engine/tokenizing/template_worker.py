@@ -1,4 +1,4 @@
-"""Sandbox worker that renders chat templates (see ``sandbox_process``).
+"""Sandbox worker that renders chat templates (see ``sandbox_worker``).
 
 Chat templates are programs that come with models, and some never end. A request is JSON with ``template`` and
 ``variables``. The answer is JSON with one field: ``text``, ``error`` (the message of the template) or ``limit`` (the
@@ -23,7 +23,6 @@ from jinja2.utils import Namespace
 MEMORY_BYTES = 2**30
 """Address space of the process; without a template it takes 40 MB. macOS does not enforce this limit."""
 CPU_S = 10
-MAX_CHARACTERS = 2**24
 MAX_ERROR_CHARACTERS = 1000
 
 
@@ -33,29 +32,30 @@ def handle(request: bytes) -> bytes:
         answer = {"text": render(**json.loads(request))}
     except MemoryError:
         answer = {"limit": f"needs more than the limit of {MEMORY_BYTES >> 20} MB of memory"}
-    except _OutputTooLongError:
-        answer = {"limit": f"writes more than the limit of {MAX_CHARACTERS} characters"}
+    except OutputTooLongError as exc:
+        answer = {"limit": f"writes more than the limit of {exc} characters"}
     except Exception as exc:
         answer = {"error": str(exc)[:MAX_ERROR_CHARACTERS] or type(exc).__name__}
     return json.dumps(answer).encode()
 
 
-class _OutputTooLongError(Exception):
-    pass
+class OutputTooLongError(Exception):
+    """The text of a template has more characters than allowed."""
 
 
-def render(template: str, variables: dict[str, Any]) -> str:
+def render(template: str, variables: dict[str, Any], *, max_characters: int = 2**24) -> str:
     """Render a template.
 
     Raises:
+        OutputTooLongError: the text is longer than ``max_characters``.
         Exception: whatever the template causes.
     """
     parts, size = [], 0
     for part in _compile(template).generate(variables):
         parts.append(part)
         size += len(part)
-        if size > MAX_CHARACTERS:
-            raise _OutputTooLongError
+        if size > max_characters:
+            raise OutputTooLongError(max_characters)
     return "".join(parts)
 
 

@@ -8,42 +8,27 @@ renders the template while it loads a model, so an endless template would block 
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import functools
 import itertools
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.sandbox_process import (
+from lmx_lab.engine.sandbox import (
+    SandboxBusyError,
     SandboxDiedError,
-    SandboxProcess,
-    SandboxSendError,
+    SandboxPool,
     SandboxStartError,
     SandboxTimeoutError,
+    shared_pool,
 )
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import folder_templates
 
 WORKER = Path(__file__).with_name("template_worker.py")
-START_S = 60.0
-"""Generous, because the machine may be busy."""
-LIMIT_S = 5.0
-SHARE_S = 0.25
-"""Time for which one template may delay others. If it takes longer, it is rendered again in another process."""
-QUEUE_S = 30.0
-"""Time that a slow template may wait for other slow ones."""
-INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-"""The only environment variables that the process gets; others may contain keys."""
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-TRIAL_S = 2.0
-"""Time limit for rendering one chat. Usual templates take a millisecond; the first rendering compiles the template."""
 TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": TOOL}]
 CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
@@ -70,143 +55,92 @@ _tried: dict[str, None] = {}
 """Templates that were accepted. They are not tried again, so that a second load starts no process."""
 
 
-_prepared: list[TemplateSandbox] = []
-"""A sandbox for the next trial, or none."""
-
-
 class TemplateRefusalError(Exception):
     """The template rejected its input, or failed; the message contains the reason."""
+
+
+class TemplateBusyError(TemplateRefusalError):
+    """The template was not rendered, because other slow templates were."""
 
 
 class TemplateLimitError(Exception):
     """The template exceeded a limit; the message names it, as in "runs longer than the limit of 5 s"."""
 
 
-class TemplateSandbox:
-    """Renders templates in a process that is started at the first one, and again after it had to be ended.
+def prepare_rendering() -> None:
+    """Start the process for the first template in the background. If no template is rendered, it ends by itself.
 
-    Any thread may use it. Templates are rendered one at a time; those that take longer than ``share_s`` are rendered
-    in a second process, so that they do not delay the others.
+    A program that loads its first model while it imports other modules then need not wait for the start.
+    """
+    shared_pool().start(WORKER)
+
+
+async def render(
+    template: str, variables: Mapping[str, Any], *, limit_s: float = 5.0, pool: SandboxPool | None = None
+) -> str:
+    """Render a template.
 
     Args:
-        limit_s: Time limit of one template.
-        share_s: Time for which one template may delay others.
+        variables: Values by name. A value that has no JSON form is passed as its ``str``.
+
+    Raises:
+        TemplateRefusalError: the template failed or rejected its input, or no process could be started.
+        TemplateLimitError: the template exceeded a limit.
     """
-
-    def __init__(self, limit_s: float = LIMIT_S, *, share_s: float = SHARE_S) -> None:
-        self._writing = threading.Lock()
-        self._limit_s = limit_s
-        self._share_s = share_s
-        self._usual = _Lane()
-        self._slow = _Lane()
-
-    def start(self) -> None:
-        """Start the process for the first template, and return before it is ready."""
-
-        def start() -> None:
-            with self._usual.lock, contextlib.suppress(SandboxStartError, SandboxDiedError):
-                self._usual.process.start()
-
-        threading.Thread(target=start, name="lmx-lab-template", daemon=True).start()
-
-    def render(
-        self,
-        template: str,
-        variables: Mapping[str, Any],
-        *,
-        while_waiting: Callable[[float], None] | None = None,
-    ) -> str:
-        """Render a template.
-
-        Args:
-            variables: Values by name. A value that has no JSON form is passed as its ``str``.
-            while_waiting: Called about every 50 ms; an exception from it ends the process and the rendering.
-
-        Raises:
-            TemplateRefusalError: the template failed or rejected its input, or no process could be started.
-            TemplateLimitError: the template exceeded a limit.
-        """
-        try:
-            # One at a time, because it holds the interpreter's lock: several threads with texts of 8 MB would delay the
-            # event loop. json.dumps would hold it several times as long.
-            with self._writing:
-                request = to_json({"template": template, "variables": variables}, fallback=str)
-        except (TypeError, ValueError, RecursionError) as exc:
-            raise TemplateRefusalError(f"its variables cannot be written as JSON: {exc}") from exc
-        answer = self._answer(request, while_waiting)
-        if "text" in answer:
-            return answer["text"]
-        if "limit" in answer:
-            raise TemplateLimitError(answer["limit"])
-        raise TemplateRefusalError(answer["error"])
-
-    def stop(self) -> None:
-        """End the processes. The next template starts another one."""
-        for lane in (self._usual, self._slow):
-            with lane.lock:
-                lane.process.stop()
-
-    def close(self) -> None:
-        """End the processes permanently."""
-        for lane in (self._usual, self._slow):
-            lane.process.close()
-
-    def _answer(self, request: bytes, while_waiting: Callable[[float], None] | None) -> dict[str, str]:
-        try:
-            with self._usual.lock:
-                try:
-                    limit_s = min(self._share_s, self._limit_s)
-                    return _request(self._usual.process, request, limit_s, while_waiting)
-                except SandboxTimeoutError:
-                    if self._share_s >= self._limit_s:
-                        raise
-            if not self._slow.lock.acquire(timeout=QUEUE_S):
-                raise TemplateRefusalError(f"other slow templates were rendered for {QUEUE_S:g} s; try again")
-            try:
-                return _request(self._slow.process, request, self._limit_s, while_waiting)
-            finally:
-                self._slow.process.stop()
-                self._slow.lock.release()
-        except SandboxStartError as exc:
-            raise TemplateRefusalError(f"no process could be started for it: {exc}; try again") from exc
-        except SandboxTimeoutError as exc:
-            raise TemplateLimitError(f"runs longer than the limit of {self._limit_s:g} s") from exc
-        except SandboxDiedError as exc:
-            # The system refused memory in a way that Python could not report.
-            raise TemplateLimitError("has ended the process in which it ran") from exc
+    return await render_request(write_request(template, variables), limit_s=limit_s, pool=pool)
 
 
-def _request(
-    process: SandboxProcess, request: bytes, limit_s: float, while_waiting: Callable[[float], None] | None
-) -> dict[str, str]:
+def write_request(template: str, variables: Mapping[str, Any]) -> bytes:
+    """Return the message that renders a template.
+
+    Raises:
+        TemplateRefusalError: the variables cannot be written as JSON.
+    """
     try:
-        reply = process.request(request, limit_s, while_waiting=while_waiting)
-    except SandboxSendError:
-        # The process was killed from outside since the last template.
-        reply = process.request(request, limit_s, while_waiting=while_waiting)
-    answer: dict[str, str] = from_json(reply)
-    return answer
+        # json.dumps would hold the interpreter's lock several times as long.
+        return to_json({"template": template, "variables": variables}, fallback=str)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise TemplateRefusalError(f"its variables cannot be written as JSON: {exc}") from exc
 
 
-class _Lane:
-    """A process, and the lock that is held while it renders."""
+async def render_request(request: bytes | str, *, limit_s: float = 5.0, pool: SandboxPool | None = None) -> str:
+    """Return the text of a message of ``write_request``. A text is returned unchanged.
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.process = SandboxProcess(
-            WORKER, lambda: {name: os.environ[name] for name in INHERITED if name in os.environ}, start_s=START_S
-        )
+    Raises:
+        TemplateRefusalError, TemplateLimitError: as ``render``.
+    """
+    if isinstance(request, str):
+        return request
+    pool = pool or shared_pool()
+    try:
+        answer: dict[str, str] = from_json(await pool.run(WORKER, request, limit_s=limit_s))
+    except SandboxStartError as exc:
+        raise TemplateRefusalError(f"no process could be started for it: {exc}; try again") from exc
+    except SandboxBusyError as exc:
+        raise TemplateBusyError(f"other slow templates were rendered for {pool.wait_s:g} s; try again") from exc
+    except SandboxTimeoutError as exc:
+        raise TemplateLimitError(f"runs longer than the limit of {limit_s:g} s") from exc
+    except SandboxDiedError as exc:
+        # The system refused memory in a way that Python could not report.
+        raise TemplateLimitError("has ended the process in which it ran") from exc
+    if "text" in answer:
+        return answer["text"]
+    if "limit" in answer:
+        raise TemplateLimitError(answer["limit"])
+    raise TemplateRefusalError(answer["error"])
 
 
-@functools.cache
-def default_sandbox() -> TemplateSandbox:
-    """Return the sandbox that all models of this process share: it takes 20 MB and 0.1 s to start."""
-    sandbox = TemplateSandbox()
-    atexit.register(sandbox.stop)
-    return sandbox
+async def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
+    """Render a conversation with the chat template of a model. See ``write_chat``.
+
+    Raises:
+        TemplateRefusalError, TemplateLimitError: as ``render``.
+        Exception: as ``write_chat``.
+    """
+    return await render_request(await in_thread(partial(write_chat, tokenizer, messages, **options)))
 
 
-def render_chat(
+def write_chat(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     /,
@@ -214,15 +148,17 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     **options: Any,
-) -> str:
-    """Render a conversation with the chat template of a model, with the same variables as transformers.
+) -> bytes | str:
+    """Return the message for ``render_request`` that renders a conversation with the same variables as transformers.
+
+    If code of mlx-lm or transformers writes the prompt, its text is returned. Both may take long for many messages.
 
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``.
         options: More variables of the template.
 
     Raises:
-        TemplateRefusalError, TemplateLimitError: as ``TemplateSandbox.render``.
+        TemplateRefusalError: there are no messages, or no template for them.
         Exception: whatever mlx-lm or transformers raise, for models whose chat format is written in Python there.
     """
     # The same default as in mlx-lm: templates with optional reasoning get True.
@@ -247,7 +183,7 @@ def render_chat(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    return default_sandbox().render(template, variables)
+    return write_request(template, variables)
 
 
 def _is_written_in_python(tokenizer: Any) -> bool:
@@ -262,58 +198,38 @@ def _is_written_in_python(tokenizer: Any) -> bool:
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Drop fields that are None, and pass the reasoning under both names that templates use."""
     given = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((given[name] for name in REASONING_FIELDS if name in given), None)
+    reasoning = next((given[name] for name in ("reasoning_content", "thinking", "reasoning") if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
-def _new_sandbox() -> TemplateSandbox:
-    return TemplateSandbox(TRIAL_S, share_s=TRIAL_S)
-
-
-@contextlib.contextmanager
-def prepared_trial() -> Iterator[None]:
-    """Start the process for the next trial in the background. At the end of the block, end it if it was not used.
-
-    A program that loads its first model while it imports other modules then need not wait for the start.
-    """
-    sandbox = _new_sandbox()
-    sandbox.start()
-    _prepared.append(sandbox)
-    try:
-        yield
-    finally:
-        if sandbox in _prepared:
-            _prepared.remove(sandbox)
-            sandbox.close()
-
-
-def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
-    """Render a chat template for each of ``SHAPES``, in a separate process.
+async def try_template(template: str, path: Path, *, limit_s: float = 2.0, pool: SandboxPool | None = None) -> None:
+    """Render a chat template for each of ``SHAPES``.
 
     Args:
         path: The model, for messages.
+        limit_s: Time limit for one chat. Usual templates take a millisecond; the first chat compiles the template.
 
     Raises:
-        UnusableModelError: the template exceeds a limit. Other errors are ignored, and reported for each request.
-        NotLoadedError: the trial was cancelled.
+        UnusableModelError: the template exceeds a limit, or could not be tried because of other slow ones. Other
+            errors are ignored, and reported for each request.
     """
     if template in _tried:
         return
-    sandbox = _prepared.pop() if _prepared else _new_sandbox()
-    try:
-        for shape in SHAPES:
-            with contextlib.suppress(TemplateRefusalError):
-                sandbox.render(template, {**USUAL, **shape}, while_waiting=cancellation.check)
-    except TemplateLimitError as exc:
-        raise UnusableModelError(f"{path} cannot be loaded: its chat template {exc}", param="model") from exc
-    finally:
-        sandbox.close()
+    for shape in SHAPES:
+        try:
+            await render(template, {**USUAL, **shape}, limit_s=limit_s, pool=pool)
+        except TemplateLimitError as exc:
+            raise UnusableModelError(f"{path} cannot be loaded: its chat template {exc}", param="model") from exc
+        except TemplateBusyError as exc:
+            raise UnusableModelError(f"{path} cannot be loaded now: {exc}", param="model") from exc
+        except TemplateRefusalError:
+            pass
     _tried[template] = None
     for old in list(itertools.islice(_tried, max(0, len(_tried) - 64))):
         _tried.pop(old, None)
 
 
-def try_templates_of(folder: Path, cancellation: Cancellation) -> None:
-    """Try the chat templates of a model folder. Raises the same errors as ``try_template``."""
-    for template in folder_templates(folder):
-        try_template(template, folder, cancellation)
+async def try_templates_of(folder: Path, *, limit_s: float = 2.0) -> None:
+    """Try the chat templates of a model folder. Raises the same error as ``try_template``."""
+    for template in await in_thread(partial(folder_templates, folder)):
+        await try_template(template, folder, limit_s=limit_s)

@@ -1,13 +1,13 @@
-"""Sandbox worker that encodes texts with the tokenizer of a model (see ``sandbox_process``).
+"""Sandbox worker that encodes texts with the tokenizer of a model (see ``sandbox_worker``).
 
 Tokenizers are programs that come with models: a regular expression of theirs can run forever, and others panic. A
 request is a JSON header, framed by its length, followed by data. The header has one of these forms:
 
-- ``{"build": true}``: the data is the JSON of the tokenizer that the following requests use.
+- ``{"build": true}``: the data is the JSON of the tokenizer that the following requests use. The answer is empty.
 - ``{"load": path}``: load the tokenizer of a model folder as the engine would; ``load_s`` is the CPU time that it took.
 - ``{"sizes": [...], ...}``: encode texts; ``sizes`` are the lengths of their UTF-8, and the data is that UTF-8.
 
-The answer has the same form. Its header contains ``error`` if the tokenizer failed; its data are token ids.
+Every other answer has the same form. Its header contains ``error`` if the tokenizer failed; its data are token ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 MEMORY_BYTES = 8 * 2**30
 """Address space of the process; a text of 8 MB takes up to 2 GB. macOS does not enforce this limit."""
 CPU_S = 30
-MAX_ERROR_CHARACTERS = 500
 NICENESS = 5
 """Long texts are less urgent than the requests that the engine computes."""
 _tokenizers: list[Any] = []
@@ -44,25 +43,30 @@ def unpack(message: bytes) -> tuple[dict[str, Any], memoryview]:
 
 def handle(request: bytes) -> bytes:
     """Answer one request; see the module's docstring."""
+    header, data = unpack(request)
+    if "build" in header:
+        _build(data)
+        return b""
     try:
-        return _answer(*unpack(request))
+        return _answer(header, data)
     # Also panics of Rust, which are not subclasses of ``Exception``.
     except BaseException as exc:
-        return pack({"error": f"{type(exc).__name__}: {exc}"[:MAX_ERROR_CHARACTERS]})
+        return pack({"error": f"{type(exc).__name__}: {exc}"[:500]})
+
+
+def _build(data: memoryview) -> None:
+    # Not when this file is imported, because the parent also imports it.
+    with contextlib.suppress(OSError):
+        os.nice(max(0, NICENESS - os.nice(0)))
+    from tokenizers import Tokenizer  # not needed by the parent, which imports ``pack`` and ``unpack``
+
+    tokenizer = Tokenizer.from_buffer(bytes(data))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _tokenizers[:] = [tokenizer]
 
 
 def _answer(header: dict[str, Any], data: memoryview) -> bytes:
-    if "build" in header:
-        # Not when this file is imported, because the parent also imports it.
-        with contextlib.suppress(OSError):
-            os.nice(max(0, NICENESS - os.nice(0)))
-        from tokenizers import Tokenizer  # not needed by the parent, which imports ``pack`` and ``unpack``
-
-        tokenizer = Tokenizer.from_buffer(bytes(data))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        _tokenizers[:] = [tokenizer]
-        return pack({})
     if "load" in header:
         from mlx_lm import tokenizer_utils  # slow to import, and needed for few models
 

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, ModelManager, Sampling, TextPrompt, Tool, ToolUse
+from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector
 from tests.engine.contract.entries import SETTINGS, echo_entry
@@ -24,6 +25,7 @@ from tests.support.engines import (
     merge,
     until_idle,
 )
+from tests.support.waiting import auntil
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 JSON = AnswerFormat(kind="json_schema", text=json.dumps(PLACE_SCHEMA))
@@ -355,3 +357,13 @@ async def test_logprobs_with_calls_in_the_models_own_format_are_supported_or_ref
         assert refused.value.param == "logprobs"
         options["tools"] = NAMED
     assert (await run(thinker, **options)).logprobs
+
+
+async def test_the_process_that_checks_grammars_ends_with_the_model(chat_models, model_format):
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(chat_models[model_format])
+        before = set(shared_pool().pids)
+        await run(manager, prompt=TextPrompt(text="a"), answer_format=REGEX)
+        (process,) = set(shared_pool().pids) - before
+        await manager.unload()
+        await auntil(lambda: process not in shared_pool().pids)

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.encoders.layers import gelu
 from lmx_lab.errors import UnusableModelError
-from tests.support.models import embed, modules, pooling_files, run
+from tests.support.models import embed, modules, pooling_files, run, texts_of
 
 TOKENS = ((2, 5, 7, 9, 3), (2, 6, 3))
 
@@ -88,11 +88,11 @@ def test_a_decoder_without_pooling_files_uses_the_last_token(qwen3):
 def test_a_prompt_can_be_excluded_from_pooling(bert):
     prompts = {"config_sentence_transformers.json": {"prompts": {"query": "query: "}}}
     model = bert(pooling_files("mean_tokens", normalize=False, include_prompt=False) | prompts)
-    tokens = model.texts.texts(["the cat"], input_type="query", truncate=False)
-    plain = model.texts.texts(["the cat"], input_type=None, truncate=False)
+    tokens = texts_of(model, ["the cat"], input_type="query", truncate=False)
+    plain = texts_of(model, ["the cat"], input_type=None, truncate=False)
     assert tokens[0].skipped_tokens == len(tokens[0].tokens) - len(plain[0].tokens) + 1
     states = hidden(model, tokens[0].tokens)[tokens[0].skipped_tokens :]
-    other = model.texts.texts(["a big dog sits on the mat"], input_type="query", truncate=False)
+    other = texts_of(model, ["a big dog sits on the mat"], input_type="query", truncate=False)
     np.testing.assert_allclose(run(model.forward(tokens + other))[0], states.mean(0), atol=1e-5)
 
 

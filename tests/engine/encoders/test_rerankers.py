@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from lmx_lab.errors import UnusableModelError
-from tests.support.models import logit_score_files, modules, pooling_files, run, tiny_tokenizer
+from tests.support.models import logit_score_files, modules, pairs_of, pooling_files, run, tiny_tokenizer
 
 RAW = np.array([-3.0, 0.0, 200.0], np.float32)
 SIGMOID = np.array([0.04742587, 0.5, 1.0], np.float32)
@@ -53,7 +53,7 @@ def test_a_classifier_of_several_labels_is_refused(bert, labels):
 def test_a_cross_encoder_returns_one_score_per_document(bert):
     model = bert(labels=1)
     assert (model.method, model.dimensions) == ("cross-encoder", None)
-    pairs = model.texts.pairs("where is paris", ["the capital of france", "a cat", ""], truncate=False)
+    pairs = pairs_of(model, "where is paris", ["the capital of france", "a cat", ""], truncate=False)
     together = run(model.forward(pairs))
     assert together.shape == (3,)
     alone = np.concatenate([run(model.forward([pair])) for pair in pairs])
@@ -77,7 +77,7 @@ def test_a_score_can_be_computed_by_pooling_and_modules(tmp_path, bert):
         "config_sentence_transformers.json": {"model_type": "CrossEncoder", "activation_fn": identity},
     }
     model = bert(files)
-    [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
+    [pair] = pairs_of(model, "cat", ["dog"], truncate=False)
     first = np.array(list(model.forward([pair]))[-1][0, 0])
     normed = (first - first.mean()) / np.sqrt(first.var() + 1e-5) * norm["norm.weight"] + 1
     np.testing.assert_allclose(run(model.forward([pair])), dense["linear.weight"] @ normed + 1, atol=1e-4)
@@ -87,20 +87,20 @@ def test_a_score_can_be_computed_by_pooling_and_modules(tmp_path, bert):
 
 def test_segments_change_the_score(bert):
     model = bert(labels=1)
-    [pair] = model.texts.pairs("the cat", ["a dog"], truncate=False)
+    [pair] = pairs_of(model, "the cat", ["a dog"], truncate=False)
     without = type(pair)(pair.tokens)
     assert abs(run(model.forward([pair])) - run(model.forward([without])))[0] > 1e-3
 
 
 def test_a_decoder_reads_pairs_through_its_chat_template(logit_reranker):
     assert logit_reranker.method == "decoder"
-    [pair] = logit_reranker.texts.pairs("where is paris", ["the capital of france"], truncate=False)
+    [pair] = pairs_of(logit_reranker, "where is paris", ["the capital of france"], truncate=False)
     assert pair.tokens == shown("query: where is paris [SEP] document: the capital of france [SEP]")
 
 
 def test_the_default_prompt_becomes_the_system_message(qwen3):
     model = qwen3(logit_score_files(prompts={"web": "a big red"}, default_prompt_name="web"))
-    [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
+    [pair] = pairs_of(model, "cat", ["dog"], truncate=False)
     assert pair.tokens == shown("system: a big red [SEP] query: cat [SEP] document: dog [SEP]")
 
 
@@ -109,14 +109,14 @@ def test_template_options_in_the_files_are_used(qwen3):
     files["sentence_bert_config.json"]["processing_kwargs"] = {
         "chat_template": {"add_generation_prompt": True, "restore_suffix": True}
     }
-    [pair] = qwen3(files).texts.pairs("cat", ["dog"], truncate=False)
+    [pair] = pairs_of(qwen3(files), "cat", ["dog"], truncate=False)
     assert pair.tokens == shown("query: cat [SEP] document: dog [SEP] answer:")
 
 
 def test_a_template_that_strips_documents_is_supported(qwen3):
     template = "{% for m in messages %}{{ m['content'] | trim }} . {% endfor %}"
     model = qwen3(logit_score_files() | {"chat_template.jinja": template})
-    [pair] = model.texts.pairs("cat", [" dog\n"], truncate=False)
+    [pair] = pairs_of(model, "cat", [" dog\n"], truncate=False)
     assert pair.tokens == shown("cat . dog .")
 
 
@@ -135,7 +135,7 @@ def test_a_template_that_does_not_show_query_and_document_is_refused(qwen3, temp
 
 def test_a_long_document_is_truncated_within_the_prompt(logit_reranker):
     before, after = shown("query: cat [SEP] document:"), shown("[SEP]")
-    [pair, short] = logit_reranker.texts.pairs("cat", ["dog " * 500, "dog"], truncate=True)
+    [pair, short] = pairs_of(logit_reranker, "cat", ["dog " * 500, "dog"], truncate=True)
     assert pair.tokens == (*before, *shown("dog") * (64 - len(before) - len(after)), *after)
     assert short.tokens == (*before, *shown("dog"), *after)
 
@@ -155,7 +155,7 @@ def qwen_prompt(query, document):
 def test_the_published_qwen3_reranker_uses_its_documented_prompt(qwen3):
     model = qwen3({"README.md": QWEN_CARD}, max_position_embeddings=1024, tokenizer={"model_max_length": 1024})
     assert (model.entry.kind, model.method) == ("rerank", "decoder")
-    [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
+    [pair] = pairs_of(model, "cat", ["dog"], truncate=False)
     assert pair.tokens == qwen_prompt("cat", "dog")
 
 
@@ -165,11 +165,11 @@ def test_a_qwen3_classifier_ranks_by_its_only_label(qwen3):
     limits = {"model_max_length": 1024}
     model = qwen3({}, change={"score.weight": weight}, tokenizer=limits, **config)
     assert model.method == "decoder"
-    pairs = model.texts.pairs("cat", ["dog", "a very big bird"], truncate=False)
+    pairs = pairs_of(model, "cat", ["dog", "a very big bird"], truncate=False)
     assert pairs[0].tokens == (2, 7, 3, 8, 3)
     assert run(model.forward(pairs)).shape == (2,)
     carded = qwen3({"README.md": QWEN_CARD}, change={"score.weight": weight}, tokenizer=limits, **config)
-    assert carded.texts.pairs("cat", ["dog"], truncate=False)[0].tokens == qwen_prompt("cat", "dog")
+    assert pairs_of(carded, "cat", ["dog"], truncate=False)[0].tokens == qwen_prompt("cat", "dog")
 
 
 def test_a_decoder_without_a_ranking_definition_is_refused(qwen3):

@@ -5,14 +5,14 @@ import time
 import pytest
 
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
-from tests.support.models import embed, pooling_files, tiny_tokenizer
+from tests.support.models import embed, pairs_of, pooling_files, texts_of, tiny_tokenizer
 
 PROMPTS = {"prompts": {"query": "query: ", "passage": "passage: "}}
 
 
 def tokens(model, *inputs, **options):
     options = {"input_type": None, "truncate": False} | options
-    return [text.tokens for text in model.texts.texts(inputs, **options)]
+    return [text.tokens for text in texts_of(model, inputs, **options)]
 
 
 def words(count):
@@ -115,9 +115,9 @@ def test_a_text_of_far_too_many_characters_is_refused_without_tokenizing_it(bert
     with pytest.raises(ContextLengthError, match="has 6401 characters, and the limit of tiny-bert is 6400"):
         tokens(model, spaces, truncate=truncate)
     with pytest.raises(ContextLengthError, match="documents has"):
-        model.texts.pairs("cat", [spaces], truncate=truncate)
+        pairs_of(model, "cat", [spaces], truncate=truncate)
     with pytest.raises(ContextLengthError, match="query has"):
-        model.texts.pairs(spaces, ["cat"], truncate=truncate)
+        pairs_of(model, spaces, ["cat"], truncate=truncate)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_text_without_tokens_is_refused(qwen3):
 
 def test_pairs_have_two_segments(bert):
     model = bert(labels=1)
-    [pair] = model.texts.pairs("the cat", ["a dog"], truncate=False)
+    [pair] = pairs_of(model, "the cat", ["a dog"], truncate=False)
     assert pair.tokens == (2, 5, 7, 3, 6, 8, 3)
     assert pair.second_start == 4
 
@@ -150,31 +150,31 @@ def test_pairs_have_two_segments(bert):
 def test_the_default_prompt_is_put_before_the_query_of_a_pair(bert):
     settings = PROMPTS | {"default_prompt_name": "query"}
     model = bert({"config_sentence_transformers.json": settings}, labels=1)
-    [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
+    [pair] = pairs_of(model, "cat", ["dog"], truncate=False)
     assert pair.tokens == (2, *tokens(model, "query: cat", input_type="document")[0][-3:-1], 3, 8, 3)
 
 
 def test_only_the_document_of_a_pair_is_truncated(bert):
     model = bert(labels=1)
     query = tuple(tokens(model, "where is paris")[0][1:-1])
-    [pair, short] = model.texts.pairs("where is paris", [words(500), "cat"], truncate=True)
+    [pair, short] = pairs_of(model, "where is paris", [words(500), "cat"], truncate=True)
     assert pair.tokens == (2, *query, 3, *[7] * (64 - len(query) - 3), 3)
     assert short.tokens == (2, *query, 3, 7, 3)
     with pytest.raises(ContextLengthError, match=r"documents\.1 has 106 tokens, and the limit of tiny-bert is 64"):
-        model.texts.pairs("where is paris", ["cat", words(100)], truncate=False)
+        pairs_of(model, "where is paris", ["cat", words(100)], truncate=False)
 
 
 @pytest.mark.parametrize("length", [62, 200_000])
 def test_a_query_that_leaves_no_room_for_documents_is_refused(bert, logit_reranker, length):
     for model in (bert(labels=1), logit_reranker):
         with pytest.raises(ContextLengthError, match=r"^query has ") as caught:
-            model.texts.pairs(words(length), ["cat"], truncate=True)
+            pairs_of(model, words(length), ["cat"], truncate=True)
         assert caught.value.param == "query"
 
 
 def test_lone_surrogates_in_pairs_are_refused(bert):
     model = bert(labels=1)
     with pytest.raises(InvalidRequestError, match=r"^query has the lone"):
-        model.texts.pairs("\ud800", ["cat"], truncate=False)
+        pairs_of(model, "\ud800", ["cat"], truncate=False)
     with pytest.raises(InvalidRequestError, match=r"^documents\.1 has the lone"):
-        model.texts.pairs("cat", ["cat", "\udc00"], truncate=False)
+        pairs_of(model, "cat", ["cat", "\udc00"], truncate=False)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarSandbox, read_token_table
+from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
+from lmx_lab.engine.sandbox import SandboxPool
 from tests.engine.grammar.grammars import WIDTH
 
 
@@ -14,12 +15,17 @@ def tokenizer(smollm2):
 
 
 @pytest.fixture(scope="package")
-def sandbox():
-    sandbox = GrammarSandbox()
-    yield sandbox
-    sandbox.close()
+def pool():
+    pool = SandboxPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="package")
-def compiler(tokenizer, sandbox):
-    return GrammarCompiler(read_token_table(tokenizer, width=WIDTH, markers=set()), sandbox)
+def table(tokenizer):
+    return read_token_table(tokenizer, width=WIDTH, markers=set())
+
+
+@pytest.fixture(scope="package")
+def compiler(table, pool):
+    return GrammarCompiler(lambda: table, pool=pool)

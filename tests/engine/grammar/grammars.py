@@ -9,6 +9,7 @@ from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint
+from tests.support.engines import matchers_of
 
 WIDTH = 49152
 PERSON = {
@@ -38,7 +39,7 @@ class Reading:
     """Feeds a text to a grammar token by token, as far as the masks allow."""
 
     def __init__(self, compiler: GrammarCompiler, tokenizer: Any, text: str, grammar: str) -> None:
-        (matcher,) = compiler.matchers(grammar, 1)
+        (matcher,) = matchers_of(compiler, grammar)
         self.constraint = Constraint(matcher, None)
         self.read = ""
         tokens = tokenizer.encode(text, add_special_tokens=False)

@@ -2,14 +2,19 @@
 or run forever do so in the sandbox and are refused.
 """
 
+import asyncio
 import contextlib
 
+import psutil
 import pytest
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
-from lmx_lab.engine.grammar.compile import CACHE_SIZE, GrammarCompiler, GrammarSandbox
+from lmx_lab.engine.grammar.compile import CACHE_SIZE, GrammarCompiler
+from lmx_lab.engine.sandbox import SandboxPool
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, Reading, grammar_for, schema
+from tests.support.engines import matchers_of
+from tests.support.waiting import auntil, until
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +36,7 @@ pytestmark = pytest.mark.slow
 )
 def test_a_format_that_cannot_be_enforced_is_refused_with_the_reason(compiler, bad, reason):
     with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
-        compiler.matchers(grammar_for(bad), 1)
+        matchers_of(compiler, grammar_for(bad))
     assert reason in refused.value.message
     assert refused.value.param == "response_format"
     assert "<state>" not in refused.value.message
@@ -40,28 +45,34 @@ def test_a_format_that_cannot_be_enforced_is_refused_with_the_reason(compiler, b
 def test_the_tool_with_invalid_parameters_is_named(compiler):
     tools = ToolUse(tools=(*TOOLS.tools, Tool(name="odd", parameters={"not": {}})), forced=True)
     with pytest.raises(InvalidRequestError, match=r"the tool 'odd'.*not") as refused:
-        compiler.matchers(grammar_for(None, tools), 1, tools)
+        matchers_of(compiler, grammar_for(None, tools), tools)
     assert refused.value.param == "tools.2.function.parameters"
 
 
-def test_a_refusal_is_cached(compiler, sandbox):
+def test_a_refusal_is_cached(table):
+    pool = SandboxPool()
+    compiler = GrammarCompiler(lambda: table, pool=pool)
     bad = grammar_for(AnswerFormat(kind="regex", text="(never"))
     messages = []
     for _ in range(2):
         with pytest.raises(InvalidRequestError) as refused:
-            compiler.matchers(bad, 1)
+            matchers_of(compiler, bad)
         messages.append((refused.value.message, refused.value.param))
-        # The second time, no process is started.
-        sandbox._process.stop()
+        # The second time, no process is needed.
+        for pid in pool.pids:
+            psutil.Process(pid).kill()
     assert messages[0] == messages[1]
-    assert not sandbox._process.is_running
+    assert pool.starts == 1
+    pool.close()
+    with pytest.raises(InvalidRequestError, match="unclosed group"):
+        compiler.known_matchers(bad, 1)
 
 
 def test_an_optional_tool_may_have_a_schema_that_cannot_be_enforced(compiler, tokenizer):
     odd = (Tool(name="odd", parameters={"not": {}}), Tool(name="far", parameters={"$ref": "https://example.com/x"}))
     tools = ToolUse(tools=(*TOOLS.tools, *odd))
     text = grammar_for(None, tools)
-    (matcher,) = compiler.matchers(text, 1, tools)
+    (matcher,) = matchers_of(compiler, text, tools)
     for call in (CALL, CALL.replace("weather", "odd").replace("city", "x"), CALL.replace("weather", "far")):
         copy = matcher.deep_copy()
         assert copy.try_consume_tokens(tokens := tokenizer.encode(call, add_special_tokens=False)) == len(tokens)
@@ -69,20 +80,29 @@ def test_an_optional_tool_may_have_a_schema_that_cannot_be_enforced(compiler, to
 
 
 def test_compiled_grammars_are_cached_within_a_limit(compiler):
-    text = grammar_for(schema(PERSON))
-    compiler.matchers(text, 1)
-    kept = compiler._compiled[text]
-    compiler.matchers(text, 1)
-    assert compiler._compiled[text] is kept
-    for number in range(CACHE_SIZE + 3):
-        compiler.matchers(grammar_for(AnswerFormat(kind="regex", text=f"x{number}")), 1)
-    assert len(compiler._compiled) == CACHE_SIZE
+    texts = [grammar_for(AnswerFormat(kind="regex", text=f"x{number}")) for number in range(CACHE_SIZE + 3)]
+    for text in texts:
+        matchers_of(compiler, text)
+        # Used again and again, so it is kept.
+        matchers_of(compiler, texts[0])
+    assert [text for text in texts if compiler.known_matchers(text, 1) is None] == texts[1:4]
+
+
+def test_a_grammar_of_several_requests_is_checked_once(table):
+    pool = SandboxPool()
+    compiler, text = GrammarCompiler(lambda: table, pool=pool), grammar_for(schema(PERSON))
+
+    async def ask_twice():
+        return await asyncio.gather(*(compiler.matchers(text, 2) for _ in range(2)))
+
+    assert [len(matchers) for matchers in pool.portal.run(ask_twice())] == [2, 2]
+    pool.close()
 
 
 def test_known_grammars_do_not_wait_for_the_compiler(compiler):
     grammar = grammar_for(schema({"const": "known"}))
     assert compiler.known_matchers(grammar, 2) is None
-    compiler.matchers(grammar, 1)
+    matchers_of(compiler, grammar)
     assert len(compiler.known_matchers(grammar, 2) or ()) == 2
 
 
@@ -99,8 +119,8 @@ def test_known_grammars_do_not_wait_for_the_compiler(compiler):
 )
 def test_a_grammar_that_takes_too_long_is_refused(compiler, kind, text, reason):
     with pytest.raises(InvalidRequestError, match=reason):
-        compiler.matchers(grammar_for(AnswerFormat(kind=kind, text=text)), 1)
-    assert compiler.matchers(grammar_for(schema(PERSON)), 1)
+        matchers_of(compiler, grammar_for(AnswerFormat(kind=kind, text=text)))
+    assert matchers_of(compiler, grammar_for(schema(PERSON)))
 
 
 @pytest.mark.parametrize("links", [2000, 7000])
@@ -109,33 +129,81 @@ def test_long_chains_of_references_do_not_crash(compiler, tokenizer, links):
     chained = grammar_for(schema({"$defs": {**chain, f"d{links}": {"const": "x"}}, "$ref": "#/$defs/d0"}))
     with contextlib.suppress(InvalidRequestError):
         assert Reading(compiler, tokenizer, '"x"', chained).constraint.complete
-    assert compiler.matchers(grammar_for(schema(PERSON)), 1)
+    assert matchers_of(compiler, grammar_for(schema(PERSON)))
 
 
-def test_only_the_grammar_that_crashes_the_sandbox_is_refused(compiler, sandbox):
-    assert compiler.matchers(grammar_for(schema({"const": "before"})), 1)
+def test_only_the_grammar_that_crashes_the_sandbox_is_refused(table):
+    pool = SandboxPool()
+    compiler = GrammarCompiler(lambda: table, pool=pool)
+    assert matchers_of(compiler, grammar_for(schema({"const": "before"})))
+    slow = grammar_for(AnswerFormat(kind="regex", text="a?" * 30_000))
+
     # The stack is large enough for every known grammar within the limits of a request, so the process is killed here.
-    process = sandbox._process._process
-    process.kill()
+    async def check():
+        checking = asyncio.create_task(compiler.matchers(slow, 1))
+        await asyncio.sleep(0)
+        (process,) = map(psutil.Process, pool.pids)
+        before = process.cpu_times().user
+        await auntil(lambda: process.cpu_times().user > before + 0.2)
+        process.kill()
+        await checking
+
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
-        compiler.matchers(grammar_for(schema({"const": "now"})), 1)
-    assert compiler.matchers(grammar_for(schema({"const": "now"})), 1)
+        pool.portal.run(check())
+    assert matchers_of(compiler, grammar_for(schema({"const": "now"})))
+    # It may not have been the cause, so it is checked again.
+    with pytest.raises(InvalidRequestError, match="longer than 2 s"):
+        matchers_of(compiler, slow)
+    pool.close()
 
 
-def test_a_slow_grammar_is_refused_while_others_wait(compiler):
-    hurried = GrammarSandbox(has_waiting=lambda: True)
-    with pytest.raises(QueueFullError, match="other requests wait") as busy:
-        GrammarCompiler(compiler._table, hurried).matchers(
-            grammar_for(AnswerFormat(kind="regex", text="a?" * 30_000)), 1
-        )
-    assert busy.value.retry_after_s == 1
-    hurried.close()
+def test_a_slow_grammar_delays_no_other(table):
+    pool = SandboxPool()
+    compiler = GrammarCompiler(lambda: table, pool=pool)
+
+    async def check():
+        slow = asyncio.create_task(compiler.matchers(grammar_for(AnswerFormat(kind="regex", text="a?" * 30_000)), 1))
+        await auntil(lambda: bool(pool.pids))
+        for number in range(3):
+            assert await compiler.matchers(grammar_for(schema({"const": number})), 1)
+        # Those were checked in a second process.
+        assert pool.starts == 2
+        await slow
+
+    with pytest.raises(InvalidRequestError, match="longer than 2 s"):
+        pool.portal.run(check())
+    pool.close()
 
 
-def test_closing_the_sandbox_ends_its_process(compiler):
-    sandbox = GrammarSandbox()
-    GrammarCompiler(compiler._table, sandbox).matchers(grammar_for(schema({"const": "x"})), 1)
-    process = sandbox._process._process
-    assert process.poll() is None
-    sandbox.close()
-    assert process.poll() is not None
+def test_a_grammar_that_waits_too_long_for_others_is_refused(table):
+    pool = SandboxPool(share_s=60.0, wait_s=-1.9)
+    compiler = GrammarCompiler(lambda: table, pool=pool)
+
+    async def check():
+        slow = asyncio.create_task(compiler.matchers(grammar_for(AnswerFormat(kind="regex", text="a?" * 30_000)), 1))
+        await auntil(lambda: bool(pool.pids))
+        with pytest.raises(QueueFullError, match="because other grammars and schemas were checked first") as busy:
+            await compiler.matchers(grammar_for(schema({"const": 1})), 1)
+        assert busy.value.retry_after_s == 1
+        await asyncio.wait([slow])
+        slow.exception()
+
+    pool.portal.run(check())
+    pool.close()
+
+
+def test_grammars_are_compiled_without_a_check_if_no_process_can_be_started(table, caplog):
+    pool = SandboxPool(start_s=0.0)
+    assert matchers_of(GrammarCompiler(lambda: table, pool=pool), grammar_for(schema({"const": "x"})))
+    assert "no process could be started: it was not ready within 0 s" in caplog.text
+    pool.close()
+
+
+def test_the_process_ends_with_the_compiler(table):
+    pool = SandboxPool()
+    compiler = GrammarCompiler(lambda: table, pool=pool)
+    matchers_of(compiler, grammar_for(schema({"const": "x"})))
+    assert len(pool.pids) == 1
+    del compiler
+    until(lambda: pool.pids == [])
+    pool.close()

@@ -13,6 +13,7 @@ from lmx_lab.engine.grammar.worker import build_tokenizer, compile_grammar
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler
 from lmx_lab.errors import InvalidRequestError
 from tests.engine.grammar.grammars import PERSON, WIDTH, grammar_for, schema
+from tests.support.engines import matchers_of
 
 
 def test_a_grammar_that_becomes_too_complex_fails_with_a_reason(tokenizer):
@@ -32,19 +33,19 @@ def test_a_grammar_that_becomes_too_complex_fails_with_a_reason(tokenizer):
 
 
 @pytest.mark.parametrize("text", ["x <|im_end|> y", "<|endoftext|>", "a" * 3000])
-def test_a_constant_may_be_long_or_spell_a_special_token(compiler, text):
-    (matcher,) = compiler.matchers(grammar_for(schema({"const": text})), 1)
+def test_a_constant_may_be_long_or_spell_a_special_token(compiler, table, text):
+    (matcher,) = matchers_of(compiler, grammar_for(schema({"const": text})))
     constraint, said = Constraint(matcher, None), b""
     while not constraint.complete and constraint.failure is None:
         mask = constraint.mask(WIDTH)
         token = int(np.flatnonzero(mask)[-1])
-        said += compiler._table.tokens[token]
+        said += table.tokens[token]
         constraint.advance(token)
     assert json.loads(said) == text
 
 
 def test_a_token_outside_the_grammar_is_a_failure(compiler, tokenizer):
-    (matcher,) = compiler.matchers(grammar_for(schema(PERSON)), 1)
+    (matcher,) = matchers_of(compiler, grammar_for(schema(PERSON)))
     constraint = Constraint(matcher, None)
     constraint.advance(tokenizer.encode("no")[0])
     assert isinstance(constraint.failure, InvalidRequestError)
@@ -52,7 +53,9 @@ def test_a_token_outside_the_grammar_is_a_failure(compiler, tokenizer):
 
 
 def test_matchers_of_one_grammar_advance_independently(compiler, tokenizer):
-    first, second = (Constraint(matcher, None) for matcher in compiler.matchers(grammar_for(schema(PERSON)), 2))
+    first, second = (
+        Constraint(matcher, None) for matcher in matchers_of(compiler, grammar_for(schema(PERSON)), count=2)
+    )
     first.advance(tokenizer.encode("{")[0])
     before, after = second.mask(WIDTH), first.mask(WIDTH)
     assert before is not None
@@ -60,9 +63,9 @@ def test_matchers_of_one_grammar_advance_independently(compiler, tokenizer):
     assert (before != after).any()
 
 
-def test_ids_without_a_token_are_never_allowed(tokenizer, sandbox):
-    wide = GrammarCompiler(read_token_table(tokenizer, width=WIDTH + 100, markers=set()), sandbox)
-    (matcher,) = wide.matchers(grammar_for(AnswerFormat(kind="regex", text="(?s:.*)")), 1)
+def test_ids_without_a_token_are_never_allowed(tokenizer, pool):
+    wide = GrammarCompiler(lambda: read_token_table(tokenizer, width=WIDTH + 100, markers=set()), pool=pool)
+    (matcher,) = matchers_of(wide, grammar_for(AnswerFormat(kind="regex", text="(?s:.*)")))
     mask = Constraint(matcher, None).mask(WIDTH + 100)
     assert mask[:WIDTH].sum() > WIDTH // 2
     assert not mask[WIDTH:].any()
@@ -73,7 +76,7 @@ def test_ids_without_a_token_are_never_allowed(tokenizer, sandbox):
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_sampler_draws_the_most_likely_allowed_token(compiler, tokenizer, normalize):
-    (matcher,) = compiler.matchers(grammar_for(AnswerFormat(kind="regex", text="(yes|no)")), 1)
+    (matcher,) = matchers_of(compiler, grammar_for(AnswerFormat(kind="regex", text="(yes|no)")))
     logits = mx.random.normal((1, WIDTH), key=mx.random.key(3))
     seen = []
 

@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
-from lmx_lab.engine.grammar.compile import GrammarQueue
 from lmx_lab.engine.llama_cpp import grammar as grammar_module
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, check_whole, read_token_table, to_lark
@@ -42,10 +41,8 @@ def server():
 
 
 @pytest.fixture
-async def checker(tiny_gguf, server):
-    queue = GrammarQueue("test")
-    yield GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), queue, server)
-    queue.close()
+def checker(tiny_gguf, server):
+    return GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), server)
 
 
 def grammar_of(kind, text):

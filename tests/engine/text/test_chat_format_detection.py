@@ -1,5 +1,6 @@
 """Tests of chat format detection with the tokenizers, templates and recorded answers of several model families."""
 
+import functools
 import json
 from dataclasses import dataclass, replace
 from itertools import product
@@ -9,14 +10,14 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextPrompt, Tool, ToolUse
-from lmx_lab.engine.grammar.compile import GrammarCompiler, GrammarSandbox, read_token_table
+from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.mlx.model import AnswerText
 from lmx_lab.engine.text.channels import CONTENT, REASONING
 from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, ChatFormat, detect_chat_format
 from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.engine.text.tool_prompt import template_tools, write_tools_as_text
 from lmx_lab.errors import InvalidRequestError
-from tests.support.engines import merge
+from tests.support.engines import matchers_of, merge
 from tests.support.families import FAMILIES, HERMES, Family
 
 USER = {"role": "user", "content": "Hi"}
@@ -303,26 +304,28 @@ def allowed(use, formatted):
 
 @pytest.fixture(scope="module")
 def accepts(families):
-    sandbox = GrammarSandbox()
     # With and without tokens of their own for reasoning and calls.
     compilers = {
         family: GrammarCompiler(
-            read_token_table(known.tokenizer, width=len(known.tokenizer), markers=known.chat_format.marker_tokens),
-            sandbox,
+            functools.partial(
+                read_token_table,
+                known.tokenizer,
+                width=len(known.tokenizer),
+                markers=known.chat_format.marker_tokens,
+            )
         )
         for family, known in families.items()
         if family in ("hermes", "coder", "mistral")
     }
 
     def accepts(family, grammar, text):
-        (matcher,) = compilers[family].matchers(grammar, 1)
+        (matcher,) = matchers_of(compilers[family], grammar)
         tokens = families[family].tokens(text)
         return (
             matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
         )
 
-    yield accepts
-    sandbox.close()
+    return accepts
 
 
 @pytest.mark.parametrize("thinking", THOUGHT)

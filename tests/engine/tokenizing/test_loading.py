@@ -1,20 +1,21 @@
 """A tokenizer that may take any time is loaded in a sandbox process first, or refused."""
 
+import asyncio
 import json
 import uuid
 
 import pytest
 
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.mlx.model import load_chat
-from lmx_lab.engine.tokenizing import loading
+from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
-from lmx_lab.errors import InvalidRequestError, NotLoadedError, UnusableModelError
+from lmx_lab.errors import InvalidRequestError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from tests.support.models import write_tiny_llama
+from tests.support.waiting import auntil
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SLOW = {"type": "Replace", "pattern": {"Regex": "(a|a|aa|b)*c"}, "content": ""}
 
 
@@ -22,48 +23,55 @@ SLOW = {"type": "Replace", "pattern": {"Regex": "(a|a|aa|b)*c"}, "content": ""}
 def load(tmp_path, smollm2):
     """Load a tiny model with changes in ``tokenizer.json``."""
 
-    def load_changed(changes):
+    async def load_changed(changes, **limits):
         folder = tmp_path / uuid.uuid4().hex / "tiny"
         write_tiny_llama(folder, smollm2.path, seed=0)
         file = folder / "tokenizer.json"
         content = json.loads(file.read_text()) | changes
         file.unlink()
         file.write_text(json.dumps(content))
-        check_tokenizer_files(folder, Cancellation())
+        await check_tokenizer_files(folder, **limits)
         return load_chat(Catalog(Settings()).resolve(str(folder)), limit_bytes=2**40)
 
     return load_changed
 
 
 @pytest.mark.long
-def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load):
-    model, plain = load({"normalizer": SLOW}), load({})
-    text, options = "Hello, world", {"special": True, "param": "prompt"}
-    assert model.prompts.encode(text, **options) == plain.prompts.encode(text, **options)
-    assert plain.prompts.is_quick(text)
-    assert not model.prompts.is_quick(text)
+async def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load):
+    model, plain = await load({"normalizer": SLOW}), await load({})
+    text, options, before = "Hello, world", {"special": True, "param": "prompt"}, shared_pool().pids
+    expected = await plain.prompts.encode(text, **options)
+    assert shared_pool().pids == before
+    assert await model.prompts.encode(text, **options) == expected
     with pytest.raises(InvalidRequestError, match="the tokenizer of"):
-        model.prompts.encode("a" * 400 + "dc", **options)
+        await model.prompts.encode("a" * 400 + "dc", **options)
+    del model
+    await auntil(lambda: len(shared_pool().pids) < len(before))
 
 
-def test_a_decoder_with_a_pattern_is_refused(load):
+async def test_a_decoder_with_a_pattern_is_refused(load):
     with pytest.raises(UnusableModelError, match="the decoder may take any time"):
-        load({"decoder": SLOW})
+        await load({"decoder": SLOW})
 
 
-def test_a_tokenizer_that_fails_to_load_names_the_reason(load):
+async def test_a_tokenizer_that_fails_to_load_names_the_reason(load):
     with pytest.raises(UnusableModelError, match="its tokenizer cannot be used"):
-        load({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}})
+        await load({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}})
 
 
-def test_a_tokenizer_that_takes_long_to_load_is_refused_and_its_check_can_be_cancelled(load, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "READ_S", 0.0)
-    with pytest.raises(
-        UnusableModelError, match=r"its tokenizer cannot be used: it takes .* s to load; the limit is 0"
-    ):
-        load({"normalizer": SLOW})
-    (folder,) = (path / "tiny" for path in tmp_path.iterdir())
-    cancellation = Cancellation()
-    cancellation.cancel()
-    with pytest.raises(NotLoadedError, match="cancelled"):
-        check_tokenizer_files(folder, cancellation)
+async def test_a_tokenizer_that_takes_long_to_load_is_refused_and_its_process_ends(load):
+    before = set(shared_pool().pids)
+    reason = r"its tokenizer cannot be used: it takes .* s to load; the limit is 0"
+    with pytest.raises(UnusableModelError, match=reason):
+        await load({"normalizer": SLOW}, read_s=0.0)
+    await auntil(lambda: set(shared_pool().pids) <= before)
+
+
+async def test_the_check_of_a_tokenizer_can_be_cancelled(load):
+    before, starts = set(shared_pool().pids), shared_pool().starts
+    checking = asyncio.create_task(load({"normalizer": SLOW}))
+    await auntil(lambda: shared_pool().starts > starts)
+    checking.cancel()
+    await asyncio.wait([checking])
+    assert checking.cancelled()
+    await auntil(lambda: set(shared_pool().pids) <= before)

@@ -1,6 +1,7 @@
 """The worker of the template sandbox renders chat templates as transformers does. It is called in this process."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -42,8 +43,12 @@ def test_an_error_of_a_template_is_its_message(template, message):
     assert render(template) == {"error": message}
 
 
-def test_a_template_that_exceeds_a_limit_is_reported(monkeypatch):
+def test_a_template_that_exceeds_a_limit_is_reported():
     assert "memory" in render("{{ 'x' * size }}", size=10**18)["limit"]
-    monkeypatch.setattr(template_worker, "MAX_CHARACTERS", 10)
-    assert render("{% for n in range(5) %}{{ n }}{{ n }}{% endfor %}") == {"text": "0011223344"}
-    assert "10 characters" in render("{% for n in range(6) %}{{ n }}{{ n }}{% endfor %}")["limit"]
+    assert render("{% for n in range(99999) %}{{ 'x' * 999 }}{% endfor %}") == {
+        "limit": "writes more than the limit of 16777216 characters"
+    }
+    of_ten = partial(template_worker.render, max_characters=10)
+    assert of_ten("{% for n in range(5) %}{{ n }}{{ n }}{% endfor %}", {}) == "0011223344"
+    with pytest.raises(template_worker.OutputTooLongError):
+        of_ten("{% for n in range(6) %}{{ n }}{{ n }}{% endfor %}", {})

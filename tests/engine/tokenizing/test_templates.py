@@ -1,36 +1,32 @@
 """Test the trial of chat templates with messages of several shapes before a load."""
 
+import asyncio
 import json
-import threading
 from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.tokenizing import templates
+from lmx_lab.engine.sandbox import SandboxPool, shared_pool
 from lmx_lab.engine.tokenizing.templates import (
     SHAPES,
-    TemplateLimitError,
+    TemplateBusyError,
     TemplateRefusalError,
-    TemplateSandbox,
-    prepared_trial,
+    prepare_rendering,
+    render,
     try_template,
     try_templates_of,
 )
-from lmx_lab.errors import NotLoadedError, UnusableModelError
+from lmx_lab.errors import UnusableModelError
+from tests.support.waiting import auntil
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 PATH = Path("model")
-
-
-@pytest.fixture(autouse=True)
-def _short_trials(monkeypatch):
-    monkeypatch.setattr(templates, "TRIAL_S", 0.5)
+TRIAL_S = 0.5
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
-def test_a_template_that_never_ends_for_one_shape_is_refused(number):
+async def test_a_template_that_never_ends_for_one_shape_is_refused(number):
     shape = SHAPES[number]
     tests = [
         f"messages | length == {len(shape['messages'])}",
@@ -42,36 +38,38 @@ def test_a_template_that_never_ends_for_one_shape_is_refused(number):
     with pytest.raises(
         UnusableModelError, match=r"model cannot be loaded: its chat template runs longer than the limit of 0\.5 s"
     ):
-        try_template(template, PATH, Cancellation())
+        await try_template(template, PATH, limit_s=TRIAL_S)
 
 
 @pytest.mark.parametrize("template", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 9 ** 11 }}"])
-def test_a_template_is_refused_by_its_time_or_memory(template):
+async def test_a_template_is_refused_by_its_time_or_memory(template):
     with pytest.raises(UnusableModelError, match="the limit of"):
-        try_template(template, PATH, Cancellation())
+        await try_template(template, PATH, limit_s=TRIAL_S)
 
 
-def test_a_template_that_refuses_messages_is_accepted():
-    try_template("{{ raise_exception('only users') }}{{ nothing.at.all }}", PATH, Cancellation())
+async def test_a_template_that_refuses_messages_is_accepted():
+    await try_template("{{ raise_exception('only users') }}{{ nothing.at.all }}", PATH)
 
 
-def test_a_process_that_was_started_in_advance_is_used_once_and_ended():
-    with prepared_trial():
-        (sandbox,) = templates._prepared
-        try_template("{{ 'started in advance' }}", PATH, Cancellation())
-        assert (templates._prepared, sandbox._usual.process.starts) == ([], 1)
-    with prepared_trial():
-        (sandbox,) = templates._prepared
-    with pytest.raises(TemplateLimitError, match="ended the process"):
-        sandbox.render("{{ 1 }}", {})
+async def test_a_template_that_was_accepted_is_not_tried_again():
+    template = "{{ 'tried once' }}"
+    await try_template(template, PATH)
+    await try_template(template, PATH, limit_s=0.0)
 
 
-def test_a_trial_can_be_cancelled(monkeypatch):
-    monkeypatch.setattr(templates, "TRIAL_S", 60.0)
-    cancellation = Cancellation()
-    threading.Timer(0.3, cancellation.cancel).start()
-    with pytest.raises(NotLoadedError, match="cancelled"):
-        try_template(ENDLESS, PATH, cancellation)
+async def test_a_process_that_was_started_in_advance_renders_the_first_template():
+    shared_pool.cache_clear()
+    prepare_rendering()
+    await try_template("{{ 'started in advance' }}", PATH)
+    assert shared_pool().starts == 1
+
+
+async def test_a_trial_can_be_cancelled():
+    trial = asyncio.create_task(try_template(ENDLESS, PATH, limit_s=60.0))
+    await auntil(lambda: bool(shared_pool().pids))
+    trial.cancel()
+    await asyncio.wait([trial])
+    assert trial.cancelled()
 
 
 @pytest.mark.parametrize(
@@ -83,27 +81,39 @@ def test_a_trial_can_be_cancelled(monkeypatch):
         ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "tool_use", "template": ENDLESS}]})),
     ],
 )
-def test_templates_are_found_where_models_have_them(tmp_path, name, content):
-    try_templates_of(tmp_path, Cancellation())
+async def test_templates_are_found_where_models_have_them(tmp_path, name, content):
+    await try_templates_of(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(UnusableModelError, match="runs longer"):
-        try_templates_of(tmp_path, Cancellation())
+        await try_templates_of(tmp_path, limit_s=TRIAL_S)
 
 
-def test_a_slow_template_does_not_delay_others():
-    sandbox, ended = TemplateSandbox(20.0), threading.Event()
+async def test_a_slow_template_does_not_delay_others():
+    slow = asyncio.create_task(render(ENDLESS, {}, limit_s=60.0))
+    assert [await render("{{ a }}", {"a": number}) for number in range(5)] == list("01234")
+    assert not slow.done()
+    slow.cancel()
+    await asyncio.wait([slow])
 
-    def render_slow():
-        with pytest.raises((TemplateLimitError, TemplateRefusalError)):
-            sandbox.render(ENDLESS, {})
-        ended.set()
 
-    slow = threading.Thread(target=render_slow)
-    slow.start()
-    try:
-        assert [sandbox.render("{{ a }}", {"a": number}) for number in range(5)] == list("01234")
-        assert not ended.is_set()
-    finally:
-        sandbox._slow.process.stop()
-        slow.join()
-        sandbox.stop()
+async def test_a_template_that_waits_too_long_for_other_slow_ones_is_refused():
+    pool = SandboxPool(share_s=60.0, wait_s=0.1)
+    slow = asyncio.create_task(render(ENDLESS, {}, limit_s=60.0, pool=pool))
+    await auntil(lambda: bool(pool.pids))
+    with pytest.raises(TemplateBusyError, match=r"other slow templates were rendered for 0\.1 s"):
+        await render("{{ 1 }}", {}, limit_s=0.1, pool=pool)
+    # A template that was not tried is not accepted.
+    with pytest.raises(UnusableModelError, match="model cannot be loaded now: other slow templates were rendered"):
+        await try_template("{{ 'busy' }}", PATH, limit_s=0.1, pool=pool)
+    slow.cancel()
+    await asyncio.wait([slow])
+    pool.close()
+    with pytest.raises(TemplateRefusalError, match="no process could be started for it"):
+        await render("{{ 1 }}", {}, pool=pool)
+
+
+async def test_variables_that_cannot_be_written_are_refused():
+    endless = []
+    endless.append(endless)
+    with pytest.raises(TemplateRefusalError, match="cannot be written as JSON"):
+        await render("{{ a }}", {"a": endless})

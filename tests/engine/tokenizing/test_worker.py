@@ -33,7 +33,7 @@ def _built(monkeypatch):
     increments = []
     # The priority of this process must not change.
     monkeypatch.setattr(os, "nice", lambda increment: increments.append(increment) or 0)
-    assert ask({"build": True}, tokenizer.to_str().encode()) == ({}, [])
+    assert worker.handle(pack({"build": True}, tokenizer.to_str().encode())) == b""
     assert increments == [0, NICENESS]
 
 
