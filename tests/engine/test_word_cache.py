@@ -12,6 +12,7 @@ from lmx_lab.engine.mlx.model import load_chat
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from tests.support.models import load, texts_of, write_tiny_llama, write_tiny_qwen3
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,13 +46,14 @@ def in_use():
     return int(mallinfo().in_use)
 
 
-def leaked_bytes(use):
-    """Return by how many bytes the allocated memory grows when ``use`` is called ``LOADS`` times."""
+def check_leaks(use):
+    """Check by how many bytes the allocated memory grows when ``use`` is called ``LOADS`` times."""
     use()
     before = in_use()
     for _ in range(LOADS):
         use()
-    return in_use() - before
+    # The thread of a tokenizer refers to it for a moment after its result is there.
+    until(lambda: in_use() - before < MOST_BYTES)
 
 
 def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path, smollm2):
@@ -63,7 +65,7 @@ def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path, smollm2):
         encoding = model.prompts.encode(WORDS, special=True, param="prompt")
         assert len(asyncio.run(encoding)) > 10_000
 
-    assert leaked_bytes(use) < MOST_BYTES
+    check_leaks(use)
 
 
 @pytest.mark.long
@@ -78,4 +80,4 @@ def test_an_unloaded_embedding_model_leaves_no_cached_words(tmp_path, smollm2):
     def use():
         assert texts_of(load(entry), [WORDS], input_type=None, truncate=False)
 
-    assert leaked_bytes(use) < MOST_BYTES
+    check_leaks(use)

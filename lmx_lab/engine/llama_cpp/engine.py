@@ -189,6 +189,8 @@ class LlamaCppCore:
         if resident.hosted.slot_files is not None:
             await resident.hosted.slot_files.stop()
         await resident.hosted.process.stop()
+        # Ends their process, too, which would otherwise live until the next garbage collection.
+        resident.hosted.grammars = None
 
     async def _watch(self, resident: LlamaResident) -> None:
         """Handle an unexpected end of the process."""
