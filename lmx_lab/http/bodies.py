@@ -29,15 +29,8 @@ from lmx_lab.wire.limits import DIGITS_LIMIT, Structure
 T = TypeVar("T")
 
 NESTING_LIMIT = 64
-TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
 RETRY_S = 2
 Text = bytes | bytearray | str
-LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is not a character"
-PARSER_MESSAGES = {
-    "unexpected end of hex escape": LONE_SURROGATE,
-    "lone leading surrogate in hex escape": LONE_SURROGATE,
-}
-"""Replacements for messages of the parser that name its step and not the error."""
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="lmx-lab-bodies")
 """Reads the large bodies of all servers of this process, one after the other."""
 
@@ -123,7 +116,9 @@ def _check_contents(structure: Structure) -> None:
     if structure.has_long_number:
         raise InvalidRequestError(f"a number in the body has more than {DIGITS_LIMIT} digits; send a shorter one")
     if structure.depth > NESTING_LIMIT:
-        raise InvalidRequestError(TOO_DEEP)
+        raise InvalidRequestError(
+            f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
+        )
 
 
 def _parse(text: Text) -> Any:
@@ -133,7 +128,10 @@ def _parse(text: Text) -> Any:
         return pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as exc:
         what, at, place = str(exc).rpartition(" at line ")
-        raise InvalidRequestError(f"the body is not valid JSON: {PARSER_MESSAGES.get(what, what)}{at}{place}") from exc
+        if what in ("unexpected end of hex escape", "lone leading surrogate in hex escape"):
+            # The parser names its step and not the error.
+            what = "a lone surrogate (\\ud800 to \\udfff without its other half) is not a character"
+        raise InvalidRequestError(f"the body is not valid JSON: {what}{at}{place}") from exc
 
 
 def _check_numbers(value: Any, began: float = math.inf) -> float:

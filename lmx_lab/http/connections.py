@@ -69,16 +69,21 @@ def is_reserved(descriptor: int) -> bool:
 
 
 def rest_after(step_s: float, protocol: HttpProtocol | WebSocketProtocol) -> None:
-    """Stop reading for twice the time of a step of more than 2 ms, and longer if other connections rest too.
+    """Stop reading a connection after a step of more than 2 ms, for twice its time or longer if other connections rest.
 
-    A client whose data take long to parse therefore does not occupy the event loop.
+    Connections that are sending large amounts rest too, one longer than the other, so that their long steps do not
+    follow each other. Clients whose data take long to parse therefore do not occupy the event loop.
     """
-    if step_s > 0.002 and not protocol.resting:
-        connections: Any = protocol.connections
-        rest_s = 2 * step_s * (1 + sum(each.resting for each in connections))
-        protocol.resting = True
-        protocol.transport.pause_reading()
-        protocol.loop.call_later(rest_s, protocol.end_rest)
+    if step_s <= 0.002:
+        return
+    connections: Any = protocol.connections
+    resting = sum(each.resting for each in connections)
+    for each in (protocol, *connections):
+        if not each.resting and (each is protocol or each.fills_pieces):
+            resting += 1
+            each.resting = True
+            each.transport.pause_reading()
+            each.loop.call_later(2 * step_s * resting, each.end_rest)
 
 
 class HttpProtocol(H11Protocol):
@@ -88,6 +93,8 @@ class HttpProtocol(H11Protocol):
     """
 
     resting = False
+    fills_pieces = False
+    """Whether the client sends as much as is read at once."""
     _head_timer: asyncio.TimerHandle | None = None
     """Runs from the first byte of a head to its end."""
     _ending = False
@@ -120,6 +127,7 @@ class HttpProtocol(H11Protocol):
         if self._ending:
             return
         began = time.thread_time()
+        self.fills_pieces = len(data) >= self.transport.max_size  # type: ignore[attr-defined]
         is_chunked = self._in_body and self._is_chunked
         cycle, held = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
         super().data_received(data)
@@ -315,6 +323,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """
 
     resting = False
+    fills_pieces = False
+    """Whether the client sends as much as is read at once."""
     _pongs = b""
     _stopping = False
     _fragments = 0
@@ -336,6 +346,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         began = time.thread_time()
+        self.fills_pieces = len(data) >= self.transport.max_size  # type: ignore[attr-defined]
         super().data_received(data)
         if self.held_bytes > SMALL_BYTES and not self.close_sent:
             held = (each.held_bytes for each in self.connections if isinstance(each, WebSocketProtocol))

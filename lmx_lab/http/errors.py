@@ -58,7 +58,6 @@ NO_RETRY = (
     errors.EngineDeadError,
     errors.ModelBusyError,
 )
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 ErrorForm = Callable[[ErrorDetail, int], BaseModel]
@@ -176,7 +175,8 @@ async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     response.headers.update(exc.headers or {})
     if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         # Starlette names the methods of one route only, and each method has its own route.
-        scopes = {method: {**request.scope, "method": method} for method in METHODS}
+        methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+        scopes = {method: {**request.scope, "method": method} for method in methods}
         matching = [
             method
             for method, scope in scopes.items()

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Protocol
@@ -40,7 +41,6 @@ from lmx_lab.http.guard import (
 )
 
 VERSION = version("lmx-lab")
-SWITCHING_PROTOCOLS = 101
 CONTENT_POLICY_HEADER = b"content-security-policy"
 FIXED_HEADERS = (
     (b"x-lmx-lab", VERSION.encode()),
@@ -148,7 +148,7 @@ class ResponseHeaders:
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"].endswith((".response.start", "websocket.accept")):
-                status = message.get("status", SWITCHING_PROTOCOLS)
+                status = message.get("status", HTTPStatus.SWITCHING_PROTOCOLS)
                 headers = [*message.get("headers", ()), id_header, *FIXED_HEADERS]
                 # Some responses have a policy of their own.
                 if not any(name.lower() == CONTENT_POLICY_HEADER for name, _ in headers):

@@ -78,7 +78,7 @@ class EventStream(StreamingResponse):
         watch = SendWatch(self._blocked_limit_s)
         try:
             async with watch:
-                await self._stream(_TimedConnection(send, watch))
+                await self._stream(send, watch)
         except TimeoutError:
             if not watch.expired:
                 raise
@@ -89,12 +89,13 @@ class EventStream(StreamingResponse):
             # The server is notified of the lost connection before this returns.
             await asyncio.sleep(0)
 
-    async def _stream(self, connection: _TimedConnection) -> None:
-        await connection.send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        keep_alive = asyncio.create_task(_keep_alive(connection, self._keep_alive)) if self._keep_alive else None
+    async def _stream(self, send: Send, watch: SendWatch) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await watch.send(send(start))
+        keep_alive = asyncio.create_task(_keep_alive(send, watch, self._keep_alive)) if self._keep_alive else None
         try:
             async for text in self._texts:
-                await connection.send_body(text)
+                await watch.send(send(_part(text)))
         finally:
             # If sending a text was interrupted, the iterator has not been notified yet.
             if isinstance(self._texts, AsyncGenerator):
@@ -103,7 +104,7 @@ class EventStream(StreamingResponse):
                 keep_alive.cancel()
                 # A lost connection is reported by the other task.
                 await asyncio.gather(keep_alive, return_exceptions=True)
-        await connection.send({"type": "http.response.body", "body": b"", "more_body": False})
+        await watch.send(send({"type": "http.response.body", "body": b"", "more_body": False}))
 
 
 def comment(text: str) -> str:
@@ -111,34 +112,17 @@ def comment(text: str) -> str:
     return f": {text}\n\n"
 
 
-class _TimedConnection:
-    """A connection that records when something was last sent on it."""
-
-    def __init__(self, send: Send, watch: SendWatch) -> None:
-        self._send = send
-        self._watch = watch
-        self._now = asyncio.get_running_loop().time
-        self._sent_at = self._now()
-
-    @property
-    def silent_s(self) -> float:
-        return self._now() - self._sent_at
-
-    async def send(self, message: Message) -> None:
-        self._sent_at = self._now()
-        await self._watch.send(self._send(message))
-
-    async def send_body(self, text: str) -> None:
-        await self.send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+def _part(text: str) -> Message:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": True}
 
 
-async def _keep_alive(connection: _TimedConnection, text: Callable[[], str]) -> None:
+async def _keep_alive(send: Send, watch: SendWatch, text: Callable[[], str]) -> None:
     """Send the text in a separate task: a timer for each token would cost more than its text."""
     while True:
-        if (rest_s := KEEP_ALIVE_S - connection.silent_s) > 0:
+        if (rest_s := KEEP_ALIVE_S - watch.silent_s) > 0:
             await asyncio.sleep(rest_s)
         else:
-            await connection.send_body(text())
+            await watch.send(send(_part(text())))
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -148,7 +132,12 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         ClientDisconnect: the client disconnected.
     """
     task = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    disconnected = asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -160,11 +149,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         # The work frees its slot in its own cleanup, so wait for that.
         with suppress(asyncio.CancelledError, Exception):
             await task
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 # Clients that accept no data
@@ -184,6 +168,7 @@ class SendWatch:
         self._limit_s = limit_s
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
+        self._sent_at = self._loop.time()
         self._sending = 0
         """Number of ``send`` calls that wait for the client."""
         self.blocked_s = 0.0
@@ -193,6 +178,11 @@ class SendWatch:
     def expired(self) -> bool:
         """Whether this watch has ended the block."""
         return self._timeout.expired()
+
+    @property
+    def silent_s(self) -> float:
+        """Time in seconds since the last ``send`` began."""
+        return self._loop.time() - self._sent_at
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
@@ -208,6 +198,7 @@ class SendWatch:
 
     async def send(self, sending: Awaitable[None]) -> None:
         """Await the call that sends data and returns once the connection accepts more."""
+        self._sent_at = self._loop.time()
         self._sending += 1
         try:
             await sending

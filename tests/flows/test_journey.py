@@ -20,7 +20,7 @@ HANDOVERS = {
     "http.connections.HttpProtocol.data_received",
     "http.streaming.while_connected",
     "http.streaming.EventStream.stream_response",
-    "http.streaming._TimedConnection.send_body",
+    "http.streaming.SendWatch.send",
     "http.middleware.ResponseHeaders.__call__.<locals>.send_with_headers",
     "engine.stream.Mailbox.deliver",
     "engine.stream.Answer.__anext__",

@@ -506,6 +506,24 @@ async def test_a_connection_rests_after_a_long_step_while_others_are_served(begi
         assert protocol.resting
 
 
+async def test_connections_that_send_large_amounts_rest_one_longer_than_the_other():
+    async with (
+        running(app) as host,
+        connected(host, GET) as (_, small),
+        connected(host, GET) as (first, one),
+        connected(host, GET) as (second, other),
+    ):
+        for client, protocol in ((first, one), (second, other)):
+            client.send((HEAD % (b"/read", 10_000)).ljust(connections.PIECE_BYTES, b"a"))
+            await auntil(lambda protocol=protocol: protocol.fills_pieces)
+        rest_after(0.05, one)
+        assert (one.resting, other.resting, small.resting) == (True, True, False)
+        for client in (first, second):
+            client.send(b"a" * 10_000)
+            assert b"\r\n10000" in await client.read_response()
+        assert small.transport.is_reading()
+
+
 async def test_a_connection_that_was_paused_while_it_rested_stays_paused():
     async with running(app) as host, connected(host, GET) as (_, protocol):
         rest_after(0.01, protocol)
