@@ -205,10 +205,14 @@ def wrong_server_error(response: UnexpectedResponse) -> UnreachableError:
 
 @contextmanager
 def translated_errors(url: str, *, has_begun: bool = False, server: ServerDescription = LAB_SERVER) -> Iterator[None]:
-    """Translate connection errors raised in the block to ``UnreachableError`` with the address and the next step.
+    """Translate errors of the HTTP library raised in the block, to errors with the address and the next step.
 
     Args:
         has_begun: Whether part of the response has been received.
+
+    Raises:
+        UnreachableError: there is no complete response.
+        InvalidRequestError: the request cannot be sent.
     """
     try:
         yield
@@ -221,6 +225,12 @@ def translated_errors(url: str, *, has_begun: bool = False, server: ServerDescri
         raise UnreachableError(message) from None
     except httpx2.TimeoutException:
         raise UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s") from None
+    except httpx2.LocalProtocolError:
+        # Without the library's message, which may contain the value of a field, such as a key.
+        raise InvalidRequestError(
+            f"the request to {url} cannot be sent: the name or value of a header field has a character that HTTP does "
+            "not allow, such as a line break; correct the additional headers"
+        ) from None
     except httpx2.DecodingError as exc:
         raise UnreachableError(f"the response of {url} cannot be decoded ({exc!s:.200}); {server.check}") from exc
     except httpx2.TransportError as exc:
