@@ -13,13 +13,12 @@ import hashlib
 import ipaddress
 import secrets
 import ssl
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast, get_args
+from typing import Any, Generic, Protocol, Self, TypeVar, cast, get_args
 
 import httpx2
 import pydantic_core
@@ -600,17 +599,32 @@ class HttpConnection:
         )
 
 
-class AsyncClientBase(ABC):
-    """The part that all async clients share: ``async with`` closes the connections at its end."""
+class Connection(Protocol):
+    """Connections to one server."""
 
     @property
-    @abstractmethod
-    def url(self) -> str:
-        """The server's address."""
+    def url(self) -> str: ...
 
-    @abstractmethod
+    async def aclose(self) -> None: ...
+
+
+ConnectionType = TypeVar("ConnectionType", bound=Connection)
+
+
+class AsyncClientBase(Generic[ConnectionType]):
+    """The part that all async clients share: ``async with`` closes the connections at its end."""
+
+    def __init__(self, connection: ConnectionType) -> None:
+        self._connection = connection
+
+    @property
+    def url(self) -> str:
+        """The server's address at the time of the last request."""
+        return self._connection.url
+
     async def aclose(self) -> None:
-        """Close all connections. Idempotent."""
+        """Close all connections; the server stops its work for them. Idempotent."""
+        await self._connection.aclose()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.url}>"
