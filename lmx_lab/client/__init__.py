@@ -13,42 +13,39 @@ if TYPE_CHECKING:
     from lmx_lab.client.chat_format import ChatFormatClient, Piece
     from lmx_lab.client.connection import Remark
     from lmx_lab.client.daemon import AsyncDaemonClient, AsyncSession, BlockingSubscription, DaemonClient, Session
+    from lmx_lab.client.daemon_routes import ClientTimes
     from lmx_lab.client.lab import AsyncLabClient, Include, LabClient, LabEvent, UnknownLabEvent, as_array
-    from lmx_lab.client.subscription import ConnectionState, Cursor, CursorStore, FileCursor, MemoryCursor, Subscription
+    from lmx_lab.client.subscription import (
+        ConnectionState,
+        Cursor,
+        CursorStore,
+        FileCursor,
+        MemoryCursor,
+        Subscription,
+    )
     from lmx_lab.client.turn import TurnResult
     from lmx_lab.wire.events import DaemonEvent, UnknownEvent
 
 _MODULES = {
-    "AsyncDaemonClient": "lmx_lab.client.daemon",
-    "AsyncLabClient": "lmx_lab.client.lab",
-    "AsyncSession": "lmx_lab.client.daemon",
-    "BlockingSubscription": "lmx_lab.client.daemon",
-    "ChatFormatClient": "lmx_lab.client.chat_format",
-    "ConnectionState": "lmx_lab.client.subscription",
-    "Cursor": "lmx_lab.client.subscription",
-    "CursorStore": "lmx_lab.client.subscription",
-    "DaemonClient": "lmx_lab.client.daemon",
-    "DaemonEvent": "lmx_lab.wire.events",
-    "FileCursor": "lmx_lab.client.subscription",
-    "Include": "lmx_lab.client.lab",
-    "LabClient": "lmx_lab.client.lab",
-    "LabEvent": "lmx_lab.client.lab",
-    "MemoryCursor": "lmx_lab.client.subscription",
-    "Piece": "lmx_lab.client.chat_format",
-    "Remark": "lmx_lab.client.connection",
-    "Session": "lmx_lab.client.daemon",
-    "Subscription": "lmx_lab.client.subscription",
-    "TurnResult": "lmx_lab.client.turn",
-    "UnknownEvent": "lmx_lab.wire.events",
-    "UnknownLabEvent": "lmx_lab.client.lab",
-    "as_array": "lmx_lab.client.lab",
+    "client.chat_format": ("ChatFormatClient", "Piece"),
+    "client.connection": ("Remark",),
+    "client.daemon": ("AsyncDaemonClient", "AsyncSession", "BlockingSubscription", "DaemonClient", "Session"),
+    "client.daemon_routes": ("ClientTimes",),
+    "client.lab": ("AsyncLabClient", "Include", "LabClient", "LabEvent", "UnknownLabEvent", "as_array"),
+    "client.subscription": (
+        *("ConnectionState", "Cursor", "CursorStore", "FileCursor", "MemoryCursor", "Subscription"),
+    ),
+    "client.turn": ("TurnResult",),
+    "wire.events": ("DaemonEvent", "UnknownEvent"),
 }
+_EXPORTS = {name: f"lmx_lab.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = [
     "AsyncDaemonClient",
     "AsyncLabClient",
     "AsyncSession",
     "BlockingSubscription",
     "ChatFormatClient",
+    "ClientTimes",
     "ConnectionState",
     "Cursor",
     "CursorStore",
@@ -71,10 +68,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Lazily: the daemon needs only two of these modules, and would take 0.2 s longer to start with all of them.
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

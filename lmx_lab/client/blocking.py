@@ -7,9 +7,10 @@ import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from lmx_lab.blocking import Portal
+from lmx_lab.client.connection import AsyncClientBase
 from lmx_lab.errors import HostingError
 from lmx_lab.portal import BACKGROUND, LoopThread
 
@@ -69,14 +70,7 @@ def _close_later(used: list[LoopThread], close: Callable[[], Coroutine[Any, Any,
             used[0].loop.call_soon_threadsafe(start)
 
 
-class _AsyncClient(Protocol):
-    @property
-    def url(self) -> str: ...
-
-    async def aclose(self) -> None: ...
-
-
-Client = TypeVar("Client", bound=_AsyncClient)
+Client = TypeVar("Client", bound=AsyncClientBase[Any])
 
 
 class BlockingClient(Generic[Client]):

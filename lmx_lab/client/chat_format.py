@@ -348,7 +348,7 @@ def _error_class(detail: Mapping[str, Any], status: int) -> type[LabError] | Non
 # The client
 
 
-class ChatFormatClient(AsyncClientBase):
+class ChatFormatClient(AsyncClientBase[HttpConnection]):
     """Streams chats from one server, on one event loop. Closing or cancelling a call closes its connection.
 
     Args:
@@ -376,25 +376,18 @@ class ChatFormatClient(AsyncClientBase):
         if transport is None and address.startswith("http:") and is_loopback(address):
             # Faster than the transport of httpx2, for servers on this machine.
             transport = PlainTransport(keepalive_s=KEEPALIVE_S)
-        self._connection = HttpConnection(
-            base_url,
-            api_key=api_key,
-            headers=headers,
-            transport=transport,
-            server=CHAT_SERVER,
-            read_error=chat_server_error,
+        super().__init__(
+            HttpConnection(
+                base_url,
+                api_key=api_key,
+                headers=headers,
+                transport=transport,
+                server=CHAT_SERVER,
+                read_error=chat_server_error,
+            )
         )
         self.is_lab: bool | None = None
         """Whether the server is an LMX Lab server; None before it has answered ``models``."""
-
-    @property
-    def url(self) -> str:
-        """The server's address."""
-        return self._connection.url
-
-    async def aclose(self) -> None:
-        """Close all connections; the server stops its work for them. Idempotent."""
-        await self._connection.aclose()
 
     async def models(self) -> list[str]:
         """List the ids of the server's models, in its order.

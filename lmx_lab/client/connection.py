@@ -13,13 +13,12 @@ import hashlib
 import ipaddress
 import secrets
 import ssl
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast, get_args
+from typing import Any, Generic, Protocol, Self, TypeVar, cast, get_args
 
 import httpx2
 import pydantic_core
@@ -205,10 +204,14 @@ def wrong_server_error(response: UnexpectedResponse) -> UnreachableError:
 
 @contextmanager
 def translated_errors(url: str, *, has_begun: bool = False, server: ServerDescription = LAB_SERVER) -> Iterator[None]:
-    """Translate connection errors raised in the block to ``UnreachableError`` with the address and the next step.
+    """Translate errors of the HTTP library raised in the block, to errors with the address and the next step.
 
     Args:
         has_begun: Whether part of the response has been received.
+
+    Raises:
+        UnreachableError: there is no complete response.
+        InvalidRequestError: the request cannot be sent.
     """
     try:
         yield
@@ -221,6 +224,12 @@ def translated_errors(url: str, *, has_begun: bool = False, server: ServerDescri
         raise UnreachableError(message) from None
     except httpx2.TimeoutException:
         raise UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s") from None
+    except httpx2.LocalProtocolError:
+        # Without the library's message, which may contain the value of a field, such as a key.
+        raise InvalidRequestError(
+            f"the request to {url} cannot be sent: the name or value of a header field has a character that HTTP does "
+            "not allow, such as a line break; correct the additional headers"
+        ) from None
     except httpx2.DecodingError as exc:
         raise UnreachableError(f"the response of {url} cannot be decoded ({exc!s:.200}); {server.check}") from exc
     except httpx2.TransportError as exc:
@@ -590,17 +599,32 @@ class HttpConnection:
         )
 
 
-class AsyncClientBase(ABC):
-    """The part that all async clients share: ``async with`` closes the connections at its end."""
+class Connection(Protocol):
+    """Connections to one server."""
 
     @property
-    @abstractmethod
-    def url(self) -> str:
-        """The server's address."""
+    def url(self) -> str: ...
 
-    @abstractmethod
+    async def aclose(self) -> None: ...
+
+
+ConnectionType = TypeVar("ConnectionType", bound=Connection)
+
+
+class AsyncClientBase(Generic[ConnectionType]):
+    """The part that all async clients share: ``async with`` closes the connections at its end."""
+
+    def __init__(self, connection: ConnectionType) -> None:
+        self._connection = connection
+
+    @property
+    def url(self) -> str:
+        """The server's address at the time of the last request."""
+        return self._connection.url
+
     async def aclose(self) -> None:
-        """Close all connections. Idempotent."""
+        """Close all connections; the server stops its work for them. Idempotent."""
+        await self._connection.aclose()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.url}>"

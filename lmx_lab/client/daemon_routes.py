@@ -94,6 +94,11 @@ class DaemonConnection:
         self._is_verified = False
         self._closed = False
 
+    @property
+    def url(self) -> str:
+        """The daemon's address at the time of the last request."""
+        return self.credentials.url
+
     async def aclose(self) -> None:
         """Close all connections. Idempotent."""
         self._closed = True
@@ -280,7 +285,7 @@ class _McpTest(RootModel[McpTestPassed | McpTestFailed]):
     pass
 
 
-class DaemonRoutes(AsyncClientBase):
+class DaemonRoutes(AsyncClientBase[DaemonConnection]):
     """Requests to one daemon, on one event loop.
 
     Every failure raises a ``LabError``: the class for the daemon's error code, or ``UnreachableError`` if no daemon
@@ -295,7 +300,7 @@ class DaemonRoutes(AsyncClientBase):
         transport: httpx2.AsyncBaseTransport | None = None,
         times: ClientTimes | None = None,
     ) -> None:
-        self._connection = DaemonConnection(credentials, transport=transport)
+        super().__init__(DaemonConnection(credentials, transport=transport))
         self.times = times or ClientTimes()
         """Delays and time limits of the subscriptions and turns of this client."""
 
@@ -303,15 +308,6 @@ class DaemonRoutes(AsyncClientBase):
     def credentials(self) -> Credentials:
         """The daemon's address and token."""
         return self._connection.credentials
-
-    @property
-    def url(self) -> str:
-        """The daemon's address at the time of the last request."""
-        return self.credentials.url
-
-    async def aclose(self) -> None:
-        """Close all connections. Idempotent."""
-        await self._connection.aclose()
 
     async def connection(self) -> HttpConnection:
         """Check the daemon's identity without sending the token, and return a connection for a WebSocket.

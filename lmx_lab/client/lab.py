@@ -359,7 +359,7 @@ Over = Literal["sse", "websocket"]
 the answer on the server."""
 
 
-class AsyncLabClient(AsyncClientBase):
+class AsyncLabClient(AsyncClientBase[HttpConnection]):
     """A client of one inference server, on one event loop: ``async with AsyncLabClient("http://host:8400") as client``.
 
     The classes of requests and responses are in ``lmx_lab.wire``. Cancelling a call, or closing a stream, closes its
@@ -385,22 +385,13 @@ class AsyncLabClient(AsyncClientBase):
         transport: httpx2.AsyncBaseTransport | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._connection = HttpConnection(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s)
+        super().__init__(HttpConnection(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s))
         self._silence_s = timeout_s
-
-    @property
-    def url(self) -> str:
-        """The server's address."""
-        return self._connection.url
 
     @property
     def api_key(self) -> str | None:
         """The key that the client sends; None if it sends none."""
         return self._connection.api_key
-
-    async def aclose(self) -> None:
-        """Close all connections; the server stops its work for them. Idempotent."""
-        await self._connection.aclose()
 
     # Chat
 

@@ -154,9 +154,11 @@ class PlainConnection(asyncio.Protocol):
         try:
             return self._http.next_event()
         except h11.RemoteProtocolError as exc:
-            if self._http.trailing_data[1]:
-                part = "the head of the response is incomplete"
-                raise EOFError(part if is_head else "the connection was closed before the end of the response") from exc
+            has_closed = self._http.trailing_data[1]
+            if has_closed and is_head:
+                raise EOFError("the head of the response is incomplete") from exc
+            if has_closed:
+                raise EOFError("the connection was closed before the end of the response") from exc
             # The status with which a server responds to a head that is too large.
             if exc.error_status_hint == 431:
                 part = "its head" if is_head else "the size field of a chunk"
@@ -205,7 +207,7 @@ class PlainTransport(httpx2.AsyncBaseTransport):
                 async with asyncio.timeout(read_s):
                     status, headers = await connection.head()
         except BaseException:
-            await self._close(connection)
+            await self._end(connection, address)
             raise
         end = functools.partial(self._end, connection, address)
         return httpx2.Response(status, headers=headers, stream=_Body(connection, read_s=read_s, end=end))
@@ -228,23 +230,19 @@ class PlainTransport(httpx2.AsyncBaseTransport):
         """Keep the connection if the response is complete; otherwise close it, so that the server stops generating."""
         if connection not in self._busy:
             return
+        self._busy.remove(connection)
         if connection.can_send_again():
-            self._busy.discard(connection)
             until_s = asyncio.get_running_loop().time() + self._keepalive_s
             self._idle.setdefault(address, []).append((until_s, connection))
         else:
-            await self._close(connection)
-
-    async def _close(self, connection: PlainConnection) -> None:
-        self._busy.discard(connection)
-        await connection.aclose()
+            await connection.aclose()
 
     async def aclose(self) -> None:
         """Close all connections."""
         idle = [connection for connections in self._idle.values() for _, connection in connections]
         self._idle.clear()
         for connection in [*idle, *self._busy]:
-            await self._close(connection)
+            await connection.aclose()
 
 
 class _Body(httpx2.AsyncByteStream):

@@ -188,7 +188,7 @@ class Subscription:
                 self._save()
                 if self._receiver.has_ended:
                     raise self._receiver.error or StopAsyncIteration
-                await self._buffer.filled()
+                await self._buffer.filled.wait()
             raise StopAsyncIteration
         finally:
             self._is_reading = False
@@ -342,10 +342,10 @@ class _Receiver:
         assert self._deadline is not None
         now = asyncio.get_running_loop().time
         while True:
-            if not self._buffer.has_room:
+            if not self._buffer.room.is_set():
                 # Time in which the reader processes events does not count as silence of the daemon.
                 self._deadline.reschedule(None)
-                await self._buffer.room()
+                await self._buffer.room.wait()
             self._deadline.reschedule(now() + self._silence_s)
             try:
                 message = await socket.receive()
@@ -525,8 +525,11 @@ class EventBuffer:
         self._max_items, self._max_characters = max_items, max_characters
         self._items: deque[tuple[Delivery, int]] = deque()
         self._characters = 0
-        self._filled, self._room = asyncio.Event(), asyncio.Event()
-        self._room.set()
+        self.filled = asyncio.Event()
+        """Set while there is an item, and after the end."""
+        self.room = asyncio.Event()
+        """Set while the buffer is not full. A full buffer has room again when half of its items were taken."""
+        self.room.set()
         self._ended = False
 
     def __len__(self) -> int:
@@ -540,9 +543,9 @@ class EventBuffer:
         """
         self._items.append((item, characters))
         self._characters += characters
-        self._filled.set()
+        self.filled.set()
         if len(self._items) >= self._max_items or self._characters >= self._max_characters:
-            self._room.clear()
+            self.room.clear()
 
     def take(self) -> Delivery | None:
         """Remove and return the oldest item; None if the buffer is empty."""
@@ -551,28 +554,15 @@ class EventBuffer:
         item, characters = self._items.popleft()
         self._characters -= characters
         if len(self._items) <= self._max_items // 2 and self._characters < self._max_characters:
-            self._room.set()
+            self.room.set()
         if not self._items and not self._ended:
-            self._filled.clear()
+            self.filled.clear()
         return item
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the buffer is not full. A full buffer has room again when half of its items were taken."""
-        return self._room.is_set()
-
-    async def room(self) -> None:
-        """Wait until there is room."""
-        await self._room.wait()
-
-    async def filled(self) -> None:
-        """Wait until there is an item, or until the end is marked."""
-        await self._filled.wait()
 
     def end(self) -> None:
         """Mark the end. Items in the buffer can still be taken."""
         self._ended = True
-        self._filled.set()
+        self.filled.set()
 
 
 class Backoff:

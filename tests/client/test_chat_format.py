@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import aclosing
 
+import httpx2
 import pytest
 
 from lmx_lab import errors
@@ -200,6 +201,19 @@ async def test_the_key_is_sent_in_a_header_and_not_displayed():
                 pass
             assert "sesame" not in repr(client)
         assert upstream.headers[0]["authorization"] == "Bearer open-sesame"
+
+
+@pytest.mark.parametrize("transport", [None, httpx2.AsyncHTTPTransport()], ids=["plain", "httpx2"])
+async def test_a_header_that_cannot_be_sent_is_refused_without_showing_it(transport):
+    headers = {"x-own": "hidden\r\nx-other: 2"}
+    with Scripted(says("a")) as upstream:
+        async with ChatFormatClient(upstream.url, headers=headers, transport=transport) as client:
+            with pytest.raises(
+                errors.InvalidRequestError, match="a line break; correct the additional headers"
+            ) as caught:
+                await client.models()
+    assert "hidden" not in str(caught.value)
+    assert upstream.paths == []
 
 
 # --- bounds

@@ -110,7 +110,7 @@ async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(d
             while len(seqs) < 3000:
                 if len(seqs) % 500 == 0:
                     # Until the reader stops reading ahead.
-                    while buffer.has_room:  # noqa: ASYNC110
+                    while buffer.room.is_set():  # noqa: ASYNC110
                         await asyncio.sleep(0)
                 most = max(most, len(buffer))
                 seqs.append((await anext(events)).seq)

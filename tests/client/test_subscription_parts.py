@@ -105,18 +105,18 @@ def test_an_invalid_cursor_is_refused(text):
 async def test_a_buffer_is_full_at_its_item_limit_and_has_room_again_at_half():
     buffer = EventBuffer(max_items=10)
     for number in range(10):
-        assert buffer.has_room
+        assert buffer.room.is_set()
         buffer.put(number, 1)
-    assert not buffer.has_room
+    assert not buffer.room.is_set()
     assert [buffer.take() for _ in range(5)] == [0, 1, 2, 3, 4]
-    assert buffer.has_room
+    assert buffer.room.is_set()
 
 
 async def test_one_item_can_fill_a_buffer_by_its_size():
     buffer = EventBuffer(max_characters=1000)
     buffer.put("long", 1000)
-    assert not buffer.has_room
-    waiting = asyncio.create_task(buffer.room())
+    assert not buffer.room.is_set()
+    waiting = asyncio.create_task(buffer.room.wait())
     assert buffer.take() == "long"
     await waiting
     assert len(buffer) == 0
@@ -126,9 +126,9 @@ async def test_items_can_be_taken_after_the_end():
     buffer = EventBuffer()
     buffer.put(1, 1)
     buffer.end()
-    await buffer.filled()
+    await buffer.filled.wait()
     assert (buffer.take(), buffer.take()) == (1, None)
-    await buffer.filled()
+    await buffer.filled.wait()
 
 
 def longest(low, high):
