@@ -147,12 +147,6 @@ log = logging.getLogger(__name__)
 PATH = "/v3/events"
 GOING_AWAY, POLICY_VIOLATION, INTERNAL_ERROR = 1001, 1008, 1011
 """Close codes of WebSockets."""
-BATCH_CHARACTERS = 262_144
-"""Maximum size of the events that are sent at once. A single event may be larger."""
-MESSAGES, MESSAGES_S = 64, 60.0
-"""Maximum number of messages that a client may send within ``MESSAGES_S`` seconds. Their content is ignored."""
-BEHIND_WRITER = 4
-"""Number of iterations of the event loop by which new events are sent later than their writer continues."""
 TURN_ENDS = ("turn.done", "turn.error")
 """Events that end a turn. No client waits for what their writer does afterwards."""
 EncodedBatch = Any
@@ -292,7 +286,7 @@ class _Stream:
             if self._log.latest_event not in TURN_ENDS:
                 # The turn that has written the events continues first: sending them would delay its request to the
                 # model.
-                await give_way(BEHIND_WRITER)
+                await give_way(4)
 
     async def _send_control_frame(self, event: str, data: BaseModel) -> None:
         await self._send(self._encode([self._control_frame(event, to_json(data))]))
@@ -322,12 +316,12 @@ class _Stream:
     async def _wait_disconnected(self) -> None:
         """Wait until the client disconnects, and ignore its messages.
 
-        Their number is limited here. The server limits their size, and ends a connection that sends invalid UTF-8.
+        Up to 64 in a minute are accepted. The server limits their size, and ends a connection that sends invalid UTF-8.
         """
         received_at: list[float] = []
         while (await self._socket.receive())["type"] != "websocket.disconnect":
-            received_at = [*(at for at in received_at if at > self._now() - MESSAGES_S), self._now()]
-            if len(received_at) > MESSAGES:
+            received_at = [*(at for at in received_at if at > self._now() - 60.0), self._now()]
+            if len(received_at) > 64:
                 await self._close(POLICY_VIOLATION, "this stream accepts no messages")
                 return
 
@@ -359,10 +353,11 @@ class _LatestPage:
 
 
 def _batches(page: LogPage, encode: Encode) -> Iterator[EncodedBatch]:
+    """Return the events of a page in pieces of up to 256 Ki characters. A single event may be larger."""
     batch: list[str] = []
     size = 0
     for event in page.events:
-        if batch and size + len(event.text) > BATCH_CHARACTERS:
+        if batch and size + len(event.text) > 262_144:
             yield encode(batch)
             batch, size = [], 0
         batch.append(event.text)

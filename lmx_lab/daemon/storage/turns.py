@@ -14,6 +14,7 @@ from typing import Any
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions
+from lmx_lab.daemon.storage.sessions import UNFINISHED
 from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
 from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.errors import (
@@ -62,8 +63,6 @@ NO_STATS = TurnStats(
 """The statistics of a turn that was not started."""
 RETRY_S = 5.0
 """Time after which a client should try again when a queue is full."""
-UNFINISHED = "status IN ('queued', 'running', 'waiting')"
-"""Condition of turns that have not ended. SQLite uses their partial index only for exactly this text."""
 RESTARTED = TurnEnding(
     error=DaemonRestartedError(
         "the daemon ended while this turn was running; its partial answer is kept; submit a new turn"
