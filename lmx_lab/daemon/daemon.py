@@ -17,7 +17,6 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 from urllib.parse import urlsplit
 
@@ -257,7 +256,7 @@ class Daemon:
             InvalidRequestError: A setting is invalid.
         """
         key = upstream_api_key if upstream_url else settings.upstream_api_key
-        self._config = DaemonConfig(
+        self._config = config = DaemonConfig(
             daemon_id=new_id("dmn"),
             token=secrets.token_urlsafe(32),
             settings=settings,
@@ -268,6 +267,16 @@ class Daemon:
             upstream_key=key,
             upstream_headers=upstream_headers,
         )
+        self.daemon_id = config.daemon_id
+        """Id of this daemon. Each daemon has a new one."""
+        self.settings = settings
+        """The settings that the daemon was created with."""
+        self.tools = config.tools
+        """The functions that were registered with ``tool``."""
+        self.upstream_url = config.upstream_url
+        """Address of the server that runs the model."""
+        self.folder = config.home.folder
+        """Folder of the state file, the database and the log file."""
         # Called here only for its errors, so that a daemon with invalid settings is not started.
         daemon_policy(settings, 1, self.token)
         self._explicit_port = explicit_port
@@ -286,34 +295,10 @@ class Daemon:
     # Properties
 
     @property
-    def daemon_id(self) -> str:
-        """Id of this daemon. Each daemon has a new one."""
-        return self._config.daemon_id
-
-    @property
     def token(self) -> str:
-        """The token that every request needs. It is stored in the state file and nowhere else."""
+        """The token that every request needs. It is stored in the state file and nowhere else, not even in an attribute
+        of this object, which a debugger would show."""
         return self._config.token
-
-    @property
-    def settings(self) -> Settings:
-        """The settings that the daemon was created with."""
-        return self._config.settings
-
-    @property
-    def tools(self) -> PythonTools:
-        """The functions that were registered with ``tool``."""
-        return self._config.tools
-
-    @property
-    def upstream_url(self) -> str:
-        """Address of the server that runs the model."""
-        return self._config.upstream_url
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the state file, the database and the log file."""
-        return self._config.home.folder
 
     @property
     def services(self) -> Services:

@@ -43,6 +43,15 @@ from lmx_lab.http.errors import respond
 from lmx_lab.http.openapi import websocket_response
 from lmx_lab.wire.events import Closing, EventPage, Hello, Reset, StreamHeartbeat, Synced
 
+log = logging.getLogger(__name__)
+PATH = "/v3/events"
+GOING_AWAY, POLICY_VIOLATION, INTERNAL_ERROR = 1001, 1008, 1011
+"""Close codes of WebSockets."""
+TURN_ENDS = ("turn.done", "turn.error")
+"""Events that end a turn. No client waits for what their writer does afterwards."""
+EncodedBatch = Any
+"""Events in a form that only the HTTP server knows."""
+Encode = Callable[[Sequence[str]], EncodedBatch]
 SOCKET = """With `Upgrade: websocket` this address is an endless stream of events.
 
 The stream accepts `after`, `stream_id`, `session_id` and `types`, and the token also as `?token=`, because browsers
@@ -54,8 +63,8 @@ below."""
 
 
 def event_routes(services: Services) -> APIRouter:
-    """Return the routes that poll events."""
-    router = APIRouter(prefix="/v3", tags=["events"], route_class=StrictQueryRoute)
+    """Return the routes that poll events, and the WebSocket route."""
+    router, latest_page = APIRouter(prefix="/v3", tags=["events"], route_class=StrictQueryRoute), _LatestPage()
 
     @router.get(
         "/events",
@@ -97,6 +106,17 @@ def event_routes(services: Services) -> APIRouter:
         only = event_filter([session_id], types)
         return await _poll(services, request, only, limit=limit, after=after, stream_id=stream_id, wait=wait)
 
+    async def stream(socket: WebSocket) -> None:
+        try:
+            query = StreamQuery.parse(socket.scope["query_string"])
+            with services.subscribers.connected():
+                await _Stream(socket, query, services, latest_page).run()
+        except LabError as exc:
+            # The socket was not accepted yet: later errors are handled within the stream.
+            await socket.send_denial_response(respond(socket.scope, exc))
+
+    # Not FastAPI's decorator, because its stacks of contexts would stay in memory for each connection.
+    router.add_websocket_route(PATH, stream)
     return router
 
 
@@ -141,35 +161,6 @@ async def _poll(
     texts = ",".join(event.text for event in page.events)
     text = f'{{"events":[{texts}],"cursor":{page.through},"more":{more}}}'
     return Response(text, media_type="application/json")
-
-
-log = logging.getLogger(__name__)
-PATH = "/v3/events"
-GOING_AWAY, POLICY_VIOLATION, INTERNAL_ERROR = 1001, 1008, 1011
-"""Close codes of WebSockets."""
-TURN_ENDS = ("turn.done", "turn.error")
-"""Events that end a turn. No client waits for what their writer does afterwards."""
-EncodedBatch = Any
-"""Events in a form that only the HTTP server knows."""
-Encode = Callable[[Sequence[str]], EncodedBatch]
-
-
-def stream_routes(services: Services) -> APIRouter:
-    """Return the WebSocket route of events."""
-    router, latest_page = APIRouter(), _LatestPage()
-
-    async def events(socket: WebSocket) -> None:
-        try:
-            query = StreamQuery.parse(socket.scope["query_string"])
-            with services.subscribers.connected():
-                await _Stream(socket, query, services, latest_page).run()
-        except LabError as exc:
-            # The socket was not accepted yet: later errors are handled within the stream.
-            await socket.send_denial_response(respond(socket.scope, exc))
-
-    # Not FastAPI's decorator, because its stacks of contexts would stay in memory for each connection.
-    router.add_websocket_route(PATH, events)
-    return router
 
 
 class _ClientGone(Exception):
