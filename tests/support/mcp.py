@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -101,6 +102,17 @@ async def open_harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
         await harness.servers.stop()
         await store.close()
         assert left_over() == []
+
+
+def killed_daemon(program: str, folder: Path, *arguments: str) -> Any:
+    """Run a program with servers that kills itself, and return the line of JSON that it has printed."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program, str(folder), *arguments]
+    environment = {"PYTHONPATH": str(root), "LMX_TEST": str(folder)}
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        # Not to the end of the output, which a fork can hold open.
+        return json.loads(process.stdout.readline())
 
 
 def left_over() -> list[psutil.Process]:
