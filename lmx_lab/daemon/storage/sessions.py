@@ -29,6 +29,7 @@ from lmx_lab.wire.sessions import (
     ChangeSession,
     CreateSession,
     ForkSession,
+    SessionFields,
     SessionMessage,
     SessionRecord,
     SessionSnapshot,
@@ -40,8 +41,6 @@ LIST_LIMIT = 2000
 STATUS: dict[str, SessionStatus] = {"running": "running", "waiting": "waiting", "queued": "queued"}
 """The status of a session by the status of its turn."""
 JSON_COLUMNS = ("tools", "metadata")
-FORKED_COLUMNS = ("title", "model", "system_prompt", "tools", "metadata")
-"""Columns that a fork copies."""
 _RECORD_VALUES = {
     **{name: f"json_quote({name})" for name in ("session_id", "title", "model", "system_prompt")},
     "tools": "coalesce(tools, 'null')",
@@ -71,14 +70,8 @@ def create(tx: Transaction, body: CreateSession) -> tuple[SessionRecord, bool]:
     session_id = body.session_id or new_id("ses")
     if body.session_id is not None and _find_row(tx, session_id) is not None:
         return read(tx, session_id), False
-    columns = {
-        "title": body.title,
-        "model": body.model,
-        "system_prompt": body.system_prompt,
-        "tools": body.tools,
-        "metadata": body.metadata or {},
-    }
-    _insert(tx, session_id, columns, forked_from=None)
+    columns = {name: getattr(body, name) for name in SessionFields.model_fields}
+    _insert(tx, session_id, {**columns, "metadata": body.metadata or {}}, forked_from=None)
     for message in body.messages:
         add_message(tx, session_id, message.model_copy(update={"turn_id": None}))
     return _append_created(tx, session_id), True
@@ -108,7 +101,7 @@ def fork(tx: Transaction, session_id: str, body: ForkSession) -> SessionRecord:
             )
     assert last is not None
     fork_id = new_id("ses")
-    columns = {name: row[name] for name in FORKED_COLUMNS}
+    columns = {name: row[name] for name in SessionFields.model_fields}
     columns |= {name: json.loads(row[name]) for name in JSON_COLUMNS if row[name]}
     columns["title"] = body.title if "title" in body.model_fields_set else columns["title"]
     _insert(tx, fork_id, columns, forked_from=session_id)
