@@ -303,6 +303,8 @@ class McpProcess(asyncio.SubprocessProtocol):
     def _close(self) -> None:
         """Close all pipes. Kills the process if it still runs."""
         self._transport.close()
+        # The rest of a line can be long, and the server keeps its last process for display.
+        self._splitter = LineSplitter()
         self._stdout_ended = True
         self._changed.set()
 
