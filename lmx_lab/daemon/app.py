@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fastapi import FastAPI
 
-from lmx_lab.daemon.routes.events import PATH, event_routes, stream_routes
+from lmx_lab.daemon.routes.events import PATH, event_routes
 from lmx_lab.daemon.routes.resources import (
     HEALTH,
     daemon_routes,
@@ -56,15 +56,7 @@ def create_daemon_app(
     )
     api.state.max_body_bytes = max_body_bytes
     # Routes are tried in this order, so those of turns come first.
-    for routes in (
-        turn_routes,
-        daemon_routes,
-        session_routes,
-        permission_routes,
-        event_routes,
-        mcp_routes,
-        stream_routes,
-    ):
+    for routes in (turn_routes, daemon_routes, session_routes, permission_routes, event_routes, mcp_routes):
         api.include_router(routes(services))
     return wrap_app(api, policy, methods=METHODS), api
 

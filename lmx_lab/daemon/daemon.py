@@ -17,7 +17,6 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 from urllib.parse import urlsplit
 
@@ -47,14 +46,9 @@ from lmx_lab.wire.events import DaemonStarted, DaemonStopping
 
 log = logging.getLogger(__name__)
 ShutdownMode = Literal["drain", "now"]
-DATABASE = "daemon.db"
-SUBSCRIBERS_S = 2.0
-"""Time in which subscribers can receive the last events."""
 COMPONENT_STOP_S = 15.0
 """Maximum time for which the stop of one component is awaited before the next one is stopped."""
 STOP_ORDER = ("turns", "retention", "subscribers", "MCP servers", "server", "model client", "store", "state file")
-MESSAGE_BYTES = 65_536
-"""Maximum size of a WebSocket message from a client. The content of such messages is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +110,8 @@ class Lifespan:
         config = self._config
         services = self._services = await self._create_services()
         asgi, _ = create_daemon_app(services, policy=policy, max_body_bytes=config.settings.max_body_bytes)
-        host = await serve(asgi, sock, ws_max_bytes=MESSAGE_BYTES)
+        # The content of WebSocket messages from clients is ignored.
+        host = await serve(asgi, sock, ws_max_bytes=65_536)
         self._stop_functions["server"] = host.stop
         state = StateFile(
             pid=os.getpid(),
@@ -135,12 +130,13 @@ class Lifespan:
 
     async def _create_services(self) -> Services:
         config, limits = self._config, self._config.limits
-        store = await Store.open(config.home.folder / DATABASE)
+        store = await Store.open(config.home.folder / "daemon.db")
         self._stop_functions["store"] = store.close
         events = EventLog(store, limits)
         await events.start()
         subscribers = Subscribers(limits.subscribers)
-        self._stop_functions["subscribers"] = lambda: subscribers.close(SUBSCRIBERS_S)
+        # In this time they can receive the last events.
+        self._stop_functions["subscribers"] = lambda: subscribers.close(2.0)
         servers = McpServers(store=store, processes=ServerProcesses(config.home.folder))
         self._stop_functions["MCP servers"] = servers.stop
         await servers.start()
@@ -222,12 +218,8 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
-UPSTREAM = "http://127.0.0.1:8400"
-TOKEN_BYTES = 32
 GRACE_S = 3.0
 """Time in which running turns can end after ``stop``."""
-STOP_S = 60.0
-"""Maximum time that a stop takes after that, for turns, MCP servers and connections that do not end in time."""
 
 
 class Daemon:
@@ -264,17 +256,27 @@ class Daemon:
             InvalidRequestError: A setting is invalid.
         """
         key = upstream_api_key if upstream_url else settings.upstream_api_key
-        self._config = DaemonConfig(
+        self._config = config = DaemonConfig(
             daemon_id=new_id("dmn"),
-            token=secrets.token_urlsafe(TOKEN_BYTES),
+            token=secrets.token_urlsafe(32),
             settings=settings,
             limits=limits or Limits(),
             home=DaemonHome(settings.daemon_folder),
             tools=tools or PythonTools(),
-            upstream_url=upstream_url or settings.upstream or UPSTREAM,
+            upstream_url=upstream_url or settings.upstream or "http://127.0.0.1:8400",
             upstream_key=key,
             upstream_headers=upstream_headers,
         )
+        self.daemon_id = config.daemon_id
+        """Id of this daemon. Each daemon has a new one."""
+        self.settings = settings
+        """The settings that the daemon was created with."""
+        self.tools = config.tools
+        """The functions that were registered with ``tool``."""
+        self.upstream_url = config.upstream_url
+        """Address of the server that runs the model."""
+        self.folder = config.home.folder
+        """Folder of the state file, the database and the log file."""
         # Called here only for its errors, so that a daemon with invalid settings is not started.
         daemon_policy(settings, 1, self.token)
         self._explicit_port = explicit_port
@@ -293,34 +295,10 @@ class Daemon:
     # Properties
 
     @property
-    def daemon_id(self) -> str:
-        """Id of this daemon. Each daemon has a new one."""
-        return self._config.daemon_id
-
-    @property
     def token(self) -> str:
-        """The token that every request needs. It is stored in the state file and nowhere else."""
+        """The token that every request needs. It is stored in the state file and nowhere else, not even in an attribute
+        of this object, which a debugger would show."""
         return self._config.token
-
-    @property
-    def settings(self) -> Settings:
-        """The settings that the daemon was created with."""
-        return self._config.settings
-
-    @property
-    def tools(self) -> PythonTools:
-        """The functions that were registered with ``tool``."""
-        return self._config.tools
-
-    @property
-    def upstream_url(self) -> str:
-        """Address of the server that runs the model."""
-        return self._config.upstream_url
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the state file, the database and the log file."""
-        return self._config.home.folder
 
     @property
     def services(self) -> Services:
@@ -424,7 +402,8 @@ class Daemon:
             raise InvalidRequestError(f"mode is {mode!r:.80}; it can be 'drain' or 'now'", param="mode")
         if not self.begin_stop(mode=mode, grace_s=grace_s):
             return
-        if not self.wait((grace_s if mode == "drain" else 0.0) + STOP_S):
+        # One more minute for turns, MCP servers and connections that do not end in time.
+        if not self.wait((grace_s if mode == "drain" else 0.0) + 60.0):
             log.error("the daemon has not stopped in time; its thread is abandoned")
             self._close()
 

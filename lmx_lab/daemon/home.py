@@ -20,13 +20,6 @@ from lmx_lab.sanitize import LogFormatter
 from lmx_lab.wire.daemon import StateFile
 
 LOCK = "daemon.lock"
-LOCK_TIMEOUT_S = 2.0
-"""Time for which a start waits for another daemon that is starting or stopping."""
-LOCK_POLL_S = 0.02
-LOG = "daemon.log"
-LOG_BYTES = 1_000_000
-"""Size at which the log file is rotated."""
-LOG_BACKUPS = 2
 LOGGERS = ("lmx_lab", "uvicorn")
 
 
@@ -38,8 +31,11 @@ class DaemonHome:
         self._lock: int | None = None
         """File descriptor of the lock file while the lock is held."""
 
-    def acquire(self, timeout_s: float = LOCK_TIMEOUT_S) -> None:
+    def acquire(self, timeout_s: float = 2.0) -> None:
         """Create the folder if necessary, and take its lock until ``release`` or the end of the process.
+
+        Args:
+            timeout_s: Time to wait for another daemon that is starting or stopping.
 
         Raises:
             DaemonRunningError: Another daemon holds the lock. The message contains its address.
@@ -59,7 +55,7 @@ class DaemonHome:
                             "that one, or stop it first with Ctrl-C in its terminal or POST /v3/daemon/shutdown"
                         )
                     raise DaemonRunningError(message)
-                time.sleep(LOCK_POLL_S)
+                time.sleep(0.02)
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
         except OSError as exc:
@@ -196,7 +192,7 @@ class LogFile:
 
     def __init__(self, folder: Path, *, token: str) -> None:
         self._handler = _PrivateFileHandler(
-            folder / LOG, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS, encoding="utf-8", delay=True
+            folder / "daemon.log", maxBytes=1_000_000, backupCount=2, encoding="utf-8", delay=True
         )
         self._handler.setFormatter(_RedactingFormatter(token))
 

@@ -22,8 +22,6 @@ from lmx_lab.errors import QueueFullError
 from lmx_lab.wire.daemon import Shutdown
 
 T = TypeVar("T")
-RETRY_S = 5.0
-"""Time after which a client should try again when there are too many connections."""
 
 
 class Subscribers:
@@ -53,7 +51,7 @@ class Subscribers:
             raise QueueFullError(
                 f"{len(self._connections)} connections receive events already, which is the limit; close one, or poll "
                 "GET /v3/events",
-                retry_after_s=RETRY_S,
+                retry_after_s=5.0,
             )
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._connections.add(ended)

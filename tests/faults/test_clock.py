@@ -10,7 +10,7 @@ import pytest
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import retention, sessions
 from lmx_lab.daemon.storage.event_log import EventLog
-from lmx_lab.daemon.storage.retention import STEP_TRUSTED_AFTER_S, CautiousClock
+from lmx_lab.daemon.storage.retention import CautiousClock
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import GenerationTimeoutError
@@ -121,8 +121,8 @@ def test_a_step_forward_is_accepted_after_some_time():
     assert clock.now_s() == 1_000_060
     clocks.wall += 40 * DAY_S
     assert clock.now_s() == 1_000_060
-    clocks.advance(STEP_TRUSTED_AFTER_S - 1)
-    assert clock.now_s() == 1_000_060 + STEP_TRUSTED_AFTER_S - 1
+    clocks.advance(HOUR_S - 1)
+    assert clock.now_s() == 1_000_060 + HOUR_S - 1
     clocks.advance(1)
     assert clock.now_s() == clocks.wall
     clocks.advance(60)
@@ -134,7 +134,7 @@ def test_a_step_forward_that_is_reversed_is_ignored():
     clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     for _ in range(3):
         clocks.wall += 40 * DAY_S
-        clocks.advance(STEP_TRUSTED_AFTER_S / 2)
+        clocks.advance(HOUR_S / 2)
         assert clock.now_s() == clocks.wall - 40 * DAY_S
         clocks.wall -= 40 * DAY_S
         assert clock.now_s() == clocks.wall
@@ -194,7 +194,7 @@ async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_eve
     monkeypatch.setattr(retention, "delete_expired", counted)
     monkeypatch.setattr(retention, "CautiousClock", clock)
     keeping = asyncio.create_task(retention.run_retention(store, EventLog(store, limits), limits, interval_s=0.001))
-    for passed_s, left in ((0.0, 1), (STEP_TRUSTED_AFTER_S + 1, 0)):
+    for passed_s, left in ((0.0, 1), (HOUR_S + 1, 0)):
         steady_s = passed_s
         for _ in range(3):
             rounds.clear()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from lmx_lab.daemon.mcp.servers import McpServers, RestartPolicy
 from lmx_lab.daemon.mcp.watchdog import ServerProcesses
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.tool import ToolResult
+from lmx_lab.wire.events import McpStatus
 from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
 
 COUNTING, HOSTILE = (Path(__file__).parent / "mcp_servers" / f"{name}.py" for name in ("counting", "hostile"))
@@ -74,9 +76,9 @@ class McpHarness:
         return result
 
     async def events(self) -> list[dict[str, Any]]:
-        """Return the status events, once the last one of each server has the state that the server has now.
+        """Return the status events, once the last one of each server describes the server as it is now.
 
-        A new state can be read shortly before its event is stored.
+        A new status can be read shortly before its event is stored.
         """
         async with asyncio.timeout(30):
             while True:
@@ -84,8 +86,9 @@ class McpHarness:
                     lambda reading: reading.fetch_all("SELECT data FROM events WHERE event = 'mcp.status' ORDER BY seq")
                 )
                 events = [json.loads(row["data"]) for row in rows]
-                last = {event["name"]: event["state"] for event in events}
-                if all(last.get(record.name) == record.state for record in (await self.servers.list_servers()).servers):
+                last = {event["name"]: event for event in events}
+                records = (await self.servers.list_servers()).servers
+                if all(last.get(it.name) == it.model_dump(include=set(McpStatus.model_fields)) for it in records):
                     return events
                 await asyncio.sleep(0.01)
 
@@ -101,6 +104,17 @@ async def open_harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
         await harness.servers.stop()
         await store.close()
         assert left_over() == []
+
+
+def killed_daemon(program: str, folder: Path, *arguments: str) -> Any:
+    """Run a program with servers that kills itself, and return the line of JSON that it has printed."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program, str(folder), *arguments]
+    environment = {"PYTHONPATH": str(root), "LMX_TEST": str(folder)}
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        # Not to the end of the output, which a fork can hold open.
+        return json.loads(process.stdout.readline())
 
 
 def left_over() -> list[psutil.Process]:

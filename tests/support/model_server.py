@@ -42,6 +42,10 @@ class Gate:
     def is_open(self) -> bool:
         return self._open.is_set()
 
+    def arrive(self) -> None:
+        """Note that a script, or a tool, waits at this gate."""
+        self._reached.set()
+
     async def reached(self) -> None:
         """Wait until a script has reached this gate, so that everything before it was sent."""
         assert await asyncio.to_thread(self._reached.wait, WAIT_S), "no script has reached this gate"
@@ -319,7 +323,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._check_client(0)
             self.wfile.write(f"{len(step):x}\r\n".encode() + step + b"\r\n")
         elif isinstance(step, Gate):
-            step._reached.set()
+            step.arrive()
             while not step.is_open and not self.server.stopping.is_set():
                 self._check_client(0.002)
         elif isinstance(step, float):

@@ -13,9 +13,9 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import anyio
 from httpx2 import (
@@ -357,31 +357,30 @@ async def connect_stdio(
     session = _session(config, on_tools_changed, reader, MessageWriter(process))
     connection = McpConnection(session, config, end_failure)
     reader.on_long_line = connection.fail_calls_too_long
-    try:
-        async with session:
-            try:
-                await connection.initialize()
-            except _OPEN_ERRORS as exc:
-                if reader.at_end or (isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED):
-                    failure = await end_failure()
-                    raise McpFailure(failure.kind, f"{failure.message}, before it answered initialize") from exc
-                failure = await connection.failure(exc, "the session")
-                if failure.kind == "start-timeout":
-                    wrote = ", but wrote lines that are not messages" if reader.invalid_lines else ""
-                    failure = McpFailure(
-                        "start-timeout",
-                        f"the server did not answer initialize within {config.start_timeout_s:g} s{wrote}; check that "
-                        f"{config.command!r} is an MCP server",
-                    )
-                raise failure from exc
-            try:
-                yield connection
-            finally:
-                connection.is_closing = True
-    except BaseExceptionGroup as group:
-        raise_first(group, SecretRedactor.of(config))
-    finally:
-        await connection.close()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(translate_errors(config))
+        # Pushed before the session is entered, so that the connection is closed after it.
+        stack.push_async_callback(connection.close)
+        await stack.enter_async_context(session)
+        try:
+            await connection.initialize()
+        except _OPEN_ERRORS as exc:
+            if reader.at_end or (isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED):
+                failure = await end_failure()
+                raise McpFailure(failure.kind, f"{failure.message}, before it answered initialize") from exc
+            failure = await connection.failure(exc, "the session")
+            if failure.kind == "start-timeout":
+                wrote = ", but wrote lines that are not messages" if reader.invalid_lines else ""
+                failure = McpFailure(
+                    "start-timeout",
+                    f"the server did not answer initialize within {config.start_timeout_s:g} s{wrote}; check that "
+                    f"{config.command!r} is an MCP server",
+                )
+            raise failure from exc
+        try:
+            yield connection
+        finally:
+            connection.is_closing = True
 
 
 @contextlib.asynccontextmanager
@@ -390,37 +389,30 @@ async def connect_http(
 ) -> AsyncIterator[McpConnection]:
     """Open a session with a server over HTTP. Arguments and exceptions are those of ``connect_stdio``."""
     transport = HttpTransport(on_lost)
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            # The requests have their own read timeouts, because a stream of events can be silent for long.
-            timeout = Timeout(config.start_timeout_s, read=None)
-            client = await stack.enter_async_context(
-                AsyncClient(headers=config.headers, timeout=timeout, transport=transport)
+    # The requests have their own read timeouts, because a stream of events can be silent for long.
+    timeout = Timeout(config.start_timeout_s, read=None)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(translate_errors(config))
+        client = await stack.enter_async_context(
+            AsyncClient(headers=config.headers, timeout=timeout, transport=transport)
+        )
+        streams = await stack.enter_async_context(
+            streamable_http_client(
+                config.url or "", http_client=client, max_sse_event_size=MESSAGE_BYTES, terminate_on_close=False
             )
-            streams = await stack.enter_async_context(
-                streamable_http_client(
-                    config.url or "", http_client=client, max_sse_event_size=MESSAGE_BYTES, terminate_on_close=False
-                )
-            )
-            session = _session(config, on_tools_changed, *streams)
-            connection = McpConnection(session, config, transport.end_failure)
-            # Pushed before the session is entered, so that the connection is closed after it.
-            stack.push_async_callback(connection.close)
-            await stack.enter_async_context(session)
-            try:
-                await connection.initialize()
-            except _OPEN_ERRORS as exc:
-                if transport.refusal:
-                    raise McpFailure(
-                        "protocol", f"the server answered {transport.refusal}; check url and headers"
-                    ) from exc
-                raise await connection.failure(exc, "the session") from exc
-            transport.is_initialized = True
-            yield connection
-    except BaseExceptionGroup as group:
-        raise_first(group, SecretRedactor.of(config))
-    except HTTPError as exc:
-        raise unreachable(exc, SecretRedactor.of(config)) from exc
+        )
+        session = _session(config, on_tools_changed, *streams)
+        connection = McpConnection(session, config, transport.end_failure)
+        stack.push_async_callback(connection.close)
+        await stack.enter_async_context(session)
+        try:
+            await connection.initialize()
+        except _OPEN_ERRORS as exc:
+            if transport.refusal:
+                raise McpFailure("protocol", f"the server answered {transport.refusal}; check url and headers") from exc
+            raise await connection.failure(exc, "the session") from exc
+        transport.is_initialized = True
+        yield connection
 
 
 def _session(config: McpServerConfig, on_tools_changed: Callable[[], None], reader: Any, writer: Any) -> ClientSession:
@@ -507,22 +499,22 @@ class _LimitedStream(AsyncByteStream):
         await self._stream.aclose()
 
 
-def raise_first(group: BaseExceptionGroup[BaseException], redactor: SecretRedactor) -> NoReturn:
-    """Raise the first exception of a group, which the task groups of the package ``mcp`` raise, as ``McpFailure``."""
-    first: BaseException = group
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    if isinstance(first, McpFailure):
-        raise first from None
-    if isinstance(first, HTTPError):
-        raise unreachable(first, redactor) from group
-    raise McpFailure("protocol", f"{type(first).__name__}: {one_line(redactor.redact(str(first)))}") from group
-
-
-def unreachable(exc: HTTPError, redactor: SecretRedactor) -> McpFailure:
-    """Return the failure that an error of HTTP means."""
-    reason = one_line(redactor.redact(str(exc))) or type(exc).__name__
-    return McpFailure("unreachable", f"the server cannot be reached: {reason}; check url, and that the server runs")
+@contextlib.contextmanager
+def translate_errors(config: McpServerConfig) -> Iterator[None]:
+    """Translate errors of HTTP, and the groups that task groups of the package ``mcp`` raise, to ``McpFailure``."""
+    try:
+        yield
+    except (BaseExceptionGroup, HTTPError) as exc:
+        first: BaseException = exc
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        if isinstance(first, McpFailure):
+            raise first from None
+        reason = one_line(SecretRedactor.of(config).redact(str(first)))
+        if isinstance(first, HTTPError):
+            reason = f"the server cannot be reached: {reason or type(first).__name__}"
+            raise McpFailure("unreachable", f"{reason}; check url, and that the server runs") from exc
+        raise McpFailure("protocol", f"{type(first).__name__}: {reason}") from exc
 
 
 def tool_result(

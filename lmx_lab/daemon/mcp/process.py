@@ -90,116 +90,37 @@ class OutputTail:
         return self._bytes.decode("utf-8", "replace")
 
 
-class _Pipes(asyncio.SubprocessProtocol):
-    """Buffers the output of a process within limits."""
+class McpProcess(asyncio.SubprocessProtocol):
+    """The running process of a server, whose output is buffered within limits.
 
-    def __init__(self) -> None:
+    One task reads it; the owner that has started it calls ``stop``. The event loop calls the methods of the protocol.
+    """
+
+    pid: int
+    root: RootProcess
+    _transport: asyncio.SubprocessTransport
+
+    def __init__(self, config: McpServerConfig, mark: str) -> None:
         loop = asyncio.get_running_loop()
-        self.splitter = LineSplitter()
-        self.unread: deque[bytes | None] = deque()
+        self._mark = mark
+        self._redactor = SecretRedactor.of(config)
+        self._splitter = LineSplitter()
+        self._unread: deque[bytes | None] = deque()
         """Lines that were not read yet. None stands for a line that was too long."""
-        self.unread_bytes = 0
-        self.is_discarding = False
-        self.stdout_ended = False
+        self._unread_bytes = 0
+        self._is_discarding = False
+        self._stdout_ended = False
         """Whether there will be no more output on stdout."""
-        self.changed = asyncio.Event()
+        self._changed = asyncio.Event()
         """Set when there may be a new line, or the end of stdout."""
-        self.writable = asyncio.Event()
-        self.writable.set()
-        self.exited: asyncio.Future[None] = loop.create_future()
-        self.closed: asyncio.Future[None] = loop.create_future()
-        """Done when the process has exited and all of its output was read."""
-        self.stderr = OutputTail(STDERR_BYTES)
-        self.stderr_is_cut = False
-        self._stderr_size = 0
-        self.transport: asyncio.SubprocessTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self.transport = transport
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        if fd != 1:
-            self.stderr.feed(data)
-            self._stderr_size += len(data)
-            self.stderr_is_cut = self._stderr_size > STDERR_BYTES
-            return
-        for line in self.splitter.feed(data):
-            if not self.is_discarding:
-                self.unread.append(line)
-                self.unread_bytes += _memory_cost(line)
-        if self.unread_bytes > UNREAD_BYTES:
-            self._stdout().pause_reading()
-        self.changed.set()
-
-    def take_line(self) -> bytes | None:
-        """Remove and return the first unread line."""
-        line = self.unread.popleft()
-        self.unread_bytes -= _memory_cost(line)
-        if self.unread_bytes <= UNREAD_BYTES and not self.stdout_ended:
-            self._stdout().resume_reading()
-        return line
-
-    def discard(self) -> None:
-        """Read and discard all further output, since a process that cannot write may not be able to exit."""
-        self.is_discarding = True
-        self.unread.clear()
-        self.unread_bytes = 0
-        if not self.stdout_ended:
-            self._stdout().resume_reading()
-
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        if fd == 1:
-            self.stdout_ended = True
-            self.changed.set()
-        self.writable.set()
-
-    def process_exited(self) -> None:
-        if not self.exited.done():
-            self.exited.set_result(None)
-        # Remaining output is read for 0.2 s. Longer is useless: a child may keep the pipes open forever.
-        asyncio.get_running_loop().call_later(0.2, self.close)
-        self.writable.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-    def pause_writing(self) -> None:
-        self.writable.clear()
-
-    def resume_writing(self) -> None:
-        self.writable.set()
-
-    def close(self) -> None:
-        """Close all pipes. Kills the process if it still runs."""
-        if self.transport is not None:
-            self.transport.close()
-        self.stdout_ended = True
-        self.changed.set()
-
-    def _stdout(self) -> asyncio.ReadTransport:
-        assert self.transport is not None
-        pipe = self.transport.get_pipe_transport(1)
-        assert isinstance(pipe, asyncio.ReadTransport)
-        return pipe
-
-
-class McpProcess:
-    """The running process of a server. One task reads it; the owner that has started it calls ``stop``."""
-
-    def __init__(
-        self, transport: asyncio.SubprocessTransport, pipes: _Pipes, mark: str, redactor: SecretRedactor
-    ) -> None:
-        self._transport = transport
-        self._pipes = pipes
-        self._redactor = redactor
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._invalid_lines = OutputTail(4 * INVALID_LINE_BYTES)
-        self.pid = transport.get_pid()
-        self.root: RootProcess = root_of_child(self.pid, mark)
-        self.exited = pipes.exited
+        self._stderr = OutputTail(STDERR_BYTES)
+        self._stderr_size = 0
+        self.exited: asyncio.Future[None] = loop.create_future()
         """Done when the process has exited."""
-        self.closed = pipes.closed
+        self.closed: asyncio.Future[None] = loop.create_future()
         """Done when the process has exited and its output was read, at the latest 0.2 s after the exit."""
 
     @classmethod
@@ -213,10 +134,10 @@ class McpProcess:
             McpFailure: The process could not be started.
         """
         program = await asyncio.to_thread(find_program, config)
-        pipe = asyncio.subprocess.PIPE
+        process, pipe = cls(config, mark), asyncio.subprocess.PIPE
         try:
-            transport, pipes = await asyncio.get_running_loop().subprocess_exec(
-                _Pipes,
+            await asyncio.get_running_loop().subprocess_exec(
+                lambda: process,
                 program,
                 *config.args,
                 stdin=pipe,
@@ -227,14 +148,64 @@ class McpProcess:
                 start_new_session=True,
             )
         except (OSError, ValueError) as exc:
-            reason = one_line(SecretRedactor.of(config).redact(str(exc)))
+            reason = one_line(process._redactor.redact(str(exc)))
             if isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
                 # The configuration is not the reason, so a restart can help.
                 message = f"{config.command!r} could not be started at the moment: {reason}"
                 raise McpFailure("exited", message) from exc
             message = f"{config.command!r} could not be started: {reason}; check command, args, env and cwd"
             raise McpFailure("invalid", message) from exc
-        return cls(transport, pipes, mark, SecretRedactor.of(config))
+        return process
+
+    # The protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._transport, self.pid = transport, transport.get_pid()
+        self.root = root_of_child(self.pid, self._mark)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd != 1:
+            self._stderr.feed(data)
+            self._stderr_size += len(data)
+            return
+        for line in self._splitter.feed(data):
+            if not self._is_discarding:
+                self._unread.append(line)
+                self._unread_bytes += _memory_cost(line)
+        if self._unread_bytes > UNREAD_BYTES:
+            self._stdout().pause_reading()
+        self._changed.set()
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 1:
+            self._stdout_ended = True
+            self._changed.set()
+        self._writable.set()
+
+    def process_exited(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(None)
+        # Remaining output is read for 0.2 s. Longer is useless: a child may keep the pipes open forever.
+        asyncio.get_running_loop().call_later(0.2, self._close)
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def _stdout(self) -> asyncio.ReadTransport:
+        pipe = self._transport.get_pipe_transport(1)
+        assert isinstance(pipe, asyncio.ReadTransport)
+        return pipe
+
+    # How it has ended, and what it has written
 
     @property
     def returncode(self) -> int | None:
@@ -244,8 +215,8 @@ class McpProcess:
     @property
     def stderr_tail(self) -> str:
         """The last lines of stderr, after lines of stdout that were not messages. Secrets are redacted."""
-        stderr, redactor = self._pipes.stderr.text(), self._redactor
-        redacted = redactor.redact_tail(stderr) if self._pipes.stderr_is_cut else redactor.redact(stderr)
+        stderr, redactor = self._stderr.text(), self._redactor
+        redacted = redactor.redact_tail(stderr) if self._stderr_size > STDERR_BYTES else redactor.redact(stderr)
         return last_lines(f"{self._invalid_lines.text()}\n{redacted}")
 
     def keep_invalid_line(self, line: bytes) -> None:
@@ -265,21 +236,26 @@ class McpProcess:
         last = self.stderr_tail.rpartition("\n")[2]
         return f"{end}; its last line was: {one_line(last)}" if last else end
 
+    # Lines in and out
+
     async def read_line(self) -> bytes | None:
         """Return the next line of stdout, or None after the last one.
 
         Raises:
             LineTooLongError: The line is longer than 8 MiB. The lines after it can still be read.
         """
-        pipes = self._pipes
         # Yields even if there are unread lines, so that many lines at once do not block the loop.
         await asyncio.sleep(0)
-        while not pipes.unread:
-            if pipes.stdout_ended:
+        while not self._unread:
+            if self._stdout_ended:
                 return None
-            pipes.changed.clear()
-            await pipes.changed.wait()
-        if (line := pipes.take_line()) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        line = self._unread.popleft()
+        self._unread_bytes -= _memory_cost(line)
+        if self._unread_bytes <= UNREAD_BYTES and not self._stdout_ended:
+            self._stdout().resume_reading()
+        if line is None:
             raise LineTooLongError
         return line
 
@@ -299,7 +275,7 @@ class McpProcess:
             raise ConnectionError("the server does not read its stdin")
         stdin.write(line + b"\n")
         if wait:
-            await self._pipes.writable.wait()
+            await self._writable.wait()
 
     async def stop(self, *, stdin_grace_s: float = 1.0, term_grace_s: float = 2.0) -> None:
         """Stop the process and all processes that it has started. Idempotent.
@@ -310,7 +286,11 @@ class McpProcess:
         """
         try:
             known = await asyncio.to_thread(find_processes, [self.root])
-            self._pipes.discard()
+            # All further output is discarded, since a process that cannot write may not be able to exit.
+            self._is_discarding, self._unread_bytes = True, 0
+            self._unread.clear()
+            if not self._stdout_ended:
+                self._stdout().resume_reading()
             if (stdin := self._transport.get_pipe_transport(0)) is not None:
                 stdin.close()
             await asyncio.wait({self.exited}, timeout=stdin_grace_s)
@@ -318,7 +298,15 @@ class McpProcess:
             await asyncio.wait({self.exited}, timeout=term_grace_s)
         finally:
             # If the task that stops the process is cancelled itself, this kills the process immediately.
-            self._pipes.close()
+            self._close()
+
+    def _close(self) -> None:
+        """Close all pipes. Kills the process if it still runs."""
+        self._transport.close()
+        # The rest of a line can be long, and the server keeps its last process for display.
+        self._splitter = LineSplitter()
+        self._stdout_ended = True
+        self._changed.set()
 
 
 def _memory_cost(line: bytes | None) -> int:

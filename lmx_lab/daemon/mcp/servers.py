@@ -72,7 +72,8 @@ class RestartPolicy:
 class McpServer:
     """A configured server, which runs from ``start`` to ``stop``. Used on one event loop.
 
-    One task owns the session, because a session must be closed in the task that opened it.
+    One task owns the session, because a session must be closed in the task that opened it. It is cancelled once, and
+    ends when its process and all processes that this has started have ended.
     """
 
     def __init__(
@@ -111,11 +112,10 @@ class McpServer:
         config, process = self.config, self._process
         fields = {**config.model_dump(), **self.status.model_dump()}
         fields |= {"env": redact_values(config.env), "headers": redact_values(config.headers)}
-        is_running = process is not None and process.returncode is None
         return McpServerRecord(
             **fields,
             stderr_tail=process.stderr_tail if process is not None else "",
-            pid=process.pid if process is not None and is_running else None,
+            pid=process.pid if process is not None and process.returncode is None else None,
         )
 
     def start(self) -> None:

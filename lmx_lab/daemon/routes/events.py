@@ -43,6 +43,15 @@ from lmx_lab.http.errors import respond
 from lmx_lab.http.openapi import websocket_response
 from lmx_lab.wire.events import Closing, EventPage, Hello, Reset, StreamHeartbeat, Synced
 
+log = logging.getLogger(__name__)
+PATH = "/v3/events"
+GOING_AWAY, POLICY_VIOLATION, INTERNAL_ERROR = 1001, 1008, 1011
+"""Close codes of WebSockets."""
+TURN_ENDS = ("turn.done", "turn.error")
+"""Events that end a turn. No client waits for what their writer does afterwards."""
+EncodedBatch = Any
+"""Events in a form that only the HTTP server knows."""
+Encode = Callable[[Sequence[str]], EncodedBatch]
 SOCKET = """With `Upgrade: websocket` this address is an endless stream of events.
 
 The stream accepts `after`, `stream_id`, `session_id` and `types`, and the token also as `?token=`, because browsers
@@ -54,8 +63,8 @@ below."""
 
 
 def event_routes(services: Services) -> APIRouter:
-    """Return the routes that poll events."""
-    router = APIRouter(prefix="/v3", tags=["events"], route_class=StrictQueryRoute)
+    """Return the routes that poll events, and the WebSocket route."""
+    router, latest_page = APIRouter(prefix="/v3", tags=["events"], route_class=StrictQueryRoute), _LatestPage()
 
     @router.get(
         "/events",
@@ -97,6 +106,17 @@ def event_routes(services: Services) -> APIRouter:
         only = event_filter([session_id], types)
         return await _poll(services, request, only, limit=limit, after=after, stream_id=stream_id, wait=wait)
 
+    async def stream(socket: WebSocket) -> None:
+        try:
+            query = StreamQuery.parse(socket.scope["query_string"])
+            with services.subscribers.connected():
+                await _Stream(socket, query, services, latest_page).run()
+        except LabError as exc:
+            # The socket was not accepted yet: later errors are handled within the stream.
+            await socket.send_denial_response(respond(socket.scope, exc))
+
+    # Not FastAPI's decorator, because its stacks of contexts would stay in memory for each connection.
+    router.add_websocket_route(PATH, stream)
     return router
 
 
@@ -141,41 +161,6 @@ async def _poll(
     texts = ",".join(event.text for event in page.events)
     text = f'{{"events":[{texts}],"cursor":{page.through},"more":{more}}}'
     return Response(text, media_type="application/json")
-
-
-log = logging.getLogger(__name__)
-PATH = "/v3/events"
-GOING_AWAY, POLICY_VIOLATION, INTERNAL_ERROR = 1001, 1008, 1011
-"""Close codes of WebSockets."""
-BATCH_CHARACTERS = 262_144
-"""Maximum size of the events that are sent at once. A single event may be larger."""
-MESSAGES, MESSAGES_S = 64, 60.0
-"""Maximum number of messages that a client may send within ``MESSAGES_S`` seconds. Their content is ignored."""
-BEHIND_WRITER = 4
-"""Number of iterations of the event loop by which new events are sent later than their writer continues."""
-TURN_ENDS = ("turn.done", "turn.error")
-"""Events that end a turn. No client waits for what their writer does afterwards."""
-EncodedBatch = Any
-"""Events in a form that only the HTTP server knows."""
-Encode = Callable[[Sequence[str]], EncodedBatch]
-
-
-def stream_routes(services: Services) -> APIRouter:
-    """Return the WebSocket route of events."""
-    router, latest_page = APIRouter(), _LatestPage()
-
-    async def events(socket: WebSocket) -> None:
-        try:
-            query = StreamQuery.parse(socket.scope["query_string"])
-            with services.subscribers.connected():
-                await _Stream(socket, query, services, latest_page).run()
-        except LabError as exc:
-            # The socket was not accepted yet: later errors are handled within the stream.
-            await socket.send_denial_response(respond(socket.scope, exc))
-
-    # Not FastAPI's decorator, because its stacks of contexts would stay in memory for each connection.
-    router.add_websocket_route(PATH, events)
-    return router
 
 
 class _ClientGone(Exception):
@@ -292,7 +277,7 @@ class _Stream:
             if self._log.latest_event not in TURN_ENDS:
                 # The turn that has written the events continues first: sending them would delay its request to the
                 # model.
-                await give_way(BEHIND_WRITER)
+                await give_way(4)
 
     async def _send_control_frame(self, event: str, data: BaseModel) -> None:
         await self._send(self._encode([self._control_frame(event, to_json(data))]))
@@ -322,12 +307,12 @@ class _Stream:
     async def _wait_disconnected(self) -> None:
         """Wait until the client disconnects, and ignore its messages.
 
-        Their number is limited here. The server limits their size, and ends a connection that sends invalid UTF-8.
+        Up to 64 in a minute are accepted. The server limits their size, and ends a connection that sends invalid UTF-8.
         """
         received_at: list[float] = []
         while (await self._socket.receive())["type"] != "websocket.disconnect":
-            received_at = [*(at for at in received_at if at > self._now() - MESSAGES_S), self._now()]
-            if len(received_at) > MESSAGES:
+            received_at = [*(at for at in received_at if at > self._now() - 60.0), self._now()]
+            if len(received_at) > 64:
                 await self._close(POLICY_VIOLATION, "this stream accepts no messages")
                 return
 
@@ -359,10 +344,11 @@ class _LatestPage:
 
 
 def _batches(page: LogPage, encode: Encode) -> Iterator[EncodedBatch]:
+    """Return the events of a page in pieces of up to 256 Ki characters. A single event may be larger."""
     batch: list[str] = []
     size = 0
     for event in page.events:
-        if batch and size + len(event.text) > BATCH_CHARACTERS:
+        if batch and size + len(event.text) > 262_144:
             yield encode(batch)
             batch, size = [], 0
         batch.append(event.text)

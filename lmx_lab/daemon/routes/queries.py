@@ -23,7 +23,6 @@ from lmx_lab.wire.events import LOG_EVENTS
 REPEATABLE = {"session_id", "types"}
 NAMES_LIMIT = 256
 """Maximum number of values of a repeatable parameter."""
-CONTROL_PREFIX = "stream."
 EVENT_GROUPS = frozenset(f"{name.partition('.')[0]}.*" for name in LOG_EVENTS)
 EVENT_NAMES = LOG_EVENTS | EVENT_GROUPS
 _INTEGER = re.compile(r"[0-9]{1,16}", re.ASCII)
@@ -56,7 +55,7 @@ def _split_types(values: list[str]) -> list[str]:
     for name in names:
         if name not in EVENT_NAMES:
             hint = f"use {_listed(LOG_EVENTS)}"
-            if name.startswith(CONTROL_PREFIX):
+            if name.startswith("stream."):
                 hint = "control frames are always sent"
             raise ValueError(f"contains {name!r:.80}, which is not an event; {hint}, or {_listed(EVENT_GROUPS)}")
     if len(names) > NAMES_LIMIT:

@@ -115,11 +115,6 @@ def write_failures(*errors: type[LabError], in_path: bool = False) -> Responses:
 
 HEALTH = "/v3/health"
 FEATURES = ("sessions", "fork", "turns", "permissions", "events", "events-socket", "mcp-stdio", "mcp-http")
-COUNTS = """
-SELECT (SELECT count(*) FROM sessions) AS sessions, (SELECT count(*) FROM turns) AS turns,
-    (SELECT count(*) FROM permissions WHERE decision IS NULL) AS permissions,
-    (SELECT count(*) FROM mcp_servers) AS mcp_servers
-"""
 
 
 def daemon_routes(services: Services) -> APIRouter:
@@ -136,8 +131,7 @@ def daemon_routes(services: Services) -> APIRouter:
     @router.get("/daemon", responses=read_failures())
     async def daemon() -> DaemonRecord:
         """Ids, counts, limits, retention, features and the state of the model server."""
-        rows = await services.store.read(lambda view: view.fetch_one(COUNTS))
-        assert rows is not None
+        rows = await services.store.read(sessions.count_rows)
         running, queued = services.turns.counts()
         limits = services.limits
         log = services.log
@@ -151,7 +145,7 @@ def daemon_routes(services: Services) -> APIRouter:
             latest_seq=log.latest_seq,
             oldest_seq=log.oldest_seq,
             counts=Counts(
-                **dict(rows),
+                **rows,
                 running_turns=running,
                 queued_turns=queued,
                 subscribers=len(services.subscribers),
@@ -175,10 +169,6 @@ def daemon_routes(services: Services) -> APIRouter:
     return router
 
 
-PAGE = 50
-"""Number of sessions on a page by default."""
-
-
 def session_routes(services: Services) -> APIRouter:
     """Return the routes of sessions."""
     router = APIRouter(prefix="/v3/sessions", tags=["sessions"], route_class=StrictQueryRoute)
@@ -199,7 +189,7 @@ def session_routes(services: Services) -> APIRouter:
         limit: PageLimit = None, cursor: ListCursor = None, archived: Archived = False, q: Words = None
     ) -> Response:
         """The sessions, the last updated first."""
-        page_limit = check_limit(limit, default=PAGE, maximum=sessions.LIST_LIMIT)
+        page_limit = check_limit(limit, default=50, maximum=sessions.LIST_LIMIT)
         text = await store.read(
             lambda view: sessions.list_page(view, limit=page_limit, cursor=cursor, archived=archived, q=q)
         )

@@ -13,8 +13,6 @@ from lmx_lab.errors import CursorExpiredError
 
 PRUNED_KEY = "pruned_seq"
 """Key in the table ``meta`` of the highest ``seq`` that was pruned."""
-SCAN_LIMIT = 5000
-"""Maximum number of events in memory that one page is searched in, so that a narrow filter does not block the loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +156,8 @@ class EventLog:
         first = bisect_right(self._seqs, after)
         events: list[StoredEvent] = []
         through, bytes_left = after, self._limits.page_bytes
-        for event in self._ring[first : first + SCAN_LIMIT]:
+        # Limited, so that a filter that few events match does not block the loop.
+        for event in self._ring[first : first + 5000]:
             through = event.seq
             if only is ALL_EVENTS or only.matches(event):
                 events.append(event)

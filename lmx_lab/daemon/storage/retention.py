@@ -17,21 +17,12 @@ from lmx_lab.daemon.storage.store import DatabaseView, Store, Transaction
 from lmx_lab.errors import LabError
 
 log = logging.getLogger(__name__)
-INTERVAL_S = 60.0
 BATCH = 2000
 """Maximum number of events that one transaction deletes, because other writers wait for it."""
-COUNTED_AT_ONCE = 50_000
-"""Maximum number of events that are counted at once. Other readers wait for the count, about 10 ms."""
-DAY_S = 86_400.0
-TOKEN_EVENTS = "event IN ('turn.token', 'turn.thinking')"
-STEP_S = 60.0
-"""Difference between the wall clock and the monotonic clock that counts as a step of the wall clock."""
-STEP_TRUSTED_AFTER_S = 3600.0
-"""Time after which a step of the wall clock is believed."""
 
 
 class CautiousClock:
-    """The wall clock, except that a step forward is believed only when it has lasted for an hour.
+    """The wall clock, except that a step forward by more than a minute is believed only when it has lasted for an hour.
 
     The reason is that deleted events cannot be recovered if the clock was wrong. After the computer has slept, which
     looks like a step, events are deleted one hour later.
@@ -58,15 +49,15 @@ class CautiousClock:
         """Return the Unix time in seconds."""
         monotonic = self._monotonic()
         offset_s = self._wall() - monotonic
-        if offset_s - self._offset_s > STEP_S:
+        if offset_s - self._offset_s > 60.0:
             self._step_seen_at = monotonic if self._step_seen_at is None else self._step_seen_at
-            if monotonic - self._step_seen_at < STEP_TRUSTED_AFTER_S:
+            if monotonic - self._step_seen_at < 3600.0:
                 return monotonic + self._offset_s
         self._offset_s, self._step_seen_at = offset_s, None
         return monotonic + offset_s
 
 
-async def run_retention(store: Store, events: EventLog, limits: Limits, *, interval_s: float = INTERVAL_S) -> None:
+async def run_retention(store: Store, events: EventLog, limits: Limits, *, interval_s: float = 60.0) -> None:
     """Delete expired events every ``interval_s`` seconds until the task is cancelled."""
     clock = CautiousClock(
         last_event_s=math.inf if store.last_event_at is None else parse_timestamp(store.last_event_at)
@@ -88,7 +79,7 @@ async def delete_expired(store: Store, events: EventLog, limits: Limits, *, now_
     """
     now_s = time.time() if now_s is None else now_s
     fold_before = timestamp(now_s - limits.fold_after_s)
-    keep_since = timestamp(now_s - limits.keep_days * DAY_S)
+    keep_since = timestamp(now_s - limits.keep_days * 86_400)
     while await store.write(lambda tx: _delete_tokens(tx, fold_before)):
         pass
     while await store.write(lambda tx: _delete_events_of_deleted_session(tx, fold_before)):
@@ -109,8 +100,8 @@ def _delete_tokens(tx: Transaction, ended_before: str) -> bool:
     left = BATCH
     for turn in turns:
         left -= tx.execute(
-            f"DELETE FROM events WHERE seq IN (SELECT seq FROM events WHERE {TOKEN_EVENTS} AND session_id = ?"
-            " AND turn_id = ? LIMIT ?)",
+            "DELETE FROM events WHERE seq IN (SELECT seq FROM events WHERE event IN ('turn.token', 'turn.thinking')"
+            " AND session_id = ? AND turn_id = ? LIMIT ?)",
             *(turn["session_id"], turn["turn_id"], left),
         )
         if left == 0:
@@ -144,7 +135,8 @@ async def _find_first_kept(store: Store, keep_events: int) -> int:
         return 0
     first, left = store.issued_seq + 1, keep_events
     while left:
-        part = min(left, COUNTED_AT_ONCE)
+        # Other readers wait for the count of a part, about 10 ms.
+        part = min(left, 50_000)
         sql = "SELECT seq FROM events WHERE seq < ? ORDER BY seq DESC LIMIT 1 OFFSET ?"
         row = await store.read(methodcaller("fetch_one", sql, first, part - 1))
         if row is None:

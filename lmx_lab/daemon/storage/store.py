@@ -35,9 +35,6 @@ RESERVE_BYTES = 2 * 2**20
 FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 MOVE_AWAY = "move it away to start with an empty database, or put a backup in its place"
-HEADER = b"SQLite format 3\0"
-INSERT_EVENT = "INSERT INTO events (at, event, session_id, turn_id, data, stats) VALUES (?, ?, ?, ?, ?, ?)"
-LATEST_SEQ = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'events'), 0) AS seq"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +60,8 @@ class DatabaseView:
     @property
     def latest_seq(self) -> int:
         """The highest ``seq`` that was ever committed, even if that event was deleted since."""
-        return int(self._connection.execute(LATEST_SEQ).fetchone()["seq"])
+        sql = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'events'), 0) AS seq"
+        return int(self._connection.execute(sql).fetchone()["seq"])
 
     def fetch_one(self, sql: str, *parameters: object) -> Row | None:
         """Return the first row of the result, or None."""
@@ -113,7 +111,8 @@ class Transaction(DatabaseView):
             "data": to_json(data),
             "stats": None if stats is None else to_json(stats),
         }
-        row["seq"] = self._connection.execute(INSERT_EVENT, tuple(row.values())).lastrowid
+        sql = "INSERT INTO events (at, event, session_id, turn_id, data, stats) VALUES (?, ?, ?, ?, ?, ?)"
+        row["seq"] = self._connection.execute(sql, tuple(row.values())).lastrowid
         self.appended.append(event_from_row(row, self._stream_id))
         return int(row["seq"])
 
@@ -340,7 +339,7 @@ def _check_size(path: Path) -> None:
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
         header, size = file.read(18), os.fstat(file.fileno()).st_size
-    if not header.startswith(HEADER):
+    if not header.startswith(b"SQLite format 3\0"):
         raise HostingError(f"{path} is damaged (it has {size} bytes and is not a database of SQLite); {MOVE_AWAY}")
     with contextlib.suppress(FileNotFoundError):
         if path.with_name(f"{path.name}-wal").stat().st_size:

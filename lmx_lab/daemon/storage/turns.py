@@ -14,6 +14,7 @@ from typing import Any
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions
+from lmx_lab.daemon.storage.sessions import UNFINISHED
 from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
 from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.errors import (
@@ -29,14 +30,12 @@ from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (
     MessageDone,
     ToolEnd,
-    ToolOutput,
     ToolStart,
     TurnDone,
     TurnFailed,
     TurnProgress,
     TurnQueued,
     TurnStarted,
-    TurnText,
 )
 from lmx_lab.wire.sessions import (
     SessionMessage,
@@ -62,8 +61,6 @@ NO_STATS = TurnStats(
 """The statistics of a turn that was not started."""
 RETRY_S = 5.0
 """Time after which a client should try again when a queue is full."""
-UNFINISHED = "status IN ('queued', 'running', 'waiting')"
-"""Condition of turns that have not ended. SQLite uses their partial index only for exactly this text."""
 RESTARTED = TurnEnding(
     error=DaemonRestartedError(
         "the daemon ended while this turn was running; its partial answer is kept; submit a new turn"
@@ -93,16 +90,6 @@ def user_message(key: TurnKey, content: str) -> SessionMessage:
 # While it runs
 
 
-def append_progress(tx: Transaction, key: TurnKey, *, step: int, note: str) -> None:
-    """Append ``turn.progress``."""
-    append(tx, key, "turn.progress", TurnProgress(step=step, note=note))
-
-
-def append_text(tx: Transaction, key: TurnKey, *, event: str, message_id: str, text: str) -> None:
-    """Append ``turn.token`` or ``turn.thinking``."""
-    append(tx, key, event, TurnText(message_id=message_id, text=text))
-
-
 def add_message(tx: Transaction, key: TurnKey, message: SessionMessage) -> None:
     """Add a message of the model, complete or partial, to the history."""
     sessions.add_message(tx, key.session_id, message)
@@ -116,11 +103,6 @@ def start_tool(tx: Transaction, key: TurnKey, call: ToolCall, arguments: dict[st
         *(key.session_id, key.turn_id, call.call_id, call.name, tx.now),
     )
     append(tx, key, "tool.start", ToolStart(call_id=call.call_id, name=call.name, arguments=arguments))
-
-
-def append_tool_output(tx: Transaction, key: TurnKey, *, call_id: str, text: str) -> None:
-    """Append ``tool.output``."""
-    append(tx, key, "tool.output", ToolOutput(call_id=call_id, text=text))
 
 
 def end_tool(tx: Transaction, key: TurnKey, end: ToolEnd, message: SessionMessage) -> None:
@@ -372,7 +354,7 @@ def _start(
     sessions.add_message(tx, key.session_id, user_message(key, content))
     overrides = overrides or TurnOverrides()
     append(tx, key, "turn.started", TurnStarted(model=overrides.model or session.model or model))
-    append_progress(tx, key, step=1, note="")
+    append(tx, key, "turn.progress", TurnProgress(step=1, note=""))
     granted = tx.fetch_all("SELECT tool FROM grants WHERE session_id = ?", key.session_id)
     return StartedTurn(
         key=key,

@@ -18,8 +18,6 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from lmx_lab.errors import InvalidRequestError
 
-MAX_ERRORS = 5
-"""Maximum number of invalid arguments that one message reports."""
 _UNSUPPORTED_KINDS: dict[Any, str] = {
     inspect.Parameter.POSITIONAL_ONLY: (
         "is positional-only, but models pass arguments by name; remove the / after it from the signature"
@@ -61,16 +59,16 @@ class FunctionSchema:
             values = self.model.model_validate_json(json.dumps(arguments))
         except ValidationError as exc:
             errors = exc.errors(include_url=False)
-            lines = []
+            lines, most = [], 5
             parameters = ", ".join(self.names.values()) or "none"
-            for error in errors[:MAX_ERRORS]:
+            for error in errors[:most]:
                 location = ".".join(map(str, error["loc"]))
                 message = {
                     "missing": "is missing; add it",
                     "extra_forbidden": f"is not a parameter; the parameters are: {parameters}",
                 }.get(error["type"], f"{error['msg']}; the value is {error['input']!r:.100}")
                 lines.append(f"{location}: {message}" if location else message)
-            more = f"\nand {len(errors) - MAX_ERRORS} more errors" if len(errors) > MAX_ERRORS else ""
+            more = f"\nand {len(errors) - most} more errors" if len(errors) > most else ""
             raise ArgumentsError("\n".join(lines) + more) from None
         except (TypeError, ValueError, RecursionError) as exc:
             raise ArgumentsError(f"the arguments are not valid JSON: {exc}") from None

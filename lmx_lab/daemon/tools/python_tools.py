@@ -24,11 +24,8 @@ from lmx_lab.wire.mcp import Permission, ToolRecord
 THREADS = 8
 """Maximum number of calls that run at the same time, including abandoned calls whose thread has not ended."""
 RESULT_CHARACTERS = 2**20
-ERROR_CHARACTERS = 2000
 ITEMS = 1000
 """Maximum number of items taken from an iterator, which may be infinite. Arrays may have a hundred times as many."""
-CANCEL_S = 1.0
-"""Time within which a cancelled async function has to end."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -197,7 +194,7 @@ class _PythonCall:
             cancel = self._cancel
         if cancel is not None:
             cancel()
-            await asyncio.wait({self._result}, timeout=CANCEL_S)
+            await asyncio.wait({self._result}, timeout=1.0)
 
     def _run(self) -> None:
         try:
@@ -224,7 +221,7 @@ class _PythonCall:
             return ToolResult(status="ok", text=result_text(value)[:RESULT_CHARACTERS])
         except BaseException as exc:  # A function that calls exit() must not end anything but itself.
             try:
-                message = str(exc)[:ERROR_CHARACTERS]
+                message = str(exc)[:2000]
             except Exception:
                 message = ""
             name = type(exc).__name__

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pydantic import BaseModel
+
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction
@@ -44,7 +46,7 @@ from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.prompt import call_ids, chat_request, normalize_calls, select_tools, truncate_result
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
 from lmx_lab.wire.base import new_id
-from lmx_lab.wire.events import ToolEnd
+from lmx_lab.wire.events import ToolEnd, ToolOutput, TurnProgress, TurnText
 from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall
 
@@ -226,10 +228,10 @@ class ActiveTurn:
         self._progress_count = 0
         if self._model_progress is not None and self._machine.phase is TurnPhase.MODEL:
             note = self._model_progress[:PROGRESS_CHARACTERS]
-            self._add_turn_change(turns.append_progress, step=self._machine.step, note=note)
+            self._add_event("turn.progress", TurnProgress(step=self._machine.step, note=note))
         self._model_progress = None
         for event, text in self._message.take():
-            self._add_turn_change(turns.append_text, event=event, message_id=self._message.message_id, text=text)
+            self._add_event(event, TurnText(message_id=self._message.message_id, text=text))
         effects = [effect for action in actions if (effect := self._prepare(action)) is not None]
         if self._machine.phase is TurnPhase.ENDED:
             await self._write_end()
@@ -253,7 +255,7 @@ class ActiveTurn:
             case CallModel():
                 # The progress of the first step was written when the turn was started.
                 if action.step > 1:
-                    self._add_turn_change(turns.append_progress, step=action.step, note="")
+                    self._add_event("turn.progress", TurnProgress(step=action.step, note=""))
                 return partial(self._start_model, action.step)
             case SaveAnswer():
                 self._save_message(action.calls)
@@ -309,6 +311,9 @@ class ActiveTurn:
 
     def _add_change(self, change: Callable[..., object], **arguments: Any) -> None:
         self._pending.append(partial(change, **arguments))
+
+    def _add_event(self, event: str, data: BaseModel) -> None:
+        self._add_turn_change(turns.append, event=event, data=data)
 
     def _add_turn_change(self, change: Callable[..., object], **arguments: Any) -> None:
         self._add_change(change, key=self.key, **arguments)
@@ -456,8 +461,7 @@ class ActiveTurn:
             # Further messages of this batch are dropped.
             if is_running and self._progress_count < 100:
                 self._progress_count += 1
-                shown = text[:PROGRESS_CHARACTERS]
-                self._add_turn_change(turns.append_tool_output, call_id=call.call_id, text=shown)
+                self._add_event("tool.output", ToolOutput(call_id=call.call_id, text=text[:PROGRESS_CHARACTERS]))
                 self._start_batch()
 
         try:

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +15,7 @@ from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError, StoppingError
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
-from tests.support.mcp import HOSTILE, RUN, SECRET, McpHarness, hostile, left_over, open_harness, quick
+from tests.support.mcp import HOSTILE, RUN, SECRET, McpHarness, hostile, killed_daemon, left_over, open_harness, quick
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -488,15 +487,6 @@ asyncio.run(main())
 """
 
 
-def killed_daemon(folder, script=KILLED_DAEMON):
-    """Run a daemon that kills its watchdog and itself, and return the processes that it has left."""
-    folder.mkdir()
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-c", script, str(folder)]
-    run = subprocess.run(command, cwd=root, env={"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, check=False)
-    return [psutil.Process(pid) for pid in json.loads(run.stdout)]
-
-
 KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
@@ -526,10 +516,13 @@ asyncio.run(main())
 
 
 async def test_a_server_whose_daemon_was_killed_during_its_start_is_ended_too(harness, tmp_path):
-    (process,) = await asyncio.to_thread(killed_daemon, tmp_path / "killed", KILLED_AT_START)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (pid,) = await asyncio.to_thread(killed_daemon, KILLED_AT_START, folder)
+    process = psutil.Process(pid)
     try:
         assert is_alive(process)
-        next_one = McpHarness(harness.store, tmp_path / "killed")
+        next_one = McpHarness(harness.store, folder)
         await next_one.again()
         await next_one.servers.stop()
         assert not is_alive(process)
@@ -539,12 +532,14 @@ async def test_a_server_whose_daemon_was_killed_during_its_start_is_ended_too(ha
 
 
 async def test_processes_of_a_killed_daemon_are_ended_at_the_next_start(harness, tmp_path):
-    processes = await asyncio.to_thread(killed_daemon, tmp_path / "killed")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    processes = [psutil.Process(pid) for pid in await asyncio.to_thread(killed_daemon, KILLED_DAEMON, folder)]
     assert all(map(is_alive, processes))
     stranger = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-c", "input()", stdin=subprocess.PIPE, start_new_session=True
     )
-    next_one = McpHarness(harness.store, tmp_path / "killed")
+    next_one = McpHarness(harness.store, folder)
     await next_one.again()
     await next_one.servers.stop()
     assert not any(map(is_alive, processes))

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -15,12 +14,12 @@ import pytest
 
 from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, is_alive, root_of_child
 from lmx_lab.daemon.mcp.watchdog import Watchdog
+from tests.support.mcp import killed_daemon
+from tests.support.waiting import WAIT_S, auntil
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "lmx_lab" / "daemon" / "mcp" / "watchdog_process.py"
-MOMENT_S = 0.05
-LIMIT_S = 30.0
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 DAEMON = """
 import asyncio, json, os, signal, sys
@@ -51,24 +50,9 @@ asyncio.run(main())
 """
 
 
-async def until(holds):
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():  # noqa: ASYNC110 (processes have no event)
-            await asyncio.sleep(MOMENT_S)
-
-
-def killed_daemon(folder, moment):
-    """Run a daemon that kills itself. Return the processes of its servers, and its watchdog."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", DAEMON, str(folder), moment],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "LMX_TEST": str(folder)},
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        line = json.loads(process.stdout.readline())
-    process.wait()
+async def killed(folder, moment):
+    """Run the daemon. Return the processes of its servers, and its watchdog."""
+    line = await asyncio.to_thread(killed_daemon, DAEMON, folder, moment)
     return [psutil.Process(pid) for pid in line["servers"]], psutil.Process(line["watchdog"])
 
 
@@ -78,18 +62,18 @@ async def test_all_servers_of_a_killed_daemon_and_their_processes_are_ended(tmp_
     stranger = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-c", "input()", stdin=subprocess.PIPE, env={MARK: "another daemon's"}
     )
-    processes, watchdog = await asyncio.to_thread(killed_daemon, tmp_path, moment)
+    processes, watchdog = await killed(tmp_path, moment)
     assert len(processes) == (7 if moment == "at start" else 6)
-    await until(lambda: not any(map(is_alive, [*processes, watchdog])))
+    await auntil(lambda: not any(map(is_alive, [*processes, watchdog])))
     assert stranger.returncode is None
     await stranger.communicate(b"\n")
 
 
 @pytest.mark.long
 async def test_servers_are_ended_although_a_fork_of_the_daemon_holds_the_pipe_open(tmp_path):
-    processes, watchdog = await asyncio.to_thread(killed_daemon, tmp_path, "fork")
+    processes, watchdog = await killed(tmp_path, "fork")
     try:
-        await until(lambda: not any(map(is_alive, [*processes, watchdog])))
+        await auntil(lambda: not any(map(is_alive, [*processes, watchdog])))
     finally:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -140,7 +124,7 @@ async def test_the_process_runs_only_if_there_is_a_server(watchdog, server):
 async def test_servers_that_are_still_listed_end_when_it_is_stopped(watchdog, server):
     watchdog.watch([server])
     await watchdog.stop()
-    await until(lambda: not psutil.pid_exists(server.pid))
+    await auntil(lambda: not psutil.pid_exists(server.pid))
 
 
 async def test_a_pid_that_was_reused_is_not_affected(watchdog, server):
@@ -165,11 +149,11 @@ async def test_a_watchdog_that_was_ended_or_does_not_read_is_started_again(watch
         return watchdog.pid not in (None, first.pid)
 
     with caplog.at_level(logging.WARNING):
-        await until(is_replaced)
+        await auntil(is_replaced)
     assert "started again" in caplog.text
     assert not is_alive(first)
     await watchdog.stop()
-    await until(lambda: not psutil.pid_exists(server.pid))
+    await auntil(lambda: not psutil.pid_exists(server.pid))
 
 
 async def test_a_watchdog_that_cannot_be_started_is_tried_again(watchdog, server, monkeypatch):
@@ -177,7 +161,7 @@ async def test_a_watchdog_that_cannot_be_started_is_tried_again(watchdog, server
         patch.setattr(sys, "executable", "/nonexistent/python")
         watchdog.watch([server])
         assert watchdog.pid is None
-    await until(lambda: watchdog.pid is not None)
+    await auntil(lambda: watchdog.pid is not None)
 
 
 # The program
@@ -205,7 +189,7 @@ def test_the_program_passes_the_last_complete_line_on_and_ignores_signals(tmp_pa
     process.send_signal(kill)
     process.stdin.write(b"[2]\n[3")
     process.stdin.close()
-    assert process.wait(LIMIT_S) == 0
+    assert process.wait(WAIT_S) == 0
     assert (tmp_path / "shown").read_text() == "[2]"
 
 
@@ -221,6 +205,6 @@ def test_the_program_notices_that_its_parent_is_another_process(tmp_path, show):
     process = program(str(os.getpid() + 1), show)
     process.stdin.write(b"[1]\n")
     process.stdin.flush()
-    assert process.wait(LIMIT_S) == 0
+    assert process.wait(WAIT_S) == 0
     assert (tmp_path / "shown").read_text() == "[1]"
     process.stdin.close()

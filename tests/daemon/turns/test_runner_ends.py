@@ -23,7 +23,7 @@ def held(toolbox):
     gate = Gate()
 
     async def work(name, arguments, note):
-        gate._reached.set()
+        gate.arrive()
         await auntil(lambda: gate.is_open)
         return "done"
 
@@ -113,7 +113,7 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path, upstream):
     toolbox, gate = ScriptedToolbox(), Gate()
 
     async def work(name, arguments, note):
-        gate._reached.set()
+        gate.arrive()
         while not gate.is_open:
             try:
                 await asyncio.sleep(0.001)

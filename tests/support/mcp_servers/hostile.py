@@ -5,6 +5,7 @@ Written without large imports, so that it starts in milliseconds: ``python -I ho
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -191,5 +192,7 @@ if __name__ == "__main__":
             babble()
         handle(json.loads(line))
     if "ignore_term" in MODES:
-        print("end of input", file=sys.stderr, flush=True)
+        # Nothing reads the output of a server whose daemon was killed.
+        with contextlib.suppress(OSError):
+            print("end of input", file=sys.stderr, flush=True)
         time.sleep(600)
