@@ -11,8 +11,6 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 
-MAX_LINE_CHARACTERS = 4000
-"""Longer lines are cut when they are kept in memory."""
 UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\ud800-\udfff\U000e0001\U000e0020-\U000e007f]"
 )
@@ -86,4 +84,5 @@ class RecentLinesHandler(logging.Handler):
         self.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record)[:MAX_LINE_CHARACTERS])
+        # Longer lines are cut.
+        self.lines.append(self.format(record)[:4000])

@@ -244,14 +244,9 @@ def draft_warning(entry: ModelEntry) -> str:
     return f"warning: the draft model {draft.id} is not smaller than {entry.id} ({sizes}), so its drafts save no time"
 
 
-def same_options(spec: LoadSpec, other: LoadSpec, *, dtype: str) -> bool:
-    """Return whether two loads of the same files load them in the same way.
-
-    Args:
-        dtype: Value of the setting.
-    """
-    first, second = (replace(it, model="", engine="auto", wait=None, dtype=it.dtype or dtype) for it in (spec, other))
-    return first == second
+def same_options(spec: LoadSpec, other: LoadSpec) -> bool:
+    """Return whether two loads of the same files load them in the same way."""
+    return spec == replace(other, model=spec.model, engine=spec.engine, wait=spec.wait)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -364,11 +359,11 @@ class ActiveLoads:
         """Return the load with the same spec and entry; None if there is none."""
         return next((it for it in self._operations if it.spec == spec and it.requested_entry == entry), None)
 
-    def find_same(self, operation: LoadOperation, entry: ModelEntry, *, dtype: str) -> LoadOperation | None:
+    def find_same(self, operation: LoadOperation, entry: ModelEntry) -> LoadOperation | None:
         """Return another load of the same files with the same options that is in progress; None if there is none."""
         for other in self.of_main():
             same_files = other is not operation and other.entry is not None and other.entry.path == entry.path
-            if same_files and same_options(other.spec, operation.spec, dtype=dtype):
+            if same_files and same_options(other.spec, operation.spec):
                 return other
         return None
 

@@ -189,7 +189,7 @@ class ModelControl:
             return await operation.run(self._load_pinned(entry, spec, engine, spec.pin))
         if not self._current.in_progress() and (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
-        if (other := self._loads.find_same(operation, entry, dtype=self.settings.dtype)) is not None:
+        if (other := self._loads.find_same(operation, entry)) is not None:
             other.unload.set_wait(spec.wait)
             return await asyncio.shield(other.done)
         if if_busy == "replace":
@@ -230,7 +230,7 @@ class ModelControl:
     async def _report_if_loaded(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport | None:
         """Return a report if the model is loaded with these options and its files have not changed; None otherwise."""
         main = self._main
-        if main is None or not main.in_memory or not same_options(main.spec, spec, dtype=self.settings.dtype):
+        if main is None or not main.in_memory or not same_options(main.spec, spec):
             return None
         unchanged = await in_thread(functools.partial(is_loaded, main.entry, entry))
         if not unchanged or self._main is not main:

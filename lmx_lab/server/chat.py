@@ -66,6 +66,7 @@ class ChunkWriter:
     the models.
 
     Args:
+        logprobs: Whether the request asks for log-probabilities.
         include_usage: Whether a stream ends with a chunk that contains the usage.
     """
 
@@ -74,7 +75,9 @@ class ChunkWriter:
     object: ClassVar[str]
     """Value of the chunks' field ``object``."""
 
-    def __init__(self, model: str, fingerprint: str, *, include_usage: bool) -> None:
+    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
+        self._logprobs = logprobs
+        self._include_usage = include_usage
         self._shared = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "object": self.object,
@@ -83,7 +86,6 @@ class ChunkWriter:
             "system_fingerprint": fingerprint,
         }
         self._head = f'{json_text(self._shared)[:-1]},"choices":['
-        self._include_usage = include_usage
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         if self._include_usage:
@@ -98,19 +100,10 @@ class ChunkWriter:
 
 
 class ChatWriter(ChunkWriter):
-    """Writes one answer in the chat format.
-
-    Args:
-        logprobs: Whether the request asks for log-probabilities.
-        include_usage: Whether a stream ends with a chunk that contains the usage.
-    """
+    """Writes one answer in the chat format."""
 
     id_prefix = "chatcmpl"
     object = "chat.completion.chunk"
-
-    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
-        super().__init__(model, fingerprint, include_usage=include_usage)
-        self._logprobs = logprobs
 
     def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
         yield self._chunk(index, '{"role":"assistant","content":""}')

@@ -85,29 +85,22 @@ def _echo(text: str, answer: Answer) -> Delta:
 
 
 class CompletionWriter(ChunkWriter):
-    """Writes one answer in the completions format.
-
-    Args:
-        logprobs: Whether the request asks for log-probabilities.
-        include_usage: Whether a stream ends with a chunk that contains the usage.
-    """
+    """Writes one answer in the completions format."""
 
     id_prefix = "cmpl"
     object = "text_completion"
 
     def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
-        super().__init__(model, fingerprint, include_usage=include_usage)
-        self._logprobs = defaultdict[int, LogprobsWriter](LogprobsWriter) if logprobs else None
-        """Writers of the log-probabilities of each choice; None if the request asks for none."""
+        super().__init__(model, fingerprint, logprobs=logprobs, include_usage=include_usage)
+        self._writers = defaultdict[int, LogprobsWriter](LogprobsWriter)
+        """Writers of the log-probabilities of each choice."""
 
     def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
         yield from ()
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
         if delta.text or delta.logprobs:
-            written = (
-                self._logprobs[index].write(delta.logprobs).model_dump_json() if self._logprobs is not None else "null"
-            )
+            written = self._writers[index].write(delta.logprobs).model_dump_json() if self._logprobs else "null"
             yield self._chunk(index, delta.text, logprobs=written)
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
@@ -120,7 +113,7 @@ class CompletionWriter(ChunkWriter):
             CompletionChoice(
                 text=delta.text,
                 index=index,
-                logprobs=self._logprobs[index].write(delta.logprobs) if self._logprobs is not None else None,
+                logprobs=self._writers[index].write(delta.logprobs) if self._logprobs else None,
                 finish_reason=report.finish_reason,
             )
             for index, (delta, report) in enumerate(chain.from_iterable(parts))

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -58,49 +58,16 @@ Result = TypeVar("Result", bound=TextResult)
 class RequestEnd:
     """The end of a generation, an embedding or a rerank. A refused request ends with an error and without a report."""
 
-    kind: Kind = "chat"
-    request_id: str
-    """Id of the request; empty for requests of the notebook."""
-    index: int = 0
-    """Index of the choice in the answer."""
-    model: str
-    outcome: Outcome
-    code: str | None = None
-    """Code of the error; None if there was none."""
+    event: RequestEvent
+    """What clients of ``/admin/events`` receive. Its id is empty for requests of the notebook."""
     report: GenerationReport | EncodeReport | None = None
     """The engine's report; None if the request failed or was cancelled before its end."""
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    """Number of tokens that were delivered. Used if there is no report."""
-    steps: StepLog | None = field(default=None, compare=False)
+    steps: StepLog | None = None
     """The engine's steps for the generation; None if the request was refused, or is not a generation."""
-    request: GenerationRequest | EmbeddingRequest | RerankRequest | None = field(default=None, compare=False)
+    request: GenerationRequest | EmbeddingRequest | RerankRequest
     """The request to the engine. All choices of one prompt have the same one."""
-    deltas: Sequence[Delta] = field(default=(), compare=False)
+    deltas: Sequence[Delta] = ()
     """The parts of the answer that were delivered; empty unless they are kept."""
-
-    def event(self) -> RequestEvent:
-        """Return the event for clients of ``/admin/events``."""
-        report, rate, ttft_s = self.report, 0.0, 0.0
-        prompt_tokens, output_tokens = self.prompt_tokens, self.output_tokens
-        if isinstance(report, GenerationReport):
-            prompt_tokens, output_tokens = report.prompt_tokens, report.output_tokens
-            rate, ttft_s = report.tokens_per_second, report.ttft_s
-        elif report is not None:
-            prompt_tokens, ttft_s = report.tokens, report.total_s
-            rate = report.tokens / report.compute_s if report.compute_s > 0 else 0.0
-        return RequestEvent(
-            kind=self.kind,
-            request_id=self.request_id,
-            index=self.index,
-            model=self.model,
-            finish_reason=self.outcome,
-            code=self.code,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=output_tokens,
-            tokens_per_second=rate,
-            ttft_ms=ttft_s * 1e3,
-        )
 
 
 Observer = Callable[[RequestEnd], None]
@@ -338,38 +305,43 @@ class InferenceService:
         except (Exception, asyncio.CancelledError) as exc:
             self._end_without_report(kind, model, exc, request=request)
             raise
-        self._end(
-            RequestEnd(
-                kind=kind,
-                request_id=request.caller.request_id or "",
-                model=result.report.model,
-                outcome="stop",
-                report=result.report,
-                request=request,
-            )
+        report = result.report
+        event = RequestEvent(
+            kind=kind,
+            request_id=request.caller.request_id or "",
+            model=report.model,
+            finish_reason="stop",
+            prompt_tokens=report.tokens,
+            completion_tokens=0,
+            tokens_per_second=report.tokens / report.compute_s if report.compute_s > 0 else 0.0,
+            ttft_ms=report.total_s * 1e3,
         )
+        self._end(RequestEnd(event=event, report=report, request=request))
         return result
 
     # Ends
 
     def _answered(self, recorded: Recorded | None, answer: Answer, outcome: Outcome, code: str | None) -> None:
         """Report the end of an answer. It is recorded first, so that the reader of an event finds the record."""
-        self.timelines.end(answer.steps, outcome, code, answer.report)
+        report = answer.report
+        self.timelines.end(answer.steps, outcome, code, report)
         if recorded is not None:
             self.recording.end(recorded, answer, outcome, code)
+        event = RequestEvent(
+            request_id=answer.request.caller.request_id or "",
+            index=answer.index,
+            model=answer.model,
+            finish_reason=outcome,
+            code=code,
+            prompt_tokens=len(answer.prompt),
+            # Without a report, the tokens that were delivered count.
+            completion_tokens=answer.tokens if report is None else report.output_tokens,
+            tokens_per_second=0.0 if report is None else report.tokens_per_second,
+            ttft_ms=0.0 if report is None else report.ttft_s * 1e3,
+        )
         self._end(
             RequestEnd(
-                request_id=answer.request.caller.request_id or "",
-                index=answer.index,
-                model=answer.model,
-                outcome=outcome,
-                code=code,
-                report=answer.report,
-                prompt_tokens=len(answer.prompt),
-                output_tokens=answer.tokens,
-                steps=answer.steps,
-                request=answer.request,
-                deltas=answer.deltas or (),
+                event=event, report=report, steps=answer.steps, request=answer.request, deltas=answer.deltas or ()
             )
         )
 
@@ -384,20 +356,21 @@ class InferenceService:
     ) -> None:
         """Report the end of a request that was refused or cancelled, or that failed."""
         code = None if isinstance(exc, asyncio.CancelledError) else getattr(exc, "code", LabError.code)
-        outcome: Outcome = "cancelled" if code is None else "error"
-        self._end(
-            RequestEnd(
-                kind=kind,
-                request_id=request.caller.request_id or "",
-                index=index,
-                model=model,
-                outcome=outcome,
-                code=code,
-                request=request,
-            )
+        event = RequestEvent(
+            kind=kind,
+            request_id=request.caller.request_id or "",
+            index=index,
+            model=model,
+            finish_reason="cancelled" if code is None else "error",
+            code=code,
+            prompt_tokens=0,
+            completion_tokens=0,
+            tokens_per_second=0.0,
+            ttft_ms=0.0,
         )
+        self._end(RequestEnd(event=event, request=request))
 
     def _end(self, end: RequestEnd) -> None:
-        self._feed.publish(end.event())
+        self._feed.publish(end.event)
         for observe in self._observers:
             observe(end)

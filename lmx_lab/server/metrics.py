@@ -59,8 +59,8 @@ class Metrics:
 
     def observe(self, end: RequestEnd) -> None:
         """Count the end of a request. May be called from any thread."""
-        self._requests.labels(kind=end.kind, outcome=end.outcome, code=end.code or "").inc()
-        report = end.report
+        event, report = end.event, end.report
+        self._requests.labels(kind=event.kind, outcome=event.finish_reason, code=event.code or "").inc()
         if isinstance(report, GenerationReport):
             self._queue_s.observe(report.queue_s)
             self._request_s.observe(report.total_s)
@@ -68,7 +68,7 @@ class Metrics:
                 self._ttft_s.observe(report.ttft_s)
                 self._token_s.observe(report.decode_s / report.output_tokens)
         elif report is not None:
-            self._encode_s.labels(kind=end.kind).observe(report.total_s)
+            self._encode_s.labels(kind=event.kind).observe(report.total_s)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the current metrics in the format that an Accept header requests, and its content type."""

@@ -52,7 +52,7 @@ class Recording:
 
     Args:
         save: Called at the end of each recorded generation.
-        dtype: The setting of this name, which applies unless a load has its own.
+        dtype: The setting of this name.
     """
 
     def __init__(self, mode: RecordMode, save: SaveRecord, *, dtype: str) -> None:
@@ -106,7 +106,7 @@ class Recording:
                 model=entry.id,
                 format=entry.format,
                 quantization=entry.quantization,
-                dtype=spec.dtype or self._dtype,
+                dtype=self._dtype,
                 options=dict(spec.options),
                 engine=recorded.model.engine.fingerprint,
                 versions={"lmx-lab": version("lmx-lab"), "python": platform.python_version()},

@@ -31,7 +31,7 @@ class RequestLog:
 
     def observe(self, end: RequestEnd) -> None:
         """Called at the end of each generation, embedding and rerank."""
-        if (ends := self._ends.get(end.request_id)) is not None:
+        if (ends := self._ends.get(end.event.request_id)) is not None:
             ends.append(end)
 
     def end(self, scope: Scope, status: int | None) -> None:
@@ -53,17 +53,17 @@ class RequestLog:
 
 
 def _describe_end(end: RequestEnd, status: int | None) -> str:
-    if end.outcome == "error":
-        return "  ".join(part for part in (end.model, _describe_status(status), end.code) if part)
-    event = end.event()
+    event = end.event
+    if event.finish_reason == "error":
+        return "  ".join(part for part in (event.model, _describe_status(status), event.code) if part)
     parts = [event.model, f"{event.prompt_tokens} tokens in"]
-    if end.kind == "chat":
+    if event.kind == "chat":
         parts[1] += f", {event.completion_tokens} out"
     if isinstance(end.report, GenerationReport):
         parts += [f"first token in {event.ttft_ms / 1e3:.2f} s", f"{event.tokens_per_second:.1f} tok/s"]
     elif end.report is not None:
         parts.append(f"{end.report.total_s:.2f} s")
-    return "  ".join([*parts, end.outcome])
+    return "  ".join([*parts, event.finish_reason])
 
 
 def _describe_status(status: int | None) -> str:

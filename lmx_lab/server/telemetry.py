@@ -144,7 +144,7 @@ class RequestSpans:
         else:
             elapsed_s = end.report.total_s if end.report is not None else 0.0
         ended = _Ended(end, now_ns - round(elapsed_s * 1e9), now_ns)
-        running = self._running.get(end.request_id)
+        running = self._running.get(end.event.request_id)
         if running is not None:
             running.ends.append(ended)
         else:
@@ -159,7 +159,7 @@ class RequestSpans:
         running = self._running.pop(scope["lmx_lab.request_id"], None)
         if running is None or not running.ends:
             return
-        ends = sorted(running.ends, key=lambda each: each.end.index)
+        ends = sorted(running.ends, key=lambda each: each.end.event.index)
         parent = self._propagator.extract(Headers(scope=scope), Context())
         self._export(ends, SpanKind.SERVER, parent, http_attributes(scope, status), (running.began_ns, time.time_ns()))
 
@@ -180,7 +180,7 @@ class RequestSpans:
     ) -> None:
         first, (began_ns, ended_ns) = ends[0].end, times_ns
         attributes |= call_attributes(first)
-        model = attributes.get("gen_ai.request.model", public_id(first.model, local=False))
+        model = attributes.get("gen_ai.request.model", public_id(first.event.model, local=False))
         name = f"{attributes['gen_ai.operation.name']!s} {model!s}".rstrip()
         span = self._tracer.start_span(name, parent, kind, attributes, start_time=min(began_ns, ends[0].arrived_ns))
         if span.is_recording():
@@ -188,7 +188,9 @@ class RequestSpans:
             span.set_attributes(answer_attributes([each.end for each in ends]))
             if self.content:
                 span.set_attributes(content_attributes([each.end for each in ends]))
-            if (code := next((each.end.code for each in ends if each.end.code is not None), None)) is not None:
+            if (
+                code := next((each.end.event.code for each in ends if each.end.event.code is not None), None)
+            ) is not None:
                 span.set_attribute("error.type", code)
                 span.set_status(StatusCode.ERROR)
             inside = set_span_in_context(span, Context())
@@ -197,7 +199,7 @@ class RequestSpans:
                 at_ns = each.arrived_ns
                 for phase, duration_s, details in _phases(each):
                     if len(ends) > 1:
-                        details["lmx.choice.index"] = each.end.index
+                        details["lmx.choice.index"] = each.end.event.index
                     if duration_s > 0:
                         child: Span = self._tracer.start_span(phase, inside, attributes=details, start_time=at_ns)
                         at_ns = min(at_ns + round(duration_s * 1e9), each.ended_ns)
@@ -347,7 +349,7 @@ def _phases(ended: _Ended) -> Iterator[tuple[str, float, Attributes]]:
         elapsed_s = (ended.ended_ns - ended.arrived_ns) / 1e9
         steps = () if measured is not None else end.steps.steps()
         queue_s, prefill_s, decode_s = phase_durations(steps, elapsed_s=elapsed_s, report=measured)
-        event = end.event()
+        event = end.event
         computed = event.prompt_tokens - (report.cached_tokens if report is not None else 0)
         yield "queued", queue_s, {}
         yield "prefill", prefill_s, {"lmx.tokens": computed}
@@ -360,9 +362,9 @@ def _phases(ended: _Ended) -> Iterator[tuple[str, float, Attributes]]:
 def call_attributes(end: RequestEnd) -> Attributes:
     """Return the attributes that a sampler can use to decide whether a request is exported."""
     is_chat = not isinstance(end.request, GenerationRequest) or isinstance(end.request.prompt, ChatPrompt)
-    operation = OPERATIONS.get(end.kind, "chat" if is_chat else "text_completion")
+    operation = OPERATIONS.get(end.event.kind, "chat" if is_chat else "text_completion")
     attributes: Attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "lmx-lab"}
-    if end.request is not None and end.request.model is not None:
+    if end.request.model is not None:
         attributes["gen_ai.request.model"] = public_id(end.request.model, local=False)[:200]
     return attributes
 
@@ -407,7 +409,7 @@ def request_attributes(end: RequestEnd) -> Attributes:
 
 def answer_attributes(ends: Sequence[RequestEnd]) -> Attributes:
     """Return the token counts and times of all answers to a request. A prompt is computed once, so it counts once."""
-    first = ends[0]
+    first = ends[0].event
     attributes: Attributes = {}
     if first.request_id:
         attributes["gen_ai.response.id"] = first.request_id
@@ -416,13 +418,13 @@ def answer_attributes(ends: Sequence[RequestEnd]) -> Attributes:
     prompts: dict[int, list[RequestEnd]] = {}
     for end in ends:
         prompts.setdefault(id(end.request), []).append(end)
-    attributes["gen_ai.usage.input_tokens"] = sum(group[0].event().prompt_tokens for group in prompts.values())
+    attributes["gen_ai.usage.input_tokens"] = sum(group[0].event.prompt_tokens for group in prompts.values())
     if first.kind != "chat":
         return attributes
     if len(prompts) == 1 and len(ends) > 1:
         attributes["gen_ai.request.choice.count"] = len(ends)
-    attributes["gen_ai.response.finish_reasons"] = [end.outcome for end in ends]
-    attributes["gen_ai.usage.output_tokens"] = sum(end.event().completion_tokens for end in ends)
+    attributes["gen_ai.response.finish_reasons"] = [end.event.finish_reason for end in ends]
+    attributes["gen_ai.usage.output_tokens"] = sum(end.event.completion_tokens for end in ends)
     reports = [end.report for end in ends if isinstance(end.report, GenerationReport)]
     if reports:
         # All choices except the first one read the whole prompt from the cache.
@@ -457,7 +459,7 @@ def content_attributes(ends: Sequence[RequestEnd]) -> Attributes:
             messages = [_message("user", [_text_part(prompt.prefix), _text_part(prompt.suffix)])]
     if messages:
         attributes["gen_ai.input.messages"] = _to_json(messages)
-    if first.kind == "chat":
+    if first.event.kind == "chat":
         outputs = []
         for end in ends:
             answer = merge_deltas(end.deltas)
@@ -465,7 +467,7 @@ def content_attributes(ends: Sequence[RequestEnd]) -> Attributes:
             if answer.text:
                 parts.append(_text_part(answer.text))
             parts += [_call_part(call.id, call.name, call.arguments) for call in answer.tool_calls]
-            outputs.append(_message("assistant", parts) | {"finish_reason": end.outcome})
+            outputs.append(_message("assistant", parts) | {"finish_reason": end.event.finish_reason})
         attributes["gen_ai.output.messages"] = _to_json(outputs)
     return attributes
 

@@ -66,8 +66,6 @@ class LoadSpec(Body):
     llama.cpp."""
     pin: Kind | None = field(default=None, metadata=INTERNAL)
     """Keep the model in memory as the pinned model of this kind, next to the main model; None loads the main model."""
-    dtype: str | None = field(default=None, metadata=INTERNAL)
-    """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time. It never changes the answer.
     The default is to use it on MLX, where it pauses while it saves no time, but not on llama.cpp."""

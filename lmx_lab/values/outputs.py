@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -113,15 +113,28 @@ class Delta:
         return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
 
 
-def merge_deltas(deltas: Sequence[Delta]) -> Delta:
+def merge_deltas(deltas: Iterable[Delta]) -> Delta:
     """Return one delta with the contents of all deltas, in order."""
+    texts: list[str] = []
+    reasoning: list[str] = []
+    logprobs: list[TokenLogprob] = []
+    calls: list[ToolCallDelta] = []
+    ids: list[int] = []
+    tokens = 0
+    for delta in deltas:
+        texts.append(delta.text)
+        reasoning.append(delta.reasoning)
+        logprobs += delta.logprobs
+        calls += delta.tool_calls
+        ids += delta.ids
+        tokens += delta.tokens
     return Delta(
-        text="".join([delta.text for delta in deltas]),
-        tokens=sum([delta.tokens for delta in deltas]),
-        logprobs=tuple([logprob for delta in deltas for logprob in delta.logprobs]),
-        reasoning="".join([delta.reasoning for delta in deltas]),
-        tool_calls=merge_tool_calls([call for delta in deltas for call in delta.tool_calls]),
-        ids=tuple([token for delta in deltas for token in delta.ids]),
+        text="".join(texts),
+        tokens=tokens,
+        logprobs=tuple(logprobs),
+        reasoning="".join(reasoning),
+        tool_calls=merge_tool_calls(calls),
+        ids=tuple(ids),
     )
 
 

@@ -85,10 +85,7 @@ class BodyModel(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_members(cls, value: Any) -> Any:
-        return check_members(value)
+    _check_members = model_validator(mode="before")(check_members)
 
 
 class RequestModel(BodyModel):

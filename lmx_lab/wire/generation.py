@@ -179,8 +179,11 @@ class CompatibleFields(GenerationFields, Hints):
 
     def _given(self, name: str) -> dict[str, Any]:
         """Return the values of a parameter by the name under which they are given."""
-        names = [each for each in (name, *NAMES[name]) if each in self.model_fields_set]
-        given = {each: value for each in names if (value := getattr(self, each)) is not None}
+        given = {
+            each: value
+            for each in (name, *NAMES[name])
+            if each in self.model_fields_set and (value := getattr(self, each)) is not None
+        }
         if "max_completion_tokens" in given:
             given.pop("max_tokens", None)
         return given

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine.loads import LOAD_BASE_S, LoadOperation, UnloadOperation, load_limit_s
+from lmx_lab.engine.loads import LOAD_BASE_S, LoadOperation, UnloadOperation, load_limit_s, same_options
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from tests.engine.slow_engine import SETTINGS, answer, request, running, start_answer
@@ -283,3 +283,9 @@ async def test_an_unload_ends_if_its_engine_dies():
                 pass
         assert await unload == 0
         assert lab.manager.snapshot.unloading is None
+
+
+def test_the_name_the_engine_and_the_wait_of_a_load_do_not_change_the_loaded_model():
+    spec = LoadSpec(model="org/tiny", context_length=7)
+    assert same_options(spec, replace(spec, model="tiny", engine="mlx", wait=True))
+    assert not same_options(spec, replace(spec, context_length=8))

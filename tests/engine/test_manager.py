@@ -81,15 +81,15 @@ async def test_a_load_continues_after_all_its_callers_were_cancelled(lab):
 
 
 async def test_the_spec_reaches_the_engine_unchanged(lab):
-    spec = LoadSpec(model="one", dtype="float16")
+    spec = LoadSpec(model="one", context_length=7)
     await lab.manager.load(spec)
     assert lab.engine.specs == [spec]
 
 
 async def test_a_loaded_model_is_loaded_again_only_with_other_options(lab):
     await lab.manager.load(LoadSpec(model="one"))
-    assert (await lab.manager.load(LoadSpec(model="one", dtype=SETTINGS.dtype))).load_s == 0
-    await lab.manager.load(LoadSpec(model="one", dtype="float16"))
+    assert (await lab.manager.load(LoadSpec(model="one", wait=True))).load_s == 0
+    await lab.manager.load(LoadSpec(model="one", context_length=7))
     assert len(lab.engine.specs) == 2
 
 

@@ -9,12 +9,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.server.inference import RequestEnd
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot, TokenTotals
 from lmx_lab.values.outputs import GenerationReport
 from tests.support.models import TINY_ENTRY
+from tests.support.samples import request_end
 
 ODD = replace(TINY_ENTRY, id='odd "name"\n')
 REPORT = GenerationReport(
@@ -59,7 +59,7 @@ def value(metrics, name, **labels):
 
 
 def end(outcome="stop", code=None, report=REPORT):
-    return RequestEnd(request_id="req_1", model="tiny", outcome=outcome, code=code, report=report)
+    return request_end(finish_reason=outcome, code=code, report=report)
 
 
 def test_metrics_of_the_engine_come_from_the_current_snapshot():

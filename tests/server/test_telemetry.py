@@ -22,7 +22,6 @@ import lmx_lab
 from lmx_lab.engine import ChatPrompt, GenerationRequest
 from lmx_lab.errors import InvalidRequestError, MissingPackageError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
-from lmx_lab.server.inference import RequestEnd
 from lmx_lab.server.telemetry import (
     EXPORTER_LOG,
     RequestSpans,
@@ -32,6 +31,7 @@ from lmx_lab.server.telemetry import (
 from lmx_lab.settings import Settings
 from lmx_lab.values.outputs import Delta
 from tests.support.labs import serving
+from tests.support.samples import request_end
 from tests.support.waiting import until
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -312,10 +312,8 @@ def test_texts_are_exported_in_the_form_of_the_conventions(tmp_path):
 
 def test_the_last_messages_of_a_long_chat_are_exported():
     messages = [{"role": "user", "content": str(number) * 1000} for number in range(10)] * 4
-    end = RequestEnd(
-        request_id="",
-        model="m",
-        outcome="cancelled",
+    end = request_end(
+        finish_reason="cancelled",
         request=GenerationRequest(prompt=ChatPrompt(messages=tuple(messages))),
         deltas=[Delta(text="x" * 16_384 * 2, tokens=1)],
     )
@@ -341,7 +339,7 @@ def test_an_answer_whose_client_disconnects_is_exported_as_cancelled(sent):
 
 
 def test_a_cancelled_answer_has_the_tokens_that_were_delivered_and_no_time_to_first_token():
-    end = RequestEnd(request_id="req_1", model="/models/tiny", outcome="cancelled", prompt_tokens=3, output_tokens=2)
+    end = request_end(model="/models/tiny", finish_reason="cancelled", prompt_tokens=3, completion_tokens=2)
     assert answer_attributes([end]) == {
         "gen_ai.response.id": "req_1",
         "gen_ai.response.model": "tiny",
@@ -357,7 +355,7 @@ def test_a_collector_that_is_down_causes_one_warning(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://user:s3cret@127.0.0.1:{port}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
     spans = RequestSpans(content=False, retry_s=1e9)
-    end = RequestEnd(request_id="", model="m", outcome="stop")
+    end = request_end(model="m")
     spans.observe(end)
     until(lambda: caplog.records)
     with collector(port) as target:
@@ -376,10 +374,10 @@ def test_a_collector_that_accepts_spans_again_gets_them(monkeypatch, caplog):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
         spans = RequestSpans(content=False, retry_s=0.0)
         for attempts in (1, 2):
-            spans.observe(RequestEnd(request_id="", model=f"{attempts}", outcome="stop"))
+            spans.observe(request_end(model=f"{attempts}"))
             until(lambda attempts=attempts: len(target.bodies) == attempts)
         target.status = 200
-        spans.observe(RequestEnd(request_id="", model="3", outcome="stop"))
+        spans.observe(request_end(model="3"))
         spans.close()
         assert [span.name for span in target.spans] == ["chat 1", "chat 2", "chat 3"]
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
@@ -393,7 +391,7 @@ def test_the_warning_has_the_status_with_which_a_collector_refuses_spans(status,
     with collector(status=status) as target:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
         spans = RequestSpans(content=False)
-        spans.observe(RequestEnd(request_id="", model="m", outcome="stop"))
+        spans.observe(request_end(model="m"))
         spans.close()
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert f"does not accept spans (HTTP status {status})" in warning.getMessage()
@@ -435,7 +433,7 @@ def test_headers_are_sent_to_the_collector(monkeypatch):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f" {target.url} ")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=a%20b,authorization=Bearer s3cret,")
         spans = RequestSpans(content=False)
-        spans.observe(RequestEnd(request_id="", model="m", outcome="stop"))
+        spans.observe(request_end(model="m"))
         spans.close()
     assert [(each["x-key"], each["authorization"]) for each in target.headers] == [("a b", "Bearer s3cret")]
 
@@ -444,7 +442,7 @@ def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_causes_one
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         spans = RequestSpans(content=False, close_s=0.01, last_attempt_s=0.01)
-        spans.observe(RequestEnd(request_id="", model="m", outcome="stop"))
+        spans.observe(request_end(model="m"))
         spans.close()
         (sending,) = [each for each in threading.enumerate() if each.name == "lmx-lab last spans"]
     sending.join()  # The connection ends with the socket.

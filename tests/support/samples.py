@@ -1,14 +1,18 @@
-"""Samples of measurements, and of an evaluation."""
+"""Samples of measurements, of an evaluation, and of the ends of requests."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from lmx_lab.bench import RequestSample
+from lmx_lab.engine import ChatPrompt, GenerationRequest
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts
+from lmx_lab.server.inference import RequestEnd
+from lmx_lab.values.outputs import Delta, GenerationReport
+from lmx_lab.wire.admin import RequestEvent
 
 
 async def collect(samples: AsyncIterable[RequestSample]) -> list[RequestSample]:
@@ -72,3 +76,20 @@ ROWS = [
     EvaluatedRow(label="x", prompt=None, expected=None, answer=None, score=None, error="missing"),
 ]
 EVALUATION = Evaluation(FACTS, ROWS)
+
+
+def request_end(
+    *,
+    report: GenerationReport | None = None,
+    request: GenerationRequest = GenerationRequest(prompt=ChatPrompt(messages=())),  # noqa: B008
+    deltas: Sequence[Delta] = (),
+    **event: Any,
+) -> RequestEnd:
+    defaults: dict[str, Any] = {
+        "request_id": "req_1",
+        "model": "tiny",
+        "finish_reason": "stop",
+        **dict.fromkeys(("prompt_tokens", "completion_tokens"), 0),
+        **dict.fromkeys(("tokens_per_second", "ttft_ms"), 0.0),
+    }
+    return RequestEnd(event=RequestEvent(**defaults | event), report=report, request=request, deltas=deltas)

@@ -70,7 +70,7 @@ def test_a_model_is_idle_only_if_it_was_unloaded_because_of_that():
 def test_only_options_that_were_changed_are_sent():
     assert LoadSpec.with_options("tiny", {"engine": "mlx"}).options == {"engine": "mlx"}
     assert LoadSpec.with_options("tiny", {"engine": "auto"}) == LoadSpec(model="tiny")
-    assert LoadSpec(model="tiny", pin="chat", dtype="float16").options == {}
+    assert LoadSpec(model="tiny", pin="chat").options == {}
 
 
 @pytest.mark.parametrize("name", ["pin", "adapters"])

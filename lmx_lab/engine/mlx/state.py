@@ -254,7 +254,7 @@ class MlxCore:
         """
         try:
             check_files(entry.path)
-            dtype = spec.dtype or self._settings.dtype
+            dtype = self._settings.dtype
             model: Loaded = (
                 load_chat(entry, limit_bytes=limit_bytes, dtype=dtype, context_length=spec.context_length)
                 if entry.kind == "chat"

@@ -48,13 +48,6 @@ LINKS = {
     "delete": link("inference_delete_response", "Delete the response.", **_ID),
 }
 """Requests about a response that was created."""
-RESPONSES_LIMIT = 1000
-BYTES_LIMIT = 64 * 2**20
-"""Size of all stored responses, with their conversations, as JSON."""
-KEPT = (
-    f"the {RESPONSES_LIMIT:,} most recently used responses are kept, up to {BYTES_LIMIT >> 20} MiB, unless they were "
-    "created with store: false"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,9 +266,13 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stored responses. The least recently used ones are removed when there are too many."""
+    """Stored responses. The least recently used ones are removed when there are too many.
 
-    def __init__(self, *, responses: int = RESPONSES_LIMIT, size_bytes: int = BYTES_LIMIT) -> None:
+    Args:
+        size_bytes: Maximum size of all responses, with their conversations, as JSON.
+    """
+
+    def __init__(self, *, responses: int = 1000, size_bytes: int = 64 * 2**20) -> None:
         self._limit = responses
         self._limit_bytes = size_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -300,7 +297,10 @@ class ResponseStore:
             NotFoundError: it is not stored.
         """
         if response_id not in self._responses:
-            raise NotFoundError(f"no stored response has the id {response_id[:80]!r:.80}; {KEPT}")
+            raise NotFoundError(
+                f"no stored response has the id {response_id[:80]!r:.80}; the {self._limit:,} most recently used "
+                f"responses are kept, up to {self._limit_bytes >> 20} MiB, unless they were created with store: false"
+            )
         self._responses.move_to_end(response_id)
         return self._responses[response_id]
 
