@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 MAX_CELL_CHARACTERS = 1000
+MAX_TABLE_WIDTH = 4 * MAX_CELL_CHARACTERS
 
 
 @app.command(
@@ -163,6 +164,6 @@ def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> N
         table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
     # Cells are wrapped only on a terminal, so that programs get complete lines. Ids are never cut or wrapped.
     table.columns[0].no_wrap = True
-    needed = Measurement.get(out, out.options.update(max_width=4 * MAX_CELL_CHARACTERS), table)
+    needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
     table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
     out.print(table, crop=False)
