@@ -63,7 +63,7 @@ The message is for people: it names the value, the limit and the next step. HTTP
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 
@@ -431,6 +431,11 @@ OTHER_NAMES = {
     "system": "messages",
 }
 """Names of arguments in other libraries that are not similar to the names here."""
+
+
+def first_names(names: Sequence[str], most: int) -> str:
+    """Return at most ``most`` names as a text, which ends with an ellipsis if there are more."""
+    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -29,26 +29,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Id (downloaded if needed) or path of the model; with --url, its name on the server.",
-        autocompletion=complete_model,
-    ),
-]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="API key of the --url server.")
-]
-CompareKey = Annotated[
-    str | None,
-    typer.Option(envvar="LMX_LAB_COMPARE_API_KEY", show_envvar=True, help="API key of the --compare servers."),
-]
-Rate = Annotated[
-    float | None,
-    typer.Option(
-        help="Send requests at random times with this mean rate per second, at most --concurrency in parallel."
-    ),
-]
 
 
 @app.command(
@@ -74,7 +54,13 @@ prints the results so far.
 def bench(
     *,
     url: Annotated[str | None, typer.Option(help="Address of a running chat-format server.")] = None,
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Id (downloaded if needed) or path of the model; with --url, its name on the server.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
     prompt_tokens: Annotated[
         str, typer.Option("--prompt-tokens", "-p", help="Prompt length; one number or several, such as 128,512.")
     ] = "512",
@@ -92,7 +78,12 @@ def bench(
         int,
         typer.Option("--repeats", "-r", help="Repeats of all cases. Intervals of ratios and total_tok_s need 3."),
     ] = 1,
-    rate: Rate = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Send requests at random times with this mean rate per second, at most --concurrency in parallel."
+        ),
+    ] = None,
     warm: Annotated[
         bool, typer.Option(help="Use prompts with a common start, which the warm-up puts into the prefix cache.")
     ] = False,
@@ -101,11 +92,16 @@ def bench(
         list[str] | None,
         typer.Option(help="Address of another server, measured alternately with the first one. Repeatable."),
     ] = None,
-    api_key: ApiKey = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="API key of the --url server.")
+    ] = None,
     compare_model: Annotated[
         str | None, typer.Option(help="Model of the --compare servers. By default the only model that a server lists.")
     ] = None,
-    compare_api_key: CompareKey = None,
+    compare_api_key: Annotated[
+        str | None,
+        typer.Option(envvar="LMX_LAB_COMPARE_API_KEY", show_envvar=True, help="API key of the --compare servers."),
+    ] = None,
     record: Annotated[bool, typer.Option(help="Store the run in the lab's home, for lmx_lab.bench.load().")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this file, such as bench.png.")] = None,

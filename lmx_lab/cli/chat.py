@@ -78,10 +78,10 @@ def chat(
         question = " ".join(text) if text else sys.stdin.read() if sys.stdin is not None else ""
         if not question.strip():
             raise InvalidRequestError("there is no question; give one as an argument or on standard input")
-    from lmx_lab.cli.conversation import Conversation, DirectConversation, lab_for_chat
+    from lmx_lab.cli.conversation import Conversation, DirectConversation, SessionConversation, lab_for_chat
 
     with contextlib.ExitStack() as stack:
-        conversation: Conversation | DirectConversation
+        conversation: Conversation
         if session is None and not new and url is None and token is None and not _daemon_runs():
             lab = stack.enter_context(lab_for_chat(settings_with_folders(), model))
             conversation = DirectConversation(lab, system=system)
@@ -97,7 +97,7 @@ def chat(
             with contextlib.suppress(OSError):  # The answer matters more than the file.
                 last.parent.mkdir(parents=True, exist_ok=True)
                 last.write_text(json.dumps({"session_id": current.session_id}), encoding="utf-8")
-            conversation = Conversation(current, allow=allow)
+            conversation = SessionConversation(current, allow=allow)
         if question is not None:
             sys.exit(conversation.ask(question))
         conversation.run()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import lmx_lab
 from lmx_lab.cli import FAILED, INTERRUPTED
@@ -40,38 +41,37 @@ with contextlib.suppress(ImportError):  # Some builds of Python do not have read
     import readline  # noqa: F401  (importing it gives input() a history and editing)
 
 
-def answer_questions(ask: Callable[[str], int]) -> None:
-    """Read questions and pass them on until the end of the input, or until Ctrl-C outside of an answer."""
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while True:
-            if (question := read_line("> ")).strip():
-                ask(question)
+class Conversation(ABC):
+    """Questions and answers. Answers go to standard output, everything else to standard error."""
 
+    note: str
+    """Printed before the first question."""
 
-class Conversation:
-    """Questions and answers in one session. Answers go to standard output, everything else to standard error."""
+    @abstractmethod
+    def _answer(self, text: str, printer: AnswerPrinter) -> None:
+        """Print the answer while it is generated.
 
-    def __init__(self, session: Session, *, allow: bool) -> None:
-        self._session = session
-        self._allow = allow
+        Raises:
+            LabError: there is no answer.
+        """
 
     def run(self) -> None:
         """Read and answer questions until the end of the input, or until Ctrl-C outside of an answer."""
-        print_note(f"session {self._session.session_id}; Ctrl-D ends the chat, and the next lmx-lab chat continues it")
-        answer_questions(self.ask)
+        print_note(self.note)
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            while True:
+                if (question := read_line("> ")).strip():
+                    self.ask(question)
 
     def ask(self, text: str) -> int:
-        """Print the answer while it is generated. Ctrl-C cancels the turn.
+        """Print the answer while it is generated. Ctrl-C cancels it.
 
         Returns:
             The exit status.
         """
         printer = AnswerPrinter()
         try:
-            # Closing the stream cancels the turn, for example if standard output was closed.
-            with contextlib.closing(self._session.stream(text, on_permission=self._decide)) as events:
-                for event in events:
-                    printer.print(event)
+            self._answer(text, printer)
         except KeyboardInterrupt:
             printer.end_line()
             print_note("cancelled")
@@ -81,6 +81,21 @@ class Conversation:
             print_error(exc)
             return FAILED
         return 0
+
+
+class SessionConversation(Conversation):
+    """A conversation in a session of the daemon. Ctrl-C cancels the turn."""
+
+    def __init__(self, session: Session, *, allow: bool) -> None:
+        self._session = session
+        self._allow = allow
+        self.note = f"session {session.session_id}; Ctrl-D ends the chat, and the next lmx-lab chat continues it"
+
+    def _answer(self, text: str, printer: AnswerPrinter) -> None:
+        # Closing the stream cancels the turn, for example if standard output was closed.
+        with contextlib.closing(self._session.stream(text, on_permission=self._decide)) as events:
+            for event in events:
+                printer.print(event)
 
     def _decide(self, permission: PermissionRecord) -> Decision:
         if self._allow:
@@ -194,40 +209,21 @@ def lab_for_chat(settings: Settings, model: str | None) -> Iterator[lmx_lab.Lab]
         yield lab
 
 
-class DirectConversation:
-    """A conversation without a session. Prints answers to standard output, and everything else to standard error."""
+class DirectConversation(Conversation):
+    """A conversation without a session. Only complete answers are kept in its history."""
+
+    note = "Ctrl-D ends the chat, which is not stored; with lmx-lab daemon, a chat is stored as a session"
 
     def __init__(self, lab: lmx_lab.Lab, *, system: str | None) -> None:
         self._lab = lab
         self._messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system is not None else []
 
-    def run(self) -> None:
-        """Read and answer questions until the end of the input, or until Ctrl-C outside of an answer."""
-        print_note("Ctrl-D ends the chat, which is not stored; with lmx-lab daemon, a chat is stored as a session")
-        answer_questions(self.ask)
-
-    def ask(self, text: str) -> int:
-        """Print the answer while it is generated. Ctrl-C cancels it. Only complete answers are kept in the history.
-
-        Returns:
-            The exit status.
-        """
-        printer = AnswerPrinter()
+    def _answer(self, text: str, printer: AnswerPrinter) -> None:
         messages = [*self._messages, {"role": "user", "content": text}]
-        try:
-            with contextlib.closing(self._lab.chat(messages, stream=True)) as stream:
-                for piece in stream:
-                    printer.write(piece)
-                printer.end_line()
-        except KeyboardInterrupt:
+        with contextlib.closing(self._lab.chat(messages, stream=True)) as stream:
+            for piece in stream:
+                printer.write(piece)
             printer.end_line()
-            print_note("cancelled")
-            return INTERRUPTED
-        except LabError as exc:
-            printer.end_line()
-            print_error(exc)
-            return FAILED
         if stream.reply is not None:
             self._messages = [*messages, stream.reply.message]
             print_note(repr(stream.reply).rpartition("\n")[2])
-        return 0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 MAX_CELL_CHARACTERS = 1000
+MAX_TABLE_WIDTH = 4 * MAX_CELL_CHARACTERS
 
 
 @app.command(
@@ -197,7 +198,7 @@ def storage(
 def _print_wide(table: Table) -> None:
     """Print a table whose first column is never cut. It is wrapped only on a terminal, for programs that read it."""
     table.columns[0].no_wrap = True
-    needed = Measurement.get(out, out.options.update(max_width=4 * MAX_CELL_CHARACTERS), table)
+    needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
     table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
     out.print(table, crop=False)
 

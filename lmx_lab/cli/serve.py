@@ -18,117 +18,6 @@ from lmx_lab.values.models import EngineChoice, KvCacheDtype, LoadOptions, LoadS
 
 app = typer.Typer()
 MAX_GB = 1_000_000
-Host = Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all networks of this machine.")]
-Port = Annotated[int | None, typer.Option(help="Port; 0 for any free one. By default 8400, or the next free one.")]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Model to load at the start: an id, which is downloaded if needed, or a path.",
-        autocompletion=complete_model,
-    ),
-]
-EngineOption = Annotated[
-    EngineChoice | None,
-    typer.Option("--engine", help="Engine that must run --model. By default the fastest one that can."),
-]
-ContextLength = Annotated[
-    int | None,
-    typer.Option(min=1, help="Maximum tokens of a request to --model, prompt and answer. By default as memory allows."),
-]
-Deterministic = Annotated[
-    bool | None,
-    typer.Option(
-        "--deterministic", help="Compute answers of --model that do not depend on other requests; llama.cpp only."
-    ),
-]
-PromptLookup = Annotated[
-    bool | None,
-    typer.Option(
-        "--prompt-lookup/--no-prompt-lookup",
-        help="Decode answers that repeat earlier text several tokens at a time. By default only on MLX.",
-    ),
-]
-KvCacheDtypeOption = Annotated[
-    KvCacheDtype | None,
-    typer.Option("--kv-cache-dtype", help="Quantize the KV cache, for a longer context; llama.cpp only."),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="Smaller model with the same vocabulary, which drafts tokens of --model.", autocompletion=complete_model
-    ),
-]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
-]
-CorsOrigins = Annotated[
-    list[str] | None, typer.Option(help="Origin of a web page that may call the server. Repeatable.")
-]
-AllowedHosts = Annotated[list[str] | None, typer.Option(help="Additional Host header to accept. Repeatable.")]
-LanAdmin = Annotated[bool, typer.Option("--lan-admin", help="Let other machines load and unload models.")]
-Announce = Annotated[
-    bool, typer.Option("--announce", help="Let lmx-lab discover find the server on the local network.")
-]
-AnnounceName = Annotated[str | None, typer.Option(help="Name for --announce. By default the name of this machine.")]
-NoPage = Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page for browsers at /.")]
-NoDownloads = Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")]
-ModelFolders = Annotated[list[Path] | None, typer.Option(help="Additional folder with models. Repeatable.")]
-Embedder = Annotated[str | None, typer.Option(help="Embedding model to keep in memory alongside the loaded model.")]
-Reranker = Annotated[str | None, typer.Option(help="Reranker to keep in memory alongside the loaded model.")]
-Swap = Annotated[bool, typer.Option("--swap", help="Load the model that a request names, if it is not loaded.")]
-ModelAliases = Annotated[
-    list[str] | None, typer.Option("--model-alias", help="Other name of a model in requests, as NAME=ID. Repeatable.")
-]
-AnyModel = Annotated[
-    bool, typer.Option("--any-model", help="Let the loaded model answer requests for models that are not on disk.")
-]
-IdleUnload = Annotated[
-    float | None,
-    typer.Option("--idle-unload", "--ttl", help="Seconds without a request after which the model is unloaded."),
-]
-Slots = Annotated[
-    int | None, typer.Option("--slots", "--parallel", help="Number of requests decoded in parallel. By default 8.")
-]
-QueueLimit = Annotated[
-    int | None, typer.Option(help="Number of requests that may wait while all slots are in use. By default 64.")
-]
-RequestTimeout = Annotated[float | None, typer.Option(help="Time limit of one request in seconds. By default 600.")]
-MemoryLimit = Annotated[
-    float | None, typer.Option(help="Memory for models and caches, in GB. By default 80 % of the memory.")
-]
-PrefixCache = Annotated[
-    float | None,
-    typer.Option(
-        help="Part of the memory limit for the prefix cache, in GB; 0 for no cache. By default 10 % of the limit."
-    ),
-]
-PrefixCacheDir = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder in which the prefix cache is also stored, so that it survives a restart. By default none."
-    ),
-]
-PrefixCacheDisk = Annotated[
-    float | None, typer.Option(help="Maximum size of the files in --prefix-cache-dir, in GB. By default 10.7.")
-]
-Dtype = Annotated[
-    str | None, typer.Option(help="Type of the weights in memory: auto, keep, float32, float16 or bfloat16.")
-]
-Threads = Annotated[int | None, typer.Option(help="CPU threads for matrix products. By default one for each core.")]
-Record = Annotated[
-    str | None,
-    typer.Option(help="Requests to record: all, or off. By default only those of a notebook that runs the server."),
-]
-RecordTo = Annotated[Path | None, typer.Option(help="SQLite file for --record all. By default the last 200 in memory.")]
-Otel = Annotated[
-    str | None,
-    typer.Option(
-        help="Whether to export requests as OpenTelemetry spans: off, spans, or content, which includes texts. By "
-        "default off. OTEL_EXPORTER_OTLP_ENDPOINT sets the collector."
-    ),
-]
-LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not print a line for each request.")]
 
 
 @app.command(
@@ -149,44 +38,137 @@ environment variables such as LMX_LAB_PORT.
 )
 def serve(
     *,
-    host: Host = None,
-    port: Port = None,
-    model: Model = None,
-    engine: EngineOption = None,
-    context_length: ContextLength = None,
-    deterministic: Deterministic = None,
-    prompt_lookup: PromptLookup = None,
-    kv_cache_dtype: KvCacheDtypeOption = None,
-    draft: Draft = None,
-    api_key: ApiKey = None,
-    cors_origin: CorsOrigins = None,
-    allow_host: AllowedHosts = None,
-    lan_admin: LanAdmin = False,
-    announce: Announce = False,
-    announce_name: AnnounceName = None,
-    no_page: NoPage = False,
-    no_downloads: NoDownloads = False,
-    models: ModelFolders = None,
-    embedder: Embedder = None,
-    reranker: Reranker = None,
-    swap: Swap = False,
-    model_alias: ModelAliases = None,
-    any_model: AnyModel = False,
-    idle_unload: IdleUnload = None,
-    slots: Slots = None,
-    queue_limit: QueueLimit = None,
-    request_timeout: RequestTimeout = None,
-    memory_limit: MemoryLimit = None,
-    prefix_cache: PrefixCache = None,
-    prefix_cache_dir: PrefixCacheDir = None,
-    prefix_cache_disk: PrefixCacheDisk = None,
-    dtype: Dtype = None,
-    threads: Threads = None,
-    record: Record = None,
-    record_to: RecordTo = None,
-    otel: Otel = None,
-    log_level: LogLevel = None,
-    quiet: Quiet = False,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all networks of this machine.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port; 0 for any free one. By default 8400, or the next free one.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to load at the start: an id, which is downloaded if needed, or a path.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
+    engine: Annotated[
+        EngineChoice | None,
+        typer.Option("--engine", help="Engine that must run --model. By default the fastest one that can."),
+    ] = None,
+    context_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Maximum tokens of a request to --model, prompt and answer. By default as memory allows."
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option(
+            "--deterministic", help="Compute answers of --model that do not depend on other requests; llama.cpp only."
+        ),
+    ] = None,
+    prompt_lookup: Annotated[
+        bool | None,
+        typer.Option(
+            "--prompt-lookup/--no-prompt-lookup",
+            help="Decode answers that repeat earlier text several tokens at a time. By default only on MLX.",
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        KvCacheDtype | None,
+        typer.Option("--kv-cache-dtype", help="Quantize the KV cache, for a longer context; llama.cpp only."),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Smaller model with the same vocabulary, which drafts tokens of --model.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin of a web page that may call the server. Repeatable.")
+    ] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="Additional Host header to accept. Repeatable.")] = None,
+    lan_admin: Annotated[bool, typer.Option("--lan-admin", help="Let other machines load and unload models.")] = False,
+    announce: Annotated[
+        bool, typer.Option("--announce", help="Let lmx-lab discover find the server on the local network.")
+    ] = False,
+    announce_name: Annotated[
+        str | None, typer.Option(help="Name for --announce. By default the name of this machine.")
+    ] = None,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page for browsers at /.")] = False,
+    no_downloads: Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")] = False,
+    models: Annotated[list[Path] | None, typer.Option(help="Additional folder with models. Repeatable.")] = None,
+    embedder: Annotated[
+        str | None, typer.Option(help="Embedding model to keep in memory alongside the loaded model.")
+    ] = None,
+    reranker: Annotated[str | None, typer.Option(help="Reranker to keep in memory alongside the loaded model.")] = None,
+    swap: Annotated[
+        bool, typer.Option("--swap", help="Load the model that a request names, if it is not loaded.")
+    ] = False,
+    model_alias: Annotated[
+        list[str] | None,
+        typer.Option("--model-alias", help="Other name of a model in requests, as NAME=ID. Repeatable."),
+    ] = None,
+    any_model: Annotated[
+        bool, typer.Option("--any-model", help="Let the loaded model answer requests for models that are not on disk.")
+    ] = False,
+    idle_unload: Annotated[
+        float | None,
+        typer.Option("--idle-unload", "--ttl", help="Seconds without a request after which the model is unloaded."),
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option("--slots", "--parallel", help="Number of requests decoded in parallel. By default 8.")
+    ] = None,
+    queue_limit: Annotated[
+        int | None, typer.Option(help="Number of requests that may wait while all slots are in use. By default 64.")
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Time limit of one request in seconds. By default 600.")
+    ] = None,
+    memory_limit: Annotated[
+        float | None, typer.Option(help="Memory for models and caches, in GB. By default 80 % of the memory.")
+    ] = None,
+    prefix_cache: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of the memory limit for the prefix cache, in GB; 0 for no cache. By default 10 % of the limit."
+        ),
+    ] = None,
+    prefix_cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder in which the prefix cache is also stored, so that it survives a restart. By default none."
+        ),
+    ] = None,
+    prefix_cache_disk: Annotated[
+        float | None, typer.Option(help="Maximum size of the files in --prefix-cache-dir, in GB. By default 10.7.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of the weights in memory: auto, keep, float32, float16 or bfloat16.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads for matrix products. By default one for each core.")
+    ] = None,
+    record: Annotated[
+        str | None,
+        typer.Option(help="Requests to record: all, or off. By default only those of a notebook that runs the server."),
+    ] = None,
+    record_to: Annotated[
+        Path | None, typer.Option(help="SQLite file for --record all. By default the last 200 in memory.")
+    ] = None,
+    otel: Annotated[
+        str | None,
+        typer.Option(
+            help="Whether to export requests as OpenTelemetry spans: off, spans, or content, which includes texts. By "
+            "default off. OTEL_EXPORTER_OTLP_ENDPOINT sets the collector."
+        ),
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print a line for each request.")] = False,
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)

@@ -14,7 +14,7 @@ import traitlets
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.panels.panel import Panel
+from lmx_lab.panels.panel import Panel, bool_field
 from lmx_lab.panels.summary import CHARTS, FIELDS, line_charts, values_of
 from lmx_lab.panels.workbench import KEPT_S, Workbench
 from lmx_lab.results.figures import GAP_S, format_clock
@@ -101,11 +101,9 @@ class MetricsPanel(Panel):
     async def do_change(self, fields: Mapping[str, Any]) -> None:
         """Set ``minutes``, the length of the window, and ``paused``; a missing one stays unchanged."""
         minutes = fields.get("minutes", self.shown("minutes"))
-        paused = fields.get("paused", self.shown("paused"))
+        paused = bool_field(fields, "paused", default=self.shown("paused"))
         if isinstance(minutes, bool) or minutes not in WINDOWS_MIN:
             raise InvalidRequestError(f"minutes is {minutes!r:.40}; it must be one of {WINDOWS_MIN}", param="minutes")
-        if not isinstance(paused, bool):
-            raise InvalidRequestError(f"paused is {paused!r:.40}; it must be true or false", param="paused")
         self.show(minutes=minutes, paused=paused)
         self._draw()
 

@@ -14,8 +14,8 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError
-from lmx_lab.panels.panel import Panel, text_field
+from lmx_lab.errors import HostingError, LabError, ModelBusyError
+from lmx_lab.panels.panel import Panel, bool_field, text_field
 from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_bytes, model_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import html_table
@@ -170,16 +170,14 @@ class ModelsPanel(Panel):
         """Start to unload the model, or change how long the running unload waits. Does nothing if it is no longer
         loaded, or no longer waits.
         """
-        name, wait = text_field(fields, "model"), fields.get("wait")
-        backend = self.workbench.backend
-        if wait is None:
+        name, backend = text_field(fields, "model"), self.workbench.backend
+        if fields.get("wait") is None:
             if self._own is None or (self._own.model, self._own.stage) != (name, "unload"):
                 self._check_free()
                 if backend.state().model == name:
                     self._start(ModelJob(model=name, stage="unload"), backend.unload())
             return {"model": name}
-        if not isinstance(wait, bool):
-            raise InvalidRequestError(f"wait is {wait!r:.40}; it must be true or false", param="wait")
+        wait = bool_field(fields, "wait")
 
         async def change_wait() -> None:
             try:

@@ -279,6 +279,18 @@ def text_field(fields: Mapping[str, Any], name: str, *, limit: int = 4096) -> st
     return value
 
 
+def bool_field(fields: Mapping[str, Any], name: str, *, default: bool | None = None) -> bool:
+    """Return whether a field of a request is true, or the default if it is missing.
+
+    Raises:
+        InvalidRequestError: the field is neither true nor false.
+    """
+    value = fields.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} is {value!r:.40}; it must be true or false", param=name)
+    return value
+
+
 def number_field(fields: Mapping[str, Any], name: str, *, low: float, high: float, default: float) -> float:
     """Return a number of a request, or the default if it is missing.
 

@@ -9,9 +9,9 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.errors import LabError
 from lmx_lab.instrument.timeline import Timeline
-from lmx_lab.panels.panel import Panel, text_field
+from lmx_lab.panels.panel import Panel, bool_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.figures import format_clock
 from lmx_lab.results.tables import html_table
@@ -110,10 +110,7 @@ class TimelinePanel(Panel):
 
     async def do_change(self, fields: Mapping[str, Any]) -> None:
         """Set ``paused``."""
-        paused = fields.get("paused")
-        if not isinstance(paused, bool):
-            raise InvalidRequestError(f"paused is {paused!r:.40}; it must be true or false", param="paused")
-        self.show(paused=paused)
+        self.show(paused=bool_field(fields, "paused"))
 
     async def do_explain(self, fields: Mapping[str, Any]) -> str:
         """Return the explanation of a request."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, did_you_mean
+from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, did_you_mean, first_names
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, Format, ModelEntry, ModelLocation, by_model
 from lmx_lab.weights.facts import read_entry, read_facts, read_gguf
@@ -39,7 +39,6 @@ from lmx_lab.weights.store import (
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(?::(?P<choice>[!-9;-~]{1,200}))?", re.ASCII)
 """``org/name`` or ``org/name:Q4_K_M``; the name of a GGUF file is also allowed after the colon."""
-NAMED_IN_ERRORS = 12
 
 
 class Catalog:
@@ -289,10 +288,9 @@ class Catalog:
         aliases = [alias for entry in entries for alias in entry.aliases]
         similar = did_you_mean(name, dict.fromkeys([*here, *STARTERS, ECHO.id, *aliases]))
         remedy = f"{similar} Available" if similar else "; available"
-        shown = ", ".join(here[:NAMED_IN_ERRORS]) + (", …" if len(here) > NAMED_IN_ERRORS else "")
         known = ", ".join(STARTERS)
         return self._ambiguous(name) or ModelNotFoundError(
-            f"there is no model {name[:200]!r} on disk{remedy} are: {shown or 'none yet'}. "
+            f"there is no model {name[:200]!r} on disk{remedy} are: {first_names(here, 12) or 'none yet'}. "
             f"Fetch one with `lmx-lab pull ID`: a starter ({known}), or org/name or org/name:Q4_K_M of the hub",
             param="model",
         )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.errors import UnusableModelError
+from lmx_lab.errors import UnusableModelError, first_names
 from lmx_lab.values.models import Facts, Kind, ModelEntry, ModelLocation
 from lmx_lab.weights.config_check import check_config, check_positive
 from lmx_lab.weights.files import check_files, open_regular, read_json, read_regular
@@ -19,7 +19,6 @@ from lmx_lab.weights.hub import require_verified
 from lmx_lab.weights.locations import gguf_models, is_model_folder
 from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
 
-NAMED_IN_ERRORS = 6
 INDEX_NAME = "model.safetensors.index.json"
 CARD_HEAD = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 TASK = re.compile(r"^pipeline_tag:\s*['\"]?([\w-]+)", re.MULTILINE)
@@ -83,11 +82,8 @@ def read_facts(path: Path) -> Facts:
     if path.is_dir():
         models = [] if is_model_folder(path) else gguf_models(path)
         if models:
-            shown = ", ".join(model.name for model in models[:NAMED_IN_ERRORS])
-            raise UnusableModelError(
-                f"{path} contains {len(models)} GGUF models; name one of them: {shown}"
-                f"{', …' if len(models) > NAMED_IN_ERRORS else ''}"
-            )
+            shown = first_names([model.name for model in models], 6)
+            raise UnusableModelError(f"{path} contains {len(models)} GGUF models; name one of them: {shown}")
         return read_folder(path)
     if is_blob(path.name) and not path.exists():
         raise UnusableModelError(
@@ -248,9 +244,8 @@ def read_gguf(path: Path) -> GgufHeader:
         return header
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
-        more = ", …" if len(missing) > 3 else ""
         raise UnusableModelError(
-            f"{path} lacks {len(missing)} of its {len(names)} parts: {', '.join(missing[:3])}{more}. "
+            f"{path} lacks {len(missing)} of its {len(names)} parts: {first_names(missing, 3)}. "
             "Put them beside it, or fetch the model again"
         )
     parts = [read_header(path.parent / name) for name in names]

@@ -20,7 +20,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
-from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
+from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, first_names
 from lmx_lab.weights.gguf.names import default_label, find_label, group_files, label_models
 from lmx_lab.weights.hub import DOCUMENTATION, ExpectedFile, is_unverified, mark_unverified, repo_folder, verify_files
 from lmx_lab.weights.store import FULL, Progress, ProgressCallback, folder_bytes, full_disk_error, require_disk
@@ -31,7 +31,6 @@ DOWNLOADED = (
     "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", *DOCUMENTATION,
 )  # fmt: skip
 MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
-NAMED_IN_ERRORS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +168,7 @@ def _select(repo_id: str, files: Mapping[str, int], choice: str | None) -> Selec
         )
     label = default_label(models, files) if choice is None else find_label(models, choice)
     if label is None:
-        shown = ", ".join(list(models)[:NAMED_IN_ERRORS]) + (", …" if len(models) > NAMED_IN_ERRORS else "")
+        shown = first_names(list(models), 30)
         raise ModelNotFoundError(
             f"{repo_id} has no {choice!r:.80}; available are: {shown}. Fetch one with `lmx-lab pull "
             f"{repo_id}:{default_label(models, files)}`",

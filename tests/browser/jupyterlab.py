@@ -555,7 +555,7 @@ daemon, log = ScriptedDaemon(), ScriptedLog(f"log-{time.time_ns()}")
 bench.follow_events(daemon)
 panel = bench.panels["events"]
 give(LIVE)
-while panel._source is not daemon or panel.connection["state"] != "live": time.sleep(0.02)
+while not daemon.readers or panel.connection["state"] != "live": time.sleep(0.02)
 bench.submit(panel.do_filter({"groups": list(GROUPS), "session": "", "text": ""})).result(30)
 bench.submit(panel.do_clear({})).result(30)
 """

@@ -237,6 +237,24 @@ def test_the_running_text_of_a_session_is_replaced_by_the_whole_message(reader, 
     assert reader.panel.live["activity"] == "end · 3 tokens · 20.0 tok/s"
 
 
+def test_ended_tools_failed_turns_and_deleted_sessions_are_shown(log):
+    sessions = SessionTracker()
+    sessions.add(log.created())
+    end = {"call_id": "c", "name": "weather", "status": "error", "text": "", "truncated": False, "elapsed_s": 0.2}
+    sessions.add(log.event("tool.end", end))
+    assert sessions.live("ses-1")["activity"] == "weather: error"
+    sessions.add(log.permission_request())
+    error = {"code": "lmx-timeout", "message": "no answer", "type": "x"}
+    sessions.add(log.event("turn.error", {"error": error, "text": "", "stats": None}))
+    assert (sessions.live("ses-1")["status"], sessions.live("ses-1")["activity"]) == ("idle", "no answer")
+    assert sessions.permissions() == []
+    sessions.add(log.event("tool.output", {"call_id": "c", "text": "late"}, session="ses-9"))
+    sessions.add(log.event("turn.new_kind", {}, session="ses-9"))
+    sessions.add(log.permission_request("per-2"))
+    sessions.add(log.event("session.deleted", {"session_id": "ses-1"}, turn=None))
+    assert (sessions.view(), sessions.permissions()) == ([], [])
+
+
 def test_stop_cancels_the_sessions_turn(reader, daemon):
     reader.ask("cancel", session="ses-1")
     assert daemon.calls == [("cancel", "ses-1")]

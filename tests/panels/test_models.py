@@ -148,6 +148,40 @@ def test_an_unload_of_any_client_shows_its_state_and_can_wait_or_stop(reader, ba
         reader.ask("unload", model="tiny", wait="yes")
 
 
+def test_a_refused_wait_is_shown_unless_another_lab_is_shown(reader, backend, workbench):
+    backend.set_state(model="tiny", unloading=Unloading(answers_left=1, seconds_left=28))
+    reader.until(lambda panel: panel.jobs)
+    reader.ask("unload", model="tiny", wait=True)
+    reader.give(backend.unloads, NotLoadedError("tiny is gone"))
+    reader.until(lambda panel: panel.error == "tiny was not unloaded: tiny is gone")
+    reader.ask("dismiss")
+    reader.ask("unload", model="tiny", wait=True)
+    workbench.follow(ScriptedBackend())
+    reader.until(lambda panel: not panel.jobs)
+    reader.give(backend.unloads, NotLoadedError("tiny is gone"))
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.rows) == 2)
+    assert not reader.panel.error
+
+
+def test_an_unload_without_a_request_is_explained(reader, backend):
+    event = ModelEvent(model="tiny", stage="unloaded", message="the memory is needed")
+    reader.give(backend.published, event)
+    reader.until(lambda panel: panel.error == "tiny was unloaded: the memory is needed")
+
+
+def test_a_refused_cancel_keeps_the_failure_of_the_load(reader, backend):
+    async def refuse(model):
+        raise NotLoadedError("it has just ended")
+
+    backend.cancel_load = refuse
+    reader.ask("load", model="org/big")
+    with pytest.raises(Refused, match="it has just ended"):
+        reader.ask("cancel", model="org/big")
+    reader.give(backend.loads, OutOfMemoryError("too large"))
+    reader.until(lambda panel: panel.error == "org/big was not loaded: too large")
+
+
 def test_a_second_load_is_refused(reader, backend):
     reader.ask("load", model="tiny")
     with pytest.raises(Refused, match="tiny is being loaded") as refusal:

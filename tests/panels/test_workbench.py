@@ -8,9 +8,12 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import HostingError
+from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.layout import full_width
+from lmx_lab.panels.workbench import Workbench
 from lmx_lab.portal import BACKGROUND
 from lmx_lab.wire.admin import Sample
+from tests.support.panels import QUICK, Reader, ScriptedBackend, cost, delta
 from tests.support.waiting import until
 
 WAIT_S = 60.0
@@ -61,6 +64,18 @@ def test_a_backend_that_fails_once_does_not_stop_the_timer(workbench, backend):
     workbench.follow(backend)
     until(lambda: workbench.history.samples)
     assert failed.is_set()
+
+
+def test_suspending_a_workbench_ends_only_its_own_work(workbench, backend):
+    other = Workbench(ScriptedBackend(), **QUICK)
+    readers = [Reader(ChatPanel(each), each) for each in (workbench, other)]
+    for reader in readers:
+        reader.ask("send", text="Hello")
+    other.suspend()
+    readers[1].until(lambda panel: not panel.live and len(panel.messages) == 2)
+    readers[0].give(backend.steps, delta("Hi"), cost())
+    readers[0].until(lambda panel: not panel.live and panel.messages[-1]["text"] == "Hi")
+    assert {"update panels", "read a lab's events"} <= tasks()
 
 
 @pytest.mark.parametrize(

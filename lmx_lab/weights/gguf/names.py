@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 # The names that llama.cpp writes and expects.
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+MAX_PARTS = 1000
 BLOB = re.compile(r"sha256-[0-9a-f]{64}")
 QUANTIZATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q\d+(?:_(?:\d|K|NL|XXS|XS|S|M|L|XL|XXL))*|TQ\d_\d|B?F16|FP?32|FP16|MXFP4(?:_MOE)?|NVFP4))"
@@ -52,7 +53,7 @@ def is_blob(name: str) -> bool:
 def parts_of(name: str) -> tuple[str, ...]:
     """Return the names of all parts of the split model that a file belongs to, or just the name of another file."""
     match = SPLIT.fullmatch(name)
-    if match is None or not 1 <= int(match[2]) <= int(match[3]) <= 1000:
+    if match is None or not 1 <= int(match[2]) <= int(match[3]) <= MAX_PARTS:
         return (name,)
     return tuple(f"{match[1]}-{n:05}-of-{match[3]}.gguf" for n in range(1, int(match[3]) + 1))
 
