@@ -173,6 +173,13 @@ async def test_a_worker_that_is_not_ready_in_time_is_a_start_error(make_pool, tm
     assert pool.pids == []
 
 
+async def test_a_system_that_starts_no_process_is_a_start_error(pool, ask, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/there/is/no/such/program")
+    with pytest.raises(SandboxStartError, match="No such file"):
+        await ask(b"a")
+    assert pool.pids == []
+
+
 # Setups
 
 
@@ -189,6 +196,14 @@ async def test_each_setup_has_processes_of_its_own_which_end_with_it(pool, ask):
 async def test_a_setup_that_fails_is_an_error_of_the_work(pool, ask, message, error):
     with pytest.raises(SandboxDiedError, match=error):
         await ask(b"a", setup=Setup(lambda: message))
+    assert pool.pids == []
+
+
+@pytest.mark.long
+async def test_a_setup_that_takes_too_long_is_an_error_of_the_work(make_pool, worker, tmp_path):
+    pool = make_pool(start_s=3.0)
+    with pytest.raises(SandboxDiedError, match="was not set up within 3 s"):
+        await pool.run(worker, b"a", limit_s=60, setup=Setup(f"wait {tmp_path / 'never'}".encode))
     assert pool.pids == []
 
 

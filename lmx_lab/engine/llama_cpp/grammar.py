@@ -37,18 +37,22 @@ REFERENCE = re.compile(r"(?<=[ (])@(answer|call_\d+_arguments)\b")
 """A reference to another grammar, as ``engine.grammar`` writes it."""
 OUTWEIGHS = 1e4
 """A bias larger than any model's logits, so that only a grammar can prevent the token."""
-TRIAL_S = 30.0
-"""Time limit of a trial. One token takes less time and has its own slot, but long prompts may be computed first."""
 TOOL = re.compile(r"call_(\d+)_arguments")
 Part = Mapping[str, Any]
 
 
 class GrammarChecker:
-    """Checks the grammars of one model. Belongs to the engine's loop."""
+    """Checks the grammars of one model. Belongs to the engine's loop.
 
-    def __init__(self, token_table: TokenTable, connection: LlamaConnection) -> None:
+    Args:
+        trial_s: Time limit of a trial. One token takes less time and has its own slot, but long prompts may be computed
+            first.
+    """
+
+    def __init__(self, token_table: TokenTable, connection: LlamaConnection, *, trial_s: float = 30.0) -> None:
         self._token_table = token_table
         self._connection = connection
+        self._trial_s = trial_s
         # While a grammar is compiled, llama.cpp computes no tokens.
         self._grammars = GrammarCompiler(lambda: token_table, compile_s=1.0)
         self._checked: OrderedDict[str, str] = OrderedDict()
@@ -116,11 +120,11 @@ class GrammarChecker:
             "cache_prompt": False,
         }
         try:
-            async with asyncio.timeout(TRIAL_S):
+            async with asyncio.timeout(self._trial_s):
                 answer = await self._connection.post("/completion", body)
         except TimeoutError:
             raise QueueFullError(
-                f"llama.cpp could not try this format within {TRIAL_S:g} s; try again in 5 s", retry_after_s=5
+                f"llama.cpp could not try this format within {self._trial_s:g} s; try again in 5 s", retry_after_s=5
             ) from None
         except RefusedError:
             return False

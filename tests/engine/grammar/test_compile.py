@@ -10,7 +10,7 @@ import pytest
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.grammar.compile import CACHE_SIZE, GrammarCompiler
-from lmx_lab.engine.sandbox import SandboxPool
+from lmx_lab.engine.sandbox import SandboxPool, shared_pool
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, Reading, grammar_for, schema
 from tests.support.engines import matchers_of
@@ -88,15 +88,23 @@ def test_compiled_grammars_are_cached_within_a_limit(compiler):
     assert [text for text in texts if compiler.known_matchers(text, 1) is None] == texts[1:4]
 
 
-def test_a_grammar_of_several_requests_is_checked_once(table):
-    pool = SandboxPool()
-    compiler, text = GrammarCompiler(lambda: table, pool=pool), grammar_for(schema(PERSON))
+def test_a_grammar_of_several_requests_is_checked_once(compiler):
+    good, bad = grammar_for(schema({"const": "twice"})), grammar_for(AnswerFormat(kind="regex", text="(twice"))
 
-    async def ask_twice():
-        return await asyncio.gather(*(compiler.matchers(text, 2) for _ in range(2)))
+    async def ask_twice(text):
+        return await asyncio.gather(*(compiler.matchers(text, 2) for _ in range(2)), return_exceptions=True)
 
-    assert [len(matchers) for matchers in pool.portal.run(ask_twice())] == [2, 2]
-    pool.close()
+    portal = shared_pool().portal
+    assert [len(matchers) for matchers in portal.run(ask_twice(good))] == [2, 2]
+    refusals = portal.run(ask_twice(bad))
+    assert [type(refusal) for refusal in refusals] == [InvalidRequestError] * 2
+    assert refusals[0].message == refusals[1].message
+
+
+def test_a_grammar_that_takes_too_much_time_to_compile_is_refused(table, pool):
+    hurried = GrammarCompiler(lambda: table, compile_s=0.0, pool=pool)
+    with pytest.raises(InvalidRequestError, match=r"it takes 0\.\d s to compile; the limit is 0 s: simplify it"):
+        matchers_of(hurried, grammar_for(schema(PERSON)))
 
 
 def test_known_grammars_do_not_wait_for_the_compiler(compiler):

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from lmx_lab.engine.sandbox import SandboxPool
 from lmx_lab.engine.tokenizing.encoder import TextEncoder
 from lmx_lab.engine.tokenizing.worker import NICENESS
-from lmx_lab.errors import InvalidRequestError, QueueFullError
+from lmx_lab.errors import EngineError, InvalidRequestError, QueueFullError
 from tests.support.waiting import auntil
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -123,6 +123,13 @@ async def test_a_process_that_ends_is_an_error_of_the_request(smollm2, own_pool)
     process.kill()
     with pytest.raises(InvalidRequestError, match="has ended the process in which it ran; send less than prompt"):
         await text
+
+
+async def test_a_process_that_cannot_be_started_is_an_error_of_the_engine(smollm2):
+    pool = SandboxPool(start_s=0.0)
+    with pytest.raises(EngineError, match="no process could be started for the tokenizer of tiny"):
+        await sandboxed(tokenizer_of(smollm2), pool).encode(["hello"])
+    pool.close()
 
 
 async def test_the_process_ends_with_the_encoder(smollm2, own_pool):
