@@ -194,15 +194,18 @@ class InferenceEngine(Protocol):
             InvalidRequestError: there is no template, or it refuses the messages or exceeds a limit.
         """
 
-    async def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids as the main model's tokenizer shows it.
+    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str:
+        """Return the text of token ids as the tokenizer of the main model shows it.
+
+        Args:
+            entry: The main model. Another one may have been loaded since the caller looked it up, and has other tokens.
 
         Raises:
-            NotLoadedError: the engine has no main model.
+            NotLoadedError: the model has been replaced, or is being unloaded.
             InvalidRequestError: a token is not in the vocabulary.
         """
 
-    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]:
         """Return the bytes that each token adds to a text; those of a special token are its name.
 
         Raises:

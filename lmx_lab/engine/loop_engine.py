@@ -84,9 +84,9 @@ class EngineCore(Protocol):
 
     async def render(self, entry: ModelEntry, request: GenerationRequest) -> str: ...
 
-    async def decode(self, tokens: Sequence[int]) -> str: ...
+    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str: ...
 
-    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]: ...
+    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]: ...
 
     async def close(self, error: LabError) -> None:
         """End every request with this error and release all memory."""
@@ -210,13 +210,13 @@ class LoopEngine(ABC, Generic[Core]):
         """See ``InferenceEngine``."""
         return await self._run(lambda core: core.render(entry, request))
 
-    async def decode(self, tokens: Sequence[int]) -> str:
+    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
-        return await self._run(lambda core: core.decode(tokens))
+        return await self._run(lambda core: core.decode(entry, tokens))
 
-    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]:
         """See ``InferenceEngine``."""
-        return await self._run(lambda core: core.token_bytes(tokens))
+        return await self._run(lambda core: core.token_bytes(entry, tokens))
 
     # Running work on the engine's loop
 

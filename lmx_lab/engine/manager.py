@@ -449,7 +449,7 @@ class ModelManager:
         main = self.residents.main
         if main is None:
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        return await main.engine.decode(tokens)
+        return await main.engine.decode(main.entry, tokens)
 
     def model_for(self, name: str | None, kinds: Kinds, *, local: bool = True) -> Resident | None:
         """Return the model in memory that answers a request; None if there is none.

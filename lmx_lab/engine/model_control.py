@@ -44,7 +44,8 @@ from lmx_lab.weights.fingerprint import is_loaded, with_marks
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 RELOAD_S = 30.0
-"""Minimum time between two automatic loads of a main model whose process was ended because of a request."""
+"""Minimum time between two automatic loads of a main model whose process was ended because of a request, or of a pinned
+model that its engine has lost."""
 
 
 class ModelControl:
@@ -89,7 +90,8 @@ class ModelControl:
         self._taken_back = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._reloaded_at = -RELOAD_S
+        self._reloaded_at: dict[str, float] = {}
+        """When a model that was lost was last loaded again, by its slot."""
         self.swaps = SwapQueue(
             settings,
             loaded=lambda: self._snapshot().model or self._snapshot().idle_model,
@@ -368,12 +370,18 @@ class ModelControl:
     async def _restore_pins(self) -> None:
         """Load pinned models again that were lost because their engine died."""
         for kind, pinned in list(self._pins.items()):
-            if pinned.in_memory:
-                continue
-            try:
-                await self._load_pinned(pinned.entry, pinned.spec, pinned.engine, kind)
-            except LabError as exc:
-                log.warning("%s, which was pinned, could not be loaded again: %s", pinned.entry.id, exc.message)
+            if not pinned.in_memory:
+                await self._restore_pin(kind, pinned)
+
+    async def _restore_pin(self, kind: Kind, pinned: Resident) -> None:
+        self._report(load_progress(pinned.entry))
+        try:
+            await self._load_pinned(pinned.entry, pinned.spec, pinned.engine, kind)
+        except LabError as exc:
+            log.warning("%s, which was pinned, could not be loaded again: %s", pinned.entry.id, exc.message)
+            self._report(ModelEvent(model=pinned.entry.id, stage="failed", message=exc.message))
+        else:
+            self._report(ModelEvent(model=pinned.entry.id, stage="loaded"))
 
     # Unloads
 
@@ -554,10 +562,21 @@ class ModelControl:
             if slot == MAIN and engine.snapshot.unload_cause == "memory":
                 self._unloaded = (resident.entry.id, "memory")
                 self._report(ModelEvent(model=resident.entry.id, stage="unloaded", message="out of memory"))
-            if slot == MAIN and by_request and time.perf_counter() - self._reloaded_at > RELOAD_S:
-                self._reloaded_at = time.perf_counter()
-                load = self.load(resident.spec, resident.entry, local=True, finish_queued=False, if_busy="refuse")
-                self._start_task(load, "lmx-lab reload")
+            now = time.perf_counter()
+            is_wanted = by_request if slot == MAIN else self._lending is None
+            reloads = is_wanted and now - self._reloaded_at.get(slot, -RELOAD_S) > RELOAD_S
+            if slot != MAIN:
+                what = "it is loaded again" if reloads else "pin it again"
+                message = f"the engine lost this pinned model; {what}"
+                self._report(ModelEvent(model=resident.entry.id, stage="unloaded", message=message))
+            if reloads:
+                self._reloaded_at[slot] = now
+                if slot == MAIN:
+                    load = self.load(resident.spec, resident.entry, local=True, finish_queued=False, if_busy="refuse")
+                    self._start_task(load, "lmx-lab reload")
+                else:
+                    restore = self._restore_pin(resident.entry.kind, resident)
+                    self._start_task(restore, "lmx-lab pinned reload")
         self._publish()
         self._schedule_next()
 

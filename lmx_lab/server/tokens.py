@@ -57,7 +57,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
         answer["max_model_len"] = manager.snapshot.context_length
         if body.with_pieces or body.return_token_strs:
-            reading = manager.with_model(wanted, lambda it: it.engine.token_bytes(tokens))
+            reading = manager.with_model(wanted, lambda it: it.engine.token_bytes(it.entry, tokens))
             pieces = await while_connected(request, reading)
             if body.with_pieces:
                 answer["tokens"] = [
@@ -76,7 +76,9 @@ def token_routes(manager: ModelManager) -> APIRouter:
             model=requested_model(body.model),
             caller=Caller(local=is_local(request.scope)),
         )
-        text = await while_connected(request, manager.with_model(named, lambda it: it.engine.decode(body.tokens)))
+        text = await while_connected(
+            request, manager.with_model(named, lambda it: it.engine.decode(it.entry, body.tokens))
+        )
         headers = ignored_header(body.unknown)
         content = to_json({"content": text, "prompt": text})
         return Response(content, media_type="application/json", headers=headers)

@@ -3,6 +3,7 @@
 from typing import get_type_hints
 
 from lmx_lab.client.session import SessionFields
+
 from lmx_lab.wire.sessions import ChangeSession
 
 

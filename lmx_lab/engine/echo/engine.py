@@ -382,30 +382,28 @@ class EchoCore:
         """See ``InferenceEngine``."""
         return (await encode_prompt(self._main_of(entry).tokenizer, request))[0]
 
-    async def decode(self, tokens: Sequence[int]) -> str:
+    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
-        return self._vocabulary(tokens).show(tokens)
+        return self._vocabulary(entry, tokens).show(tokens)
 
     async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
         """See ``InferenceEngine``."""
         main = self._main_of(entry)
         return main.model.vocabulary.show((await encode_prompt(main.tokenizer, request))[0])
 
-    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]:
         """See ``InferenceEngine``."""
-        known = self._vocabulary(tokens).bytes
+        known = self._vocabulary(entry, tokens).bytes
         return [known[token] for token in tokens]
 
-    def _vocabulary(self, tokens: Sequence[int]) -> EchoVocabulary:
+    def _vocabulary(self, entry: ModelEntry, tokens: Sequence[int]) -> EchoVocabulary:
         """Return the vocabulary, which contains these tokens.
 
         Raises:
             NotLoadedError, InvalidRequestError: see ``InferenceEngine.decode``.
         """
-        if self._main is None:
-            raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        vocabulary = self._main.model.vocabulary
-        check_token_ids(tokens, "tokens", self._main.entry, vocabulary.size)
+        vocabulary = self._main_of(entry).model.vocabulary
+        check_token_ids(tokens, "tokens", entry, vocabulary.size)
         return vocabulary
 
     def _main_of(self, entry: ModelEntry) -> EchoMain:

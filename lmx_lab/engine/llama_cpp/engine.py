@@ -261,9 +261,9 @@ class LlamaCppCore:
         """See ``InferenceEngine``."""
         return (await encode_prompt(self._tokenizer(self._resident_of(entry)), request))[0]
 
-    async def decode(self, tokens: Sequence[int]) -> str:
+    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
-        hosted = self._hosted_with(tokens)
+        hosted = self._hosted_with(entry, tokens)
         return str((await hosted.connection.post("/detokenize", {"tokens": list(tokens)}))["content"])
 
     async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
@@ -271,21 +271,19 @@ class LlamaCppCore:
         assert isinstance(request.prompt, ChatPrompt)
         return await self._tokenizer(self._resident_of(entry)).render(request, request.prompt)
 
-    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]:
         """See ``InferenceEngine``."""
-        known = (await self._hosted_with(tokens).load_token_table()).tokens
+        known = (await self._hosted_with(entry, tokens).load_token_table()).tokens
         return [known[token] for token in tokens]
 
-    def _hosted_with(self, tokens: Sequence[int]) -> HostedModel:
-        """Return the main model, whose vocabulary contains these tokens.
+    def _hosted_with(self, entry: ModelEntry, tokens: Sequence[int]) -> HostedModel:
+        """Return a model in memory, whose vocabulary contains these tokens.
 
         Raises:
             NotLoadedError, InvalidRequestError: see ``InferenceEngine.decode``.
         """
-        if self._main is None:
-            raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        hosted = self._main.hosted
-        check_token_ids(tokens, "tokens", hosted.entry, hosted.vocabulary_size)
+        hosted = self._resident_of(entry).hosted
+        check_token_ids(tokens, "tokens", entry, hosted.vocabulary_size)
         return hosted
 
     def _tokenizer(self, resident: LlamaResident) -> LlamaTokenizer:

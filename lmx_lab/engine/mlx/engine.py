@@ -228,14 +228,14 @@ class MlxEngine:
         return await self._prompts.render(entry, request)
 
     @_without_frames
-    async def decode(self, tokens: Sequence[int]) -> str:
+    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
-        return await self._prompts.decode(tokens, self.snapshot.entry)
+        return await self._prompts.decode(entry, tokens)
 
     @_without_frames
-    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]:
         """See ``InferenceEngine``."""
-        return await self._prompts.token_bytes(tokens, self.snapshot.entry)
+        return await self._prompts.token_bytes(entry, tokens)
 
     def _model_of(self, entry: ModelEntry) -> Loaded:
         """Return the model in memory that was loaded with this entry.

@@ -129,25 +129,23 @@ class PromptPreparer:
         check_messages(request.prompt.messages)
         return await self._tokenizer(entry).render(request, request.prompt)
 
-    async def decode(self, tokens: Sequence[int], entry: ModelEntry | None) -> str:
+    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str:
         """Return the text of token ids as the model's tokenizer shows it.
 
         Raises:
-            NotLoadedError: there is no chat model.
+            NotLoadedError: the model has been unloaded, or is not a chat model.
             InvalidRequestError: a token is not in the vocabulary.
         """
-        prompts = self._prompts_with(tokens, entry)
+        prompts = self._prompts_with(entry, tokens)
         return await prompts.call(prompts.decode, tokens)
 
-    async def token_bytes(self, tokens: Sequence[int], entry: ModelEntry | None) -> list[bytes]:
+    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token. Raises the same as ``decode``."""
-        prompts = self._prompts_with(tokens, entry)
+        prompts = self._prompts_with(entry, tokens)
         return await prompts.call(prompts.token_bytes, tokens)
 
-    def _prompts_with(self, tokens: Sequence[int], entry: ModelEntry | None) -> PromptTokenizer:
+    def _prompts_with(self, entry: ModelEntry, tokens: Sequence[int]) -> PromptTokenizer:
         """Return the tokenizer of a model whose vocabulary contains these tokens."""
-        if entry is None:
-            raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
         model = self.model_of(entry)
         check_token_ids(tokens, "tokens", entry, model.traits.vocabulary_size)
         return model.prompts

@@ -6,7 +6,7 @@ import pytest
 
 from lmx_lab.engine import ChatPrompt, InfillPrompt, ModelManager, TextPrompt, TokenPrompt
 from lmx_lab.engine.echo.model import BEGIN, MESSAGE
-from lmx_lab.errors import ContextLengthError, InvalidRequestError
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.weights.tokenizer_files import can_infill
 from tests.engine.contract.entries import SETTINGS, echo_entry
 from tests.support.engines import entry_of, finish, request, run
@@ -99,10 +99,20 @@ async def test_the_bytes_of_tokens_are_those_of_their_text(manager, model_format
     text = "Naïve 東京 😀\n"
     tokens = await tokens_of(manager, text)
     work = request(prompt=TokenPrompt(tokens=()))
-    pieces = await manager.with_model(work, lambda it: it.engine.token_bytes(tokens))
+    pieces = await manager.with_model(work, lambda it: it.engine.token_bytes(it.entry, tokens))
     assert b"".join(pieces).decode() == text
-    name = await manager.with_model(work, lambda it: it.engine.token_bytes([2]))
+    name = await manager.with_model(work, lambda it: it.engine.token_bytes(it.entry, [2]))
     assert name == [b"<|end|>" if model_format == "echo" else b"<|im_end|>"]
     for unknown in (-1, 10**6):
         with pytest.raises(InvalidRequestError, match=f"tokens has the token id {unknown}; tiny knows 0 to"):
             await manager.decode([unknown])
+
+
+async def test_tokens_are_decoded_by_the_model_that_was_looked_up(own, chat_models, model_format):
+    first = own.residents.main
+    await own.load_entry(chat_models[model_format])
+    for decode in (first.engine.decode, first.engine.token_bytes):
+        with pytest.raises(NotLoadedError, match="long has been unloaded"):
+            await decode(first.entry, [300])
+    second = own.residents.main
+    assert await second.engine.decode(second.entry, [300]) == await own.decode([300])

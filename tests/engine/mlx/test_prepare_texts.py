@@ -82,9 +82,10 @@ async def end_thread_with_error(manager):
     def command(core):
         raise SystemExit("as an example")
 
+    thread = mlx_thread(manager)._thread
     with contextlib.suppress(EngineDeadError):
         await mlx_thread(manager).call(command)
-    await asyncio.to_thread(mlx_thread(manager)._thread.join)
+    await asyncio.to_thread(thread.join)
 
 
 async def vectors(manager, *texts, model=None):
@@ -293,10 +294,27 @@ async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny, mi
             await manager.load_entry(tiny)
 
 
-async def test_after_the_thread_has_died_a_load_also_restores_pinned_models(own_both, tiny):
+async def test_a_pinned_model_is_loaded_again_after_the_thread_has_died(own_both, tiny):
+    seen = []
+    own_both.add_observer(seen.append)
     await end_thread_with_error(own_both)
+    async with asyncio.timeout(60):
+        while not any(step.stage == "loaded" for step in seen):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert (await vectors(own_both, SENTENCES[0])).shape == (1, 384)
+    assert [(step.model, step.stage) for step in seen] == [
+        ("minilm-l6", stage) for stage in ("unloaded", "load", "loaded")
+    ]
+    assert seen[0].message == "the engine lost this pinned model; it is loaded again"
+    # A model that is lost soon afterwards may be the cause, so it is not loaded once more.
+    await end_thread_with_error(own_both)
+    async with asyncio.timeout(60):
+        while len(seen) == 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert seen[3].message == "the engine lost this pinned model; pin it again"
     with pytest.raises(EngineDeadError):
         await vectors(own_both, SENTENCES[0])
+    # A load of the main model restores it.
     await own_both.load_entry(tiny)
     assert (await vectors(own_both, SENTENCES[0])).shape == (1, 384)
 
