@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Case, Closed, number_repeats
 from lmx_lab.bench.load_generator import SILENCE_S, CaseRun, Run
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
-from lmx_lab.bench.targets import Target, as_target
+from lmx_lab.bench.targets import ChatTarget, Target, as_target
+from lmx_lab.blocking import on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.portal import Interrupts, LoopThread
 from lmx_lab.progress import counter
@@ -86,6 +88,34 @@ def run(
         with suppress(KeyboardInterrupt):
             interrupts.check()
     return measurement.table()
+
+
+async def measure(
+    backend: Backend,
+    plan: Sequence[Case],
+    *,
+    compare: Measured | Sequence[Measured],
+    record: bool | Path | str,
+) -> pd.DataFrame:
+    """Measure the server of a lab, show the progress, and return the table of results. Has steps.
+
+    The requests are sent over HTTP, like those of other programs. An interrupt stops running requests, and the table
+    has the results so far.
+
+    Args:
+        compare: Other targets, which are measured alternately with the lab.
+        record: Whether to store the run, or the folder for it.
+    """
+    others: Sequence[Any] = compare if isinstance(compare, list | tuple) else [compare]
+    targets = [ChatTarget(backend.url, api_key=backend.api_key, name="lab"), *others]
+    run = Measurement(targets, plan, record=record, folder=backend.home / "bench", required=True)
+    with run, counter("bench", backend, doing="Measuring") as bar:
+        try:
+            while (step := await on_loop(backend.portal, run.step())) is not None:
+                bar.show(progress_text(step), step.done, step.total)
+        except KeyboardInterrupt:
+            run.cancel()
+    return run.table()
 
 
 class Measurement:

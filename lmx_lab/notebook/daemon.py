@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from lmx_lab.panels.workbench import Workbench
 
 T = TypeVar("T")
-SHOWN_EVENTS = 5000
-"""Number of stored events that the viewer reads when it is opened."""
-BUFFERED_EVENTS = 1000
-"""Maximum number of events between the connection and the viewer."""
 
 
 class LabDaemon(Daemon):
@@ -179,7 +175,7 @@ class LabEvents(EventSource):
     async def events(self) -> AsyncGenerator[DaemonEvent | ConnectionState, None]:
         async with self._client() as client:
             state = await client.state()
-            subscription = client.events(after=max(state.oldest_seq - 1, state.latest_seq - SHOWN_EVENTS))
+            subscription = client.events(after=max(state.oldest_seq - 1, state.latest_seq - 5000))
             async with subscription, aclosing(merge_events(subscription.states(), subscription)) as items:
                 async for item in items:
                     yield item
@@ -195,9 +191,13 @@ class LabEvents(EventSource):
             await client.cancel_turns(session_id, CancelTurns())
 
 
-async def merge_events(*sources: AsyncIterable[T]) -> AsyncGenerator[T, None]:
-    """Yield the items of all sources as they arrive, until one source ends or raises."""
-    items: asyncio.Queue[T | None] = asyncio.Queue(BUFFERED_EVENTS)
+async def merge_events(*sources: AsyncIterable[T], buffered: int = 1000) -> AsyncGenerator[T, None]:
+    """Yield the items of all sources as they arrive, until one source ends or raises.
+
+    Args:
+        buffered: Maximum number of items that wait to be read.
+    """
+    items: asyncio.Queue[T | None] = asyncio.Queue(buffered)
     is_closed = False
 
     async def put(source: AsyncIterable[T]) -> None:

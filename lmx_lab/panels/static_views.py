@@ -36,9 +36,13 @@ class StaticViews:
 
     Snapshots are updated when a cell ends, at the next ``refresh`` after ``mark_changed(ended=True)``, and otherwise
     ``INTERVAL_S`` after the last update if ``mark_changed`` was called since. Can be used from any thread.
+
+    Args:
+        check: Called when a cell ends; calls ``mark_changed`` for changes that cause no event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], object] = lambda: None) -> None:
+        self._check = check
         self._views: dict[str, tuple[Callable[[], str], str, bool]] = {}
         """For each display id, the function that returns the current HTML, and the HTML that was sent last."""
         self._numbers = itertools.count()
@@ -110,6 +114,7 @@ class StaticViews:
                     self._views[name] = render, page, (is_new or again) and not after_cell
 
     def _after_cell(self, _result: Any) -> None:
+        self._check()
         if self._is_changed or any(again for _, _, again in list(self._views.values())):
             self.refresh(after_cell=True)
 

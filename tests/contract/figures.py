@@ -29,7 +29,7 @@ from lmx_lab.instrument.attention import AttentionPattern
 from lmx_lab.instrument.attribution import LogitAttribution
 from lmx_lab.instrument.logit_lens import LogitLensTable
 from lmx_lab.instrument.patching import PatchSweep
-from lmx_lab.instrument.probe import LayerActivations, Probe, ProbeRun
+from lmx_lab.instrument.probes import LayerActivations, Probe, ProbeRun
 from lmx_lab.results import figures
 from lmx_lab.results.figures import HeatMap, LineChart, Series
 from lmx_lab.values.tracing import Trace

@@ -18,6 +18,7 @@ from lmx_lab.panels.chat import (
     to_markdown,
     trim_transcript,
 )
+from tests.support.labs import manager_of
 from tests.support.models import ENDLESS_CONTEXT
 from tests.support.panels import Reader, Refused, ScriptedBackend, cost, delta
 
@@ -325,7 +326,7 @@ def test_a_real_prompt_that_is_too_long_is_refused_with_both_numbers(real_reader
 
 
 def test_unloading_ends_a_running_answer(lab, real_reader, monkeypatch):
-    control = lab.engine._control
+    control = manager_of(lab)._control
     monkeypatch.setattr(control, "settings", replace(lab.settings, drain_s=0.0))
     real_reader.ask("send", text="Hello", max_tokens=7500)
     real_reader.until(lambda panel: panel.live.get("text"))

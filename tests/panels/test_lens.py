@@ -87,7 +87,7 @@ def test_an_alternative_becomes_a_branch_that_can_be_shown_and_removed(reader, e
 
 def test_the_panel_of_an_attached_lab_shows_what_it_needs(echo):
     with lmx_lab.attach(echo.url) as far:
-        workbench = Workbench(far._backend)
+        workbench = Workbench(far.backend)
         reader = Reader(LensPanel(workbench), workbench)
         reader.until(lambda panel: "an attached lab" in panel.error)
         with pytest.raises(Refused, match="no answer yet"):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 
+from lmx_lab.arguments import model_name
 from lmx_lab.backend import Backend, Progress
 from lmx_lab.blocking import Portal, on_loop
 from lmx_lab.broadcast import Feed
 from lmx_lab.progress import ProgressBar, bar, status
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
 
 if TYPE_CHECKING:
@@ -117,6 +119,23 @@ class RunningLoad(RunningChange[LoadReport]):
         asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
 
 
+async def load(backend: Backend, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:
+    """Load a model by its id or path in place of the loaded one, and show the progress.
+
+    A model that is not on disk is downloaded if the server runs in this process. A path is a path on the server's
+    machine. Interrupting this call cancels the load, and the previous model is loaded again.
+
+    Args:
+        options: ``LoadOptions``: ``engine="mlx"``, the engine that must run the model; ``wait``, whether running
+            answers of the loaded model may finish, as in ``unload``.
+
+    Raises:
+        AdminForbiddenError: the server allows this only to callers on its machine.
+        LabError: the load has failed; the message contains the reason, and the model that is now loaded.
+    """
+    return await show_load(backend.portal, backend, LoadSpec.with_options(model_name(model), options))
+
+
 async def show_load(portal: Portal, backend: Backend, spec: LoadSpec) -> LoadReport:
     """Load a model and show the progress. Has steps on the portal, as those of ``lmx_lab.blocking``.
 
@@ -175,31 +194,42 @@ async def show_check(
         raise
 
 
-async def show_unload(portal: Portal, backend: Backend, model: str | None, *, wait: bool | None) -> float:
-    """Unload a model, and show how many answers are left. Returns the freed memory in GB. Has steps, as ``show_load``.
+async def unload(backend: Backend, model: str | os.PathLike[str] | None = None, *, wait: bool | None = None) -> float:
+    """Unload the model, and show how many running answers are left; returns the freed memory in GB (10^9 bytes).
+
+    Interrupting this call does not cancel the unload. Another call joins it, and can change ``wait``. While a model
+    is being loaded, its load is cancelled instead, and the previous model is loaded again; but with the name of the
+    previous model, ``wait`` changes only how long the load waits for the answers of that model.
+
+    Args:
+        model: The loaded model, or the one whose load is cancelled; None for any.
+        wait: Whether running answers may finish: True without a time limit, False not at all, None within the
+            setting ``drain_s``, 30 s by default. Answers that have not ended by then raise ``NotLoadedError``.
 
     Raises:
-        LabError: the unload has failed.
+        InvalidRequestError: the model of this name is pinned, or not loaded.
+        ModelBusyError: a model is being loaded in place of the named one.
     """
+    name, portal = None if model is None else model_name(model), backend.portal
 
     async def start() -> RunningChange[float]:
-        return RunningChange(lambda report: backend.unload(model, wait=wait, progress=report), "unload")
+        return RunningChange(lambda report: backend.unload(name, wait=wait, progress=report), "unload")
 
-    unload: RunningChange[float] | None = None
+    running: RunningChange[float] | None = None
     try:
-        unload = await on_loop(portal, start())
+        running = await on_loop(portal, start())
         with status() as shown:
             before = None
-            while (step := await on_loop(portal, unload.step())) is not None:
+            while (step := await on_loop(portal, running.step())) is not None:
                 if step.unloading is not None:
                     _show_unloading(shown, f"{step.model}: {step.unloading}", step, before)
                     before = step
-            freed = FreedMemory(await on_loop(portal, unload.result()))
+            freed = FreedMemory(await on_loop(portal, running.result()))
             if before is not None:
                 shown.show(f"{before.model}: unloaded, {freed:.2f} GB freed", 0, None)
         return freed
     except KeyboardInterrupt:
-        step = unload.unloading if unload is not None else None
+        step = running.unloading if running is not None else None
         state = f"{step.model} is still {step.unloading}" if step is not None else "the unload continues"
         raise KeyboardInterrupt(
             f"{state}: lab.unload(wait=False) stops the answers, lab.unload(wait=True) lets them finish"
