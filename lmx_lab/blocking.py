@@ -5,7 +5,8 @@ A ``Portal`` runs the coroutines on the loop of one thread.
 ``both`` derives a blocking and an awaitable method from one coroutine function. Its own code, such as checks of
 arguments, progress bars and functions of the user, runs in the caller's thread in both forms. It awaits only
 ``on_loop(...)``, ``in_thread(...)`` and other such functions: the blocking form waits in each of these steps, and the
-awaitable form suspends the caller's task. This is the pattern of httpx's ``Auth.auth_flow``.
+awaitable form suspends the caller's task. This is the pattern of httpx's ``Auth.auth_flow``. ``both_of`` does the same
+for a function of an attribute of the object, and ``Stream`` for an iterator.
 
 ``twin`` and ``twin_stream`` derive the methods of a blocking class from those of an async class, with their types,
 signatures and docstrings. The whole coroutine runs on the portal's loop, and only callbacks in the caller's thread.

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -40,6 +40,7 @@ COLUMNS = {
 }
 SHOWN_CHARACTERS = 60
 WORD = re.compile(r"\s*\S+|\s+")
+"""A word and the spaces before it."""
 NAME_CHARACTERS = 200
 """Maximum length of the name of a branch."""
 MAX_ANSWERS = 1000
@@ -520,13 +521,9 @@ class BranchDiff:
         Raises:
             MissingPackageError: pandas is not installed.
         """
-        frame: pd.DataFrame = make_table(self._runs(), {"change": "str", "one": "str", "other": "str"})
+        dtypes = dict.fromkeys(("change", "one", "other"), "str")
+        frame: pd.DataFrame = make_table(word_changes(self.one.text, self.other.text), dtypes)
         return frame
-
-    def _runs(self) -> Iterator[tuple[str, str, str]]:
-        one, other = WORD.findall(self.one.text), WORD.findall(self.other.text)
-        for change, a, b, c, d in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
-            yield change, "".join(one[a:b]), "".join(other[c:d])
 
     def __repr__(self) -> str:
         at = self.first_difference
@@ -534,14 +531,27 @@ class BranchDiff:
         return f"<BranchDiff of {self.one.name!r} and {self.other.name!r}: {place}>"
 
     def _repr_html_(self) -> str:
-        pieces = []
-        for change, one, other in self._runs():
-            if change == "equal":
-                pieces.append(html.escape(one))
-                continue
-            pieces += [f"<del>{html.escape(one)}</del>"] if one else []
-            pieces += [f"<ins>{html.escape(other)}</ins>"] if other else []
-        return f"<div style='white-space:pre-wrap'>{''.join(pieces)}</div>"
+        runs = word_changes(self.one.text, self.other.text)
+        return f"<div style='white-space:pre-wrap'>{marked_changes(runs)}</div>"
+
+
+def word_changes(one: str, other: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the runs of words of two texts, each with its kind: ``equal``, ``replace``, ``delete`` or ``insert``."""
+    words, others = WORD.findall(one), WORD.findall(other)
+    for kind, a, b, c, d in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
+        yield kind, "".join(words[a:b]), "".join(others[c:d])
+
+
+def marked_changes(runs: Iterable[tuple[str, str, str]]) -> str:
+    """Return HTML in which removed words are struck through, and added words underlined."""
+    pieces = []
+    for kind, before, after in runs:
+        if kind == "equal":
+            pieces.append(html.escape(after))
+            continue
+        pieces += [f"<del>{html.escape(before)}</del>"] if before else []
+        pieces += [f"<ins>{html.escape(after)}</ins>"] if after else []
+    return "".join(pieces)
 
 
 def _row(branch: Branch) -> tuple[Any, ...]:

@@ -9,13 +9,11 @@ computes only the missing answers and scores.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import hashlib
 import html
 import itertools
 import json
 import os
-import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +24,7 @@ from lmx_lab.arguments import Prompt, chat_request
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.instrument.branches import WORD, marked_changes, word_changes
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
@@ -51,7 +50,6 @@ COLUMNS = {
     **{"tokens_per_second": "float64", "ttft_s": "float64"},
     **{"logprob": "float64", "logprob_per_token": "float64", "first_difference": "Int64"},
 }
-WORD = re.compile(r"\s*\S+|\s+")
 MAX_WORDS = 2000
 """Length of an answer above which differences are not marked."""
 PAGE = """<!DOCTYPE html>
@@ -509,11 +507,7 @@ class Comparison:
             return "<small>no answer yet</small>"
         first = self._run.records.get(self._cell(cell.prompt, 0).key)
         parts = _aligned(first.text if first is not None else record.text, record.text)
-        text = ""
-        for kind, before, after in parts:
-            text += f"<del>{html.escape(before)}</del>" if before and kind != "equal" else ""
-            text += f"<ins>{html.escape(after)}</ins>" if after and kind != "equal" else ""
-            text += html.escape(after) if kind == "equal" else ""
+        text = marked_changes(parts)
         values = dict(zip(COLUMNS, self._row(cell), strict=True))
         cost = [f"{values['tokens']} tokens"] if values["tokens"] is not None else [values["outcome"]]
         if values["tokens_per_second"] is not None:
@@ -532,14 +526,10 @@ def _sums(logprobs: Sequence[TokenLogprob]) -> tuple[int, float | None, float | 
 
 
 def _aligned(one: str, other: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the equal and the different parts of two texts, compared by words."""
-    words, others = WORD.findall(one), WORD.findall(other)
-    if one == other or max(len(words), len(others)) > MAX_WORDS:
-        yield "equal" if one == other else "replace", one, other
-        return
-    matcher = difflib.SequenceMatcher(None, words, others, autojunk=False)
-    for kind, start, end, other_start, other_end in matcher.get_opcodes():
-        yield kind, "".join(words[start:end]), "".join(others[other_start:other_end])
+    """Return the equal and the different parts of two texts, compared by words."""
+    if one == other or max(len(WORD.findall(text)) for text in (one, other)) > MAX_WORDS:
+        return iter([("equal" if one == other else "replace", one, other)])
+    return word_changes(one, other)
 
 
 async def compare(

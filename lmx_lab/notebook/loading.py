@@ -38,9 +38,18 @@ class RunningChange(Generic[T]):
 
     Args:
         start: Starts the work, which reports its steps to the given function.
+        cancel: Cancels the work; by default, its coroutine is cancelled.
     """
 
-    def __init__(self, start: Callable[[Progress], Coroutine[Any, Any, T]], name: str) -> None:
+    def __init__(
+        self,
+        start: Callable[[Progress], Coroutine[Any, Any, T]],
+        name: str,
+        *,
+        cancel: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
         steps: Feed[ModelEvent] = Feed()
         self._steps = steps.subscribe()
         self._unloading: ModelEvent | None = None
@@ -88,8 +97,16 @@ class RunningChange(Generic[T]):
 
     async def cancel(self) -> None:
         """Cancel the work, and wait until it has ended."""
-        self._task.cancel()
+        if self._cancel is None:
+            self._task.cancel()
+        else:
+            # Cancelling fails if the work has just ended, or if the server was stopped.
+            await asyncio.gather(self._cancel(), return_exceptions=True)
         await asyncio.wait([self._task])
+
+    def close(self) -> None:
+        """Cancel the work after its caller was interrupted before it received this object. Thread-safe."""
+        asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
 
     async def result(self) -> T:
         """Wait for the end.
@@ -98,25 +115,6 @@ class RunningChange(Generic[T]):
             LabError: the load or unload has failed.
         """
         return await asyncio.shield(self._task)
-
-
-class RunningLoad(RunningChange[LoadReport]):
-    """A load and its steps."""
-
-    def __init__(self, backend: Backend, spec: LoadSpec) -> None:
-        self._backend, self._model = backend, spec.model
-        self._loop = asyncio.get_running_loop()
-        super().__init__(lambda report: backend.load(spec, progress=report), f"load {spec.model:.80}")
-
-    async def cancel(self) -> None:
-        """Cancel the load, and wait until it has ended."""
-        # Cancelling fails if the load has just ended, or if the server was stopped.
-        await asyncio.gather(self._backend.cancel_load(self._model), return_exceptions=True)
-        await asyncio.wait([self._task])
-
-    def close(self) -> None:
-        """Cancel the load after its caller was interrupted before it received this object. Thread-safe."""
-        asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
 
 
 async def load(backend: Backend, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:
@@ -143,28 +141,12 @@ async def show_load(portal: Portal, backend: Backend, spec: LoadSpec) -> LoadRep
         LabError: the load has failed.
     """
 
-    async def start() -> RunningLoad:
-        return RunningLoad(backend, spec)
+    async def start() -> RunningChange[LoadReport]:
+        work = functools.partial(backend.load, spec)
+        cancel = functools.partial(backend.cancel_load, spec.model)
+        return RunningChange(lambda report: work(progress=report), f"load {spec.model:.80}", cancel=cancel)
 
-    load = await on_loop(portal, start())
-    try:
-        # The bar is drawn in the caller's thread, because the output of another thread could appear in another cell.
-        with bar(spec.model) as shown:
-            before = None
-            while (step := await on_loop(portal, load.step())) is not None:
-                if step.unloading is not None:
-                    _show_unloading(shown, f"{step.model} is {step.unloading}", step, before)
-                else:
-                    # The load begins when the previous model is unloaded.
-                    shown.update(step.model_copy(update={"stage": "load"}) if step.stage == "unloaded" else step)
-                before = step
-            report = await on_loop(portal, load.result())
-            if before is not None:  # In notebooks, the last text stays.
-                shown.show("loaded", before.total_bytes or 0, before.total_bytes)
-        return report
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        await on_loop(portal, load.cancel())
-        raise
+    return await _show(portal, start, spec.model, end="loaded")
 
 
 async def show_check(
@@ -183,14 +165,35 @@ async def show_check(
         work = functools.partial(backend.check, spec, beside=beside)
         return RunningChange(lambda report: work(progress=report), f"check {spec.model:.80}")
 
-    check = await on_loop(portal, start())
+    return await _show(portal, start, spec.model)
+
+
+async def _show(
+    portal: Portal, start: Callable[[], Coroutine[Any, Any, RunningChange[T]]], model: str, *, end: str = ""
+) -> T:
+    """Show the progress of a load or a check, and return its result. Has steps.
+
+    Args:
+        end: The text that stays in notebooks.
+    """
+    running = await on_loop(portal, start())
     try:
-        with bar(spec.model) as shown:
-            while (step := await on_loop(portal, check.step())) is not None:
-                shown.update(step)
-            return await on_loop(portal, check.result())
+        # The bar is drawn in the caller's thread, because the output of another thread could appear in another cell.
+        with bar(model) as shown:
+            before = None
+            while (step := await on_loop(portal, running.step())) is not None:
+                if step.unloading is not None:
+                    _show_unloading(shown, f"{step.model} is {step.unloading}", step, before)
+                else:
+                    # The load begins when the previous model is unloaded.
+                    shown.update(step.model_copy(update={"stage": "load"}) if step.stage == "unloaded" else step)
+                before = step
+            result = await on_loop(portal, running.result())
+            if before is not None and end:
+                shown.show(end, before.total_bytes or 0, before.total_bytes)
+        return result
     except (KeyboardInterrupt, asyncio.CancelledError):
-        await on_loop(portal, check.cancel())
+        await on_loop(portal, running.cancel())
         raise
 
 
