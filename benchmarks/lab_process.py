@@ -19,7 +19,7 @@ def main() -> None:
         lab.load(model, **options)
 
         def snapshot(_: Reply) -> Reply:
-            now = lab.engine.snapshot
+            now = lab.server.engine.snapshot
             values = {field.name: getattr(now, field.name) for field in dataclasses.fields(now)}
             return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
 

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from lmx_lab.errors import LabError
     from lmx_lab.instrument.steering import Steer
     from lmx_lab.notebook.discovery import discover
-    from lmx_lab.notebook.lab import Lab
+    from lmx_lab.notebook.lab import Lab, attach
     from lmx_lab.notebook.launcher import current, launch
-    from lmx_lab.notebook.remote import attach
     from lmx_lab.notebook.reply import Reply
     from lmx_lab.notebook.short_errors import full_tracebacks
     from lmx_lab.settings import Settings
@@ -27,7 +26,7 @@ _MODULES = {
     "Reply": "lmx_lab.notebook.reply",
     "Settings": "lmx_lab.settings",
     "Steer": "lmx_lab.instrument.steering",
-    "attach": "lmx_lab.notebook.remote",
+    "attach": "lmx_lab.notebook.lab",
     "current": "lmx_lab.notebook.launcher",
     "discover": "lmx_lab.notebook.discovery",
     "full_tracebacks": "lmx_lab.notebook.short_errors",

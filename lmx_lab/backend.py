@@ -6,9 +6,11 @@ The lab's methods and the panels use nothing else.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self, TypeVar
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from lmx_lab.blocking import Portal
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent, Unloading
@@ -20,8 +22,9 @@ from lmx_lab.values.outputs import (
     TokenLogprob,
     Vectors,
     merge_deltas,
+    merge_tool_calls,
 )
-from lmx_lab.values.recording import Continuation, Record
+from lmx_lab.values.recording import NO_HASH, Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
@@ -31,12 +34,8 @@ from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.rerank import RerankBody
 
-T = TypeVar("T")
 Progress = Callable[[ModelEvent], None]
 """Called with each step of a load or unload, on the event loop that awaits it."""
-
-AnswerRecorder = Callable[[], Coroutine[Any, Any, Record]]
-"""Generates an answer, and returns its record, which is not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,29 +65,109 @@ class ServerState:
     """A problem and what the user can do about it, such as how to restart a server."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerCost:
-    """The cost of a complete answer, and how it ended."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AnswerToolCall:
+    """A function call that the model requests."""
 
+    id: str
+    name: str
+    arguments: str
+    """A JSON object, as the model wrote it."""
+
+    @property
+    def parsed(self) -> dict[str, Any] | None:
+        """The arguments; None if their text is not a JSON object, for example because the answer was cut off."""
+        try:
+            value = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.arguments})"
+
+    def __repr__(self) -> str:
+        return f"<call {self}, id {self.id}>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenAnswer:
+    """A complete answer with its tokens, and the data that are needed to score and to continue it."""
+
+    text: str
+    reasoning: str = ""
+    """The model's thoughts, if its chat template separates them from the answer."""
+    tool_calls: tuple[AnswerToolCall, ...] = ()
+    """The calls that the model requests; answer each with a message of the role ``tool``."""
     model: str
     finish_reason: str
+    prompt_ids: tuple[int, ...] = field(default=(), repr=False)
+    """Token ids of the rendered prompt; empty if the engine runs in another process."""
+    ids: tuple[int, ...] = field(default=(), repr=False)
+    """Token ids of the answer; empty if the engine runs in another process, or did not report all of them."""
+    tokens: tuple[TokenLogprob, ...] = field(default=(), repr=False)
+    """The tokens with their log-probabilities; empty if they were not requested."""
+    weights: str = field(default=NO_HASH, repr=False)
+    """SHA-256 of the files of the model; empty if it is not known, or any files are allowed."""
+    request: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The request as in a ``Record``; empty if the engine runs in another process."""
+
+    @classmethod
+    def of_record(cls, record: Record) -> TokenAnswer:
+        """Return the answer of a record."""
+        return TokenAnswer(
+            text=record.text,
+            reasoning=record.reasoning,
+            tool_calls=tuple(
+                AnswerToolCall(id="", name=call["name"], arguments=call["arguments"]) for call in record.tool_calls
+            ),
+            model=record.provenance.model,
+            finish_reason=record.outcome,
+            prompt_ids=record.prompt,
+            ids=record.answer or (),
+            tokens=record.logprobs,
+            weights=record.provenance.weights,
+            request=record.request,
+        )
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log-probability of each token is known."""
+        return bool(self.ids) and tuple(token.token for token in self.tokens) == self.ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedAnswer(TokenAnswer):
+    """A complete answer, and its cost."""
+
     usage: Usage
     timings: Timings
     """The server's measurements."""
     ttft_s: float
-    """Seconds from the request to the first token, measured by the caller. Includes the time of the network."""
+    """Seconds from the call to the first token, measured by the caller. Includes the time of the network."""
     report: GenerationReport | None = None
     """The engine's report; None if the engine runs in another process."""
-    prompt: tuple[int, ...] = ()
-    """Token ids of the prompt; empty if the engine runs in another process."""
-    request: Mapping[str, Any] = field(default_factory=dict)
-    """The request as in a ``Record``; empty if the engine runs in another process."""
-    request_id: str | None = None
+    request_id: str | None = field(default=None, repr=False)
     """Id of the request of a batch, as in its ``Record``; None otherwise, or if the engine runs in another process."""
+
+    @classmethod
+    def of(cls, answer: Delta, **cost: Any) -> FinishedAnswer:
+        """Return the answer with the contents of a delta. The other fields are given as arguments."""
+        return FinishedAnswer(
+            text=answer.text,
+            reasoning=answer.reasoning,
+            tool_calls=tuple(
+                AnswerToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments)
+                for call in merge_tool_calls(answer.tool_calls)
+            ),
+            ids=answer.ids if len(answer.ids) == answer.tokens else (),
+            tokens=answer.logprobs,
+            **cost,
+        )
 
 
 class AnswerStream(Protocol):
-    """A running generation. Iterate it in one task; deleting it stops the generation."""
+    """The deltas of a running generation. Iterate it in one task; deleting it stops the generation."""
 
     @property
     def status(self) -> str:
@@ -105,6 +184,72 @@ class AnswerStream(Protocol):
 
     def close(self) -> None:
         """Stop the generation if it still runs. Can be called from any thread. Idempotent."""
+
+
+class RunningAnswer:
+    """A running generation, and what was received of it. Deleting it stops the generation.
+
+    Args:
+        finish: Returns the complete answer, given all its deltas as one.
+    """
+
+    def __init__(self, stream: AnswerStream, finish: Callable[[Delta], FinishedAnswer]) -> None:
+        self._stream = stream
+        self._finish = finish
+        self._deltas: list[Delta] = []
+        self.has_ended = False
+        """Whether the generation has ended, or was stopped."""
+        self.finished: FinishedAnswer | None = None
+        """The complete answer, after its end; stays None if the generation was stopped."""
+
+    @property
+    def status(self) -> str:
+        """The state of the request before its first token, such as ``queued`` or ``prompt 512/7000 tokens``."""
+        return self._stream.status
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join([delta.text for delta in self._deltas])
+
+    @property
+    def reasoning(self) -> str:
+        """The thoughts so far; they precede the text."""
+        return "".join([delta.reasoning for delta in self._deltas])
+
+    async def next(self) -> Delta | None:
+        """Return the next piece of the answer; None at its end, when ``finished`` is set. Call it in one task.
+
+        Raises:
+            LabError: the generation has failed, or the cost of the answer is not known.
+        """
+        delta = None if self.has_ended else await anext(self._stream, None)
+        if delta is not None:
+            self._deltas.append(delta)
+        elif not self.has_ended:
+            self.finished = self._finish(merge_deltas(self._deltas))
+            self.has_ended = True
+        return delta
+
+    async def read(self) -> FinishedAnswer:
+        """Return the complete answer. Cancelling this stops the generation.
+
+        Raises:
+            LabError: see ``next``.
+        """
+        try:
+            while await self.next() is not None:
+                pass
+        finally:
+            # Deleting the stream is not enough, because the traceback of an interrupted cell refers to it.
+            self.close()
+        assert self.finished is not None
+        return self.finished
+
+    def close(self) -> None:
+        """Stop the generation if it still runs. Can be called from any thread. Idempotent."""
+        self.has_ended = True
+        self._stream.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +275,26 @@ class Backend(Protocol):
     Coroutines can be awaited on any event loop. The other methods return immediately and can be called from any thread.
     All failures are ``LabError``.
     """
+
+    job: str
+    """Displayed progress of a job that uses the server, such as a measurement; empty if there is none."""
+
+    @property
+    def portal(self) -> Portal:
+        """The loop on which the methods of a lab call this backend. Its calls raise ``HostingError`` if the lab was
+        stopped. While an attached lab or one of its results exists, it keeps the connection open."""
+
+    @property
+    def url(self) -> str:
+        """The server's address for programs on this machine."""
+
+    @property
+    def api_key(self) -> str | None: ...
+
+    @property
+    def home(self) -> Path:
+        """The folder of stored runs and experiments. If the server runs in another process, it is the default home of
+        this machine."""
 
     def state(self) -> ServerState: ...
 
@@ -171,18 +336,11 @@ class Backend(Protocol):
             most: Maximum number of requests; the newest are returned. None sets no limit.
         """
 
-    async def generate(self, request: ChatRequest, *, batch: bool = False) -> AnswerStream:
+    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
         """Start an answer; returns when the request was accepted.
 
         Args:
             batch: See ``Record.batch``.
-        """
-
-    def cost(self, stream: AnswerStream) -> AnswerCost:
-        """Return the cost of an answer of this backend, after it was read to its end.
-
-        Raises:
-            LabError: the cost is not known.
         """
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
@@ -195,13 +353,21 @@ class Backend(Protocol):
 
     # Recorded tokens
 
-    def answer_recorder(
-        self, prompt: str | Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]
-    ) -> AnswerRecorder:
-        """Check a prompt with the parameters of ``Lab.chat``, and return a function that answers it.
+    def check_request(self, request: ChatRequest) -> None:
+        """Check a request before ``answer`` is called with it.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter is invalid, or the server runs in another process.
+            InvalidRequestError: the request is invalid, or the server runs in another process.
+        """
+
+    async def answer(self, request: ChatRequest | Record) -> Record:
+        """Answer a request, or that of a record again, and return the record of the answer, which is not stored."""
+
+    async def record(self, which: int | str = -1) -> Record | None:
+        """Return a recorded request, by its position or its ``request_id``; None if there is none.
+
+        Raises:
+            InvalidRequestError: the server runs in another process.
         """
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> Sequence[int]:
@@ -210,12 +376,6 @@ class Backend(Protocol):
         Args:
             special: Whether to include special tokens that the tokenizer adds to each text.
         """
-
-    async def regenerate(self, record: Record) -> Record:
-        """Generate the answer of a record again, and return the record of the new answer, which is not stored."""
-
-    async def last_record(self) -> Record | None:
-        """Return the newest recorded request; None if there is none."""
 
     async def weights_of(self, model: str) -> str:
         """Return the SHA-256 of all files of a model in memory; empty if it has none, or the lab is attached."""
@@ -228,8 +388,8 @@ class Backend(Protocol):
             InvalidRequestError: its files have another hash.
         """
 
-    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> AnswerStream:
-        """Generate an answer again from a given position; the stream begins with the tokens before it.
+    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> RunningAnswer:
+        """Generate an answer again from a given position; the answer begins with the tokens before it.
 
         Args:
             recorded: Whether the answer is recorded like those of ``generate``.
@@ -255,41 +415,9 @@ class Backend(Protocol):
         """
 
 
-async def read_answer(backend: Backend, request: ChatRequest, *, batch: bool = False) -> tuple[Delta, AnswerCost]:
-    """Generate a complete answer, and return it as one delta with its cost. Cancelling this stops the generation.
-
-    Args:
-        batch: See ``Record.batch``.
-    """
-    stream = await backend.generate(request, batch=batch)
-    try:
-        deltas = [delta async for delta in stream]
-    finally:
-        stream.close()
-    return merge_deltas(deltas), backend.cost(stream)
-
-
-async def next_or_none(items: AsyncIterator[T]) -> T | None:
-    """Return the next item, or None at the end, as a coroutine, which a portal or a task can run."""
-    return await anext(items, None)
-
-
-@dataclass(frozen=True)
-class LabAccess:
-    """What results keep of their lab: its backend, and the loop that uses it.
-
-    It keeps the connection of an attached lab open.
-    """
-
-    backend: Backend
-    portal: Portal
-    """Raises ``HostingError`` in each call if the lab was stopped."""
-
-
+@runtime_checkable
 class HasBackend(Protocol):
-    """A lab, for its methods."""
+    """A lab, for methods that use other labs."""
 
     @property
-    def _backend(self) -> Backend: ...
-    @property
-    def _portal(self) -> Portal: ...
+    def backend(self) -> Backend: ...

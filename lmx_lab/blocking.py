@@ -5,7 +5,8 @@ A ``Portal`` runs the coroutines on the loop of one thread.
 ``both`` derives a blocking and an awaitable method from one coroutine function. Its own code, such as checks of
 arguments, progress bars and functions of the user, runs in the caller's thread in both forms. It awaits only
 ``on_loop(...)``, ``in_thread(...)`` and other such functions: the blocking form waits in each of these steps, and the
-awaitable form suspends the caller's task. This is the pattern of httpx's ``Auth.auth_flow``.
+awaitable form suspends the caller's task. This is the pattern of httpx's ``Auth.auth_flow``. ``both_of`` does the same
+for a function of an attribute of the object, and ``Stream`` for an iterator.
 
 ``twin`` and ``twin_stream`` derive the methods of a blocking class from those of an async class, with their types,
 signatures and docstrings. The whole coroutine runs on the portal's loop, and only callbacks in the caller's thread.
@@ -20,6 +21,7 @@ import inspect
 import re
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
@@ -230,6 +232,36 @@ def both(
     return blocking(function), awaited(function)
 
 
+def both_of(attribute: str, function: Callable[..., Coroutine[Any, Any, Any]]) -> tuple[Any, Any]:
+    """Return both forms of a coroutine function whose first argument is an attribute of the object with the methods:
+    ``trace, atrace = both_of("backend", trace)``. In the class, they get the names that they are assigned to.
+    """
+
+    @functools.wraps(function)
+    def of_owner(owner: Any, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        return function(getattr(owner, attribute), *args, **kwargs)
+
+    forms: list[Any] = [*both(of_owner)]
+    for form in forms:
+        first, *others = form.__signature__.parameters.values()
+        form.__annotations__.pop(first.name, None)
+        first = first.replace(name="self", annotation=inspect.Parameter.empty)
+        form.__signature__ = form.__signature__.replace(parameters=[first, *others])
+    return _NamedMethod(forms[0]), _NamedMethod(forms[1])
+
+
+class _NamedMethod:
+    """A function in the body of a class, which gets the name that it has there."""
+
+    def __init__(self, form: Any) -> None:
+        self._form = form
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._form.__module__, self._form.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
+        self._form.__name__ = name
+        setattr(owner, name, self._form)
+
+
 def _begin(
     form: Callable[..., Any],
     function: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
@@ -248,7 +280,7 @@ def _begin(
         return function(owner, *args, **kwargs)
     except TypeError as exc:  # This is an error in the arguments: the body has not started.
         parameters = inspect.signature(form).parameters
-        names = [name for name in parameters if name != "self"]
+        names = [*parameters][1:]
         if (unknown := kwargs.keys() - names) and all(it.kind != it.VAR_KEYWORD for it in parameters.values()):
             raise ArgumentError.unknown(form.__name__, min(unknown), names) from None
         raise ArgumentError(str(exc).replace(function.__qualname__, form.__name__)) from None
@@ -268,12 +300,18 @@ def _form(
         __tracebackhide__ = True
         return invoke(self, args, kwargs)
 
-    form = FunctionType(call.__code__, function.__globals__, name, None, call.__closure__)
+    form = FunctionType(call.__code__, _globals_of(function), name, None, call.__closure__)
     form.__module__, form.__doc__ = function.__module__, function.__doc__
     form.__qualname__ = f"{function.__qualname__.rpartition('.')[0]}.{name}"
     form.__annotations__ = dict(function.__annotations__)
     form.__signature__ = with_keywords(function)  # type: ignore[attr-defined]
     return form
+
+
+def _globals_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the globals in which the type hints of a function are evaluated."""
+    globals_: dict[str, Any] = inspect.unwrap(function).__globals__
+    return globals_
 
 
 # Callbacks
@@ -354,11 +392,11 @@ class CallbackQueue:
 Source = Callable[[CallbackQueue], AbstractAsyncContextManager[AsyncIterator[Item]]]
 
 
-class _End(Enum):
+class End(Enum):
     END = auto()
 
 
-END = _End.END
+END = End.END
 """Returned instead of an item at the end of a stream."""
 
 
@@ -395,7 +433,7 @@ class _PulledIterator(Generic[Item]):
                     return
                 request.set_result(item)
 
-    async def pull(self) -> Item | list[Call] | _End:
+    async def pull(self) -> Item | list[Call] | End:
         """Return the next item, or callbacks to call before it arrives, or ``END``."""
         task, item = self._task, self._next_item
         if task is None:
@@ -440,6 +478,52 @@ class _PulledIterator(Generic[Item]):
             self._thread.run(end(), END_S)
 
 
+class Stream(ABC, Generic[Item]):
+    """An iterator for ``for`` and ``async for``. An error or an interrupt closes it, and so does deleting it.
+
+    It is not an async generator, because deleting one starts a task that nothing awaits.
+    """
+
+    @abstractmethod
+    async def _next(self) -> Item | End:
+        """Return the next item; ``END`` after the last one. Has steps."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the stream and its work. Returns immediately; can be called from any thread. Idempotent."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Item:
+        try:
+            item = run_steps(self._next())
+        except BaseException:
+            self.close()
+            raise
+        if item is END:
+            self.close()
+            raise StopIteration
+        return item
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Item:
+        try:
+            item = await self._next()
+        except BaseException:
+            self.close()
+            raise
+        if item is END:
+            self.close()
+            raise StopAsyncIteration
+        return item
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class BlockingStream(Generic[Item]):
     """A stream for a ``for`` loop, optionally in ``with … as items``. It starts when the first item is requested.
 
@@ -471,7 +555,7 @@ class BlockingStream(Generic[Item]):
             raise StopIteration
         return item
 
-    def _next(self) -> Item | _End:
+    def _next(self) -> Item | End:
         while isinstance(result := self._portal.run(self._started().pull()), list):
             for call in result:
                 call()
@@ -579,23 +663,20 @@ def twin_stream(
     return made
 
 
-class _TwinMethod:
+class _TwinMethod(_NamedMethod):
     """A method in the body of a blocking class, which becomes a function of this class."""
 
     def __init__(self, method: Callable[..., Any], run: Callable[..., Any]) -> None:
         self._method = method
         self._run = run
-        self._form = form = _form(method, self._invoke, method.__name__)
+        form = _form(method, self._invoke, method.__name__)
+        super().__init__(form)
         documented_as(method)(form)
         # The name of the returned class, whose async form has another one.
         returned = str(method.__annotations__["return"]).replace("AsyncSession", "Session")
         items = re.fullmatch(r"AsyncGenerator\[(.*), None\]", returned)
         form.__annotations__["return"] = returned if items is None else f"BlockingStream[{items[1]}]"
         form.__signature__ = form.__signature__.replace(return_annotation=form.__annotations__["return"])
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._form.__module__, self._form.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
-        setattr(owner, name, self._form)
 
     def _invoke(self, owner: Twin[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
@@ -639,7 +720,7 @@ def with_keywords(function: Callable[..., Any]) -> inspect.Signature:
         if options is None:
             parameters.append(parameter)
             continue
-        keywords: dict[str, Any] = function.__globals__[options[1]].__annotations__
+        keywords: dict[str, Any] = _globals_of(function)[options[1]].__annotations__
         for name, it in keywords.items():
             annotation = getattr(it, "__forward_arg__", it)
             parameters.append(

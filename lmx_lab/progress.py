@@ -41,13 +41,33 @@ class Step(Protocol):
     def total_bytes(self) -> int | None: ...
 
 
+class HasJob(Protocol):
+    """A server whose panels show what uses it."""
+
+    job: str
+
+
 class ProgressBar:
     """One line with the current stage. It is drawn from the first step on, in the thread that calls ``update``, because
     the output of rich's own thread would appear in another cell.
+
+    Args:
+        job: Its ``job`` is also set to the progress, after the words ``doing``.
     """
 
-    def __init__(self, title: str, console: Console, columns: Sequence[ProgressColumn], *, wide: bool) -> None:
+    def __init__(
+        self,
+        title: str,
+        console: Console,
+        columns: Sequence[ProgressColumn],
+        *,
+        wide: bool,
+        job: HasJob | None = None,
+        doing: str = "",
+    ) -> None:
         self._title = title
+        self._job = job
+        self._doing = doing
         self._console = console
         self._progress = Progress(*columns, console=console, expand=wide, transient=True, auto_refresh=False)
         self._task = self._progress.add_task(title, total=None)
@@ -61,6 +81,8 @@ class ProgressBar:
 
     def show(self, text: str, done: int, total: int | None) -> None:
         """Show a text and the progress; None is an unknown total."""
+        if self._job is not None:
+            self._job.job = f"{self._doing}, {done} of {total}: {text}"
         self._progress.update(self._task, description=self._titled(text), completed=done, total=total)
         if self._console.is_jupyter and self._display is not None:
             self._display.update(self._progress)
@@ -85,6 +107,8 @@ class ProgressBar:
     def stop(self) -> None:
         if self._progress.live.is_started:
             self._progress.stop()
+        if self._job is not None:
+            self._job.job = ""
 
 
 @contextmanager
@@ -104,11 +128,21 @@ def status(console: Console | None = None) -> Iterator[ProgressBar]:
 
 
 @contextmanager
-def counter(title: str, console: Console | None = None) -> Iterator[ProgressBar]:
-    """Show the progress of a number of items, such as requests. The text takes the remaining width."""
+def counter(
+    title: str, job: HasJob | None = None, *, doing: str = "", console: Console | None = None
+) -> Iterator[ProgressBar]:
+    """Show the progress of a number of items, such as requests. The text takes the remaining width.
+
+    Args:
+        job: A server that the work uses. The panels of its lab show the progress, too.
+        doing: The beginning of the text in the panels; by default the title.
+    """
     text = TextColumn(TEXT, markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), text)
-    with _stopped_at_end(ProgressBar(title, console or Console(stderr=True), columns, wide=True)) as shown:
+    bar = ProgressBar(
+        title, console or Console(stderr=True), columns, wide=True, job=job, doing=doing or title.capitalize()
+    )
+    with _stopped_at_end(bar) as shown:
         yield shown
 
 

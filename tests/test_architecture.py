@@ -73,12 +73,16 @@ TABLE = {
         "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil docstring_parser",
     ),
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
-    "backend": Row("blocking broadcast values wire"),
+    "backend": Row("blocking values wire"),
+    # instrument: steering vectors. pydantic: errors of requests, and classes as response_format.
+    "arguments": Row("errors wire instrument", "pydantic"),
     # weights: the hashes of a model's files in the provenance of records.
     # numpy: activations and vectors. pydantic: errors of the fields of a trace.
-    "instrument": Row("errors extras values progress blocking results weights wire backend", "numpy pandas pydantic"),
+    "instrument": Row(
+        "errors extras values progress blocking results weights wire backend arguments", "numpy pandas pydantic"
+    ),
     # pydantic: schemas of typed columns.
-    "batch": Row("errors extras values results wire backend", "numpy pandas pydantic"),
+    "batch": Row("errors extras values progress blocking results wire backend arguments", "numpy pandas pydantic"),
     # pydantic: errors of a prompt. bench: the figure that notebooks display.
     "evals": Row("errors extras blocking results wire backend instrument batch bench", "pandas pydantic"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
@@ -90,7 +94,8 @@ TABLE = {
     ),
     # settings: the folder of kept runs. portal: runs are measured on a loop of their own.
     "bench": Row(
-        "errors extras values settings portal progress results wire client engine", "httpx2 pandas numpy matplotlib"
+        "errors extras values settings blocking portal progress results wire backend client engine",
+        "httpx2 pandas numpy matplotlib",
     ),
     # jupyter_core: Jupyter servers record their address. ipywidgets, pandas: types of results.
     "notebook": Row(EVERYTHING, "IPython ipywidgets pandas psutil pydantic rich jupyter_core"),
@@ -136,8 +141,7 @@ SUBJECTS = {
     "engine.llama_cpp.scoring": "an algorithm: log-probabilities of prompts",
     "engine.llama_cpp.texts": "embedding and ranking on llama.cpp",
     "engine.mlx.prepare_texts": "embedding and ranking on MLX",
-    "notebook.bench": "a method of a lab",
-    "notebook.rerank_result": "the result of a method",
+    "notebook.results": "the results of methods",
     "panels.static_views": "how panels are displayed without a kernel",
     "panels.timeline": "a panel",
     "server.completions": "the completions format",

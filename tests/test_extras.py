@@ -43,7 +43,7 @@ USES = {
     "ipywidgets": "lmx_lab.Lab(settings).metrics()",
     "pandas": "lmx_lab.Lab(settings).requests.df",
     "matplotlib": "from lmx_lab.bench import by_concurrency",
-    "sklearn": "from lmx_lab.instrument.probe import ProbeRun; ProbeRun(['a', 'b', 'c', 'd'], [0, 0, 1, 1], folds=2)",
+    "sklearn": "from lmx_lab.instrument.probes import ProbeRun; ProbeRun(['a', 'b', 'c', 'd'], [0, 0, 1, 1], folds=2)",
     "xllamacpp": "from lmx_lab.engine.llama_cpp.process import require_installed; require_installed(Path('a.gguf'))",
     "zeroconf": "lmx_lab.discover(0.1)",
     "opentelemetry.exporter": "lmx_lab.Lab(replace(settings, otel='spans'))",

@@ -35,7 +35,7 @@ def test_a_step_without_a_number_of_bytes_shows_only_its_stage():
 
 def test_a_narrow_terminal_shows_the_count():
     console = Console(file=io.StringIO(), force_terminal=True, width=60, force_jupyter=False)
-    with counter("bench", console) as shown:
+    with counter("bench", console=console) as shown:
         shown.show("[lab] " * 20, 3, 12)
     output = console.file.getvalue()
     assert " 3/12" in output

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from lmx_lab.backend import Backend, read_answer
+from lmx_lab.backend import Backend
 from lmx_lab.batch.answers import LOGPROBS, RowAnswer, answer_row
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import TypedColumns
@@ -284,17 +284,17 @@ class BatchRun(ServerRun[_Item]):
             if choices:
                 return await score_choices(server.backend, request, choices, chat_template=self.options.chat_template)
             started_at = time.monotonic()
-            answer, cost = await read_answer(server.backend, request, batch=True)
+            answer = await (await server.backend.generate(request, batch=True)).read()
             return RowAnswer(
                 text=answer.text,
                 reasoning=answer.reasoning,
-                finish_reason=cost.finish_reason,
-                prompt_tokens=cost.usage.prompt_tokens,
-                cached_tokens=cost.usage.prompt_tokens_details.cached_tokens,
-                output_tokens=cost.usage.completion_tokens,
-                ttft_s=cost.ttft_s,
+                finish_reason=answer.finish_reason,
+                prompt_tokens=answer.usage.prompt_tokens,
+                cached_tokens=answer.usage.prompt_tokens_details.cached_tokens,
+                output_tokens=answer.usage.completion_tokens,
+                ttft_s=answer.ttft_s,
                 total_s=time.monotonic() - started_at,
-                request_id=cost.request_id,
+                request_id=answer.request_id,
             )
 
         return await self._send(send, server, waits=waits)
@@ -354,15 +354,15 @@ async def score_choices(
             # One request, which generates one token after the prompt.
             named = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 0}
             update = {**named, "logprob_tokens": [each[0] for each in tokens]}
-            answer, cost = await read_answer(backend, request.model_copy(update=update), batch=True)
-            if not answer.logprobs or len(answer.logprobs[0].named) != len(tokens):
+            answer = await (await backend.generate(request.model_copy(update=update), batch=True)).read()
+            if not answer.tokens or len(answer.tokens[0].named) != len(tokens):
                 raise LabError("the server did not report the log-probabilities of the choices")
             return RowAnswer(
-                logprobs=[_sum([each]) for each in answer.logprobs[0].named],
-                prompt_tokens=cost.usage.prompt_tokens,
-                cached_tokens=cost.usage.prompt_tokens_details.cached_tokens,
+                logprobs=[_sum([each]) for each in answer.tokens[0].named],
+                prompt_tokens=answer.usage.prompt_tokens,
+                cached_tokens=answer.usage.prompt_tokens_details.cached_tokens,
                 total_s=time.monotonic() - started_at,
-                request_id=cost.request_id,
+                request_id=answer.request_id,
             )
         prompt = list(await backend.encode(request))
     if not all(tokens):

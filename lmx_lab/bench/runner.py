@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Case, Closed, number_repeats
 from lmx_lab.bench.load_generator import SILENCE_S, CaseRun, Run
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
-from lmx_lab.bench.targets import Target, as_target
+from lmx_lab.bench.targets import ChatTarget, Target, as_target
+from lmx_lab.blocking import Portal, on_loop, run_steps
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.portal import Interrupts, LoopThread
+from lmx_lab.portal import LoopThread
 from lmx_lab.progress import counter
 from lmx_lab.results.provenance import provenance
 
@@ -73,21 +74,43 @@ def run(
         MissingPackageError: pandas is not installed.
     """
     measurement = Measurement(target, plan, record=record, silence_s=silence_s)
-    with measurement, counter("bench") if progress is True else nullcontext() as bar, Interrupts() as interrupts:
-        interrupts.set_cancel(measurement.cancel)
-        while (step := measurement.wait()) is not None:
+    with counter("bench") if progress is True else nullcontext() as bar:
+
+        def show(step: RunProgress) -> None:
             if callable(progress):
                 progress(step)
             elif bar is not None:
                 bar.show(progress_text(step), step.done, step.total)
-        # The first Ctrl-C has cancelled the measurement.
-        with suppress(KeyboardInterrupt):
-            interrupts.check()
-    return measurement.table()
+
+        return run_steps(measurement.measured(show))
+
+
+async def measure(
+    backend: Backend,
+    plan: Sequence[Case],
+    *,
+    compare: Measured | Sequence[Measured],
+    record: bool | Path | str,
+) -> pd.DataFrame:
+    """Measure the server of a lab, show the progress, and return the table of results. Has steps.
+
+    The requests are sent over HTTP, like those of other programs. An interrupt stops running requests, and the table
+    has the results so far.
+
+    Args:
+        compare: Other targets, which are measured alternately with the lab.
+        record: Whether to store the run, or the folder for it.
+    """
+    others: Sequence[Any] = compare if isinstance(compare, list | tuple) else [compare]
+    targets = [ChatTarget(backend.url, api_key=backend.api_key, name="lab"), *others]
+    run = Measurement(targets, plan, record=record, folder=backend.home / "bench", required=True)
+    _ = backend.portal.thread  # Raises HostingError if the lab was stopped.
+    with counter("bench", backend, doing="Measuring") as bar:
+        return await run.measured(lambda step: bar.show(progress_text(step), step.done, step.total))
 
 
 class Measurement:
-    """One run, as a context manager. ``step`` and ``wait`` wait for the next result; ``table`` returns all so far.
+    """One run: ``measured`` returns its table.
 
     The requests are sent from a separate thread: a client on the event loop of a server would receive its answers
     late, and the results would depend on this loop.
@@ -113,7 +136,6 @@ class Measurement:
         required: bool = False,
     ) -> None:
         frame(())  # Raises MissingPackageError before the measurement.
-        self.interrupted = False
         self._shared = Run(silence_s=silence_s)
         self._cases = _cases(plan)
         self._targets = _targets(target)
@@ -126,50 +148,35 @@ class Measurement:
         self._taken: list[RequestSample] = []
         self._steps: asyncio.Queue[RunProgress | None] = asyncio.Queue()
         """At most one entry for each request of the run."""
-        self._thread = LoopThread("lmx-lab-bench")
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._work = self._thread.submit(self._measure())
-        return self
+    async def measured(self, show: Callable[[RunProgress], None]) -> pd.DataFrame:
+        """Measure, and return the table of results. Has steps. An interrupt cancels running requests, and the table has
+        the results so far.
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._thread.stop()
-
-    def cancel(self) -> None:
-        """Cancel all requests, so that the results are incomplete. Idempotent; can be called on any thread and in
-        signal handlers."""
-        self.interrupted = True
-        self._work.cancel()
-
-    async def step(self) -> RunProgress | None:
-        """Wait until the next request has ended, and return the progress; None after the last request, or after all
-        requests were cancelled. Can be awaited on any loop.
+        Args:
+            show: Called after each request, in the thread of the caller.
 
         Raises:
             NotLoadedError: the first target is required, and has no model in memory.
             LabError: the required target does not answer, it is not clear which model is to be measured, or the run
                 cannot be stored.
         """
-        step = await asyncio.wrap_future(self._thread.submit(self._steps.get()))
-        if step is None and not self.interrupted:
-            await asyncio.wrap_future(self._work)
-        return step
-
-    def wait(self) -> RunProgress | None:
-        """Do the same as ``step``, but block."""
-        received = self._thread.submit(self._steps.get())
-        while not received.done():
-            # Repeated, because a signal that arrives just before a wait starts does not interrupt it.
-            concurrent.futures.wait([received], 0.25)
-        if received.result() is None and not self.interrupted:
-            self._work.result()
-        return received.result()
-
-    def table(self) -> pd.DataFrame:
-        """Return the results so far, one row for each request."""
+        thread = LoopThread("lmx-lab-bench")
+        thread.start()
+        portal = Portal(lambda: thread)
+        try:
+            work = thread.submit(self._measure())
+            try:
+                while (step := await on_loop(portal, self._steps.get())) is not None:
+                    show(step)
+                work.result()
+                interrupted = False
+            except KeyboardInterrupt:
+                interrupted = True
+        finally:
+            thread.stop()  # This cancels running requests.
         table = frame(self._taken, self._provenance)
-        table.attrs["interrupted"] = self.interrupted
+        table.attrs["interrupted"] = interrupted
         path = None if self._recorder is None else self._recorder.path
         table.attrs["path"] = None if path is None else str(path)
         return table

@@ -201,7 +201,7 @@ def _first_target(
         if served:
             yield benchmark.ChatTarget(lab.url, api_key=settings.api_key, name="lab")
         else:
-            yield benchmark.EngineTarget(lab.engine)
+            yield benchmark.EngineTarget(lab.server.engine)
 
 
 def _report(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:

@@ -60,7 +60,7 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
         stack.push_async_callback(_cancel, tasks)
         freeze_objects()
         start = asyncio.create_task(_start(lab, spec, first), name="lmx-lab start")
-        server = asyncio.create_task(lab.wait(), name="lmx-lab server")
+        server = asyncio.create_task(lab.server.wait(), name="lmx-lab server")
         tasks += [start, server]
         await asyncio.wait([start, stop, server], return_when=asyncio.FIRST_COMPLETED)
         if start.done():
@@ -111,9 +111,10 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None, first: asyncio.Task[Lo
     Args:
         first: The load of the first model, which has begun.
     """
-    if lab.port != lab.settings.port != 0:
+    if lab.server.port != lab.settings.port != 0:
         print_line(
-            f"port {lab.settings.port} is in use, so the server uses port {lab.port}; to choose another, use --port"
+            f"port {lab.settings.port} is in use, so the server uses port {lab.server.port}; to choose another, use "
+            "--port"
         )
     for name in (lab.settings.embedder, lab.settings.reranker):
         if name is not None:
@@ -127,11 +128,11 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None, first: asyncio.Task[Lo
         report = await lab.aload(spec.model, **spec.options)
         print_line(repr(report))
     print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
-    for url in lab.lan_urls:
+    for url in lab.server.addresses.lan_urls:
         print_line(f"on the LAN at {url}", style="bold")
     if lab.server.announced_name:
         print_line(f"announced on the LAN as {lab.server.announced_name}")
     if lab.lan_url is not None and lab.settings.page and sys.stdout.isatty() and (code := qr_half_blocks(lab.lan_url)):
         print_line(f"the chat page for phones:\n{code}")
-    if spec is None and not lab.engine.snapshot.pinned:
+    if spec is None and not lab.server.engine.snapshot.pinned:
         print_line("no model is loaded yet: load one with lmx-lab load, or start with --model")

@@ -6,19 +6,19 @@ import html
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lmx_lab.backend import Backend, LabAccess
+from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.batch.run import plain_text, text_tokens
-from lmx_lab.blocking import both, in_thread, on_loop
+from lmx_lab.blocking import both, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb, write_inspect_log
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, mean_score, to_json
-from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
-from lmx_lab.instrument.requests import RecordedRequest, RequestList
+from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens, lens_of
 from lmx_lab.results.frames import Dtype, dtypes_of, make_table
 from lmx_lab.results.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
 from lmx_lab.results.tables import html_table
@@ -34,7 +34,6 @@ SHOWN_FAILURES = 10
 SHOWN_CHARACTERS = 80
 CALIBRATION_INCHES = (4.2, 4.2)
 TITLE_CHARACTERS = 55
-NO_LAB = "this evaluation was opened without a lab; open it with lab.experiments"
 
 
 class Evaluation:
@@ -54,14 +53,12 @@ class Evaluation:
         rows: Sequence[EvaluatedRow],
         *,
         id: int | None = None,
-        lab: LabAccess | None = None,
-        requests: RequestList | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.facts = facts
         self.rows = list(rows)
         self.id = id
-        self._lab = lab
-        self._requests = requests
+        self._backend = backend
 
     @property
     def name(self) -> str:
@@ -304,11 +301,15 @@ class Evaluation:
             NotLoadedError: another model is loaded.
         """
         row = self._row(label, position)
-        if choice is None and (recorded := await in_thread(lambda: self._recorded(row))) is not None:
-            return await recorded.alens(color=color)
-        if self._lab is None:
-            raise InvalidRequestError(NO_LAB)
-        return await on_loop(self._lab.portal, self._scored_lens(self._lab.backend, row, choice, color))
+        if self._backend is None:
+            raise InvalidRequestError("this evaluation was opened without a lab; open it with lab.experiments")
+        if choice is None and row.answered.request_id is not None and not row.choices:
+            recorded = None
+            with suppress(InvalidRequestError):  # An attached lab has no records.
+                recorded = await on_loop(self._backend.portal, self._backend.record(row.answered.request_id))
+            if recorded is not None:
+                return await lens_of(self._backend, TokenAnswer.of_record(recorded), color=color)
+        return await on_loop(self._backend.portal, self._scored_lens(self._backend, row, choice, color))
 
     lens, alens = both(_lens)
 
@@ -324,15 +325,6 @@ class Evaluation:
                 param="label",
             )
         return found[0]
-
-    def _recorded(self, row: EvaluatedRow) -> RecordedRequest | None:
-        """Return the recorded request that generated the answer; None if there is none."""
-        if self._requests is None or row.answered.request_id is None or row.choices:
-            return None
-        try:
-            return self._requests[row.answered.request_id]
-        except KeyError:
-            return None
 
     async def _scored_lens(self, backend: Backend, row: EvaluatedRow, choice: str | None, color: ColorBy) -> TokenLens:
         text = row.answer if choice is None else choice

@@ -17,11 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from lmx_lab.backend import LabAccess
+from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.instrument.requests import RequestList
 from lmx_lab.results.database import open_database
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.tables import align_columns, html_table
@@ -78,14 +77,12 @@ class Experiments(Sequence[Evaluation]):
 
     Args:
         path: The file, which is created with the first evaluation.
-        lab: The lab that scores tokens for ``Evaluation.lens``; None if there is none.
-        requests: The recorded requests of the lab.
+        backend: The lab that scores tokens for ``Evaluation.lens``; None if there is none.
     """
 
-    def __init__(self, path: Path, *, lab: LabAccess | None = None, requests: RequestList | None = None) -> None:
+    def __init__(self, path: Path, backend: Backend | None = None) -> None:
         self.path = path
-        self._lab = lab
-        self._requests = requests
+        self._backend = backend
 
     def add(self, evaluation: Evaluation) -> int:
         """Store an evaluation, and return its id.
@@ -186,7 +183,7 @@ class Experiments(Sequence[Evaluation]):
                 ) from exc
             facts = dict(zip(FACTS, values, strict=True))
             facts |= {name: json.loads(facts[name]) for name in ("settings", "versions")}
-            found.append(Evaluation(RunFacts(**facts), rows, id=id_, lab=self._lab, requests=self._requests))
+            found.append(Evaluation(RunFacts(**facts), rows, id=id_, backend=self._backend))
         return found
 
     def _select(self, sql: str, *parameters: object) -> list[tuple[Any, ...]]:

@@ -7,8 +7,10 @@ import html
 import numpy as np
 from numpy.typing import NDArray
 
+from lmx_lab.backend import Backend
+from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.traces import token_label
+from lmx_lab.instrument.traces import What, activation_fields, integer, token_label, traced
 from lmx_lab.results.figures import HeatMap
 from lmx_lab.values.tracing import Trace
 
@@ -84,3 +86,33 @@ class AttentionPattern:
         )
         title = html.escape(f"All heads of block {self.layer}")
         return f"{self.heat_map().svg()}<details><summary>{title}</summary>{small}</details>{note}"
+
+
+async def attention(backend: Backend, what: What, layer: int, head: int = 0) -> AttentionPattern:
+    """Return how much each token of a text attends to the preceding tokens, in all heads of a block.
+
+    Args:
+        what: As in ``trace``.
+        layer: Index of the block.
+        head: Index of the head that is displayed large.
+
+    Raises:
+        LabError: see ``trace``.
+    """
+    block, shown = _index(layer, "layer"), _index(head, "head")
+    fields = activation_fields(f"blocks.{block}.attn.hook_pattern", None)
+    text = await in_thread(lambda: traced(what))
+    found = await on_loop(backend.portal, text.run(backend, fields))
+    return AttentionPattern(found, layer=block, head=shown)
+
+
+def _index(value: object, name: str) -> int:
+    """Return an index.
+
+    Raises:
+        InvalidRequestError: the value is not an integer, or is negative.
+    """
+    found = integer(value)
+    if found is None or found < 0:
+        raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an index, 0 or more", param=name)
+    return found

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from lmx_lab.backend import Backend
+from lmx_lab.blocking import in_thread, on_loop
+from lmx_lab.instrument.traces import Token, What, token_name, traced
 from lmx_lab.results.figures import HeatMap
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.tracing import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
-
-COLUMNS = {"block": "Int64", "part": "str", "head": "Int64", "contribution": "float64"}
 
 
 class LogitAttribution:
@@ -55,7 +56,9 @@ class LogitAttribution:
             rows += [(block, "head", head, float(value)) for head, value in enumerate(self.heads[block])]
             rows.append((block, "mlp", None, float(mlp)))
         rows.append((None, "bias", None, self.bias))
-        frame: pd.DataFrame = make_table(rows, COLUMNS)
+        frame: pd.DataFrame = make_table(
+            rows, {"block": "Int64", "part": "str", "head": "Int64", "contribution": "float64"}
+        )
         return frame
 
     def heat_map(self) -> HeatMap:
@@ -85,3 +88,24 @@ class LogitAttribution:
 
     def _repr_html_(self) -> str:
         return self.heat_map().svg()
+
+
+async def direct_logit_attribution(
+    backend: Backend, what: What, token: Token, *, other: Token | None = None
+) -> LogitAttribution:
+    """Return the contribution of each block, and each of its attention heads, to the logit of the next token.
+
+    Args:
+        what: As in ``trace``.
+        token: Id or text of the token, such as ``" Paris"``; a text must be exactly one token.
+        other: If set, the logit of ``token`` minus that of ``other`` is decomposed.
+
+    Raises:
+        LabError: see ``trace``.
+    """
+    names = [token_name(token, "token"), *([] if other is None else [token_name(other, "other")])]
+    fields = {"kind": "attribution", **dict(zip(("token", "other"), names, strict=False))}
+    text = await in_thread(lambda: traced(what))
+    found = await on_loop(backend.portal, text.run(backend, fields))
+    label = " minus ".join(map(repr, names))
+    return LogitAttribution(found, label=label)

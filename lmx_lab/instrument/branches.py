@@ -1,4 +1,4 @@
-"""Define the tree of an answer and its branches, in which the model continues after another token.
+"""Generate an answer again from a given position, after another token, and define the tree of such branches.
 
 ``explore`` generates the answers that begin with the most probable tokens, and returns them as a tree.
 """
@@ -13,16 +13,16 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmx_lab.backend import Backend, LabAccess, read_answer
+from lmx_lab.arguments import Prompt, chat_request
+from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import blocking, both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.answer import TokenAnswer, chosen_token, continue_answer, generate
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.traces import ActivationCache, activation_fields, traced_answer
 from lmx_lab.results.figures import write_file
@@ -34,24 +34,103 @@ from lmx_lab.wire.chat import ChatRequest
 if TYPE_CHECKING:
     import pandas as pd
 
-ROOT = "answer"
-"""Name of the first answer of a tree."""
 COLUMNS = {
     **{"name": "str", "parent": "str", "at": "Int64", "token": "str", "tokens": "int64"},
     **{"finish_reason": "str", "logprob": "float64", "text": "str"},
 }
-DIFF_COLUMNS = {"change": "str", "one": "str", "other": "str"}
 SHOWN_CHARACTERS = 60
 WORD = re.compile(r"\s*\S+|\s+")
+"""A word and the spaces before it."""
 NAME_CHARACTERS = 200
 """Maximum length of the name of a branch."""
 MAX_ANSWERS = 1000
 """Maximum number of answers in a tree."""
-NO_LAB = "this answer has no lab that can generate; generate the branch in the kernel that generated the answer"
 T = TypeVar("T")
 MAX_LEAVES = 64
-MAX_WIDTH = 20
-"""Maximum number of alternatives in a request."""
+
+
+def continuation_of(
+    answer: TokenAnswer, at: int, token: int | str, *, seed: int | None = None, max_tokens: int | None = None
+) -> Continuation:
+    """Return the request that generates the answer again from a given position.
+
+    Args:
+        at: Position of the first token that differs, starting at 0.
+        token: The token at this position.
+
+    Raises:
+        InvalidRequestError: the position does not exist, or the tokens of the answer are not known.
+    """
+    if not (answer.request and answer.prompt_ids and answer.ids):
+        raise InvalidRequestError(
+            "the token ids of this answer are not known, because its server runs in another process, or the engine "
+            "did not return all of them; use an answer of a lab that launch() started",
+            param="at",
+        )
+    count = len(answer.ids)
+    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < count:
+        raise InvalidRequestError(
+            f"at is {at!r:.40}; the answer has {count} tokens, at the positions 0 to {count - 1}", param="at"
+        )
+    if isinstance(token, bool) or not isinstance(token, int | str) or token == "":
+        raise InvalidRequestError(f"token is {token!r:.80}; it must be the id or the text of one token", param="token")
+    for name, value in (("seed", seed), ("max_tokens", max_tokens)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an integer", param=name)
+    return Continuation(
+        request=answer.request,
+        model=answer.model,
+        weights=answer.weights,
+        prompt=answer.prompt_ids,
+        answer=answer.ids[:at],
+        token=token,
+        seed=seed,
+        max_tokens=max_tokens,
+    )
+
+
+async def continue_answer(
+    backend: Backend,
+    answer: TokenAnswer,
+    at: int,
+    token: int | str,
+    *,
+    seed: int | None = None,
+    max_tokens: int | None = None,
+) -> TokenAnswer:
+    """Generate an answer again from a given position; see ``continuation_of``.
+
+    Raises:
+        InvalidRequestError: the answer cannot be continued with this token at this position.
+        NotLoadedError: another model is loaded.
+    """
+    continuation = continuation_of(answer, at, token, seed=seed, max_tokens=max_tokens)
+    generated = await generate(backend, continuation)
+    if not answer.is_scored or not generated.ids:
+        return replace(generated, tokens=())
+    chosen = chosen_token(answer.tokens[at], generated.ids[at])
+    if chosen is None:
+        return replace(generated, tokens=())
+    return replace(generated, tokens=(*answer.tokens[:at], chosen, *generated.tokens))
+
+
+async def generate(backend: Backend, continuation: Continuation, *, recorded: bool = True) -> TokenAnswer:
+    """Generate the rest of an answer. The log-probabilities of the result are those of the generated tokens."""
+    running = await backend.continue_answer(continuation, recorded=recorded)
+    return replace(await running.read(), weights=continuation.weights)
+
+
+def chosen_token(position: TokenLogprob, token: int) -> TokenLogprob | None:
+    """Return a token as if it had been chosen at a position; None if its log-probability is not known."""
+    if position.token == token:
+        return position
+    for rank, other in enumerate(position.top, 1):
+        if other.token == token:
+            return replace(other, top=position.top, named=position.named, entropy=position.entropy, rank=rank)
+    for other in position.named:
+        if other.token == token:
+            return replace(other, top=position.top, named=position.named, entropy=position.entropy)
+    return None
 
 
 class CanBranch(ABC):
@@ -90,9 +169,9 @@ class CanBranch(ABC):
         """
         # In another thread, because a recorded request reads its answer from the recording.
         start = await in_thread(lambda: self._start)
-        lab = start._tree._require_lab(name)
+        backend = start._tree._require_backend(name)
         answer = await on_loop(
-            lab.portal, continue_answer(lab.backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
+            backend.portal, continue_answer(backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
         )
         return start._tree.add(start, at, token, answer=answer, name=name)
 
@@ -174,7 +253,7 @@ class Branch(CanBranch):
         scored = self._scored
         # llama.cpp computes entropies only if they are requested.
         if scored is None or (color == "entropy" and any(token.entropy is None for token in scored)):
-            scored = self._scored = await lens_of(self._tree._lab, self.answer, color=color)
+            scored = self._scored = await lens_of(self._tree._backend, self.answer, color=color)
         return scored.colored(color)
 
     lens = blocking(_lens)
@@ -205,7 +284,7 @@ class Branch(CanBranch):
 class HasTokens(CanBranch):
     """An object with an answer: the probabilities of its tokens, and branches that are generated from it."""
 
-    _lab: LabAccess | None
+    _backend: Backend | None
 
     @property
     @abstractmethod
@@ -226,7 +305,7 @@ class HasTokens(CanBranch):
             InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
         """
         # In another thread, because a recorded request reads its answer from the recording.
-        return await lens_of(self._lab, await in_thread(lambda: self._tokens), color=color)
+        return await lens_of(self._backend, await in_thread(lambda: self._tokens), color=color)
 
     lens, alens = both(_lens)
 
@@ -239,12 +318,12 @@ class HasTokens(CanBranch):
             NotLoadedError: another model is loaded.
             InvalidRequestError: the tokens of the answer are not known, or a hook or position does not exist.
         """
-        lab = self._lab
-        if lab is None:
+        backend = self._backend
+        if backend is None:
             raise InvalidRequestError("there is no lab that can compute the tokens of this answer; use lab.trace(...)")
         text = await in_thread(lambda: traced_answer(self._tokens))
         fields = activation_fields(hooks, positions)
-        return ActivationCache(await on_loop(lab.portal, text.run(lab.backend, fields)))
+        return ActivationCache(await on_loop(backend.portal, text.run(backend, fields)))
 
     trace, atrace = both(_trace)
 
@@ -254,7 +333,7 @@ class HasTokens(CanBranch):
 
     @functools.cached_property
     def _tree(self) -> AnswerTree:
-        return AnswerTree(self._tokens, self._lab)
+        return AnswerTree(self._tokens, self._backend)
 
     @property
     def _start(self) -> Branch:
@@ -267,11 +346,11 @@ class AnswerTree:
     ``tree["name"]`` is the branch with this name. The first answer has the name ``answer``.
 
     Args:
-        lab: The lab that generates and scores; None if there is none.
+        backend: The lab that generates and scores; None if there is none.
     """
 
-    def __init__(self, answer: TokenAnswer, lab: LabAccess | None, *, name: str = ROOT) -> None:
-        self._lab = lab
+    def __init__(self, answer: TokenAnswer, backend: Backend | None, *, name: str = "answer") -> None:
+        self._backend = backend
         self.root = Branch(self, answer, name=name)
 
     def __iter__(self) -> Iterator[Branch]:
@@ -339,12 +418,12 @@ class AnswerTree:
                 **dict(zip(COLUMNS, _row(branch), strict=True)),
                 "reasoning": branch.reasoning,
                 "ids": branch.ids,
-                "logprobs": [token.logprob for token in branch.answer.logprobs] if branch.answer.is_scored else None,
+                "logprobs": [token.logprob for token in branch.answer.tokens] if branch.answer.is_scored else None,
             }
             for branch in self
         ]
         answer = self.root.answer
-        document = {"model": answer.model, "weights": answer.weights, "prompt": answer.prompt, "branches": branches}
+        document = {"model": answer.model, "weights": answer.weights, "prompt": answer.prompt_ids, "branches": branches}
         return json.dumps(document, ensure_ascii=False, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -376,16 +455,18 @@ class AnswerTree:
     def _find(self, branch: Branch | str) -> Branch:
         return self[branch] if isinstance(branch, str) else self[branch.name]
 
-    def _require_lab(self, name: str | None) -> LabAccess:
+    def _require_backend(self, name: str | None) -> Backend:
         """Return the lab that generates a new branch.
 
         Raises:
             InvalidRequestError: there is none, the tree has ``MAX_ANSWERS`` answers, or the name cannot be used.
         """
-        if self._lab is None:
-            raise InvalidRequestError(NO_LAB)
+        if self._backend is None:
+            raise InvalidRequestError(
+                "this answer has no lab that can generate; generate the branch in the kernel that generated the answer"
+            )
         self._require_room(name)
-        return self._lab
+        return self._backend
 
     def _require_room(self, name: str | None) -> None:
         """Check that an answer with this name can be added."""
@@ -440,13 +521,9 @@ class BranchDiff:
         Raises:
             MissingPackageError: pandas is not installed.
         """
-        frame: pd.DataFrame = make_table(self._runs(), DIFF_COLUMNS)
+        dtypes = dict.fromkeys(("change", "one", "other"), "str")
+        frame: pd.DataFrame = make_table(word_changes(self.one.text, self.other.text), dtypes)
         return frame
-
-    def _runs(self) -> Iterator[tuple[str, str, str]]:
-        one, other = WORD.findall(self.one.text), WORD.findall(self.other.text)
-        for change, a, b, c, d in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
-            yield change, "".join(one[a:b]), "".join(other[c:d])
 
     def __repr__(self) -> str:
         at = self.first_difference
@@ -454,14 +531,27 @@ class BranchDiff:
         return f"<BranchDiff of {self.one.name!r} and {self.other.name!r}: {place}>"
 
     def _repr_html_(self) -> str:
-        pieces = []
-        for change, one, other in self._runs():
-            if change == "equal":
-                pieces.append(html.escape(one))
-                continue
-            pieces += [f"<del>{html.escape(one)}</del>"] if one else []
-            pieces += [f"<ins>{html.escape(other)}</ins>"] if other else []
-        return f"<div style='white-space:pre-wrap'>{''.join(pieces)}</div>"
+        runs = word_changes(self.one.text, self.other.text)
+        return f"<div style='white-space:pre-wrap'>{marked_changes(runs)}</div>"
+
+
+def word_changes(one: str, other: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the runs of words of two texts, each with its kind: ``equal``, ``replace``, ``delete`` or ``insert``."""
+    words, others = WORD.findall(one), WORD.findall(other)
+    for kind, a, b, c, d in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
+        yield kind, "".join(words[a:b]), "".join(others[c:d])
+
+
+def marked_changes(runs: Iterable[tuple[str, str, str]]) -> str:
+    """Return HTML in which removed words are struck through, and added words underlined."""
+    pieces = []
+    for kind, before, after in runs:
+        if kind == "equal":
+            pieces.append(html.escape(after))
+            continue
+        pieces += [f"<del>{html.escape(before)}</del>"] if before else []
+        pieces += [f"<ins>{html.escape(after)}</ins>"] if after else []
+    return "".join(pieces)
 
 
 def _row(branch: Branch) -> tuple[Any, ...]:
@@ -495,7 +585,7 @@ class _Beginning:
     ranks: tuple[int, ...] = ()
     """The rank of each token at its position, starting at 1."""
     tokens: tuple[TokenLogprob, ...] = ()
-    ended: bool = field(default=False)
+    ended: bool = False
     """Whether the answer ends with these tokens."""
 
     @property
@@ -513,18 +603,28 @@ class _Beginning:
 
 
 async def explore(
-    backend: Backend, request: ChatRequest, lab: LabAccess, *, width: int, depth: int, max_tokens: int
+    backend: Backend, /, prompt: Prompt, *, width: int = 3, depth: int = 2, max_tokens: int = 64, **parameters: Any
 ) -> AnswerTree:
-    """Return the tree of the answers that begin with the most probable tokens.
+    """Generate the answers that begin with the most probable tokens, all together, and return them as a tree.
 
-    At each of the first ``depth`` positions, the ``width`` most probable tokens are taken. The answers that begin with
-    them are generated together, with the sampling of the request.
+    At each of the first ``depth`` positions, the ``width`` most probable tokens are taken, which makes up to
+    ``width ** depth`` answers. They are recorded.
+
+    Args:
+        width: Number of tokens at each position, up to 20.
+        depth: Number of positions; there may be up to 64 answers.
+        max_tokens: Maximum length of each answer.
+        parameters: Other parameters of ``chat``.
 
     Raises:
-        InvalidRequestError: an argument is out of range, or the answer cannot be continued after one of the tokens, for
-            example because ``response_format`` does not allow the token.
+        NotLoadedError: no model is loaded.
+        InvalidRequestError: a parameter does not exist or is out of range, the server runs in another process, or the
+            answer cannot be continued after one of the tokens, for example because ``response_format`` does not allow
+            the token.
     """
-    for name, value, most in (("width", width, MAX_WIDTH), ("depth", depth, MAX_LEAVES)):
+    request = chat_request(prompt, parameters)
+    # ``top_logprobs`` of a request is at most 20.
+    for name, value, most in (("width", width, 20), ("depth", depth, MAX_LEAVES)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise InvalidRequestError(f"{name} is {value!r:.40}; it must be from 1 to {most}", param=name)
     if width**depth > MAX_LEAVES:
@@ -536,22 +636,27 @@ async def explore(
             f"max_tokens is {max_tokens!r:.40}; with depth {depth} it must be at least {depth}", param="max_tokens"
         )
     fields = {"max_tokens": 1, "max_completion_tokens": None, "logprobs": True, "top_logprobs": width}
-    first = TokenAnswer.of_generation(*await read_answer(backend, request.model_copy(update=fields)))
-    if not first.ids or not first.logprobs:
+    return await on_loop(
+        backend.portal,
+        _explored(backend, request.model_copy(update=fields), width=width, depth=depth, max_tokens=max_tokens),
+    )
+
+
+async def _explored(backend: Backend, request: ChatRequest, *, width: int, depth: int, max_tokens: int) -> AnswerTree:
+    first = await (await backend.generate(request)).read()
+    if not first.ids or not first.tokens:
         raise InvalidRequestError(
             "the token ids of this answer are not known, because its server runs in another process, or the engine "
             'does not return them; use a lab that launch() started, and leave out tools or load with engine="mlx"'
         )
-    beginnings = _Beginning().extended(first.logprobs[0], width)
+    beginnings = _Beginning().extended(first.tokens[0], width)
     for _ in range(1, depth):
         running = [it for it in beginnings if not it.ended]
         # One token after each beginning, with its alternatives.
         following = await _together(
             [_generate(backend, first, it, max_tokens=len(it.tokens) + 1, top=width, recorded=False) for it in running]
         )
-        positions = {
-            it.ranks: answer.logprobs[0] for it, answer in zip(running, following, strict=True) if answer.logprobs
-        }
+        positions = {it.ranks: answer.tokens[0] for it, answer in zip(running, following, strict=True) if answer.tokens}
         beginnings = [
             longer
             for it in beginnings
@@ -560,7 +665,7 @@ async def explore(
             )
         ]
     answers = await _together([_generate(backend, first, it, max_tokens=max_tokens, top=width) for it in beginnings])
-    return _tree(beginnings, answers, lab)
+    return _tree(beginnings, answers, backend)
 
 
 async def _generate(
@@ -575,7 +680,7 @@ async def _generate(
     continuation = Continuation(
         request=first.request,
         model=first.model,
-        prompt=first.prompt,
+        prompt=first.prompt_ids,
         answer=tuple(ids[:-1]),
         token=ids[-1],
         max_tokens=max_tokens,
@@ -596,13 +701,13 @@ async def _generate(
         ) from exc
 
 
-def _tree(beginnings: Sequence[_Beginning], answers: Sequence[TokenAnswer], lab: LabAccess) -> AnswerTree:
+def _tree(beginnings: Sequence[_Beginning], answers: Sequence[TokenAnswer], backend: Backend) -> AnswerTree:
     """Return the tree in which each answer branches from the one with the most probable tokens at these positions."""
     scored = [
-        replace(answer, logprobs=(*beginning.tokens, *answer.logprobs))
+        replace(answer, tokens=(*beginning.tokens, *answer.tokens))
         for beginning, answer in zip(beginnings, answers, strict=True)
     ]
-    tree = AnswerTree(scored[0], lab, name=beginnings[0].name)
+    tree = AnswerTree(scored[0], backend, name=beginnings[0].name)
     nodes: dict[tuple[int, ...], Branch] = {_place(beginnings[0].ranks): tree.root}
     for beginning, answer in zip(beginnings[1:], scored[1:], strict=True):
         place = _place(beginning.ranks)

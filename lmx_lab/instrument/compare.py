@@ -9,25 +9,26 @@ computes only the missing answers and scores.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import hashlib
 import html
 import itertools
 import json
 import os
-import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from lmx_lab.backend import AnswerRecorder, Backend, LabAccess
-from lmx_lab.blocking import in_thread
+from lmx_lab.arguments import Prompt, chat_request
+from lmx_lab.backend import Backend
+from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.instrument.branches import WORD, marked_changes, word_changes
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
+from lmx_lab.progress import counter
 from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.tables import Html, html_table
@@ -35,32 +36,22 @@ from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Record
 from lmx_lab.values.steering import recorded_steering
+from lmx_lab.wire.chat import ChatRequest
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Prompt = str | Sequence[Mapping[str, Any]]
+Settings = Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
 Work = Callable[[Backend], Coroutine[Any, Any, None]]
 MAX_ANSWERS = 10_000
 """Maximum number of answers of a comparison."""
-SCORED = "scored"
-"""``outcome`` of records that are scores. Their ``logprobs`` are those of an answer under another setting."""
-PROBES = ("x", "y")
-"""Two texts without common tokens, except those that the tokenizer puts before each text."""
 COLUMNS = {
     **{"prompt": "int64", "setting": "str", "model": "str", "text": "str", "outcome": "str", "tokens": "Int64"},
     **{"tokens_per_second": "float64", "ttft_s": "float64"},
     **{"logprob": "float64", "logprob_per_token": "float64", "first_difference": "Int64"},
 }
-SCORE_COLUMNS = {
-    **{"prompt": "int64", "answer": "str", "under": "str", "tokens": "int64"},
-    **{"logprob": "float64", "logprob_per_token": "float64"},
-}
-WORD = re.compile(r"\s*\S+|\s+")
 MAX_WORDS = 2000
 """Length of an answer above which differences are not marked."""
-SHOWN_PROMPTS = 50
-"""Maximum number of prompts in the display; the data frame and the file contain all."""
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Comparison</title><style>
@@ -97,7 +88,7 @@ class Cell:
     setting: Setting
     key: str
     """Id of the record of the answer."""
-    answer: AnswerRecorder
+    request: ChatRequest
 
 
 class ComparisonRun:
@@ -116,7 +107,7 @@ class ComparisonRun:
         self,
         backend: Backend,
         prompts: Sequence[Prompt],
-        settings: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]],
+        settings: Settings,
         *,
         path: str | os.PathLike[str] | None,
         all_scores: bool,
@@ -138,11 +129,13 @@ class ComparisonRun:
                 prompt=number,
                 setting=setting,
                 key=_digest(prompt, setting.load_key, setting.parameters),
-                answer=backend.answer_recorder(prompt, setting.parameters),
+                request=chat_request(prompt, setting.parameters),
             )
             for number, prompt in enumerate(self.prompts)
             for setting in self.settings
         ]
+        for cell in self.cells:
+            backend.check_request(cell.request)
         if loaded is None and any(setting.spec is None for setting in self.settings):
             raise NotLoadedError("no model is loaded; load one, or name a model in each setting")
         self.path = None if path is None else Path(path).expanduser()
@@ -209,8 +202,8 @@ class ComparisonRun:
 
             yield f"load {setting.model}", load
 
-    async def _answer(self, cell: Cell, _backend: Backend) -> None:
-        self._save(replace(await cell.answer(), request_id=cell.key))
+    async def _answer(self, cell: Cell, backend: Backend) -> None:
+        self._save(replace(await backend.answer(cell.request), request_id=cell.key))
 
     def _save(self, record: Record) -> None:
         self.records[record.request_id] = record
@@ -259,8 +252,8 @@ class ComparisonRun:
         if answer.setting.load_key == cell.setting.load_key:
             tokens: Sequence[int] = record.answer or ()
         else:
-            # Without the tokens that the tokenizer puts before each text.
-            one, other = [await backend.encode(probe) for probe in PROBES]
+            # Without the tokens that the tokenizer puts before each text, which are all that these two have in common.
+            one, other = [await backend.encode(probe) for probe in ("x", "y")]
             before = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
             tokens = (await backend.encode(record.text))[before:]
         prompt = under.prompt
@@ -282,16 +275,15 @@ class ComparisonRun:
             answer=tuple(tokens),
             text=record.text,
             logprobs=tuple(whole),
-            outcome=SCORED,
+            # The record is a score: its ``logprobs`` are those of an answer under another setting.
+            outcome="scored",
             timings={},
             steps=(),
         )
         self._save(scored)
 
 
-def _read_settings(
-    settings: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]], loaded: str
-) -> list[Setting]:
+def _read_settings(settings: Settings, loaded: str) -> list[Setting]:
     """Return the settings with their names and models.
 
     Args:
@@ -346,9 +338,9 @@ class Comparison:
     Differences from the first setting are marked by word: added words are underlined, removed words struck through.
     """
 
-    def __init__(self, run: ComparisonRun, lab: LabAccess) -> None:
+    def __init__(self, run: ComparisonRun, backend: Backend) -> None:
         self._run = run
-        self._lab = lab
+        self._backend = backend
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -362,7 +354,7 @@ class Comparison:
     @property
     def requests(self) -> RequestList:
         """The records of all answers and scores, which can be replayed."""
-        return RequestList(self._run.store, self._lab)
+        return RequestList(self._run.store, self._backend)
 
     def answer(self, prompt: int, setting: str | int) -> Record:
         """Return the record of an answer.
@@ -427,7 +419,14 @@ class Comparison:
             for under in self._run.settings
             if (score := self._run.score_of(cell, under)) is not None
         ]
-        frame: pd.DataFrame = make_table(rows, SCORE_COLUMNS, needed_by="scores")
+        frame: pd.DataFrame = make_table(
+            rows,
+            {
+                **{"prompt": "int64", "answer": "str", "under": "str", "tokens": "int64"},
+                **{"logprob": "float64", "logprob_per_token": "float64"},
+            },
+            needed_by="scores",
+        )
         return frame
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -487,7 +486,7 @@ class Comparison:
         return f"<Comparison of {len(self.prompts)} prompts, {', '.join(self.settings)}: {done} of {total} answers>"
 
     def _repr_html_(self) -> str:
-        return self._grid(SHOWN_PROMPTS)
+        return self._grid(50)
 
     def _grid(self, prompts: int) -> str:
         rows = []
@@ -508,11 +507,7 @@ class Comparison:
             return "<small>no answer yet</small>"
         first = self._run.records.get(self._cell(cell.prompt, 0).key)
         parts = _aligned(first.text if first is not None else record.text, record.text)
-        text = ""
-        for kind, before, after in parts:
-            text += f"<del>{html.escape(before)}</del>" if before and kind != "equal" else ""
-            text += f"<ins>{html.escape(after)}</ins>" if after and kind != "equal" else ""
-            text += html.escape(after) if kind == "equal" else ""
+        text = marked_changes(parts)
         values = dict(zip(COLUMNS, self._row(cell), strict=True))
         cost = [f"{values['tokens']} tokens"] if values["tokens"] is not None else [values["outcome"]]
         if values["tokens_per_second"] is not None:
@@ -531,11 +526,41 @@ def _sums(logprobs: Sequence[TokenLogprob]) -> tuple[int, float | None, float | 
 
 
 def _aligned(one: str, other: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the equal and the different parts of two texts, compared by words."""
-    words, others = WORD.findall(one), WORD.findall(other)
-    if one == other or max(len(words), len(others)) > MAX_WORDS:
-        yield "equal" if one == other else "replace", one, other
-        return
-    matcher = difflib.SequenceMatcher(None, words, others, autojunk=False)
-    for kind, start, end, other_start, other_end in matcher.get_opcodes():
-        yield kind, "".join(words[start:end]), "".join(others[other_start:other_end])
+    """Return the equal and the different parts of two texts, compared by words."""
+    if one == other or max(len(WORD.findall(text)) for text in (one, other)) > MAX_WORDS:
+        return iter([("equal" if one == other else "replace", one, other)])
+    return word_changes(one, other)
+
+
+async def compare(
+    backend: Backend,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    all_scores: bool = False,
+) -> Comparison:
+    """Answer prompts under several settings, and compare the answers.
+
+    A setting contains parameters of ``chat``, such as ``system`` and ``temperature``, and may name a ``model`` with
+    options of ``load``. Models are loaded one after the other; the last one stays loaded. Each answer is
+    scored under the settings of its own model, and of models that are loaded later.
+
+    Args:
+        prompts: Texts, or conversations.
+        settings: A dictionary of settings by their names, or a list of settings.
+        path: An SQLite file for answers and scores. Another run with the same file continues an interrupted one.
+        all_scores: Whether to load models a second time, to score the answers of models that were loaded later.
+
+    Raises:
+        InvalidRequestError: a prompt or a setting is invalid, or the server runs in another process.
+        NotLoadedError: no setting names a model, and none is loaded.
+    """
+    # In another thread, because opening and closing the file wait for the disk.
+    run = await in_thread(partial(ComparisonRun, backend, prompts, settings, path=path, all_scores=all_scores))
+    async with run:
+        with counter("compare", backend) as shown:
+            for text, work in run.remaining():
+                shown.show(text, run.done, run.total)
+                await on_loop(backend.portal, work(backend))
+    return Comparison(run, backend)

@@ -13,10 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from lmx_lab.backend import Backend, LabAccess
+from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.tables import align_columns, html_table
@@ -39,8 +38,6 @@ COLUMNS = {
 ALTERNATIVES = 5
 """Number of alternatives that a scoring pass returns for each token."""
 ASK = "send the request with logprobs"
-SHOWN_TOKENS = 4000
-"""Maximum number of tokens in the display of a lens; the data frame contains all."""
 COLORS = ("#1a9850", "#91cf60", "#d9d93b", "#fc8d59", "#d73027")
 """Colours from expected to unexpected tokens."""
 ALPHA = "55"
@@ -51,7 +48,6 @@ LIMITS: Mapping[ColorBy, Sequence[float]] = {
     "rank": (1, 2, 5, 20),
 }
 """The last value of each colour, except the last colour. Probabilities descend, entropies and ranks ascend."""
-PART_NAMES: Mapping[Part, str] = {"text": "text", "reasoning": "part of the reasoning", "call": "part of a tool call"}
 PART_STYLES: Mapping[Part, str] = {
     "text": "",
     "reasoning": "font-style:italic;border-bottom:1px dotted;",
@@ -203,7 +199,7 @@ class TokenLens(TokenTable):
         return f"<TokenLens of {len(self)} tokens, log-probability {self.logprob:.3f}: {short!r}; .df has all values>"
 
     def _repr_html_(self) -> str:
-        shown = self._tokens[:SHOWN_TOKENS]
+        shown = self._tokens[:4000]  # The data frame contains all.
         more = f"<div>{len(self) - len(shown)} more tokens: see .df</div>" if len(self) > len(shown) else ""
         spans = ""
         for token, part in zip(shown, self.parts, strict=False):
@@ -281,7 +277,7 @@ def _visible_html(token: TokenLogprob) -> str:
 def _figures(token: TokenLogprob, part: Part) -> list[str]:
     lines = [f"{token.text!r}" + (f", id {token.token}" if token.token is not None else "")]
     if part != "text":
-        lines.append(PART_NAMES[part])
+        lines.append({"text": "text", "reasoning": "part of the reasoning", "call": "part of a tool call"}[part])
     if token.logprob is not None:
         lines.append(f"probability {math.exp(token.logprob):.2%}, logprob {token.logprob:.4f}")
     if token.entropy is not None:
@@ -319,31 +315,31 @@ def parts_of(tokens: Sequence[TokenLogprob], answer: TokenAnswer) -> list[Part]:
         if reasoning and position < start:
             parts.append("reasoning")
         else:
-            parts.append("call" if answer.calls and not start <= position < end else "text")
+            parts.append("call" if answer.tool_calls and not start <= position < end else "text")
         position += len(token.bytes)
     return parts
 
 
-async def lens_of(lab: LabAccess | None, answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
+async def lens_of(backend: Backend | None, answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
     """Return the lens of an answer. If its log-probabilities are not known, its tokens are scored now, as a step.
 
     Args:
-        lab: The lab that scores; None if there is none.
+        backend: The lab that scores; None if there is none.
 
     Raises:
         NotLoadedError: another model is loaded.
         InvalidRequestError: the tokens cannot be scored.
     """
-    if answer.logprobs:
+    if answer.tokens:
         return known_lens(answer, color=color)
-    if lab is None:
+    if backend is None:
         raise InvalidRequestError(f"the answer has no log-probabilities, and no lab can score its tokens; {ASK}")
-    return await on_loop(lab.portal, scored_lens(lab.backend, answer, color=color))
+    return await on_loop(backend.portal, scored_lens(backend, answer, color=color))
 
 
 def known_lens(answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
     """Return the lens of an answer with log-probabilities."""
-    return TokenLens(answer.logprobs, source="answer", color=color, parts=parts_of(answer.logprobs, answer))
+    return TokenLens(answer.tokens, source="answer", color=color, parts=parts_of(answer.tokens, answer))
 
 
 async def scored_lens(backend: Backend, answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
@@ -353,15 +349,15 @@ async def scored_lens(backend: Backend, answer: TokenAnswer, *, color: ColorBy =
         NotLoadedError: another model is loaded.
         InvalidRequestError: the tokens cannot be scored, or the files of the model have changed.
     """
-    if not (answer.prompt and answer.ids):
+    if not (answer.prompt_ids and answer.ids):
         raise InvalidRequestError(f"the token ids of this answer are not known, so they cannot be scored; {ASK}")
     if answer.weights:
         await backend.require_weights(answer.model, answer.weights)
     tokens = await backend.score(
-        [*answer.prompt, *answer.ids],
+        [*answer.prompt_ids, *answer.ids],
         model=answer.model,
         top=ALTERNATIVES,
-        start=len(answer.prompt),
+        start=len(answer.prompt_ids),
         distributions=color == "entropy",
         steer=recorded_steering(answer.request),
     )

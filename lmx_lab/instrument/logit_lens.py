@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lmx_lab.backend import Backend
+from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.traces import token_label
+from lmx_lab.instrument.traces import What, position_list, token_label, traced
 from lmx_lab.results.figures import HeatMap
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.tracing import Trace
@@ -123,3 +126,23 @@ class LogitLensTable:
             f"<div>The last {SHOWN_POSITIONS} positions are shown; .df contains {more} more.</div>" if more > 0 else ""
         )
         return self.heat_map().svg() + note
+
+
+async def logit_lens(
+    backend: Backend, what: What, *, top: int = 5, positions: int | Sequence[int] | None = None
+) -> LogitLensTable:
+    """Return the tokens that the model would predict after each of its blocks, at each position of a text.
+
+    The final norm and the head of the model are applied to the residual stream after each block.
+
+    Args:
+        what: As in ``trace``.
+        top: Number of tokens for each block and position, up to 100.
+        positions: As in ``trace``.
+
+    Raises:
+        LabError: see ``trace``.
+    """
+    fields = {"kind": "logit_lens", "top": top, "positions": position_list(positions)}
+    text = await in_thread(lambda: traced(what))
+    return LogitLensTable(await on_loop(backend.portal, text.run(backend, fields)))

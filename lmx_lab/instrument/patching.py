@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmx_lab.backend import Backend
+from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.traces import token_label
+from lmx_lab.instrument.traces import (
+    Token,
+    What,
+    hook_list,
+    position_list,
+    token_label,
+    token_name,
+    traced_pair,
+)
+from lmx_lab.progress import counter
 from lmx_lab.results.figures import HeatMap
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.tracing import Trace
@@ -21,9 +33,6 @@ COLUMNS = {
     **{"hook": "str", "block": "int64", "head": "Int64", "position": "Int64", "token": "str"},
     **{"answer": "float32", "other": "float32", "difference": "float32", "restored": "float32"},
 }
-SHOWN_POSITIONS = 8
-"""Maximum number of positions, counted from the last one, for which the display has a heat map of heads."""
-HOOKS_WITH_HEADS = ("hook_z",)
 NO_DIFFERENCE = "the logit difference is the same after both texts"
 
 
@@ -200,8 +209,9 @@ class PatchSweep:
             note += f"<div>Nothing can be restored, because {NO_DIFFERENCE}.</div>"
         maps = list[HeatMap]()
         for hook in self._kinds():
-            by_position = not self.together and hook in HOOKS_WITH_HEADS
-            shown = self.positions[-SHOWN_POSITIONS:] if by_position else (None,)
+            by_position = not self.together and hook == "hook_z"
+            # The others are not displayed, because each has a heat map.
+            shown = self.positions[-8:] if by_position else (None,)
             maps += [self.heat_map(hook, position) for position in shown]
             if by_position and len(shown) < len(self.positions):
                 note += (
@@ -212,3 +222,77 @@ class PatchSweep:
     def _kinds(self) -> list[str]:
         """Return the last parts of the names, without duplicates."""
         return list(dict.fromkeys(name.rpartition(".")[2] for name in self.hooks))
+
+
+async def patch(
+    backend: Backend,
+    clean: What,
+    corrupt: What,
+    *,
+    answer: Token,
+    other: Token,
+    hooks: str | Sequence[str] = "blocks.*.hook_resid_post",
+    positions: int | Sequence[int] | None = None,
+    together: bool = False,
+) -> PatchSweep:
+    """Compute a corrupt text once for each value and position, with this value replaced by that of a clean text.
+    The result contains the fraction of the difference between two logits that each replacement restores. For
+    ``attn.hook_z``, the outputs of single heads are replaced.
+
+    If ``patch`` is interrupted, it returns the positions that are complete; ``apatch`` is cancelled.
+
+    Args:
+        clean, corrupt: Texts with the same number of tokens, as ``what`` in ``trace``.
+        answer: The token that the model predicts after the clean text: an id, or a text of exactly one token.
+        other: The token that the model predicts after the corrupt text.
+        hooks: Names that end with ``hook_resid_pre``, ``hook_resid_mid``, ``hook_resid_post``, ``hook_attn_out``,
+            ``hook_mlp_out``, or ``attn.hook_z``, the outputs of single heads.
+        positions: As in ``trace``.
+        together: Whether each value is replaced at all positions at once, instead of at one after the other.
+
+    Raises:
+        InvalidRequestError: the texts have different numbers of tokens, or a hook cannot be patched.
+        LabError: see ``trace``.
+    """
+    source, text = await in_thread(lambda: traced_pair(clean, corrupt))
+    fields: dict[str, Any] = {
+        "kind": "patching",
+        "clean": source.text,
+        "answer": token_name(answer, "answer"),
+        "other": token_name(other, "other"),
+        "hooks": hook_list(hooks),
+    }
+    wanted = position_list(positions)
+    if together:
+        whole = await on_loop(backend.portal, text.run(backend, {**fields, "positions": wanted, "together": together}))
+        return PatchSweep(whole, together=True)
+    first = await on_loop(
+        backend.portal, text.run(backend, {**fields, "positions": [-1] if wanted is None else wanted[:1]})
+    )
+    count = len(first.tokens)
+    wrong = next((at for at in wanted or () if not -count <= at < count), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"positions contains {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}",
+            param="positions",
+        )
+    # Positions are in ascending order, and negative ones count from the end.
+    all_positions = list(range(count)) if wanted is None else sorted({at % count for at in wanted})
+    sweep = PatchSweep(first, all_positions)
+    left = [at for at in all_positions if at not in first.details["positions"]]
+    values, total, size = len(sweep.hooks), len(sweep.positions), 1
+    label = f"{values} values at each position"
+    with counter("patch", backend) as bar:
+        try:
+            while left:
+                bar.show(label, values * (total - len(left)), values * total)
+                started = time.monotonic()
+                some, left = left[:size], left[size:]
+                sweep.add(await on_loop(backend.portal, text.run(backend, {**fields, "positions": some})))
+                # Each request computes both texts, so fewer requests are faster. One takes about 1 s, after which the
+                # progress is shown.
+                size = max(1, min(4 * size, int(size / max(time.monotonic() - started, 1e-3))))
+            bar.show(label, values * total, values * total)
+        except KeyboardInterrupt:
+            sweep.interrupted = True
+    return sweep

@@ -14,10 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from lmx_lab.backend import LabAccess
+from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.store import COLUMNS, RecordStore
 from lmx_lab.instrument.timeline import Timeline, timeline_of_record
@@ -31,18 +30,15 @@ if TYPE_CHECKING:
 SHOWN_ROWS = 10
 SHOWN = ("id", "at", "model", "outcome", "prompt_tokens", "output_tokens", "text")
 """Columns of the display."""
-NO_LAB = "this recording was loaded without a lab; load it with lab.requests.load(path)"
-HASHES = ("weights", "template")
-"""Fields of a provenance that are compared only if both are known."""
 
 
 class RecordedRequest(HasTokens):
     """A recorded request and its answer. ``record`` contains all stored fields."""
 
-    def __init__(self, record: Record, store: RecordStore, lab: LabAccess | None) -> None:
+    def __init__(self, record: Record, store: RecordStore, backend: Backend | None) -> None:
         self.record = record
         self._store = store
-        self._lab = lab
+        self._backend = backend
 
     @property
     def id(self) -> int:
@@ -73,9 +69,9 @@ class RecordedRequest(HasTokens):
             NotLoadedError: another model is loaded; load the model of the record first.
             InvalidRequestError: the recording was loaded without a lab.
         """
-        if self._lab is None:
-            raise InvalidRequestError(NO_LAB)
-        replayed = await on_loop(self._lab.portal, self._lab.backend.regenerate(self.record))
+        if self._backend is None:
+            raise InvalidRequestError("this recording was loaded without a lab; load it with lab.requests.load(path)")
+        replayed = await on_loop(self._backend.portal, self._backend.answer(self.record))
         return Replay(recorded=await in_thread(lambda: self._newest), replayed=replayed)
 
     replay, areplay = both(_replay)
@@ -115,12 +111,12 @@ class RequestList(Sequence[RecordedRequest]):
     or was deleted because the recording exceeded its limits, raises ``KeyError``.
 
     Args:
-        lab: The lab that generates and scores; None if there is none.
+        backend: The lab that generates and scores; None if there is none.
     """
 
-    def __init__(self, store: RecordStore, lab: LabAccess | None = None) -> None:
+    def __init__(self, store: RecordStore, backend: Backend | None = None) -> None:
         self._store = store
-        self._lab = lab
+        self._backend = backend
 
     def __len__(self) -> int:
         return len(self._store)
@@ -149,7 +145,7 @@ class RequestList(Sequence[RecordedRequest]):
         return map(self._element, self._store)
 
     def _element(self, record: Record) -> RecordedRequest:
-        return RecordedRequest(record, self._store, self._lab)
+        return RecordedRequest(record, self._store, self._backend)
 
     @property
     def df(self) -> pd.DataFrame:
@@ -174,7 +170,7 @@ class RequestList(Sequence[RecordedRequest]):
         Raises:
             InvalidRequestError: the file does not exist, or is not a recording.
         """
-        return load_requests(path, self._lab)
+        return load_requests(path, self._backend)
 
     def clear(self) -> None:
         """Delete all records. Their content is overwritten in the file.
@@ -205,16 +201,16 @@ class RequestList(Sequence[RecordedRequest]):
         return f"{len(self)} requests are recorded; the newest {SHOWN_ROWS} are shown, .df contains all"
 
 
-def load_requests(path: str | os.PathLike[str], lab: LabAccess | None = None) -> RequestList:
+def load_requests(path: str | os.PathLike[str], backend: Backend | None = None) -> RequestList:
     """Return the requests in the file of a recording, without a server. The file is not changed.
 
     Args:
-        lab: A lab that can generate and score.
+        backend: A lab that can generate and score.
 
     Raises:
         InvalidRequestError: the file does not exist, or is not a recording.
     """
-    return RequestList(RecordStore(Path(path), read_only=True), lab)
+    return RequestList(RecordStore(Path(path), read_only=True), backend)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -253,7 +249,9 @@ class Replay:
         names = [each.name for each in fields(Provenance)]
         pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
         differing = {
-            name: pair for name, pair in pairs.items() if pair[0] != pair[1] and (name not in HASHES or all(pair))
+            name: pair
+            for name, pair in pairs.items()
+            if pair[0] != pair[1] and (name not in ("weights", "template") or all(pair))
         }
         prompts = self.recorded.prompt, self.replayed.prompt
         return differing | ({"prompt": prompts} if prompts[0] != prompts[1] else {})

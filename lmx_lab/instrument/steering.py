@@ -21,10 +21,6 @@ from lmx_lab.values.steering import LARGEST, VECTOR_LIMIT, encode_components
 from lmx_lab.values.tensors import decode_tensors, encode_tensors
 
 FORMAT = "lmx-lab steering vector 1"
-MAX_FILE_BYTES = 4 * VECTOR_LIMIT + 2**20
-"""Maximum size of a vector's file, including its metadata."""
-ROUNDING = 1e-5
-"""Maximum length of a difference of means, relative to the activations, that rounding alone can cause."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -152,8 +148,8 @@ class Steer:
         """
         source = Path(path).expanduser()
         try:
-            # The weights of a model are in the same format, and are too large to read.
-            if (size := source.stat().st_size) > MAX_FILE_BYTES:
+            # The weights of a model are in the same format, and are too large to read. Metadata has up to 1 MB.
+            if (size := source.stat().st_size) > 4 * VECTOR_LIMIT + 2**20:
                 raise ValueError(f"it has {size} bytes")
             arrays, metadata = decode_tensors(source.read_bytes())
             if metadata.get("format") != FORMAT:
@@ -194,7 +190,8 @@ def mean_difference(layer: int, positive: Sequence[Vectors], negative: Sequence[
     difference = one - other
     length = float(np.linalg.norm(difference))
     residual_norm = float(np.mean([np.linalg.norm(row) for row in (*positive, *negative)]))
-    if length <= ROUNDING * residual_norm:
+    # Rounding alone causes a difference of up to this length.
+    if length <= 1e-5 * residual_norm:
         raise InvalidRequestError(
             "both groups have the same mean activations, apart from rounding; pass other texts, or another position",
             param="positive",

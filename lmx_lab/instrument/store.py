@@ -29,21 +29,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 ELSEWHERE = frozenset({"id", "provenance"})
 """Fields of a record that are stored in separate columns. The others are stored as JSON."""
-KEPT_IN_MEMORY = 200
-"""Maximum number of records in memory."""
-BATCHES_IN_MEMORY = 50
-"""Maximum number of records of batches in memory, so that a batch does not replace all others."""
 MEMORY_BYTES = 64 * 2**20
 """Maximum size of the records in memory."""
-FILE_BYTES = 4 * 2**30
-"""Maximum size of the records in a file. The oldest ones are deleted first."""
 MAX_PENDING = 1000
 """Maximum number of records that wait to be written. Additional records are dropped."""
 PAGE = 500
 """Number of records that an iteration reads in one query."""
-SHOWN_CHARACTERS = 200
-"""Number of characters of an answer in the table of all records."""
-VERSION = 1
 SCHEMA = """
 CREATE TABLE provenance (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, data TEXT NOT NULL);
 CREATE TABLE records (
@@ -151,7 +142,7 @@ class RecordStore:
         read_only: bool = False,
         max_records: int | None = None,
         max_batch_records: int | None = None,
-        max_bytes: int = FILE_BYTES,
+        max_bytes: int = 4 * 2**30,
     ) -> None:
         self.path = path
         self._max_records = max_records
@@ -167,7 +158,7 @@ class RecordStore:
         self._connection = open_database(
             path,
             SCHEMA,
-            version=VERSION,
+            version=1,
             purpose="a recording",
             param="record_to",
             # Deleted records are overwritten.
@@ -179,7 +170,8 @@ class RecordStore:
     @classmethod
     def in_memory(cls) -> RecordStore:
         """Return a store of the last records, which are lost when it is closed."""
-        return cls(max_records=KEPT_IN_MEMORY, max_batch_records=BATCHES_IN_MEMORY, max_bytes=MEMORY_BYTES)
+        # Fewer of batches, so that a batch does not replace all others.
+        return cls(max_records=200, max_batch_records=50, max_bytes=MEMORY_BYTES)
 
     # Writing
 
@@ -300,7 +292,7 @@ class RecordStore:
             "ttft_s": timings.get("ttft_s"),
             "total_s": sum(timings[name] for name in ("queue_s", "prefill_s", "decode_s")) if timings else None,
             "seed": None if seed is None else str(seed),
-            "text": record.text[:SHOWN_CHARACTERS],
+            "text": record.text[:200],
             "size": len(data),
             "data": data,
         }

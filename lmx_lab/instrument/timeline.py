@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -11,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, overload
 
+from lmx_lab.backend import Backend
+from lmx_lab.blocking import on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
@@ -20,11 +23,6 @@ from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Span, others
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = {
-    **{"request": "Int64", "request_id": "str", "model": "str", "outcome": "str", "span": "str", "depth": "int64"},
-    **{"at": "time", "start_s": "float64", "duration_s": "float64", "tokens": "int64", "step": "int64"},
-    **{"requests": "int64", "kv_bytes": "int64"},
-}
 COLORS = {
     **{"queued": "#bdbdbd", "prefill": "#5b8ff9", "decode": "#5ad8a6", "paused": "#f6bd16", "slow": "#e8684a"},
     **{"load": "#9270ca", "unload": "#d3c4ec"},
@@ -83,7 +81,21 @@ class Timeline(Sequence[RequestTimeline]):
             for number, id_, each in parts
             for span in each.spans()
         ]
-        frame: pd.DataFrame = make_table(rows, COLUMNS)
+        frame: pd.DataFrame = make_table(
+            rows,
+            {
+                **{
+                    "request": "Int64",
+                    "request_id": "str",
+                    "model": "str",
+                    "outcome": "str",
+                    "span": "str",
+                    "depth": "int64",
+                },
+                **{"at": "time", "start_s": "float64", "duration_s": "float64", "tokens": "int64", "step": "int64"},
+                **{"requests": "int64", "kv_bytes": "int64"},
+            },
+        )
         return frame
 
     def explain(self, at: int = -1) -> str:
@@ -214,6 +226,23 @@ class Timeline(Sequence[RequestTimeline]):
         foot = "".join(f"<div>{line}</div>" for line in self._footer())
         caption = f"<div><small>{last - first:.3f} s: {legend}</small></div>"
         return f"{caption}<table style='width:100%'>{rows}</table>{foot}"
+
+
+async def timeline(backend: Backend, last_s: float = 60.0) -> Timeline:
+    """Return the timeline of the requests of all clients, and of loads, in the last ``last_s`` seconds.
+
+    The server keeps the last 256 requests, including running ones, and the last 64 loads and unloads. A timeline
+    contains neither texts nor tokens.
+
+    Raises:
+        InvalidRequestError: ``last_s`` is not a number of seconds.
+    """
+    if isinstance(last_s, bool) or not isinstance(last_s, int | float) or not 0 <= last_s < math.inf:
+        raise InvalidRequestError(
+            f"last_s is {last_s!r:.40}; it must be a number of seconds, 0 or more", param="last_s"
+        )
+    found = await on_loop(backend.portal, backend.timeline(last_s))
+    return Timeline(found.requests, found.models)
 
 
 def timeline_of_record(record: Record) -> Timeline:

@@ -1,4 +1,7 @@
-"""Convert texts, conversations, token ids and answers to the input of traces, and show the values of hooks."""
+"""Convert texts, conversations, token ids and answers to the input of traces, and show the values of hooks.
+
+The text of a trace is read in another thread, because a recorded request reads its answer from the recording.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, TokenAnswer
+from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.results.figures import write_file
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.values.steering import recorded_steering
@@ -26,6 +29,8 @@ from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.errors import invalid_request
 
 Shape = tuple[int | str, ...]
+Token = int | str
+"""The id or the text of a token."""
 BLOCK = re.compile(r"^blocks\.\d+\.")
 
 
@@ -108,13 +113,13 @@ def traced_answer(answer: TokenAnswer) -> Traced:
             "token ids",
             param="what",
         )
-    if not answer.prompt or not answer.ids:
+    if not answer.prompt_ids or not answer.ids:
         raise InvalidRequestError(
             "the token ids of this answer are not known, because its server runs in another process, or the engine "
             "did not return them; trace its text",
             param="what",
         )
-    return Traced(text={"tokens": [*answer.prompt, *answer.ids]}, model=answer.model, weights=answer.weights)
+    return Traced(text={"tokens": [*answer.prompt_ids, *answer.ids]}, model=answer.model, weights=answer.weights)
 
 
 def traced_pair(clean: What, corrupt: What) -> tuple[Traced, Traced]:
@@ -309,3 +314,44 @@ def _grouped(shapes: Mapping[str, Shape]) -> list[tuple[str, str]]:
 def _table(title: str, shapes: Mapping[str, Shape]) -> str:
     rows = ((Html(f"<code>{html.escape(name)}</code>"), shape) for name, shape in _grouped(shapes))
     return f"<div>{html.escape(title)}</div>{html_table((), rows)}"
+
+
+# Methods of a lab
+
+
+async def hooks(backend: Backend) -> HookTable:
+    """Return the names of the values that can be read while the loaded model computes, with their shapes.
+
+    The names are those of TransformerLens.
+
+    Raises:
+        NotLoadedError: no model is loaded.
+        InvalidRequestError: the model does not run on MLX, or has no list of blocks.
+        AdminForbiddenError: the server runs on another machine.
+    """
+    return HookTable(await on_loop(backend.portal, backend.trace(trace_body({"kind": "hooks"}))))
+
+
+async def trace(
+    backend: Backend, what: What, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
+) -> ActivationCache:
+    """Compute a text, and return the values of hooks at its positions as float32 arrays.
+
+    The text is computed again from its tokens, between the steps of running answers, which are not affected.
+
+    Args:
+        what: A text, messages, token ids, a reply or a recorded request. A reply is traced together with its
+            prompt.
+        hooks: Names from ``hooks()``, in which ``*`` stands for any characters, such as
+            ``blocks.*.hook_resid_post``.
+        positions: The positions whose values are returned, by default all; negative ones count from the end.
+
+    Raises:
+        NotLoadedError: no model is loaded, or not the model of the answer.
+        InvalidRequestError: a hook or position does not exist, the values are larger than ``trace_bytes``, or the
+            model does not run on MLX.
+        ContextLengthError: the text is longer than the model's context.
+        AdminForbiddenError: the server runs on another machine.
+    """
+    fields, text = activation_fields(hooks, positions), await in_thread(lambda: traced(what))
+    return ActivationCache(await on_loop(backend.portal, text.run(backend, fields)))

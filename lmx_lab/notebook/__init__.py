@@ -11,12 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmx_lab.notebook.lab import Lab
+    from lmx_lab.notebook.lab import Lab, attach
     from lmx_lab.notebook.launcher import current, launch
-    from lmx_lab.notebook.remote import attach
 
 __all__ = ["Lab", "attach", "current", "launch"]
-_MODULES = {"Lab": "lab", "attach": "remote", "current": "launcher", "launch": "launcher"}
+_MODULES = {"Lab": "lab", "attach": "lab", "current": "launcher", "launch": "launcher"}
 
 
 def __getattr__(name: str) -> Any:

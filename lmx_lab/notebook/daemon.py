@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from lmx_lab.client import AsyncDaemonClient, DaemonClient
 from lmx_lab.client.subscription import ConnectionState
@@ -15,18 +16,24 @@ from lmx_lab.panels.workbench import EventSource
 from lmx_lab.wire.errors import validated
 from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
-from lmx_lab.wire.sessions import CancelTurns, PermissionRecord, SessionList, SessionMessage
+from lmx_lab.wire.sessions import CancelTurns
 
 if TYPE_CHECKING:
-    from lmx_lab.client import BlockingSubscription, Session
     from lmx_lab.panels.events import EventsPanel
     from lmx_lab.panels.workbench import Workbench
 
+P = ParamSpec("P")
 T = TypeVar("T")
-SHOWN_EVENTS = 5000
-"""Number of stored events that the viewer reads when it is opened."""
-BUFFERED_EVENTS = 1000
-"""Maximum number of events between the connection and the viewer."""
+
+
+def _of_client(method: Callable[Concatenate[DaemonClient, P], T]) -> Callable[Concatenate[LabDaemon, P], T]:
+    """Return the method that calls a method of the daemon's client."""
+
+    @functools.wraps(method)
+    def call(self: LabDaemon, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self.client, *args, **kwargs)
+
+    return call
 
 
 class LabDaemon(Daemon):
@@ -77,47 +84,13 @@ class LabDaemon(Daemon):
         if self._client is not None:
             self._client.close()
 
-    # Sessions
+    # Sessions and events
 
-    def session(
-        self,
-        session_id: str | None = None,
-        *,
-        title: str | None = None,
-        model: str | None = None,
-        system_prompt: str | None = None,
-        tools: Sequence[str] | None = None,
-        messages: Sequence[SessionMessage] = (),
-    ) -> Session:
-        """Create a session, or return the existing one with this id. ``session.run("…")`` runs a turn in it."""
-        return self.client.session(
-            session_id, title=title, model=model, system_prompt=system_prompt, tools=tools, messages=messages
-        )
-
-    def sessions(self, *, limit: int | None = None, q: str | None = None) -> SessionList:
-        """List the sessions, most recently used first."""
-        return self.client.sessions(limit=limit, q=q)
-
-    # Events
-
-    def events(
-        self, *, after: int | None = None, session_ids: Sequence[str] = (), types: Sequence[str] = ()
-    ) -> BlockingSubscription:
-        """Subscribe to events. The subscription survives lost connections and restarts of the daemon.
-
-        ``with lab.daemon.events(after=0) as events: for event in events: …``
-        """
-        return self.client.events(after=after, session_ids=session_ids, types=types)
-
-    def permissions(self) -> list[PermissionRecord]:
-        """List the calls that wait for a decision."""
-        return self.client.permissions()
-
-    def decide(
-        self, permission_id: str, decision: Literal["allow", "deny"], *, scope: Literal["once", "session"] = "once"
-    ) -> PermissionRecord:
-        """Allow or deny a call; the scope ``session`` also applies to later calls of the tool in its session."""
-        return self.client.decide(permission_id, decision, scope=scope)
+    session = _of_client(DaemonClient.session)
+    sessions = _of_client(DaemonClient.sessions)
+    events = _of_client(DaemonClient.events)
+    permissions = _of_client(DaemonClient.permissions)
+    decide = _of_client(DaemonClient.decide)
 
     def panel(self) -> EventsPanel:
         """Return the event viewer, the same as ``lab.panel("events")``."""
@@ -156,13 +129,7 @@ class LabDaemon(Daemon):
             self.client.remove_mcp_server(name)
             return self.client.add_mcp_server(config)
 
-    def remove_mcp_server(self, name: str) -> None:
-        """Stop an MCP server and remove it with its tools. Otherwise the daemon starts it again in every later run.
-
-        Raises:
-            McpServerNotFoundError: no server has this name.
-        """
-        self.client.remove_mcp_server(name)
+    remove_mcp_server = _of_client(DaemonClient.remove_mcp_server)
 
 
 class LabEvents(EventSource):
@@ -181,7 +148,7 @@ class LabEvents(EventSource):
     async def events(self) -> AsyncGenerator[DaemonEvent | ConnectionState, None]:
         async with self._client() as client:
             state = await client.state()
-            subscription = client.events(after=max(state.oldest_seq - 1, state.latest_seq - SHOWN_EVENTS))
+            subscription = client.events(after=max(state.oldest_seq - 1, state.latest_seq - 5000))
             async with subscription, aclosing(merge_events(subscription.states(), subscription)) as items:
                 async for item in items:
                     yield item
@@ -197,9 +164,13 @@ class LabEvents(EventSource):
             await client.cancel_turns(session_id, CancelTurns())
 
 
-async def merge_events(*sources: AsyncIterable[T]) -> AsyncGenerator[T, None]:
-    """Yield the items of all sources as they arrive, until one source ends or raises."""
-    items: asyncio.Queue[T | None] = asyncio.Queue(BUFFERED_EVENTS)
+async def merge_events(*sources: AsyncIterable[T], buffered: int = 1000) -> AsyncGenerator[T, None]:
+    """Yield the items of all sources as they arrive, until one source ends or raises.
+
+    Args:
+        buffered: Maximum number of items that wait to be read.
+    """
+    items: asyncio.Queue[T | None] = asyncio.Queue(buffered)
     is_closed = False
 
     async def put(source: AsyncIterable[T]) -> None:

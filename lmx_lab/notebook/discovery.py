@@ -33,14 +33,9 @@ T = TypeVar("T")
 SERVICE = "_lmx-lab._tcp.local."
 MAX_NAME_BYTES = 63
 """Maximum length of the name of a service in DNS-SD."""
-MAX_LABS = 100
-"""Maximum number of labs that ``discover`` returns, because any device can announce any number."""
 FOUND_S = 3.0
 """Time that ``discover`` waits for announcements. A lab that has just answered a search may take a second to answer
 again."""
-RESOLVE_S = 1.0
-READY_S = 2.0
-"""Maximum time to ask a lab for its model."""
 # An address, or a host with a port or a domain.
 _ADDRESS = re.compile(r"[:/.]|^localhost$", re.IGNORECASE)
 
@@ -132,7 +127,7 @@ def _browse(timeout_s: float, interfaces: Sequence[str] | None, wanted: str = ""
     def changed(name: str, state_change: Any, **_: Any) -> None:
         if state_change is zeroconf.ServiceStateChange.Removed:
             names.discard(name)
-        elif len(names) < MAX_LABS:
+        elif len(names) < 100:  # Any device can announce any number of labs.
             names.add(name)
             if _name(name).casefold() == wanted:
                 is_found.set()
@@ -142,7 +137,7 @@ def _browse(timeout_s: float, interfaces: Sequence[str] | None, wanted: str = ""
         is_found.wait(timeout_s)
         browser.cancel()
         for name in list(names):
-            info = network.get_service_info(SERVICE, name, timeout=RESOLVE_S * 1000)
+            info = network.get_service_info(SERVICE, name, timeout=1000)  # In milliseconds.
             if info is not None and info.port and (addresses := info.parsed_addresses()):
                 lab = FoundLab(
                     name=_name(name),
@@ -163,7 +158,7 @@ async def _with_models(labs: Sequence[FoundLab]) -> list[FoundLab]:
         model = None
         with contextlib.suppress(LabError, TimeoutError):
             async with AsyncLabClient(lab.address) as client:
-                model = (await asyncio.wait_for(client.ready(), READY_S)).model or None
+                model = (await asyncio.wait_for(client.ready(), 2.0)).model or None
         return replace(lab, model=model)
 
     return list(await asyncio.gather(*map(with_model, labs)))

@@ -1,90 +1,100 @@
-"""Define ``Lab``: the methods that use and display an inference server, in this process or another.
+"""Define ``Lab``: the methods that use and display an inference server, in this process or another, and ``attach``.
 
-Every method that uses the server is written once, as a coroutine function, from which ``lmx_lab.blocking.both``
-derives a blocking and an awaitable method. Importing this module imports neither the engine nor the server, nor the
-widgets, which are optional.
+Most methods are functions of a ``Backend``, in the modules of their results. Importing this module imports neither the
+engine, the server and the HTTP client, nor the widgets, which are optional.
 """
 
 from __future__ import annotations
 
 import functools
 import html
+import inspect
 import os
 import socket
 import types
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
 
-from lmx_lab.backend import Backend, LabAccess
+from lmx_lab.arguments import Documents, Prompt, rerank_body
+from lmx_lab.backend import Backend
+from lmx_lab.batch import map as batch_map
+from lmx_lab.batch import search
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
-from lmx_lab.blocking import Portal, awaited, both, on_loop, run_steps
-from lmx_lab.errors import MissingPackageError
+from lmx_lab.blocking import both, both_of, on_loop, run_steps
+from lmx_lab.errors import InvalidRequestError, MissingPackageError
+from lmx_lab.evals import evaluate
+from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.extras import optional_imports
-from lmx_lab.instrument.branches import AnswerTree, explore
+from lmx_lab.instrument import attention, attribution, branches, compare, logit_lens, patching, probes, timeline, traces
 from lmx_lab.instrument.requests import RequestList
-from lmx_lab.instrument.verbs import InstrumentVerbs
-from lmx_lab.notebook.arguments import (
-    Documents,
-    Prompt,
-    Texts,
-    chat_request,
-    embeddings_body,
-    model_name,
-    rerank_body,
-)
-from lmx_lab.notebook.evaluate import EvaluateVerbs
-from lmx_lab.notebook.lab_server import LabServer
-from lmx_lab.notebook.load_progress import show_load, show_unload
-from lmx_lab.notebook.map import MapVerbs
-from lmx_lab.notebook.probing import ProbeVerbs
-from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
+from lmx_lab.notebook import loading, reply, results
 from lmx_lab.notebook.report import Snapshot, report_html, take_snapshot, write_report
-from lmx_lab.notebook.rerank_result import RerankResult
-from lmx_lab.notebook.search import SearchVerbs
-from lmx_lab.notebook.tracing import TraceVerbs
+from lmx_lab.notebook.results import RerankResult
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec
-from lmx_lab.values.outputs import InputType, Vectors
 
 if TYPE_CHECKING:
     import ipywidgets
     import pandas as pd
 
     from lmx_lab.bench.runner import Measured
+    from lmx_lab.client import AsyncLabClient, LabClient
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
-    from lmx_lab.notebook.local import LocalServer, LoopChoice, LoopMode
+    from lmx_lab.notebook.local import LocalServer, LoopChoice
+    from lmx_lab.notebook.remote import RemoteServer
+    from lmx_lab.notebook.reply import Reply, ReplyStream
     from lmx_lab.panels.events import EventsPanel
     from lmx_lab.panels.metrics import MetricsPanel
-    from lmx_lab.weights import Catalog
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
-"""Default token counts of ``bench``; llama-bench has the same defaults."""
 CLOSED = Closed()
-MODELS_TIMEOUT_S = 30.0
-"""Maximum time to list the models for a snapshot."""
+P = ParamSpec("P")
+T = TypeVar("T")
+NAMES = {
+    "models": ("load", "unload", "models"),
+    "ask": ("chat", "embed", "rerank"),
+    "tables": ("map", "embed_frame", "search", "evaluate", "experiments", "compare", "bench"),
+    "look inside": (
+        *("requests", "explore", "timeline", "hooks", "trace", "logit_lens", "attention"),
+        *("direct_logit_attribution", "patch", "steering_vector", "probe"),
+    ),
+    "show": ("panel", "metrics", "snapshot", "report"),
+    "connect": (*("url", "lan_url", "proxy_url", "openai", "settings", "daemon", "start_daemon", "running", "stop"),),
+}
+"""The names that completion offers, without their awaited forms. The others are for programs and for this package."""
 
 
-class Lab(
-    MapVerbs,
-    EvaluateVerbs,
-    SearchVerbs,
-    ProbeVerbs,
-    TraceVerbs,
-    InstrumentVerbs,
-):
+def of_backend(
+    function: Callable[Concatenate[Backend, P], Coroutine[Any, Any, T]],
+) -> tuple[Callable[Concatenate[Lab, P], T], Callable[Concatenate[Lab, P], Coroutine[Any, Any, T]]]:
+    """Return the blocking and the awaitable form of a function of a backend, as methods of ``Lab``."""
+    return both_of("backend", function)
+
+
+class Lab:
     """An inference server, in this process or another one, with methods to load models and to send requests.
+
+    - models: ``load``, ``unload``, ``models``
+    - ask: ``chat``, ``embed``, ``rerank``
+    - tables: ``map``, ``embed_frame``, ``search``, ``evaluate``, ``experiments``, ``compare``, ``bench``
+    - look inside: ``requests``, ``explore``, ``timeline``, ``hooks``, ``trace``, ``logit_lens``, ``attention``,
+      ``direct_logit_attribution``, ``patch``, ``steering_vector``, ``probe``
+    - show: ``panel``, ``metrics``, ``snapshot``, ``report``
+    - connect: ``url``, ``lan_url``, ``proxy_url``, ``openai``, ``settings``, ``daemon``, ``start_daemon``, ``running``,
+      ``stop``
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
     an awaitable form, whose name begins with ``a``: ``chat`` and ``achat``. Programs with their own event loop
-    use the class directly: ``async with Lab(settings) as lab``. Some properties (``settings``, ``engine``, ``lan_url``,
-    ``daemon`` and so on) exist only if the server runs in this process.
+    use the class directly: ``async with Lab(settings) as lab``. Some properties (``settings``, ``requests``,
+    ``lan_url``, ``daemon`` and so on) exist only if the server runs in this process.
     """
 
+    backend: Backend
+    _shown: Backend
+    """The backend of panels, which can outlive the lab and must not keep an attached lab's connection open."""
     _workbench: Workbench | None = None
 
     def __init__(
@@ -106,38 +116,35 @@ class Lab(
 
         server = LocalServer(settings, loop=loop, explicit_port=explicit_port, engine=engine)
         self._local: LocalServer | None = server
-        self._set(server, LocalBackend(server))
+        self._server: LocalServer | RemoteServer = server
+        self.backend = LocalBackend(server)
+        self._shown = self.backend
 
     @classmethod
-    def over(cls, server: LabServer, backend: Backend) -> Lab:
+    def over(cls, server: RemoteServer) -> Lab:
         """Return a lab for a server in another process."""
         lab = cls.__new__(cls)
         lab._local = None
-        lab._set(server, backend)
+        lab._server = server
+        lab.backend = server.backend(keeps=True)
+        lab._shown = server.backend(keeps=False)
         return lab
 
-    def _set(self, server: LabServer, backend: Backend) -> None:
-        self._server = server
-        self._backend = backend
-
-    @property
-    def _portal(self) -> Portal:
-        return self._server.portal
-
-    @property
-    def _access(self) -> LabAccess:
-        return LabAccess(self._backend, self._portal)
+    def __dir__(self) -> list[str]:
+        names = [name for group in NAMES.values() for name in group]
+        return [*names, *(f"a{name}" for name in names if hasattr(Lab, f"a{name}")), "astream"]
 
     # Lifetime
 
     async def _start(self, sock: socket.socket | None = None) -> None:
-        """Start the server, or connect to it, and return when it accepts requests. Does nothing if it was started.
+        """Start the server, or connect to it, and return when it accepts requests. Does nothing if it is running.
 
         Args:
             sock: A listening socket for a server of this process, instead of a new one.
 
         Raises:
             HostingError, PortTakenError: the server could not start; all that had been started was stopped.
+            HostingError: the lab was stopped.
             LabError: the server does not answer, or does not accept the key.
         """
         if sock is None:
@@ -180,29 +187,11 @@ class Lab(
         """Whether the server accepts requests or, if it runs in another process, whether the connection is open."""
         return self._server.running
 
-    async def wait(self) -> None:
-        """Wait until the server has ended for any reason. Can be awaited on any loop."""
-        await self.server.wait()
-
     # Models
 
-    async def _load(self, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:
-        """Load a model by its id or path in place of the loaded one, and show the progress.
-
-        A model that is not on disk is downloaded if the server runs in this process. A path is a path on the server's
-        machine. Interrupting this call cancels the load, and the previous model is loaded again.
-
-        Args:
-            options: ``LoadOptions``: ``engine="mlx"``, the engine that must run the model; ``wait``, whether running
-                answers of the loaded model may finish, as in ``unload``.
-
-        Raises:
-            AdminForbiddenError: the server allows this only to callers on its machine.
-            LabError: the load has failed; the message contains the reason, and the model that is now loaded.
-        """
-        return await show_load(self._portal, self._backend, LoadSpec.with_options(model_name(model), options))
-
-    load, aload = both(_load)
+    load, aload = of_backend(loading.load)
+    unload, aunload = of_backend(loading.unload)
+    models, amodels = of_backend(results.models)
 
     async def _pin_encoders(self) -> None:
         """Load the models that the settings ``embedder`` and ``reranker`` name, and keep them in memory.
@@ -212,54 +201,15 @@ class Lab(
         Raises:
             LabError: one of them could not be loaded; the server still runs.
         """
-        for spec in self._server.unpinned():
-            await show_load(self._portal, self._backend, spec)
+        for spec in self._local.engine.unpinned() if self._local is not None else ():
+            await loading.show_load(self.backend.portal, self.backend, spec)
 
     pin_encoders, apin_encoders = both(_pin_encoders)
 
-    async def _unload(self, model: str | os.PathLike[str] | None = None, *, wait: bool | None = None) -> float:
-        """Unload the model, and show how many running answers are left; returns the freed memory in GB (10^9 bytes).
+    # Ask
 
-        Interrupting this call does not cancel the unload. Another call joins it, and can change ``wait``. While a model
-        is being loaded, its load is cancelled instead, and the previous model is loaded again; but with the name of the
-        previous model, ``wait`` changes only how long the load waits for the answers of that model.
-
-        Args:
-            model: The loaded model, or the one whose load is cancelled; None for any.
-            wait: Whether running answers may finish: True without a time limit, False not at all, None within the
-                setting ``drain_s``, 30 s by default. Answers that have not ended by then raise ``NotLoadedError``.
-
-        Raises:
-            InvalidRequestError: the model of this name is pinned, or not loaded.
-            ModelBusyError: a model is being loaded in place of the named one.
-        """
-        name = None if model is None else model_name(model)
-        return await show_unload(self._portal, self._backend, name, wait=wait)
-
-    unload, aunload = both(_unload)
-
-    async def _models(self) -> ModelList:
-        """List the models on the server's disk, and which of them are loaded."""
-        return ModelList.of(await on_loop(self._portal, self._backend.models()))
-
-    models, amodels = both(_models)
-
-    # Chat
-
-    async def _chat(self, /, prompt: Prompt, **parameters: Any) -> Reply:
-        """Ask the loaded model, and return the complete reply. The parameters are those of ``chat``."""
-        shape = json_shape(parameters.get("response_format"))
-        return await on_loop(
-            self._portal, read_reply(self._backend, chat_request(prompt, parameters), shape, lab=self._access)
-        )
-
-    async def _stream(self, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
-        """Stream a reply: ``async for piece in await lab.astream("…")``. The parameters are those of ``chat``."""
-        stream = await on_loop(self._portal, self._backend.generate(chat_request(prompt, parameters)))
-        return ReplyStream(stream, self._access, json_shape(parameters.get("response_format")))
-
-    achat = awaited(_chat)
-    astream = awaited(_stream)
+    achat = of_backend(reply.ask)[1]
+    astream = of_backend(reply.stream)[1]
 
     @overload
     def chat(self, prompt: Prompt, *, stream: Literal[False] = False, **parameters: Any) -> Reply: ...
@@ -284,62 +234,10 @@ class Lab(
             InvalidRequestError: a parameter does not exist or is out of range.
         """
         if stream:
-            return run_steps(self._stream(prompt, **parameters))
-        return run_steps(self._chat(prompt, **parameters))
+            return run_steps(reply.stream(self.backend, prompt, **parameters))
+        return run_steps(reply.ask(self.backend, prompt, **parameters))
 
-    async def _explore(
-        self, /, prompt: Prompt, *, width: int = 3, depth: int = 2, max_tokens: int = 64, **parameters: Any
-    ) -> AnswerTree:
-        """Generate the answers that begin with the most probable tokens, all together, and return them as a tree.
-
-        At each of the first ``depth`` positions, the ``width`` most probable tokens are taken, which makes up to
-        ``width ** depth`` answers. They are recorded.
-
-        Args:
-            width: Number of tokens at each position, up to 20.
-            depth: Number of positions; there may be up to 64 answers.
-            max_tokens: Maximum length of each answer.
-            parameters: Other parameters of ``chat``.
-
-        Raises:
-            NotLoadedError: no model is loaded.
-            InvalidRequestError: a parameter does not exist or is out of range, or the server runs in another process.
-        """
-        request = chat_request(prompt, parameters)
-        return await on_loop(
-            self._portal,
-            explore(self._backend, request, self._access, width=width, depth=depth, max_tokens=max_tokens),
-        )
-
-    explore, aexplore = both(_explore)
-
-    # Vectors and scores
-
-    async def _embed(
-        self,
-        texts: Texts,
-        *,
-        model: str | os.PathLike[str] | None = None,
-        dimensions: int | None = None,
-        input_type: InputType | None = None,
-        truncate: bool = False,
-    ) -> Vectors:
-        """Return the vectors of texts in float32: a matrix with one row for each text, or one vector for a single text.
-
-        Args:
-            model: An embedding model in memory; by default the pinned one, otherwise the loaded one.
-            dimensions: Keep this number of leading components, and normalize again.
-            input_type: Selects the prompt in the model's files that precedes each text; many models have no prompts.
-            truncate: Cut texts that are too long for the model, instead of refusing them.
-
-        Raises:
-            NotLoadedError: no embedding model is loaded.
-            ContextLengthError: a text is too long.
-        """
-        body = embeddings_body(texts, model=model, dimensions=dimensions, input_type=input_type, truncate=truncate)
-        return await on_loop(self._portal, self._backend.embed(body))
-
-    embed, aembed = both(_embed)
+    embed, aembed = of_backend(results.embed)
 
     async def _rerank(
         self,
@@ -363,18 +261,34 @@ class Lab(
             ContextLengthError: a document is too long.
         """
         body = rerank_body(query, documents, top_n=top_n, model=model, truncate=truncate)
-        ranking = await on_loop(self._portal, self._backend.rerank(body))
+        ranking = await on_loop(self.backend.portal, self.backend.rerank(body))
         return RerankResult(ranking, show=self._show_ranking)
 
     rerank, arerank = both(_rerank)
 
-    # Speed
+    # Tables
+
+    map, amap = of_backend(batch_map.map_rows)
+    embed_frame, aembed_frame = of_backend(search.embed_frame)
+    search, asearch = of_backend(search.search)
+    evaluate, aevaluate = of_backend(evaluate.evaluate)
+    compare, acompare = of_backend(compare.compare)
+
+    @property
+    def experiments(self) -> Experiments:
+        """The stored evaluations, oldest first: ``lab.experiments.df``, ``lab.experiments[-1]``.
+
+        They are in the file ``experiments.db`` in the lab's home. If the server runs in another process, the file is in
+        the default home of this machine.
+        """
+        return Experiments(self.backend.home / FILE, self.backend)
 
     async def _bench(
         self,
         *,
-        prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
-        output_tokens: int | Sequence[int] = OUTPUT_TOKENS,
+        # The default token counts are those of llama-bench.
+        prompt_tokens: int | Sequence[int] = 512,
+        output_tokens: int | Sequence[int] = 128,
         concurrency: int | Sequence[int] = 1,
         requests: int | None = None,
         warm_up: int = 1,
@@ -418,47 +332,50 @@ class Lab(
             repeats=repeats,
         )
         # Imported here, because the HTTP client takes a tenth of the time in which a server starts.
-        from lmx_lab.notebook.bench import measure
+        from lmx_lab.bench.runner import measure
 
-        return await measure(self._server, plan, compare=compare, record=record, workbench=self.workbench)
+        return await measure(self.backend, plan, compare=compare, record=record)
 
     bench, abench = both(_bench)
 
-    # Addresses
+    # Look inside
+
+    explore, aexplore = of_backend(branches.explore)
+    timeline, atimeline = of_backend(timeline.timeline)
+    hooks, ahooks = of_backend(traces.hooks)
+    trace, atrace = of_backend(traces.trace)
+    logit_lens, alogit_lens = of_backend(logit_lens.logit_lens)
+    attention, aattention = of_backend(attention.attention)
+    direct_logit_attribution, adirect_logit_attribution = of_backend(attribution.direct_logit_attribution)
+    patch, apatch = of_backend(patching.patch)
+    steering_vector, asteering_vector = of_backend(probes.steering_vector)
+    probe, aprobe = of_backend(probes.probe)
 
     @property
-    def url(self) -> str:
-        """The server's address. If the server runs in this process, it is the address for programs on this machine."""
-        return self._server.url
+    def requests(self) -> RequestList:
+        """The recorded requests, oldest first: ``lab.requests[-1].replay()``, ``lab.requests.df``."""
+        return RequestList(self.server.recorder.store, self.backend)
 
-    @property
-    def openai(self) -> dict[str, Any]:
-        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``. Requests of this client are recorded."""
-        arguments = {"base_url": f"{self.url}/v1", "api_key": self._server.api_key or "lmx-lab"}
-        if self._local is None:
-            return arguments
-        return {**arguments, "default_headers": self._local.services.inference.recording.own_headers}
-
-    # Display
+    # Show
 
     @property
     def workbench(self) -> Workbench:
         """The state that the lab's panels share."""
-        if self._workbench is None or self._workbench.backend is not self._backend:
+        if self._workbench is None or self._workbench.backend is not self._shown:
             # The panels of the previous workbench show another lab now.
-            return self._use(Workbench(self._backend))
+            return self._use(Workbench(self._shown))
         return self._workbench
 
-    def take_over(self, workbench: Workbench | None) -> Workbench:
+    def _take_over(self, workbench: Workbench | None) -> Workbench:
         """Show this lab in the panels of another one, if there are any, and start to record its measurements."""
-        workbench = workbench or Workbench(self._backend)
-        workbench.follow(self._backend)
+        workbench = workbench or Workbench(self._shown)
+        workbench.follow(self._shown)
         return self._use(workbench)
 
     def _use(self, workbench: Workbench) -> Workbench:
         self._workbench = workbench
         # Without a reference to the lab, so that a remote connection is also closed when its lab is deleted.
-        self._server.when_closed(functools.partial(workbench.suspend_if_shown, self._backend))
+        self._server.when_closed(functools.partial(workbench.suspend_if_shown, self._shown))
         return workbench
 
     def panel(self, *names: str) -> ipywidgets.DOMWidget:
@@ -483,8 +400,9 @@ class Lab(
     def snapshot(self) -> Snapshot:
         """Return the lab at this moment: server, models, measurements, versions, machine."""
         samples = self.workbench.history.samples
-        models = self.workbench.submit(self._backend.models()).result(MODELS_TIMEOUT_S)
-        return take_snapshot(self._backend.state(), models, samples[-1] if samples else None)
+        backend = self.workbench.backend
+        models = self.workbench.submit(backend.models()).result(30.0)
+        return take_snapshot(backend.state(), models, samples[-1] if samples else None)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained HTML file: the snapshot, charts of the last 15 minutes, the requests, and the
@@ -503,7 +421,7 @@ class Lab(
 
     def _repr_html_(self) -> str:
         shown = facts_html(self._server.facts())
-        if code := self._backend.state().phone_code:
+        if code := self.backend.state().phone_code:
             image = f"<img alt='QR code of the LAN address' src='{html.escape(code)}' width='180' height='180'>"
             shown += f"<details><summary>QR code for phones</summary>{image}</details>"
         return shown
@@ -543,7 +461,30 @@ class Lab(
             from lmx_lab.panels import layout
         return layout
 
-    # A server in this process
+    # Connect
+
+    @property
+    def url(self) -> str:
+        """The server's address. If the server runs in this process, it is the address for programs on this machine."""
+        return self.backend.url
+
+    @property
+    def lan_url(self) -> str | None:
+        """The address for other hosts; None if only this machine is served."""
+        return next(iter(self.server.addresses.lan_urls), None)
+
+    @property
+    def proxy_url(self) -> str | None:
+        """The address through the proxy of JupyterHub, Binder, Colab or VS Code; None if there is no such proxy."""
+        return self.server.addresses.proxy_url
+
+    @property
+    def openai(self) -> dict[str, Any]:
+        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``. Requests of this client are recorded."""
+        arguments = {"base_url": f"{self.url}/v1", "api_key": self.backend.api_key or "lmx-lab"}
+        if self._local is None:
+            return arguments
+        return {**arguments, "default_headers": self._local.services.inference.recording.own_headers}
 
     @property
     def server(self) -> LocalServer:
@@ -563,49 +504,6 @@ class Lab(
         return self.server.settings
 
     @property
-    def mode(self) -> LoopMode:
-        """``kernel`` if the kernel's event loop runs the server while it is free, ``thread`` if only a thread does."""
-        return self.server.mode
-
-    @property
-    def engine(self) -> ModelManager:
-        return self.server.engine
-
-    @property
-    def catalog(self) -> Catalog:
-        """The models on this disk."""
-        return self.server.catalog
-
-    @property
-    def port(self) -> int:
-        return self.server.addresses.port
-
-    @property
-    def lan_url(self) -> str | None:
-        """The address for other hosts; None if only this machine is served."""
-        return next(iter(self.lan_urls), None)
-
-    @property
-    def lan_urls(self) -> list[str]:
-        """All addresses for other hosts, the most likely one first."""
-        return self.server.addresses.lan_urls
-
-    @property
-    def proxy_url(self) -> str | None:
-        """The address through the proxy of JupyterHub, Binder, Colab or VS Code; None if there is no such proxy."""
-        return self.server.addresses.proxy_url
-
-    @property
-    def proxy_path(self) -> str | None:
-        """The path of this server on pages of the notebook's Jupyter server; None without jupyter-server-proxy."""
-        return self.server.addresses.proxy_path
-
-    @property
-    def requests(self) -> RequestList:
-        """The recorded requests, oldest first: ``lab.requests[-1].replay()``, ``lab.requests.df``."""
-        return RequestList(self.server.recorder.store, self._access)
-
-    @property
     def daemon(self) -> LabDaemon | None:
         """The running daemon of this lab; None if it was not started, was stopped, or the lab is attached."""
         return None if self._local is None else self._local.running_daemon
@@ -623,6 +521,55 @@ class Lab(
         """
         show = lambda: cast("EventsPanel", self.panel("events"))  # noqa: E731
         return self.server.start_daemon(self.workbench, show, explicit_port=explicit_port, tools=tools)
+
+
+for _name in sum(NAMES.values(), ()):
+    if hasattr(Lab, f"a{_name}"):
+        _method = getattr(Lab, _name)
+        _method.__doc__ = f"{inspect.cleandoc(_method.__doc__)}\n\n``await lab.a{_name}(...)`` does the same."
+
+
+def attach(url: str | AsyncLabClient | LabClient, *, api_key: str | None = None) -> Lab:
+    """Return a lab for the server at this address, with the methods of a launched lab: ``with attach(url) as lab``.
+
+    Blocking methods work in scripts, in cells and beside running event loops, because the connection has its own loop.
+    ``stop()``, or deleting the lab, closes the connection; the server keeps running. ``panel()`` keeps the connection
+    open until panels of another connection to the same address are shown.
+
+    Args:
+        url: The address that the server prints, or one through a proxy, with or without ``/v1`` or a slash at its end;
+            or the name of a lab that is announced on the local network (see ``discover()``); or a client, whose address
+            and key the lab uses for its own connection.
+        api_key: The server's key, or Jupyter's token if Jupyter is in front of it.
+
+    Raises:
+        UnreachableError: no LMX Lab server answers at the address, or none is announced under the name.
+        UnauthorizedError: the server needs a key, or another one.
+    """
+    # Imported here, because a lab of this process needs no HTTP client.
+    from lmx_lab.notebook.discovery import find_address, is_name
+    from lmx_lab.notebook.remote import RemoteServer
+
+    if not isinstance(url, str):
+        from lmx_lab.client import AsyncLabClient, LabClient
+
+        if not isinstance(url, AsyncLabClient | LabClient):
+            raise InvalidRequestError(
+                f"url is {url!r:.80}; pass an address such as 'http://192.168.1.20:8400', or a client", param="url"
+            )
+        if api_key is not None:
+            raise InvalidRequestError(
+                "a client has a key of its own; leave api_key out, or pass an address", param="api_key"
+            )
+        api_key, url = url.api_key, url.url
+    server = RemoteServer(find_address(url) if is_name(url) else url, api_key=api_key)
+    lab = Lab.over(server)
+    try:
+        lab.start()
+    except BaseException:
+        lab.stop()
+        raise
+    return lab
 
 
 def facts_html(facts: Mapping[str, str]) -> str:

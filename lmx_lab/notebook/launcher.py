@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from lmx_lab.arguments import model_name
 from lmx_lab.blocking import in_thread, on_loop, run_steps
 from lmx_lab.engine.model_lookup import NONE_LOADED
 from lmx_lab.errors import ArgumentError, DaemonRunningError, HostingError, InvalidRequestError, LabError
 from lmx_lab.http.uvicorn_server import REQUEST_LOGGERS, bind
 from lmx_lab.notebook.addresses import Addresses, is_lan
-from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.lab import Lab
-from lmx_lab.notebook.load_progress import show_check, show_load
+from lmx_lab.notebook.loading import show_check, show_load
 from lmx_lab.notebook.local import REQUESTS_S, LocalBackend, LoopChoice, choose_loop
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
@@ -32,8 +32,6 @@ from lmx_lab.values.models import EngineChoice, LoadSpec, ModelEntry
 if TYPE_CHECKING:
     from lmx_lab.notebook.daemon import LabDaemon
 
-LOCK_S = 10.0
-"""Maximum time to wait for another ``launch()``."""
 SLOW_S = 3.0
 """A launch that takes at least this time shows the duration of its stages."""
 SHOWN_S = 0.1
@@ -88,7 +86,7 @@ def launch(
     explicit = _is_set("PORT", port)
     explicit_daemon_port = _is_set("DAEMON_PORT", settings.get("daemon_port"))
     spec = None if model is None else LoadSpec.with_options(model_name(model), {"engine": engine})
-    with _exclusive_launch():
+    with exclusive_launch():
         lab = before = current()
         if lab is None or not _fits(lab, chosen, loop, explicit=explicit):
             if before is not None and daemon:
@@ -106,7 +104,7 @@ def launch(
     if daemon:
         # Last, because turns that were interrupted by the daemon's last stop start immediately, and need the model.
         tools = before.server.daemon_tools if before is not None else None
-        with _exclusive_launch():
+        with exclusive_launch():
             try:
                 lab.start_daemon(explicit_port=explicit_daemon_port, tools=tools)
             except DaemonRunningError as exc:
@@ -154,10 +152,14 @@ def _read_settings(lan: bool, port: int | None, settings: Mapping[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def _exclusive_launch() -> Iterator[None]:
+def exclusive_launch(limit_s: float = 10.0) -> Iterator[None]:
     """Allow one launch at a time. The waiting time is limited, because the running launch may need the event loop on
-    which the next launch waits."""
-    if not _REGISTRY.lock.acquire(timeout=LOCK_S):
+    which the next launch waits.
+
+    Raises:
+        HostingError: another launch runs on this loop, or did not end within ``limit_s``.
+    """
+    if not _REGISTRY.lock.acquire(timeout=limit_s):
         raise HostingError("another launch() is running; wait for its end, then call launch() again")
     try:
         if _REGISTRY.starting:
@@ -185,9 +187,12 @@ def _is_set(name: str, value: object) -> bool:
 
 def _fits(lab: Lab, settings: Settings, loop: LoopChoice, *, explicit: bool) -> bool:
     """Return whether a launch with these arguments would result in the same lab."""
-    same_port = (settings.port, explicit) == (lab.settings.port, lab.server.explicit_port) or settings.port == lab.port
+    same_port = (settings.port, explicit) == (
+        lab.settings.port,
+        lab.server.explicit_port,
+    ) or settings.port == lab.server.port
     same_settings = replace(settings, port=0) == replace(lab.settings, port=0)
-    return same_port and same_settings and (loop == lab.server.loop_choice or choose_loop(loop) == lab.mode)
+    return same_port and same_settings and (loop == lab.server.loop_choice or choose_loop(loop) == lab.server.mode)
 
 
 def _replace(
@@ -208,7 +213,7 @@ def _replace(
             old = None
         sock = _reserve_port(settings, old, explicit=explicit)
         if old is not None:
-            specs = [*lab.server.unpinned(), *([spec] if spec is not None else [])]
+            specs = [*lab.server.engine.unpinned(), *([spec] if spec is not None else [])]
             run_steps(_move_models(old, lab, specs, stages))
     except BaseException:
         if sock is not None:
@@ -227,7 +232,7 @@ def _replace(
 def _reserve_port(settings: Settings, old: Lab | None, *, explicit: bool) -> socket.socket | None:
     """Return a listening socket for a new lab; None if it takes over the port of the old lab."""
     any_port = not explicit or settings.port == 0
-    if old is None or not (settings.port == old.port or (any_port and settings.port == old.settings.port)):
+    if old is None or not (settings.port == old.server.port or (any_port and settings.port == old.settings.port)):
         return bind(settings.host, settings.port, explicit=explicit)
     bind(settings.host, 0, explicit=True).close()
     if explicit and settings.port != 0 and not is_lan(old.settings.host):
@@ -252,7 +257,7 @@ async def _move_models(old: Lab, lab: Lab, specs: Sequence[LoadSpec], stages: La
         if daemon is not None:
             # First, because its turns send requests to the old lab.
             await on_loop(portal, asyncio.to_thread(daemon.stop))
-        await on_loop(portal, old.engine.make_room(entries[-1].id, limit_s=REQUESTS_S))
+        await on_loop(portal, old.server.engine.make_room(entries[-1].id, limit_s=REQUESTS_S))
         stages.end("the end of running answers")
         for spec in specs:
             await show_load(portal, backend, spec)
@@ -272,7 +277,7 @@ async def _take_back(old: Lab, daemon: LabDaemon | None) -> str:
     message, which describes the result.
     """
     try:
-        model = await on_loop(old.server.portal, old.engine.take_back())
+        model = await on_loop(old.server.portal, old.server.engine.take_back())
         kept = "the running lab was not replaced" + (f", and {model} is loaded in it again" if model else "")
     except LabError as exc:
         kept = f"the running lab was not replaced, but its model could not be loaded again: {exc.message}"
@@ -294,7 +299,7 @@ def _start(lab: Lab, sock: socket.socket | None, old: Lab | None) -> None:
         if sock is None:
             assert old is not None
             explicit = lab.server.explicit_port and lab.settings.port != 0
-            sock = bind(lab.settings.host, old.port, explicit=explicit)
+            sock = bind(lab.settings.host, old.server.port, explicit=explicit)
         lab.start(sock)
     except BaseException as exc:
         lab.stop()
@@ -303,7 +308,7 @@ def _start(lab: Lab, sock: socket.socket | None, old: Lab | None) -> None:
         raise type(exc)(f"{exc.message}; the lab at {old.url} has ended, call launch() again", param=exc.param) from exc
     _REGISTRY.lab = lab
     # The existing panels of the notebook show the new lab.
-    _REGISTRY.workbench = lab.take_over(_REGISTRY.workbench)
+    _REGISTRY.workbench = lab._take_over(_REGISTRY.workbench)
 
 
 def _stop(old: Lab) -> None:

@@ -13,12 +13,12 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from lmx_lab.backend import AnswerCost, AnswerRecorder, AnswerStream, Progress, Ranking, ServerState
+from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
 from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.engine import Answer, Caller, GenerationRequest, ModelManager, TextPrompt
 from lmx_lab.engine.registry import engine_for
@@ -27,8 +27,6 @@ from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
 from lmx_lab.instrument.recorder import RequestRecorder
 from lmx_lab.notebook.addresses import Addresses
-from lmx_lab.notebook.arguments import Prompt, chat_request
-from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.portal import HostedLoop, LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.admin import model_records
@@ -42,7 +40,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent, capacity_in_words, with_reason
-from lmx_lab.values.outputs import TokenLogprob, Vectors
+from lmx_lab.values.outputs import Delta, TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
@@ -64,16 +62,12 @@ LoopChoice = Literal["auto", "kernel", "thread"]
 LoopMode = Literal["kernel", "thread"]
 """Who runs the server's loop: the kernel's own loop together with a thread, or a thread alone."""
 
-LAST_ANSWERS_S = 1.0
-"""Minimum time for clients to receive the end of their answers before their connections are closed."""
 REQUESTS_S = 2.5
 """Time for running requests to end before they are ended with an error."""
-STEP_S = 0.7
-"""Additional time for the engine to end these requests, because a step may be running."""
 T = TypeVar("T")
 
 
-class LocalServer(LabServer):
+class LocalServer:
     """The engine, the services and the HTTP server of a lab in this process. Cannot be started again after a stop.
 
     See ``Lab`` for the arguments.
@@ -133,17 +127,20 @@ class LocalServer(LabServer):
 
     async def start(self, sock: socket.socket | None = None) -> None:
         """Bind the socket, start the engine and serve; return when requests are accepted. Does nothing if the server
-        was started.
+        is running.
 
         Args:
             sock: A listening socket, instead of a new one.
 
         Raises:
-            HostingError, PortTakenError: the server could not start; all that had been started was stopped.
+            HostingError, PortTakenError: the server could not start; all that had been started was stopped. Or it was
+                stopped before.
             InvalidRequestError: ``loop`` is ``kernel``, and no event loop runs in this thread.
         """
-        if self._host is not None:
+        if self.running:
             return
+        if self.stopped:
+            raise HostingError("this lab was stopped; launch() starts a new one")
         # The thread that starts the server need not be the one that created it.
         self.mode = choose_loop(self.loop_choice)
         self.services.open()
@@ -226,12 +223,14 @@ class LocalServer(LabServer):
         began = time.monotonic()
         await asyncio.gather(self.engine.cancel_loads(), self._quiesce())
         assert self._host is not None
-        await self._host.stop(max(LAST_ANSWERS_S, GRACE_S - (time.monotonic() - began)))
+        # Clients have at least 1 s to receive the end of their answers.
+        await self._host.stop(max(1.0, GRACE_S - (time.monotonic() - began)))
 
     async def _quiesce(self) -> None:
         """Wait until running requests have ended. A load or a step that hangs does not extend the time limit."""
         with contextlib.suppress(EngineError, TimeoutError):
-            await asyncio.wait_for(self.engine.quiesce(REQUESTS_S), REQUESTS_S + STEP_S)
+            # The engine needs more time to end these requests, because a step may be running.
+            await asyncio.wait_for(self.engine.quiesce(REQUESTS_S), REQUESTS_S + 0.7)
 
     def _close(self) -> None:
         self._stopped = True
@@ -315,13 +314,12 @@ class LocalServer(LabServer):
         return self.addresses.url
 
     @property
-    def api_key(self) -> str | None:
-        return self.settings.api_key
+    def port(self) -> int:
+        return self.addresses.port
 
     @property
-    def bench_folder(self) -> Path:
-        """The folder in which runs of ``bench`` are stored."""
-        return self.settings.home / "bench"
+    def api_key(self) -> str | None:
+        return self.settings.api_key
 
     @property
     def place(self) -> str:
@@ -350,10 +348,6 @@ class LocalServer(LabServer):
         }
         return {name: value for name, value in facts.items() if value}
 
-    def unpinned(self) -> Sequence[LoadSpec]:
-        """Return the encoders that the settings name and that are not in memory."""
-        return self.engine.unpinned()
-
     def panels_shown(self) -> None:
         """Does nothing: the registry of launched labs keeps the server."""
 
@@ -380,9 +374,26 @@ class LocalBackend:
     """A ``Backend`` over a server of this process."""
 
     def __init__(self, server: LocalServer) -> None:
+        self.job = ""
         self._server = server
         self._last: tuple[EngineSnapshot, float] | None = None
         """The snapshot of the last measurement, and when it was taken."""
+
+    @property
+    def portal(self) -> Portal:
+        return self._server.portal
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def api_key(self) -> str | None:
+        return self._server.api_key
+
+    @property
+    def home(self) -> Path:
+        return self._server.settings.home
 
     def state(self) -> ServerState:
         server, addresses, now = self._server, self._server.addresses, self._server.engine.snapshot
@@ -457,27 +468,12 @@ class LocalBackend:
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
         return self._services.inference.timelines.read(last_s, most=most)
 
-    async def generate(self, request: ChatRequest, *, batch: bool = False) -> Answer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
         # Requests of a batch have an id, so that the row of a table leads to its record.
         request_id = f"row_{secrets.token_hex(8)}" if batch else None
         caller = Caller(local=True, own=True, request_id=request_id, batch=batch)
         (answer,) = await self._services.inference.submit(replace(generation_request(request), caller=caller))
-        return answer
-
-    def cost(self, stream: AnswerStream) -> AnswerCost:
-        assert isinstance(stream, Answer)
-        report = stream.final_report()
-        return AnswerCost(
-            model=report.model,
-            finish_reason=report.finish_reason,
-            usage=usage([[report]]),
-            timings=timings([[report]]),
-            ttft_s=report.ttft_s,
-            report=report,
-            prompt=stream.prompt,
-            request=request_to_json(stream.request),
-            request_id=stream.request.caller.request_id,
-        )
+        return _running(answer)
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         vectors = (await self._services.inference.embed(embedding_request(body, Caller(local=True)))).vectors
@@ -500,9 +496,17 @@ class LocalBackend:
 
     # Recorded tokens
 
-    def answer_recorder(self, prompt: Prompt, parameters: Mapping[str, Any]) -> AnswerRecorder:
-        request = generation_request(chat_request(prompt, parameters))
-        return lambda: self._services.inference.answer(request)
+    def check_request(self, request: ChatRequest) -> None:
+        generation_request(request)
+
+    async def answer(self, request: ChatRequest | Record) -> Record:
+        if isinstance(request, Record):
+            return await self._services.inference.regenerate(request)
+        return await self._services.inference.answer(generation_request(request))
+
+    async def record(self, which: int | str = -1) -> Record | None:
+        store = self._server.recorder.store
+        return await asyncio.to_thread(store.find if isinstance(which, str) else store.at, which)  # type: ignore[arg-type]
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> list[int]:
         if isinstance(prompt, ChatRequest):
@@ -510,12 +514,6 @@ class LocalBackend:
         else:
             request = GenerationRequest(prompt=TextPrompt(text=prompt, special=special))
         return await self._services.manager.encode(replace(request, caller=Caller(local=True)))
-
-    async def regenerate(self, record: Record) -> Record:
-        return await self._services.inference.regenerate(record)
-
-    async def last_record(self) -> Record | None:
-        return await asyncio.to_thread(self._server.recorder.store.at, -1)
 
     async def weights_of(self, model: str) -> str:
         entry = self._entry_of(model)
@@ -536,9 +534,9 @@ class LocalBackend:
                 param="model",
             )
 
-    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> Answer:
+    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> RunningAnswer:
         await self.require_weights(continuation.model, continuation.weights)
-        return await self._services.inference.continue_answer(continuation, own=True if recorded else None)
+        return _running(await self._services.inference.continue_answer(continuation, own=True if recorded else None))
 
     async def score(
         self,
@@ -561,3 +559,24 @@ class LocalBackend:
         if self._server.stopped:
             raise HostingError("this server was stopped; run the launch cell again")
         return self._server.services
+
+
+def _running(answer: Answer) -> RunningAnswer:
+    """Return an answer of the engine for a backend."""
+
+    def finish(text: Delta) -> FinishedAnswer:
+        report = answer.final_report()
+        return FinishedAnswer.of(
+            text,
+            model=report.model,
+            finish_reason=report.finish_reason,
+            usage=usage([[report]]),
+            timings=timings([[report]]),
+            ttft_s=report.ttft_s,
+            report=report,
+            prompt_ids=answer.prompt,
+            request=request_to_json(answer.request),
+            request_id=answer.request.caller.request_id,
+        )
+
+    return RunningAnswer(answer, finish)

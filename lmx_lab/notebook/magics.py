@@ -33,19 +33,6 @@ CALL = "get_ipython().run_cell_magic('offload', "
 """The beginning of the code to which IPython transforms a cell with ``%%offload``."""
 AWAITED = "--awaited"
 """Argument that ``OffloadTransformer`` adds: the call is awaited."""
-POLL_S = 0.1
-"""Time between two checks of a waiting cell. An interrupt does not wake an idle event loop."""
-NO_AWAIT = (
-    "%%offload runs its cell in a thread, where await is not possible. Remove either the await or the %%offload: "
-    "a cell that awaits does not block the kernel's loop."
-)
-NOT_AWAITED = (
-    "%%offload has to be the first line of its cell, with %autoawait on; in code, use "
-    f"await get_ipython().run_cell_magic('offload', {AWAITED!r}, text)."
-)
-STILL_RUNNING = (
-    "%%offload: the cell no longer waits, but its thread is still running. Only a restart of the kernel ends it."
-)
 
 
 def register(shell: InteractiveShell) -> None:
@@ -126,7 +113,10 @@ def _code(shell: Any, tree: ast.AST, name: str, mode: str) -> CodeType:
     except SyntaxError:
         with shell.compile.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT):
             shell.compile(tree, name, mode)
-        raise UsageError(NO_AWAIT) from None
+        raise UsageError(
+            "%%offload runs its cell in a thread, where await is not possible. Remove either the await or the "
+            "%%offload: a cell that awaits does not block the kernel's loop."
+        ) from None
 
 
 async def run_offloaded(shell: InteractiveShell, cell: Cell) -> Any:
@@ -141,10 +131,15 @@ async def run_offloaded(shell: InteractiveShell, cell: Cell) -> Any:
     done = asyncio.wrap_future(outcome)
     try:
         while not done.done():
-            await asyncio.wait([done], timeout=POLL_S)
+            # An interrupt does not wake an idle event loop.
+            await asyncio.wait([done], timeout=0.1)
     except asyncio.CancelledError:
         # ipykernel cancels a cell that awaits when it is interrupted.
-        print(STILL_RUNNING, file=sys.stderr)
+        print(
+            "%%offload: the cell no longer waits, but its thread is still running. Only a restart of the kernel ends "
+            "it.",
+            file=sys.stderr,
+        )
         outcome.add_done_callback(_print_late_error)
         raise KeyboardInterrupt from None
     value, error = done.result()
@@ -242,7 +237,10 @@ class LabMagics(Magics):
         """
         first, *rest = line.split() or [""]
         if first != AWAITED:
-            raise UsageError(NOT_AWAITED)
+            raise UsageError(
+                "%%offload has to be the first line of its cell, with %autoawait on; in code, use "
+                f"await get_ipython().run_cell_magic('offload', {AWAITED!r}, text)."
+            )
         if rest:
             raise UsageError(f"%%offload takes no arguments, but {' '.join(rest)!r:.80} was given")
         return run_offloaded(self._shell, compile_cell(self._shell, cell))

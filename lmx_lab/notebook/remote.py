@@ -1,4 +1,4 @@
-"""Attach to a lab's server in another kernel or process, or on another machine, and implement the ``Backend`` of the
+"""Connect to a lab's server in another kernel or process, or on another machine, and implement the ``Backend`` of the
 attached lab with an HTTP client.
 
 All methods of the backend may be called on any event loop; the client's coroutines run on the loop of the connection.
@@ -11,22 +11,20 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-from lmx_lab.backend import AnswerCost, AnswerRecorder, AnswerStream, Progress, Ranking, ServerState, next_or_none
+from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
 from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.client import AsyncLabClient, Remark, as_array
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
-from lmx_lab.notebook.arguments import Prompt
-from lmx_lab.notebook.discovery import find_address, is_name
-from lmx_lab.notebook.lab import Lab
-from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.portal import LoopThread
+from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent, Unloading
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
 from lmx_lab.values.recording import Continuation, Record
@@ -42,17 +40,8 @@ from lmx_lab.wire.generation import StreamOptions, Timings
 from lmx_lab.wire.rerank import RerankBody
 from lmx_lab.wire.tokens import TokenizeRequest
 
-if TYPE_CHECKING:
-    from lmx_lab.client import LabClient
-
-LATE_S = 3.0
-"""Time without an event after which the server's state is ``lagging``. The server sends a sample every second."""
-
+T = TypeVar("T")
 NEEDS_OWN_SERVER = "an attached lab cannot continue answers from their tokens; use a lab that launch() started"
-CHAT_FIELDS = ("model", "messages", "tools", "chat_template_kwargs")
-"""Fields of a chat that determine the tokens of its prompt."""
-REPR_TIMEOUT_S = 2.0
-"""Maximum time that the lab's ``repr`` waits for the server."""
 CLOSE_S = 2.0
 """Maximum time to close a connection."""
 MAX_PANEL_CONNECTIONS = 8
@@ -92,7 +81,7 @@ class RemoteAnswer:
             LabError: the server has refused the request.
         """
         if self._parts is not None:
-            self._ahead = await self._portal.call(next_or_none(self._parts))
+            self._ahead = await self._portal.call(_next_or_none(self._parts))
 
     def __aiter__(self) -> Self:
         return self
@@ -102,7 +91,7 @@ class RemoteAnswer:
         while not isinstance(part, ChatChunk):
             if isinstance(part, Remark):
                 self.status = part.text
-            if self._parts is None or (part := await self._portal.call(next_or_none(self._parts))) is None:
+            if self._parts is None or (part := await self._portal.call(_next_or_none(self._parts))) is None:
                 raise StopAsyncIteration
         self._last = part
         for choice in part.choices:
@@ -127,8 +116,11 @@ class RemoteAnswer:
             self._first_at = perf_counter()
         return delta
 
-    def cost(self) -> AnswerCost:
-        """Return the cost of the complete answer.
+    def finish(self, text: Delta) -> FinishedAnswer:
+        """Return the complete answer.
+
+        Args:
+            text: All its deltas.
 
         Raises:
             UnreachableError: the answer has no ``usage`` and ``timings``, so it is not from an LMX Lab server.
@@ -138,7 +130,8 @@ class RemoteAnswer:
             raise UnreachableError(
                 f"{self._url} did not report the cost of its answer, unlike an LMX Lab server; check the address"
             )
-        return AnswerCost(
+        return FinishedAnswer.of(
+            text,
             model=last.model,
             finish_reason=self._finish_reason,
             usage=last.usage,
@@ -148,6 +141,11 @@ class RemoteAnswer:
 
     def close(self) -> None:
         self._parts = None
+
+
+async def _next_or_none(items: AsyncIterator[T]) -> T | None:
+    """Return the next item, or None at the end, as a coroutine, which a portal can run."""
+    return await anext(items, None)
 
 
 def _logprob(token: TopLogprob) -> TokenLogprob:
@@ -162,41 +160,73 @@ def _logprob(token: TopLogprob) -> TokenLogprob:
     )
 
 
+class Received:
+    """What the backends of one connection have received from its server."""
+
+    def __init__(self, late_s: float) -> None:
+        self.late_s = late_s
+        self.job = ""
+        self.records: ModelRecords | None = None
+        self.sample: Sample | None = None
+        self.at: float | None = None
+        self.unloading: tuple[Unloading | None, float] = (None, 0.0)
+        """The last state of the model if it is being unloaded, and when it was received."""
+        self.problem = ""
+        """Why the last stream of events has ended; empty while events are received."""
+
+
 class RemoteBackend:
     """A ``Backend`` over a client.
 
     ``state`` and ``sample`` return what ``events`` has received. The workbench reads events while there are panels.
 
     Args:
-        portal: Runs coroutines on the client's loop.
+        portal: Runs coroutines on the client's loop. That of panels does not keep the connection open.
         is_open: Whether the connection is still in use.
     """
 
-    def __init__(self, client: AsyncLabClient, portal: Portal, *, is_open: Callable[[], bool]) -> None:
+    def __init__(
+        self, client: AsyncLabClient, portal: Portal, received: Received, *, is_open: Callable[[], bool]
+    ) -> None:
+        self.portal = portal
         self._client = client
         self._is_open = is_open
-        self._portal = portal
-        self._records: ModelRecords | None = None
-        self._sample: Sample | None = None
-        self._received_at: float | None = None
-        self._unloading: tuple[Unloading | None, float] = (None, 0.0)
-        """The last state of the model if it is being unloaded, and when it was received."""
-        self._problem = ""
-        """Why the last stream of events has ended; empty while events are received."""
+        self._received = received
+
+    @property
+    def job(self) -> str:
+        return self._received.job
+
+    @job.setter
+    def job(self, text: str) -> None:
+        self._received.job = text
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    @property
+    def api_key(self) -> str | None:
+        return self._client.api_key
+
+    @property
+    def home(self) -> Path:
+        return Settings.read().home
 
     def state(self) -> ServerState:
-        silent_s = 0.0 if self._received_at is None else time.monotonic() - self._received_at
+        received = self._received
+        silent_s = 0.0 if received.at is None else time.monotonic() - received.at
         now: dict[str, Any] = {"state": "running"}
         if not self._is_open():
             now = {"state": "stopped", "note": "This connection was stopped; run the cell with attach() again."}
-        elif self._problem:
-            now = {"state": "unreachable", "note": f"{self._problem} The connection is being retried."}
-        elif silent_s > LATE_S:
+        elif received.problem:
+            now = {"state": "unreachable", "note": f"{received.problem} The connection is being retried."}
+        elif silent_s > received.late_s:
             note = f"The server has sent nothing for {silent_s:.0f} s: a cell there may block its event loop."
             now = {"state": "lagging", "note": note}
-        loaded = [record for record in self._records.models if record.loaded] if self._records else []
+        loaded = [record for record in received.records.models if record.loaded] if received.records else []
         model = next((record.id for record in loaded if not record.pinned), None)
-        unloading, received_at = self._unloading
+        unloading, received_at = received.unloading
         if unloading is not None and unloading.seconds_left is not None:
             left_s = unloading.seconds_left - int(time.monotonic() - received_at)
             unloading = replace(unloading, seconds_left=max(0, left_s))
@@ -211,35 +241,35 @@ class RemoteBackend:
         )
 
     def sample(self) -> Sample | None:
-        return self._sample if self.state().state == "running" else None
+        return self._received.sample if self.state().state == "running" else None
 
     async def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
         # The inner generator need not be closed here: it ends if it is cancelled, and asyncio closes it on its own loop
         # when nothing refers to it.
-        events = self._client.events(["models", "requests", "samples"])
+        events, received = self._client.events(["models", "requests", "samples"]), self._received
         try:
             await self.models()
-            while (event := await self._portal.call(next_or_none(events))) is not None:
-                self._problem, self._received_at = "", time.monotonic()
+            while (event := await self.portal.call(_next_or_none(events))) is not None:
+                received.problem, received.at = "", time.monotonic()
                 if isinstance(event, Sample):
-                    self._sample = event
+                    received.sample = event
                 elif isinstance(event, ModelEvent) and event.stage == "unloading":
-                    self._unloading = event.unloading, self._received_at
+                    received.unloading = event.unloading, received.at
                 elif isinstance(event, ModelEvent) and event.stage in ("loaded", "unloaded", "failed"):
                     await self.models()
                 if isinstance(event, ModelEvent | RequestEvent):
                     yield event
-            self._problem = f"{self._client.url} has closed the connection; the server may be stopping."
+            received.problem = f"{self._client.url} has closed the connection; the server may be stopping."
         except LabError as exc:
-            self._problem = f"{exc.message.rstrip('.')}."
+            received.problem = f"{exc.message.rstrip('.')}."
             raise
 
     # Models
 
     async def models(self) -> ModelRecords:
-        self._records = records = await self._portal.call(self._client.models())
+        self._received.records = records = await self.portal.call(self._client.models())
         states = (record.unloading for record in records.models)
-        self._unloading = next(filter(None, states), None), time.monotonic()
+        self._received.unloading = next(filter(None, states), None), time.monotonic()
         return records
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
@@ -247,39 +277,35 @@ class RemoteBackend:
             raise InvalidRequestError(
                 "an attached lab cannot pin models; pass embedder or reranker where the server is started"
             )
-        return await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
+        return await self.portal.call(self._client.load(spec.model, progress=progress, **spec.options))
 
     async def cancel_load(self, model: str) -> None:
-        await self._portal.call(self._client.cancel_load(model))
+        await self.portal.call(self._client.cancel_load(model))
 
     async def unload(
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
     ) -> float:
-        return (await self._portal.call(self._client.unload(model, wait=wait, progress=progress))).freed_vram_gb
+        return (await self.portal.call(self._client.unload(model, wait=wait, progress=progress))).freed_vram_gb
 
     # Requests
 
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
-        return await self._portal.call(self._client.timeline(last_s, most=most))
+        return await self.portal.call(self._client.timeline(last_s, most=most))
 
-    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RemoteAnswer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
         # Always streamed, because the time to the first token is measured.
-        answer = RemoteAnswer(self._client, request, self._portal)
+        answer = RemoteAnswer(self._client, request, self.portal)
         await answer.start()
-        return answer
-
-    def cost(self, stream: AnswerStream) -> AnswerCost:
-        assert isinstance(stream, RemoteAnswer)
-        return stream.cost()
+        return RunningAnswer(answer, answer.finish)
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
-        answer = await self._portal.call(self._client.embed(body.model_copy(update={"encoding_format": "base64"})))
+        answer = await self.portal.call(self._client.embed(body.model_copy(update={"encoding_format": "base64"})))
         vectors = as_array(answer)
         return vectors[0] if body.is_single else vectors
 
     async def rerank(self, body: RerankBody) -> Ranking:
         body = body.model_copy(update={"return_documents": False})
-        answer = await self._portal.call(self._client.rerank(body))
+        answer = await self.portal.call(self._client.rerank(body))
         return Ranking(
             query=body.query,
             documents=body.texts,
@@ -290,27 +316,29 @@ class RemoteBackend:
         )
 
     async def trace(self, body: TraceBody) -> Trace:
-        return await self._portal.call(self._client.trace(body))
+        return await self.portal.call(self._client.trace(body))
 
     # Recorded tokens
 
-    def answer_recorder(self, prompt: Prompt, parameters: Mapping[str, Any]) -> AnswerRecorder:
+    def check_request(self, request: ChatRequest) -> None:
+        raise InvalidRequestError(NEEDS_OWN_SERVER)
+
+    async def answer(self, request: ChatRequest | Record) -> Record:
+        raise InvalidRequestError(NEEDS_OWN_SERVER)
+
+    async def record(self, which: int | str = -1) -> Record | None:
         raise InvalidRequestError(NEEDS_OWN_SERVER)
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> Sequence[int]:
         if isinstance(prompt, ChatRequest):
             fields = prompt.model_dump(mode="json", exclude_unset=True)
-            body = TokenizeRequest.model_validate({name: fields[name] for name in CHAT_FIELDS if name in fields})
+            # The fields that determine the tokens of the prompt.
+            named = ("model", "messages", "tools", "chat_template_kwargs")
+            body = TokenizeRequest.model_validate({name: fields[name] for name in named if name in fields})
         else:
             body = TokenizeRequest(prompt=prompt, add_special_tokens=special)
-        answer = await self._portal.call(self._client.tokenize(body))
+        answer = await self.portal.call(self._client.tokenize(body))
         return [token for token in answer.tokens if isinstance(token, int)]
-
-    async def regenerate(self, record: Record) -> Record:
-        raise InvalidRequestError(NEEDS_OWN_SERVER)
-
-    async def last_record(self) -> Record | None:
-        raise InvalidRequestError(NEEDS_OWN_SERVER)
 
     async def weights_of(self, model: str) -> str:
         return ""
@@ -321,7 +349,7 @@ class RemoteBackend:
             "the lab that recorded the answer, or pass its token ids or its text"
         )
 
-    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> AnswerStream:
+    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> RunningAnswer:
         raise InvalidRequestError(NEEDS_OWN_SERVER)
 
     async def score(
@@ -339,7 +367,7 @@ class RemoteBackend:
         fields = {"model": model or ANY_MODEL, "prompt": list(tokens), "echo": True, "logprobs": top, "max_tokens": 0}
         vectors = [{**asdict(each), "weights": each.weights or None} for each in steer]
         body = CompletionRequest.model_validate({**fields, "temperature": 0, "steer": vectors or None})
-        answer = await self._portal.call(self._client.complete(body))
+        answer = await self.portal.call(self._client.complete(body))
         scores = answer.choices[0].logprobs
         if scores is None or len(scores.token_logprobs) != len(tokens):
             raise UnreachableError(
@@ -365,55 +393,21 @@ class RemoteBackend:
         ]
 
 
-def attach(url: str | AsyncLabClient | LabClient, *, api_key: str | None = None) -> Lab:
-    """Return a lab for the server at this address, with the methods of a launched lab: ``with attach(url) as lab``.
-
-    Blocking methods work in scripts, in cells and beside running event loops, because the connection has its own loop.
-    ``stop()``, or deleting the lab, closes the connection; the server keeps running. ``panel()`` keeps the connection
-    open until panels of another connection to the same address are shown.
-
-    Args:
-        url: The address that the server prints, or one through a proxy, with or without ``/v1`` or a slash at its end;
-            or the name of a lab that is announced on the local network (see ``discover()``); or a client, whose address
-            and key the lab uses for its own connection.
-        api_key: The server's key, or Jupyter's token if Jupyter is in front of it.
-
-    Raises:
-        UnreachableError: no LMX Lab server answers at the address, or none is announced under the name.
-        UnauthorizedError: the server needs a key, or another one.
-    """
-    if not isinstance(url, str):
-        # Imported here, because attaching to an address does not need it.
-        from lmx_lab.client import LabClient
-
-        if not isinstance(url, AsyncLabClient | LabClient):
-            raise InvalidRequestError(
-                f"url is {url!r:.80}; pass an address such as 'http://192.168.1.20:8400', or a client", param="url"
-            )
-        if api_key is not None:
-            raise InvalidRequestError(
-                "a client has a key of its own; leave api_key out, or pass an address", param="api_key"
-            )
-        api_key, url = url.api_key, url.url
-    server = RemoteServer(find_address(url) if is_name(url) else url, api_key=api_key)
-    lab = Lab.over(server, server.backend())
-    try:
-        lab.start()
-    except BaseException:
-        lab.stop()
-        raise
-    return lab
-
-
-class RemoteServer(LabServer):
+class RemoteServer:
     """The connection to a server.
 
-    Deleting it closes the connection, so the backend and the panels must not refer to it.
+    Deleting it closes the connection, so the panels must not refer to it.
+
+    Args:
+        repr_s: Maximum time that the lab's ``repr`` waits for the server.
+        late_s: Time without an event after which the server's state is ``lagging``. The server sends a sample every
+            second.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, repr_s: float = 2.0, late_s: float = 3.0) -> None:
         self._client = AsyncLabClient(url, api_key=api_key)
-        self._api_key = api_key
+        self._repr_s = repr_s
+        self._received = Received(late_s)
         self._thread = LoopThread("lmx-lab-attached")
         self._version = ""
         self._callbacks: list[Callable[[], None]] = []
@@ -424,10 +418,17 @@ class RemoteServer(LabServer):
         self._on_delete = weakref.finalize(self, _close_later, self._end, self._callbacks)
         self._on_delete.atexit = False
 
-    def backend(self) -> RemoteBackend:
-        end = self._end
-        portal = Portal(functools.partial(_open_thread, self._thread, end))
-        return RemoteBackend(self._client, portal, is_open=lambda: end.alive)
+    def backend(self, *, keeps: bool) -> RemoteBackend:
+        """Return a backend over this connection.
+
+        Args:
+            keeps: Whether the backend keeps this object, and so the connection, like the results of the lab do. Panels
+                must not keep it.
+        """
+        end, portal = self._end, self.portal
+        if not keeps:
+            portal = Portal(functools.partial(_open_thread, self._thread, end))
+        return RemoteBackend(self._client, portal, self._received, is_open=lambda: end.alive)
 
     @property
     def portal(self) -> Portal:
@@ -492,14 +493,7 @@ class RemoteServer(LabServer):
 
     @property
     def api_key(self) -> str | None:
-        return self._api_key
-
-    @property
-    def bench_folder(self) -> None:
-        """None, which selects the user's own folder, because the server's home may be on another machine."""
-
-    def unpinned(self) -> Sequence[LoadSpec]:
-        return ()
+        return self._client.api_key
 
     def facts(self) -> dict[str, str]:
         """Return the name and the value of each line that describes the lab."""
@@ -517,7 +511,7 @@ class RemoteServer(LabServer):
         return {"LMX Lab": state, "address": self.url}
 
     async def _ready(self) -> Ready:
-        return await asyncio.wait_for(self._client.ready(), REPR_TIMEOUT_S)
+        return await asyncio.wait_for(self._client.ready(), self._repr_s)
 
 
 def _open_thread(thread: LoopThread, end: weakref.finalize[Any, Any]) -> LoopThread:

@@ -1,4 +1,4 @@
-"""Define the replies and model lists that the methods of ``Lab`` return, and their display in a notebook."""
+"""Define the replies that ``chat`` of a lab returns, whole or as a stream, and their display in a notebook."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -14,29 +14,13 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
-from lmx_lab.backend import AnswerCost, AnswerStream, Backend, LabAccess, next_or_none, read_answer
-from lmx_lab.instrument.answer import TokenAnswer
+from lmx_lab.arguments import Prompt, chat_request
+from lmx_lab.backend import Backend, FinishedAnswer, RunningAnswer, TokenAnswer
+from lmx_lab.blocking import END, End, Stream, on_loop
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.lens import TokenTable
-from lmx_lab.results.tables import align_columns, html_table
-from lmx_lab.values.outputs import (
-    Delta,
-    GenerationReport,
-    ToolCallDelta,
-    merge_deltas,
-    merge_tool_calls,
-    whole_characters,
-)
-from lmx_lab.wire.admin import ModelRecord, ModelRecords
-from lmx_lab.wire.chat import ChatRequest
-from lmx_lab.wire.generation import Timings, Usage
+from lmx_lab.values.outputs import whole_characters
 
-UPDATE_S = 0.1
-"""Minimum time between two updates. Each one contains the whole text."""
-CHARACTERS_PER_S = 500_000
-"""Maximum amount of text that is sent to the browser."""
-STYLE = "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere"
-"""Style that breaks lines between words. Notebooks also break lines of printed text within words."""
 _CODE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})[^`\n]*\n(?P<block>.*?)(?:^ *(?P=fence)[`~]* *$|\Z)"
     r"|(?P<ticks>`+)(?P<inline>[^`\n]+)(?P=ticks)(?!`)",
@@ -86,110 +70,35 @@ def json_shape(response_format: Any) -> JsonShape:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ReplyToolCall:
-    """A function call that the model requests."""
-
-    id: str
-    name: str
-    arguments: str
-    """A JSON object, as the model wrote it."""
-
-    @property
-    def parsed(self) -> dict[str, Any] | None:
-        """The arguments; None if their text is not a JSON object, for example because the answer was cut off."""
-        try:
-            value = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            return None
-        return value if isinstance(value, dict) else None
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.arguments})"
-
-    def __repr__(self) -> str:
-        return f"<call {self}, id {self.id}>"
-
-
-def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ReplyToolCall, ...]:
-    """Assemble complete calls from their pieces, in the order in which they started."""
-    return tuple(
-        ReplyToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments)
-        for call in merge_tool_calls(pieces)
-    )
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Reply(HasTokens):
+class Reply(FinishedAnswer, HasTokens):
     """A complete answer and its cost."""
 
-    text: str
-    reasoning: str = ""
-    """The model's thoughts, if its chat template separates them from the answer."""
-    tool_calls: tuple[ReplyToolCall, ...] = ()
-    """The calls that the model requests; answer each with a message of the role ``tool``."""
-    model: str
-    finish_reason: str
-    usage: Usage
-    timings: Timings
-    """The server's measurements."""
-    ttft_s: float
-    """Seconds from the call to the first token, measured by the caller. Includes the time of the network."""
-    report: GenerationReport | None = None
-    """The engine's report; None if the engine runs in another process."""
-    logprobs: TokenTable | None = None
-    """The tokens with their log-probabilities, if the request has ``logprobs``."""
     shape: JsonShape = None
     """The expected content of the text."""
-    prompt_ids: tuple[int, ...] = field(default=(), repr=False)
-    """Token ids of the rendered prompt; empty if the engine runs in another process."""
-    ids: tuple[int, ...] = field(default=(), repr=False)
-    """Token ids of the answer; empty if the engine runs in another process, or did not report all of them."""
-    _request: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The request as in a ``Record``; empty if the engine runs in another process."""
-    _lab: LabAccess | None = field(default=None, repr=False, compare=False)
+    _backend: Backend | None = field(default=None, repr=False, compare=False)
+    """The lab that can score the answer."""
 
     @classmethod
-    def of(cls, answer: Delta, cost: AnswerCost, shape: JsonShape = None, *, lab: LabAccess | None = None) -> Self:
-        """Return the reply for a complete answer, given as one delta.
+    def of_answer(cls, answer: FinishedAnswer, shape: JsonShape = None, *, backend: Backend | None = None) -> Self:
+        """Return the reply for a complete answer.
 
         Args:
-            lab: The lab that can score the answer.
+            backend: The lab that can score the answer.
         """
-        return cls(
-            text=answer.text,
-            reasoning=answer.reasoning,
-            tool_calls=tool_calls(answer.tool_calls),
-            model=cost.model,
-            finish_reason=cost.finish_reason,
-            usage=cost.usage,
-            timings=cost.timings,
-            ttft_s=cost.ttft_s,
-            report=cost.report,
-            logprobs=TokenTable(answer.logprobs) if answer.logprobs else None,
-            shape=shape,
-            prompt_ids=cost.prompt,
-            ids=answer.ids if len(answer.ids) == answer.tokens else (),
-            _request=cost.request,
-            _lab=lab,
-        )
+        return cls(**vars(answer), shape=shape, _backend=backend)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process cannot use the lab.
-        return {name: value for name, value in self.__dict__.items() if name != "_tree"} | {"_lab": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_tree"} | {"_backend": None}
 
     @property
     def _tokens(self) -> TokenAnswer:
-        return TokenAnswer(
-            request=self._request,
-            model=self.model,
-            prompt=self.prompt_ids,
-            ids=self.ids,
-            text=self.text,
-            reasoning=self.reasoning,
-            calls=bool(self.tool_calls),
-            finish_reason=self.finish_reason,
-            logprobs=tuple(self.logprobs or ()),
-        )
+        return self
+
+    @property
+    def logprobs(self) -> TokenTable | None:
+        """The tokens with their log-probabilities, if the request has ``logprobs``."""
+        return TokenTable(self.tokens) if self.tokens else None
 
     @property
     def parsed(self) -> Any:
@@ -270,12 +179,20 @@ class Reply(HasTokens):
         return f"{speed} · first token in {self.ttft_s:.2f} s"
 
 
-async def read_reply(
-    backend: Backend, request: ChatRequest, shape: JsonShape = None, *, lab: LabAccess | None = None
-) -> Reply:
-    """Generate a complete answer and return it. Cancelling this stops the generation."""
-    answer, cost = await read_answer(backend, request)
-    return Reply.of(answer, cost, shape, lab=lab)
+async def ask(backend: Backend, /, prompt: Prompt, **parameters: Any) -> Reply:
+    """Ask the loaded model, and return the complete reply. The parameters are those of ``chat``."""
+    shape, request = json_shape(parameters.get("response_format")), chat_request(prompt, parameters)
+
+    async def read() -> Reply:
+        return Reply.of_answer(await (await backend.generate(request)).read(), shape, backend=backend)
+
+    return await on_loop(backend.portal, read())
+
+
+async def stream(backend: Backend, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
+    """Stream a reply: ``async for piece in await lab.astream("…")``. The parameters are those of ``chat``."""
+    running = await on_loop(backend.portal, backend.generate(chat_request(prompt, parameters)))
+    return ReplyStream(running, backend, json_shape(parameters.get("response_format")))
 
 
 class ReplyStream:
@@ -285,41 +202,32 @@ class ReplyStream:
     ``close()``. ``show()``, or the stream as the last line of a cell, displays the text while it is generated.
     """
 
-    def __init__(self, stream: AnswerStream, lab: LabAccess, shape: JsonShape = None) -> None:
-        self._stream: AnswerStream | None = stream
-        self._lab = lab
+    def __init__(self, running: RunningAnswer, backend: Backend, shape: JsonShape = None) -> None:
+        self._running = running
+        self._backend = backend
         self._shape: JsonShape = shape
-        self._deltas: list[Delta] = []
         self.reply: Reply | None = None
         """The reply, once the generation has ended; stays None if it was stopped."""
 
     @property
     def text(self) -> str:
         """The text so far."""
-        return "".join([delta.text for delta in self._deltas])
+        return self._running.text
 
     @property
     def reasoning(self) -> str:
         """The thoughts so far; they precede the text, and iterating skips them."""
-        return "".join([delta.reasoning for delta in self._deltas])
+        return self._running.reasoning
 
     def __repr__(self) -> str:
-        state = "ended" if self._stream is None else "running: iterate it for its text, or close() it"
+        state = "ended" if self._running.has_ended else "running: iterate it for its text, or close() it"
         return f"<ReplyStream, {state}>"
 
     def __iter__(self) -> Iterator[str]:
-        for delta in self._read():
-            if delta.text:
-                yield delta.text
+        return _Pieces(self)
 
-    def _read(self) -> Iterator[Delta]:
-        try:
-            while self._stream is not None and (delta := self._lab.portal.run(next_or_none(self._stream))) is not None:
-                self._deltas.append(delta)
-                yield delta
-            self._end()
-        finally:
-            self.close()
+    def __aiter__(self) -> AsyncIterator[str]:
+        return _Pieces(self)
 
     def show(self) -> Reply | None:
         """Display the text while it is generated, with line breaks between words. Then display and return the reply.
@@ -327,7 +235,7 @@ class ReplyStream:
         In a terminal, the text is printed. Returns None if the stream was stopped before its end.
         """
         with LiveText() as view:
-            for _ in self._read():
+            for _ in _Pieces(self, with_empty=True):
                 view.update(self.reasoning, self.text)
             view.end(self.reply or self.text)
         return self.reply
@@ -335,34 +243,37 @@ class ReplyStream:
     def _ipython_display_(self) -> None:
         self.show()
 
-    def __aiter__(self) -> _AsyncPieces:
-        return _AsyncPieces(self)
-
     def close(self) -> None:
         """Stop the generation. Returns immediately; can be called from any thread and in a finalizer. Idempotent."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            # Deleting the stream is not enough, because the traceback of an interrupted cell refers to it.
-            stream.close()
+        # Deleting the answer is not enough, because the traceback of an interrupted cell refers to it.
+        self._running.close()
 
     async def aclose(self) -> None:
         self.close()
 
-    async def _piece(self) -> str | None:
-        while (
-            self._stream is not None and (delta := await self._lab.portal.call(next_or_none(self._stream))) is not None
-        ):
-            self._deltas.append(delta)
-            if delta.text:
-                return delta.text
-        self._end()
-        return None
 
-    def _end(self) -> None:
-        if self._stream is not None:
-            cost = self._lab.backend.cost(self._stream)
-            self.reply = Reply.of(merge_deltas(self._deltas), cost, self._shape, lab=self._lab)
-        self.close()
+class _Pieces(Stream[str]):
+    """One iteration over the text of a stream; its end, and deleting it, stop the generation.
+
+    Args:
+        with_empty: Whether pieces without text, such as those of thoughts, are included.
+    """
+
+    def __init__(self, stream: ReplyStream, *, with_empty: bool = False) -> None:
+        self._stream = stream
+        self._with_empty = with_empty
+
+    async def _next(self) -> str | End:
+        stream, running = self._stream, self._stream._running
+        while not running.has_ended and (delta := await on_loop(stream._backend.portal, running.next())) is not None:
+            if delta.text or self._with_empty:
+                return delta.text
+        if running.finished is not None:
+            stream.reply = Reply.of_answer(running.finished, stream._shape, backend=stream._backend)
+        return END
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 class LiveText:
@@ -412,7 +323,8 @@ class LiveText:
         else:
             print(text[len(self._shown[1]) :], end="", flush=True)
         self._shown = self._latest
-        self._next_at = time.monotonic() + max(UPDATE_S, (len(reasoning) + len(text)) / CHARACTERS_PER_S)
+        # Each update contains the whole text, and the browser gets at most 500,000 characters per second.
+        self._next_at = time.monotonic() + max(0.1, (len(reasoning) + len(text)) / 500_000)
 
     def _send(self, data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
         from IPython.display import publish_display_data  # IPython is optional.
@@ -424,67 +336,6 @@ class LiveText:
 
 def _bundle(reasoning: str, text: str) -> dict[str, str]:
     thoughts = f"<small>{html.escape(reasoning)}</small>\n" if reasoning and not text else ""
-    return {"text/plain": text, "text/html": f'<div style="{STYLE}">{thoughts}{html.escape(text)}</div>'}
-
-
-class _AsyncPieces:
-    """The iterator of one ``async for`` over a stream; deleting it stops the generation.
-
-    It is not an async generator, because deleting one starts a task that nothing awaits.
-    """
-
-    def __init__(self, stream: ReplyStream) -> None:
-        self._stream = stream
-
-    def __aiter__(self) -> _AsyncPieces:
-        return self
-
-    async def __anext__(self) -> str:
-        try:
-            piece = await self._stream._piece()
-        except BaseException:
-            self._stream.close()
-            raise
-        if piece is None:
-            raise StopAsyncIteration
-        return piece
-
-    def __del__(self) -> None:
-        self._stream.close()
-
-
-SHOWN_FIELDS = ("id", "loaded", "pinned", "kind", "format", "engine", "quantization", "size_gb", "context_length")
-
-
-class ModelList(list[ModelRecord]):
-    """Model records, displayed as a table."""
-
-    notes: tuple[str, ...] = ()
-    """Lines below the table, which state the faster engine and why some models cannot be loaded."""
-
-    @classmethod
-    def of(cls, found: ModelRecords) -> Self:
-        """Return a list of the records, with its notes."""
-        made = cls(found.models)
-        problems = dict.fromkeys(record.problem for record in found.models if record.problem)
-        made.notes = (*([found.preference.detail] if found.preference else []), *problems)
-        return made
-
-    def __repr__(self) -> str:
-        rows = [SHOWN_FIELDS, *(_cells(record) for record in self)]
-        return "\n".join([*align_columns(rows), *self.notes])
-
-    def _repr_html_(self) -> str:
-        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
-        return f"{html_table(SHOWN_FIELDS, map(_cells, self))}{notes}"
-
-
-def _cells(record: ModelRecord) -> tuple[str, ...]:
-    loaded = record.loaded if record.unloading is None else str(record.unloading)
-    return tuple(_cell(loaded if name == "loaded" else getattr(record, name)) for name in SHOWN_FIELDS)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else ""
-    return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
+    # Lines are broken between words. Notebooks also break lines of printed text within words.
+    style = "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere"
+    return {"text/plain": text, "text/html": f'<div style="{style}">{thoughts}{html.escape(text)}</div>'}

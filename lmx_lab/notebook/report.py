@@ -31,13 +31,11 @@ from lmx_lab.sanitize import UNSAFE
 from lmx_lab.wire.admin import ModelRecord, ModelRecords, RequestEvent, Sample
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")
-"""Characters that change the direction of text; a name that contains them could be displayed reversed."""
+"""Packages whose versions a snapshot contains."""
 MAX_REQUEST_ROWS = 200
 """Maximum number of rows of the table of requests."""
 GENERATOR = '<meta name="generator" content="LMX Lab report">'
 """The line by which a report is recognized."""
-HEAD_BYTES = 2048
-"""An existing file is overwritten only if ``GENERATOR`` is within this number of bytes from its start."""
 SUCCESSFUL = ("stop", "length", "tool_calls")
 """Finish reasons of the requests whose speed is shown and included in medians."""
 
@@ -66,8 +64,6 @@ tr { break-inside: avoid; }
 """
     + CHART_CSS
 )
-# The page loads and runs nothing, whatever the HTML of a section contains.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 # The page
@@ -190,15 +186,17 @@ def report_html(
         ("Requests", _requests(sorted(requests, key=lambda request: request.at, reverse=True))),
         *sections,
     ]
-    body = "\n".join(f"<section>\n<h2>{safe_html(title)}</h2>\n{text or NOTHING}\n</section>" for title, text in parts)
+    nothing = '<p class="quiet">There is nothing to show.</p>'
+    body = "\n".join(f"<section>\n<h2>{safe_html(title)}</h2>\n{text or nothing}\n</section>" for title, text in parts)
     title = f"LMX Lab, {safe_html(format_time(snapshot.at))}"
     zone = time.strftime("%Z, UTC%z", time.localtime(snapshot.at))
+    # With this policy, the page loads and runs nothing, whatever the HTML of a section contains.
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 {GENERATOR}
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
@@ -214,9 +212,6 @@ def report_html(
 </body>
 </html>
 """
-
-
-NOTHING = '<p class="quiet">There is nothing to show.</p>'
 
 
 def _fact_rows(snapshot: Snapshot) -> Iterable[str]:
@@ -369,7 +364,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
     else:
         try:
             with target.open("rb") as file:
-                head = file.read(HEAD_BYTES)
+                head = file.read(2048)  # ``GENERATOR`` is near the start of each report.
         except OSError as exc:
             raise _unwritable(target, f"exists and cannot be read: {exc.strerror}; use another path") from exc
         if head and GENERATOR.encode() not in head:

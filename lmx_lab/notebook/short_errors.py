@@ -25,8 +25,6 @@ MAX_LINES = 8
 """Maximum number of lines of a short error."""
 RULE = "-" * 75
 REMEDY = "%tb shows the traceback"
-CLASSES = (LabError, ExceptionGroup, ValueError)
-"""Classes that the handler receives. ``ValueError`` is the base class of pydantic's error, whose import is slow."""
 PACKAGE = str(Path(__file__).parent.parent)
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -59,7 +57,8 @@ def install(shell: InteractiveShell) -> None:
                 sys.last_exc = value
             shell._showtraceback(etype, value, short_lines(shell, value, trace, sentences))
 
-    cast(Any, shell).set_custom_exc((*classes, *CLASSES), show)
+    # ``ValueError`` is the base class of pydantic's error, whose import is slow.
+    cast(Any, shell).set_custom_exc((*classes, LabError, ExceptionGroup, ValueError), show)
 
 
 def _sentences(error: BaseException) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import traitlets
 
-from lmx_lab.backend import AnswerCost, Backend, next_or_none
+from lmx_lab.backend import Backend, FinishedAnswer
 from lmx_lab.errors import HostingError, InvalidRequestError, QueueFullError
 from lmx_lab.panels.panel import Panel, integer_field, number_field, text_field
 from lmx_lab.panels.workbench import Workbench
@@ -181,7 +181,7 @@ class LiveAnswer:
         self._size = 0
         self.status = "sent"
         """The state of the request, or the progress of the answer."""
-        self.cost: AnswerCost | None = None
+        self.cost: FinishedAnswer | None = None
         """The cost of the complete answer."""
         self.ending = ""
         """Why the answer was stopped, if it was."""
@@ -330,14 +330,14 @@ class ChatPanel(Panel):
             self.task.cancel()
 
     async def _generate(self, backend: Backend, request: ChatRequest, answer: LiveAnswer) -> None:
-        stream = await backend.generate(request)
+        running = await backend.generate(request)
         step: asyncio.Task[Delta | None] | None = None
         try:
             while True:
-                step = asyncio.create_task(next_or_none(stream))
+                step = asyncio.create_task(running.next())
                 # Until the answer has begun, show the status that the server reports, twice a second.
                 while not (await asyncio.wait({step}, timeout=None if answer.has_begun else 0.5))[0]:
-                    answer.status = stream.status
+                    answer.status = running.status
                     self._show_live(answer)
                 if (delta := step.result()) is None:
                     break
@@ -351,8 +351,8 @@ class ChatPanel(Panel):
                 step.cancel()
                 await asyncio.wait({step})
             # Deleting the stream is not enough, because futures of other loops refer to it.
-            stream.close()
-        answer.cost = backend.cost(stream)
+            running.close()
+        answer.cost = running.finished
 
     def _show_live(self, answer: LiveAnswer) -> None:
         if answer is self._answer_now:
@@ -415,7 +415,7 @@ def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def describe_ending(cost: AnswerCost, max_tokens: int) -> str:
+def describe_ending(cost: FinishedAnswer, max_tokens: int) -> str:
     """Describe why an answer has ended. Empty if the model has ended it."""
     if cost.finish_reason == "stop":
         return ""

@@ -9,9 +9,10 @@ from typing import Any
 
 import traitlets
 
+from lmx_lab.backend import TokenAnswer
 from lmx_lab.errors import InvalidRequestError, ModelBusyError
 from lmx_lab.instrument import AnswerTree, Branch, TokenLens
-from lmx_lab.instrument.answer import TokenAnswer, continue_answer
+from lmx_lab.instrument.branches import continue_answer
 from lmx_lab.instrument.lens import LIMITS, ColorBy, known_lens, rank_of, scored_lens, visible_text
 from lmx_lab.panels.panel import Panel, integer_field, text_field
 from lmx_lab.panels.workbench import Workbench
@@ -85,7 +86,7 @@ class LensPanel(Panel):
             self._start("", self._read_newest())
 
     async def _read_newest(self) -> None:
-        record = await self.workbench.backend.last_record()
+        record = await self.workbench.backend.record()
         if record is None or record.id == self._record:
             return
         self._record = record.id
@@ -125,7 +126,7 @@ class LensPanel(Panel):
 
     async def _score_automatically(self, branch: Branch) -> None:
         answer = branch.answer
-        if not answer.logprobs and len(answer.prompt) + len(answer.ids) <= self._automatic_tokens:
+        if not answer.tokens and len(answer.prompt_ids) + len(answer.ids) <= self._automatic_tokens:
             await self._score(branch)
 
     async def _score(self, branch: Branch, color: ColorBy = "probability") -> None:
@@ -148,7 +149,7 @@ class LensPanel(Panel):
     async def _branch(self, parent: Branch, at: int, token: int) -> None:
         answer = await continue_answer(self.workbench.backend, parent.answer, at, token)
         # The branch is recorded as well, and must not replace the tree.
-        newest = await self.workbench.backend.last_record()
+        newest = await self.workbench.backend.record()
         self._record = newest.id if newest is not None else None
         tree = parent.tree()
         position = self._lens_of(parent)[at]

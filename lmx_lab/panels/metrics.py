@@ -80,7 +80,7 @@ class MetricsPanel(Panel):
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
         super().tick(backend, sample)
-        if (job := self.workbench.job) != self.shown("job"):
+        if (job := backend.job) != self.shown("job"):
             self.show(job=job)
         if (failures := self._failures()) != self.shown("failures"):
             self.show(failures=failures)

@@ -34,10 +34,12 @@ class StaticViews:
     ten seconds after the last update if ``mark_changed`` was called since. Can be used from any thread.
 
     Args:
+        check: Called when a cell ends; calls ``mark_changed`` for changes that cause no event.
         max_views: Maximum number of displayed widgets whose snapshots are updated; the newest are kept.
     """
 
-    def __init__(self, *, max_views: int = 32) -> None:
+    def __init__(self, check: Callable[[], object] = lambda: None, *, max_views: int = 32) -> None:
+        self._check = check
         self._max_views = max_views
         self._views: dict[str, tuple[Callable[[], str], str, bool]] = {}
         """For each display id, the function that returns the current HTML, and the HTML that was sent last."""
@@ -110,6 +112,7 @@ class StaticViews:
                     self._views[name] = render, page, (is_new or again) and not after_cell
 
     def _after_cell(self, _result: Any) -> None:
+        self._check()
         if self._is_changed or any(again for _, _, again in list(self._views.values())):
             self.refresh(after_cell=True)
 

@@ -132,8 +132,9 @@ class Workbench:
         self.events: EventSource | None = None
         """The daemon whose events are shown; None if there is none."""
         self._job = ""
+        """The job of the backend at the last check."""
         self.history = History()
-        self.static_views = StaticViews()
+        self.static_views = StaticViews(self._check_job)
         self.panels: dict[str, Any] = {}
         """The one instance of each panel, by name."""
         self.boxes: dict[tuple[str, ...], Any] = {}
@@ -149,17 +150,6 @@ class Workbench:
     def backend(self) -> Backend:
         """The lab that is shown."""
         return self._backend
-
-    @property
-    def job(self) -> str:
-        """Displayed progress of a job that uses the lab, such as a measurement; empty if there is none. Can be set from
-        any thread."""
-        return self._job
-
-    @job.setter
-    def job(self, text: str) -> None:
-        self._job = text
-        self.static_views.mark_changed(ended=not text)
 
     def follow(self, backend: Backend) -> None:
         """Show another lab from now on, and record its measurements."""
@@ -254,8 +244,15 @@ class Workbench:
         finally:
             reader.cancel()
 
+    def _check_job(self) -> None:
+        """Update the snapshots if a job has begun, progressed or ended."""
+        if (job := self._backend.job) != self._job:
+            self._job = job
+            self.static_views.mark_changed(ended=not job)
+
     def _tick(self) -> None:
         backend = self._backend
+        self._check_job()
         sample = backend.sample()
         if sample is not None:
             self.history.add_sample(sample)

@@ -12,8 +12,9 @@ import pytest
 import lmx_lab
 from lmx_lab.batch.vectors import PROBE, TEXTS_AT_ONCE
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError, UnreachableError
+from lmx_lab.notebook import attach
 from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.notebook.remote import RemoteBackend, attach
+from lmx_lab.notebook.remote import RemoteBackend
 from lmx_lab.settings import Settings
 from tests.support.labs import forbid_waits_on_loops, serving
 from tests.support.models import write_tiny_bert

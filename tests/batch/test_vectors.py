@@ -204,7 +204,7 @@ def test_a_reranker_orders_the_most_similar_rows(tmp_path):
         write_tiny_bert(tmp_path / "models" / name, **labels)
     settings = Settings(home=tmp_path, port=0, embedder="embedder", reranker="reranker")
     texts = [f"text {number}" for number in range(60)]
-    with lmx_lab.Lab(settings, loop="thread") as lab, lmx_lab.attach(f"http://127.0.0.1:{lab.port}") as attached:
+    with lmx_lab.Lab(settings, loop="thread") as lab, lmx_lab.attach(f"http://127.0.0.1:{lab.server.port}") as attached:
         found, plain = lab.search(texts, "text 5", top_n=3), lab.search(texts, "text 5", top_n=60, rerank=False)
         candidates = plain["text"].tolist()[:50]
         ranking = lab.rerank("text 5", candidates, top_n=3)

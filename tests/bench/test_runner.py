@@ -18,7 +18,7 @@ from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.results.statistics import median_interval
 from tests.support.kernels import Notebook
-from tests.support.labs import serving
+from tests.support.labs import manager_of, serving
 from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
 from tests.support.samples import collect, sample
 from tests.support.waiting import until
@@ -71,7 +71,7 @@ def test_with_arrivals_targets_do_not_take_turns():
 
 def test_two_targets_on_one_server_share_no_cached_prompts(lab):
     case = Case(prompt_tokens=100, output_tokens=4, requests=3)
-    table = run([EngineTarget(lab.engine), lab.url], case)
+    table = run([EngineTarget(manager_of(lab)), lab.url], case)
     # All prompts have the beginning of the chat template in common.
     assert table["cached_tokens"].max() < 40
 
@@ -227,7 +227,7 @@ def test_invalid_targets_and_plans_are_refused_before_anything_is_measured(targe
 def test_intervals_of_two_runs_of_a_sweep_overlap(lab):
     """Other load on the machine may separate two runs, but hardly three pairs."""
     case = Case(prompt_tokens=32, output_tokens=48, requests=8)
-    target = EngineTarget(lab.engine)
+    target = EngineTarget(manager_of(lab))
 
     def interval():
         table = run(target, [case] * 3)
@@ -245,7 +245,7 @@ def test_intervals_of_two_runs_of_a_sweep_overlap(lab):
 
 @pytest.mark.long
 def test_the_same_target_given_twice_is_equally_fast(lab):
-    one, two = EngineTarget(lab.engine, name="one"), EngineTarget(lab.engine, name="two")
+    one, two = EngineTarget(manager_of(lab), name="one"), EngineTarget(manager_of(lab), name="two")
     found = []
     while len(found) < 3 and not (found and abs(found[-1] - 1) < 0.25):
         table = run([one, two], Case(prompt_tokens=32, output_tokens=48, requests=16))

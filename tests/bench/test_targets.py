@@ -21,7 +21,7 @@ from lmx_lab.errors import (
     UnreachableError,
 )
 from lmx_lab.settings import Settings
-from tests.support.labs import serving, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.model_server import STALL, WORDS, Scripted, chunk, ending, event, json_answer, token
 from tests.support.samples import collect
 
@@ -39,7 +39,7 @@ def lab(tiny_home):
 
 @pytest.fixture(params=["engine", "http"])
 def target(request, lab):
-    return EngineTarget(lab.engine) if request.param == "engine" else ChatTarget(lab.url)
+    return EngineTarget(manager_of(lab)) if request.param == "engine" else ChatTarget(lab.url)
 
 
 async def read_chunks(target, **changes):
@@ -48,7 +48,7 @@ async def read_chunks(target, **changes):
 
 
 async def test_a_lab_describes_what_computes(target, lab):
-    facts, blas = await target.describe(), lab.engine.snapshot.blas
+    facts, blas = await target.describe(), manager_of(lab).snapshot.blas
     assert (facts.model, facts.quantization) == ("tiny", "float32")
     assert (facts.blas, facts.threads) == (blas.name, blas.threads)
     assert facts.device == ("gpu" if blas.name == "unused" else "cpu")
@@ -57,18 +57,18 @@ async def test_a_lab_describes_what_computes(target, lab):
 
 async def test_a_lab_with_llama_cpp_is_described_as_such(tiny_home, tiny_gguf):
     with serving(tiny_home, str(tiny_gguf), threads=1) as lab:
-        for target in (EngineTarget(lab.engine), ChatTarget(lab.url)):
+        for target in (EngineTarget(manager_of(lab)), ChatTarget(lab.url)):
             facts = await target.describe()
             assert re.fullmatch(
                 r"lmx-lab(, bare| [\d.]+), llama\.cpp-\d+\.\d+\.\d+(-batch-dependent)?", facts.engine or ""
             )
-            assert (facts.model, facts.quantization) == (lab.engine.snapshot.model, "F32")
+            assert (facts.model, facts.quantization) == (manager_of(lab).snapshot.model, "F32")
             assert facts.blas is None
             chunks = await read_chunks(target, max_tokens=12)
             assert [chunk.usage.completion for chunk in chunks if chunk.usage] == [12]
             assert all(chunk.server.decode_tok_s for chunk in chunks if chunk.server)
         lab.load("tiny")
-        for target in (EngineTarget(lab.engine), ChatTarget(lab.url)):
+        for target in (EngineTarget(manager_of(lab)), ChatTarget(lab.url)):
             facts = await target.describe()
             assert "llama" not in (facts.engine or "")
             assert facts.blas
@@ -105,7 +105,7 @@ async def test_metrics_agree_with_the_engines_reports_within_two_percent(target)
 
 
 async def test_the_engine_reports_values_that_http_does_not(lab):
-    samples = await collect(drive(EngineTarget(lab.engine), Case(prompt_tokens=64, output_tokens=64, requests=5)))
+    samples = await collect(drive(EngineTarget(manager_of(lab)), Case(prompt_tokens=64, output_tokens=64, requests=5)))
     for sample in samples:
         assert 0 <= sample.queue_ms < sample.server_ttft_ms < sample.ttft_ms
         assert 0 < sample.peak_memory_gb < 1
@@ -132,13 +132,13 @@ async def test_more_users_than_slots_wait_or_are_refused_and_all_have_samples(ta
 
 
 async def test_closing_an_answer_cancels_it(target, lab):
-    before = lab.engine.snapshot.totals.output_tokens
+    before = manager_of(lab).snapshot.totals.output_tokens
     async with aclosing(target.ask({**BODY, "max_tokens": 400})) as chunks:
         async for piece in chunks:
             if piece.tokens:
                 break
     await asyncio.to_thread(wait_until_idle, lab)
-    assert lab.engine.snapshot.totals.output_tokens - before < 400
+    assert manager_of(lab).snapshot.totals.output_tokens - before < 400
 
 
 async def test_without_a_model_a_target_raises(tiny_home):

@@ -10,7 +10,7 @@ from tests.browser.jupyterlab import LAUNCH, SLEEP, JupyterLab, Tab
 from tests.support.browser import WAIT_MS, chromium, machine_only
 from tests.support.models import write_endless_llama, write_tiny_bert
 
-RESET = """if lab.engine.snapshot.model != 'tiny': lab.load('tiny')
+RESET = """if lab.server.engine.snapshot.model != 'tiny': lab.load('tiny')
 lab.workbench.submit(lab.panel('chat').do_clear({})).result(60)"""
 """Restores the state that all tests expect."""
 PICTURES = Path(__file__).parent.parent.parent / "build" / "browser"

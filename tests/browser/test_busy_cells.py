@@ -28,7 +28,7 @@ def kernel_loop_notebook(tab, jupyterlab):
 def kernel_loop(tab, kernel_loop_notebook):
     """The same as ``panels``, but on the kernel's loop."""
     tab.open("kernel-loop.ipynb")
-    tab.kernel("if lab.engine.snapshot.model != 'tiny': lab.load('tiny')")
+    tab.kernel("if lab.server.engine.snapshot.model != 'tiny': lab.load('tiny')")
     return tab
 
 
@@ -46,15 +46,15 @@ def test_the_chart_moves_and_unload_works(busy):
         model_button(busy, "Unload tiny").click()
         expect(model_row(busy, "tiny")).to_contain_text("on disk")
         chart_moves(busy)
-    assert busy.kernel("print(lab.engine.snapshot.model)") == "None"
+    assert busy.kernel("print(lab.server.engine.snapshot.model)") == "None"
 
 
 def test_other_clients_are_answered_and_the_panel_says_running(busy):
-    url = busy.kernel("if lab.engine.snapshot.model != 'tiny': lab.load('tiny')\nprint(lab.url)")
+    url = busy.kernel("if lab.server.engine.snapshot.model != 'tiny': lab.load('tiny')\nprint(lab.url)")
     with ThreadPoolExecutor(1) as pool:
         started = threading.Event()
         streamed = pool.submit(stream, url, started)
-        busy.wait(started.is_set, "the answer has started")
+        busy.server.wait(started.is_set, "the answer has started")
         with sleeping(busy):
             text = finished(busy, streamed)
             for _ in range(20):
@@ -99,4 +99,4 @@ def test_unload_bypasses_a_kernel_that_does_not_answer(panels):
     # The kernel receives the request late, which has no effect.
     panels.wait(lambda: any(answers_unload(each) for _, each in panels.messages[before:]), "the kernel has received it")
     panels.kernel("lab.load('tiny')")
-    assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny"
+    assert panels.kernel("print(lab.server.engine.snapshot.model)") == "tiny"

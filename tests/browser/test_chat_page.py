@@ -309,7 +309,7 @@ def test_a_conversation_continues_after_interruptions(browser, panels_home):
     notes = "[role=status].notes"
     with window(browser, viewport=PHONE, expected="ERR_|503|404|409") as context:
         with serving(panels_home, "echo", echo_tokens_per_s=PACE) as lab:
-            page, port = open_page(context, lab), lab.port
+            page, port = open_page(context, lab), lab.server.port
             expect(ask(page, "First.")).to_contain_text("tok/s")
             context.set_offline(True)
             expect(ask(page, "Second.")).to_contain_text("cannot be reached")

@@ -25,7 +25,7 @@ def test_an_answer_is_stopped_by_mouse_and_the_transcript_cleared(panels):
     panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer begins")
     chat.get_by_role("button", name="Stop").click()
     expect(chat.locator(".assistant").last).to_contain_text("stopped")
-    panels.wait(lambda: panels.kernel("print(lab.engine.snapshot.active_requests)") == "0", "its slot is free")
+    panels.wait(lambda: panels.kernel("print(lab.server.engine.snapshot.active_requests)") == "0", "its slot is free")
     chat.get_by_role("button", name="Clear").click()
     expect(chat.locator(".assistant")).to_have_count(0)
 

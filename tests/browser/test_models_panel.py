@@ -57,10 +57,10 @@ def test_load_and_unload_by_mouse(panels):
     model_button(panels, "Load tiny-two").click()
     expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
     expect(model_row(panels, "tiny")).to_contain_text("on disk")
-    assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny-two"
+    assert panels.kernel("print(lab.server.engine.snapshot.model)") == "tiny-two"
     model_button(panels, "Unload tiny-two").click()
     expect(model_row(panels, "tiny-two")).to_contain_text("on disk")
-    assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
+    assert panels.kernel("print(lab.server.engine.snapshot.model)") == "None"
 
 
 def test_load_and_unload_by_keyboard_keep_the_focus(panels):
@@ -83,7 +83,7 @@ def test_load_and_unload_by_keyboard_keep_the_focus(panels):
 def test_a_double_click_on_load_loads_once(panels):
     model_button(panels, "Load tiny-two").dblclick()
     expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
-    assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny-two"
+    assert panels.kernel("print(lab.server.engine.snapshot.model)") == "tiny-two"
 
 
 def test_loading_an_unknown_model_is_an_error_that_can_be_dismissed(panels):
@@ -128,7 +128,7 @@ def test_an_unload_says_how_many_answers_are_left_and_can_wait_or_stop_them(pane
     expect(model_row(panels, "tiny")).to_contain_text("on disk")
     expect(job).to_have_count(0)
     expect(chat.locator(".assistant").last).to_contain_text("requested to stop running requests immediately")
-    assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
+    assert panels.kernel("print(lab.server.engine.snapshot.model)") == "None"
 
 
 def panel_alone(browser, phone_code=""):

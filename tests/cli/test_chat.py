@@ -269,7 +269,7 @@ def test_a_named_model_answers_one_question_or_several(tmp_path):
 def test_a_running_lab_answers_with_its_model(tmp_path):
     with Lab(Settings(home=tmp_path / "lab", port=0), loop="thread") as lab:
         lab.load("echo")
-        done = run_command(tmp_path, "chat", "hello", environ=at_port(lab.port))
+        done = run_command(tmp_path, "chat", "hello", environ=at_port(lab.server.port))
     assert (done.status, done.stdout) == (0, "hello\n"), done.stderr
     assert f"the lab at {lab.url} answers, with echo" in done.stderr
 

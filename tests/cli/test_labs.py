@@ -9,7 +9,7 @@ import pytest
 from lmx_lab.notebook import discovery
 from tests.support.asking import ENDLESS
 from tests.support.commands import run_command
-from tests.support.labs import PACE, serving
+from tests.support.labs import PACE, manager_of, serving
 from tests.support.waiting import until
 
 UNUSED_PORT = 9
@@ -26,7 +26,7 @@ def lab(tmp_path):
 
 def run(lab, *arguments, **options):
     # The terminal shows progress.
-    environ = {"LMX_LAB_PORT": str(lab.port), "TERM": "xterm"}
+    environ = {"LMX_LAB_PORT": str(lab.server.port), "TERM": "xterm"}
     return run_command(lab.settings.home, *arguments, environ=environ, **options)
 
 
@@ -50,7 +50,7 @@ def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab):
         running.send_signal(signal.SIGINT)
 
     def stop_answer(running):
-        until(lambda: "no time limit" in str(lab.engine.snapshot.unloading))
+        until(lambda: "no time limit" in str(manager_of(lab).snapshot.unloading))
         stream.close()
 
     with closing(lab.chat("hello", stream=True, **ENDLESS)) as stream:
@@ -59,7 +59,7 @@ def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab):
         done = run(lab, "unload", meanwhile=interrupt, terminal=True)
         assert done.status == 130
         assert "the unload continues; lmx-lab unload --now stops" in done.stdout
-        assert lab.engine.snapshot.unloading is not None
+        assert manager_of(lab).snapshot.unloading is not None
         # In a file, each change is a line.
         done = run(lab, "unload", "echo", "--wait", meanwhile=stop_answer)
         assert (done.status, done.stdout) == (0, "unloaded, 0.00 GB freed\n")
@@ -86,7 +86,7 @@ def test_the_labs_on_the_network_are_a_table(tmp_path):
     with ExitStack() as stack:
         lab = stack.enter_context(serving(tmp_path, "echo"))
         keyed = stack.enter_context(serving(tmp_path, None, api_key="s3cret"))
-        for name, port, key_needed in ((NAME, lab.port, False), ("keyed", keyed.port, True)):
+        for name, port, key_needed in ((NAME, lab.server.port, False), ("keyed", keyed.server.port, True)):
             announcement = discovery.Announcement(name, port=port, addresses=LOOPBACK, key_needed=key_needed)
             stack.callback(announcement.stop)
             announcement.start()

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from lmx_lab import errors
+from lmx_lab.arguments import chat_request
 from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
 from lmx_lab.client.connection import QUICK_S, SHORT_BYTES, HttpConnection
 from lmx_lab.client.lab import MAX_COMPONENTS, Include, KnownEvent, lab_event, max_embeddings_bytes, max_rerank_bytes
-from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.server.events import EXTRAS
 from lmx_lab.server.openapi import EVENTS
 from lmx_lab.values.models import ModelEvent
@@ -26,7 +26,7 @@ from lmx_lab.wire.admin import Heartbeat, NotReady, RequestEvent, Sample, Throug
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingItem, EmbeddingList, EmbeddingsBody, EncodingUsage
 from lmx_lab.wire.rerank import RerankBody, RerankItem, RerankResults
-from tests.support.labs import serving
+from tests.support.labs import manager_of, serving
 from tests.support.models import write_tiny_llama
 from tests.support.sockets import Endless, answering, streamed, whole
 from tests.support.waiting import until
@@ -68,17 +68,17 @@ def lab(long_home):
 async def client(lab):
     async with AsyncLabClient(lab.url, api_key=KEY) as client:
         yield client
-    until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
+    until(lambda: manager_of(lab).snapshot.active_requests + manager_of(lab).snapshot.queued_requests == 0)
 
 
 async def until_running(lab):
-    while not lab.engine.snapshot.active_requests:  # noqa: ASYNC110
+    while not manager_of(lab).snapshot.active_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
 async def until_idle(lab):
     """Wait until the server is idle, while connections are still open."""
-    while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
+    while manager_of(lab).snapshot.active_requests + manager_of(lab).snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
@@ -274,7 +274,7 @@ async def test_a_full_queue_has_the_advised_delay(lab, client):
     await anext(running)
     await until_running(lab)
     waiting = asyncio.create_task(client.chat(hello()))
-    while not lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
+    while not manager_of(lab).snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     with pytest.raises(errors.QueueFullError) as caught:
         await client.chat(hello())
@@ -312,7 +312,7 @@ async def test_a_missing_model_and_a_time_limit_are_errors(long_home):
 
 
 async def test_a_host_name_that_is_not_allowed_is_refused(lab):
-    async with AsyncLabClient(f"http://127.1:{lab.port}", api_key=KEY) as client:
+    async with AsyncLabClient(f"http://127.1:{lab.server.port}", api_key=KEY) as client:
         with pytest.raises(errors.HostForbiddenError):
             await client.models()
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from lmx_lab import errors
+from lmx_lab.arguments import chat_request
 from lmx_lab.client import AsyncLabClient
 from lmx_lab.client.lab import SOCKET_MESSAGE, SocketChunks
-from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.wire.chat import ChatRequest
-from tests.support.labs import serving
+from tests.support.labs import manager_of, serving
 from tests.support.models import write_tiny_llama
 from tests.support.sockets import answering, whole
 
@@ -45,7 +45,7 @@ async def client(lab):
 
 
 async def until_idle(lab):
-    while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
+    while manager_of(lab).snapshot.active_requests + manager_of(lab).snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 

@@ -232,19 +232,19 @@ def test_the_program_that_took_the_port_is_named():
 
 def test_two_labs_of_this_home_are_listed_with_addresses_and_processes(tiny_home):
     with lab_serving(tiny_home, None) as one:
-        near = bind("127.0.0.1", one.port + 1, explicit=False)
+        near = bind("127.0.0.1", one.server.port + 1, explicit=False)
         port = near.getsockname()[1]
         near.close()
-        only = finding_about("labs", check_labs(Settings(port=one.port)))
+        only = finding_about("labs", check_labs(Settings(port=one.server.port)))
         assert f"{one.url} (process {os.getpid()}" in only.found
-        assert finding_about("port", check_port(Settings(port=one.port))).verdict == "fine"
+        assert finding_about("port", check_port(Settings(port=one.server.port))).verdict == "fine"
         with Lab(Settings(home=tiny_home, port=port), loop="thread") as other:
             other.start()
-            finding = finding_about("labs", check_labs(Settings(port=one.port)))
+            finding = finding_about("labs", check_labs(Settings(port=one.server.port)))
             for lab in (one, other):
                 assert f"{lab.url} (process {os.getpid()}: " in finding.found
             assert "kill" not in finding.remedy
-            elsewhere = finding_about("labs", check_labs(Settings(port=one.port, home=tiny_home / "other")))
+            elsewhere = finding_about("labs", check_labs(Settings(port=one.server.port, home=tiny_home / "other")))
             assert elsewhere.found == "no lab of this home is running"
     assert summary(finding) == EXPLAINED_NOTE
 

@@ -19,8 +19,7 @@ from lmx_lab.evals import Choice, Judge, Metric
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import Experiments
 from lmx_lab.evals.rows import EvaluatedRow
-from lmx_lab.notebook.evaluate import SCORING_S
-from lmx_lab.notebook.remote import attach
+from lmx_lab.notebook import attach
 from lmx_lab.results.statistics import BOOTSTRAP, MCNEMAR, WILSON
 from tests.support.labs import forbid_waits_on_loops, serving
 
@@ -346,7 +345,7 @@ def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab):
     def slow(answer, row):
         # The first interrupt is raised between two rows, so that it does not disturb a server on this thread.
         signal.raise_signal(signal.SIGINT)
-        time.sleep(2 * SCORING_S)
+        time.sleep(0.2)
         return 1
 
     stopped = lab.evaluate(rows, "{text}", metric=slow)
@@ -371,16 +370,17 @@ def test_a_missing_judge_is_detected_before_the_first_row(lab):
     assert len(lab.requests) == before
 
 
-def test_an_evaluation_that_cannot_be_stored_is_returned(lab, monkeypatch):
-    (lab.settings.home / "folder.db").mkdir()
-    monkeypatch.setattr("lmx_lab.notebook.evaluate.FILE", "folder.db")
-    with pytest.warns(RuntimeWarning, match=r"not stored: .*folder\.db cannot be used .* move it elsewhere"):
-        result = lab.evaluate(["a"], "{text}", answer="text")
-    assert (result.score.mean, result.id) == (1, None)
-    monkeypatch.setattr("lmx_lab.notebook.evaluate.FILE", "folder.db/a/experiments.db")
-    (lab.settings.home / "folder.db" / "a").touch()
-    with pytest.warns(RuntimeWarning, match="cannot be created"):
-        assert lab.evaluate(["a"], "{text}", answer="text").id is None
+def test_an_evaluation_that_cannot_be_stored_is_returned(lab, tmp_path, monkeypatch):
+    (tmp_path / "experiments.db").mkdir()
+    (tmp_path / "file").touch()
+    with attach(lab.url) as far:
+        monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
+        with pytest.warns(RuntimeWarning, match=r"not stored: .*experiments\.db cannot be used .* move it elsewhere"):
+            result = far.evaluate(["a"], "{text}", answer="text")
+        assert (result.score.mean, result.id) == (1, None)
+        monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path / "file" / "home"))
+        with pytest.warns(RuntimeWarning, match="cannot be created"):
+            assert far.evaluate(["a"], "{text}", answer="text").id is None
 
 
 def test_damaged_rows_are_named(lab, tmp_path):

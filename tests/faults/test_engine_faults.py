@@ -27,7 +27,7 @@ from lmx_lab.settings import Settings
 from tests.support.asking import CHAT_WAIT_S, refused
 from tests.support.engines import fail_next_step, finish, mlx_thread, numbers, process_of, request, run, until_idle
 from tests.support.formats import Chat, Problem, Request, Socket
-from tests.support.labs import serving, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.waiting import until
 
 DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "^[0-9]{60}$"}}}
@@ -237,13 +237,14 @@ def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(tiny_hom
         serving(tiny_home, name, slots=3, threads=1) as lab,
         httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as http,
     ):
-        before = lab.engine.snapshot.totals.output_tokens
+        before = manager_of(lab).snapshot.totals.output_tokens
         futures = send_all(lab, [*WAYS], Request(max_tokens=tokens, extra={"ignore_eos": True}))
-        until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.totals.output_tokens > before)
+        until(lambda: manager_of(lab).snapshot.active_requests == 3)
+        until(lambda: manager_of(lab).snapshot.totals.output_tokens > before)
         if made_for == "mlx":
-            asyncio.run(fail_next_step(lab.engine, SystemExit("injected")))
+            asyncio.run(fail_next_step(manager_of(lab), SystemExit("injected")))
         else:
-            psutil.Process(process_of(lab.engine)._process.pid).kill()
+            psutil.Process(process_of(manager_of(lab))._process.pid).kill()
         for way, future in zip(WAYS, futures, strict=True):
             end = future.result(CHAT_WAIT_S)
             assert end.problem.code == "internal-error"

@@ -280,7 +280,7 @@ def test_a_wrong_address_has_the_same_error_body(http, method, path, status):
 def test_an_invalid_chunked_body_is_answered_once(lab, caplog, path):
     """Also on a path that the application answers without reading the body."""
     head = f"POST {path} HTTP/1.1\r\nHost: {urlsplit(lab.url).netloc}\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", lab.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", lab.server.port), timeout=30) as connection:
         connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\nzz\r\n{{}}".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 400 ")

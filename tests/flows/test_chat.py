@@ -7,7 +7,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from tests.support.asking import ENDLESS, HELLO, chat_body, echo_body, events, open_request
-from tests.support.labs import serving, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
@@ -86,7 +86,7 @@ def test_choices_of_a_cancelled_request_free_all_their_slots(lab, http):
     with http.stream("POST", PATH, json=echo_body(stream=True, n=2, **ENDLESS)) as response:
         next(response.iter_text())
         # The snapshot may be older than the first token.
-        until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests > 0)
+        until(lambda: manager_of(lab).snapshot.active_requests + manager_of(lab).snapshot.queued_requests > 0)
     wait_until_idle(lab)
 
 
@@ -223,15 +223,15 @@ def one_slot(long_home):
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("way", ["sse", "whole", "socket"])
 def test_the_model_stops_computing_for_a_client_that_disconnects(one_slot, way, phase):
-    before, busy = one_slot.engine.snapshot.totals, {"model": "default", "max_tokens": 7500, "ignore_eos": True}
+    before, busy = manager_of(one_slot).snapshot.totals, {"model": "default", "max_tokens": 7500, "ignore_eos": True}
     messages = {"messages": [{"role": "user", "content": "word " * 7000}]} if phase == "prefill" else {}
     with open_request(one_slot, way, chat_body(**busy, **messages)):
         if phase == "prefill":
-            until(lambda: one_slot.engine.snapshot.active_requests == 1)
+            until(lambda: manager_of(one_slot).snapshot.active_requests == 1)
         else:
-            until(lambda: one_slot.engine.snapshot.totals.output_tokens > before.output_tokens)
+            until(lambda: manager_of(one_slot).snapshot.totals.output_tokens > before.output_tokens)
     wait_until_idle(one_slot)
-    generated = one_slot.engine.snapshot.totals.output_tokens - before.output_tokens
+    generated = manager_of(one_slot).snapshot.totals.output_tokens - before.output_tokens
     assert generated == 0 if phase == "prefill" else 0 < generated < busy["max_tokens"]
     fresh = httpx2.post(f"{one_slot.url}{PATH}", json=chat_body(model="tiny-long"), timeout=30)
     assert fresh.status_code == 200

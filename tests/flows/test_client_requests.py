@@ -119,7 +119,7 @@ def echo(tmp_path_factory):
 def send(lab, request):
     """Send a recorded request with exactly its headers."""
     data = json.dumps(request["body"]).encode() if "body" in request else b""
-    connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", lab.server.port, timeout=60)
     try:
         connection.putrequest(request["method"], request["path"], skip_accept_encoding=True)
         for name, value in request["headers"]:

@@ -10,7 +10,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.wire.generation import Hints
 from tests.support.asking import echo_body, error_of, events
 from tests.support.docs import DOCS, table_rows
-from tests.support.labs import serving
+from tests.support.labs import manager_of, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HINTS = {name: {"some": ["value", 1]} for name in Hints.model_fields}
@@ -117,9 +117,9 @@ def test_an_alias_alone_leaves_other_names_unknown(tmp_path):
     with serving(tmp_path, "echo", model_aliases=["gpt-4o=echo"]) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(CHAT, json=echo_body(model="gpt-4o")).json()["model"] == "echo"
         assert http.post("/api/generate", json={"model": "gpt-4o", "keep_alive": 0}).json()["done_reason"] == "unload"
-        assert lab.engine.snapshot.model is None
+        assert manager_of(lab).snapshot.model is None
         assert http.post("/api/generate", json={"model": "gpt-4o"}).json()["done_reason"] == "load"
-        assert lab.engine.snapshot.model == "echo"
+        assert manager_of(lab).snapshot.model == "echo"
         error_of(http.post(CHAT, json=echo_body(model="gpt-5")), 404, "model-not-found")
 
 

@@ -22,7 +22,7 @@ from lmx_lab.server.embeddings import NUMBERS_PER_STEP
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from tests.support.asking import chat_body, error_of, refused
 from tests.support.gguf import ALIGNMENT, read_gguf
-from tests.support.labs import scrape, serving, wait_until_idle, watching
+from tests.support.labs import manager_of, scrape, serving, wait_until_idle, watching
 from tests.support.models import write_tiny_bert
 from tests.support.waiting import until
 
@@ -181,10 +181,10 @@ def test_openai_python_raises_its_own_exceptions(client):
 def test_a_client_that_disconnects_cancels_the_computation(minilm, starter_home):
     with serving(starter_home, minilm.id) as lab, watching(lab) as seen:
         content = json.dumps(body(model=MINILM, input=[f"{SEA} {number}" for number in range(10_000)])).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost:{lab.port}\r\ncontent-type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", lab.port)) as leaving:
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost:{lab.server.port}\r\ncontent-type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", lab.server.port)) as leaving:
             leaving.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-            until(lambda: lab.engine.snapshot.active_requests > 0)
+            until(lambda: manager_of(lab).snapshot.active_requests > 0)
         until(lambda: len(seen) == 1)
         wait_until_idle(lab)
         assert lab.embed(SEA).shape == (384,)
@@ -328,12 +328,12 @@ def test_with_swap_a_request_loads_its_model(three_home):
     chat, embedder = "tiny", "tiny-embedder"
     with serving(three_home, chat, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=120) as http:
         refused = error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")
-        assert lab.engine.snapshot.model == chat
+        assert manager_of(lab).snapshot.model == chat
         assert embed(http, model=embedder)["model"] == embedder
-        assert lab.engine.snapshot.model == embedder
+        assert manager_of(lab).snapshot.model == embedder
         error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")
         error_of(http.post("/v1/chat/completions", json=chat_body(model=embedder)), 400, "invalid-request")
-        assert lab.engine.snapshot.model == embedder
+        assert manager_of(lab).snapshot.model == embedder
         answer = http.post("/v1/chat/completions", json=chat_body(model=chat))
     assert answer.status_code == 200
     assert "chat model" in refused["message"]

@@ -20,7 +20,7 @@ from lmx_lab.errors import UnreachableError
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import attach
 from tests.support.asking import ENDLESS, echo_body
-from tests.support.labs import PACE, serving, wait_until_idle
+from tests.support.labs import PACE, manager_of, serving, wait_until_idle
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -113,7 +113,7 @@ def lab(jupyter, echo_home):
 
 @pytest.fixture(scope="module")
 def page(jupyter, lab):
-    return urls.proxied_url(jupyter.url, lab.port)
+    return urls.proxied_url(jupyter.url, lab.server.port)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def in_kernel(jupyter, tmp_path_factory):
     code = f"""
 import json, lmx_lab
 lab = lmx_lab.launch(port=0, loop="thread", home={home!r})
-print("found", json.dumps({{"port": lab.port, "path": lab.proxy_path}}))
+print("found", json.dumps({{"port": lab.server.port, "path": lab.server.addresses.proxy_path}}))
 """
     return json.loads(jupyter.run(code).rpartition("found ")[2])
 
@@ -174,7 +174,7 @@ def test_clients_that_are_not_logged_in_to_jupyter_are_refused(page, lab):
     assert httpx2.post(f"{page}admin/models/unload").status_code == 403
     with pytest.raises(InvalidStatus, match="403"):
         connect(f"{page.replace('http', 'ws')}v1/chat/stream", proxy=None)
-    assert lab.engine.snapshot.model is not None
+    assert manager_of(lab).snapshot.model is not None
 
 
 def test_an_answer_is_streamed_while_it_is_generated(http, lab):
@@ -186,7 +186,7 @@ def test_an_answer_is_streamed_while_it_is_generated(http, lab):
             lines = answer.iter_lines()
             first = next(lines)
             # Another request has the only slot, so only the first chunk of this answer can have been sent.
-            assert lab.engine.snapshot.queued_requests == 1
+            assert manager_of(lab).snapshot.queued_requests == 1
             other.close()
             rest = [line for line in lines if line]
     assert json.loads(first.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
@@ -200,14 +200,14 @@ def test_endless_events_are_proxied(http):
 
 
 def test_the_websocket_is_proxied_and_closing_it_cancels_the_generation(page, jupyter, lab):
-    before = lab.engine.snapshot.totals.output_tokens
+    before = manager_of(lab).snapshot.totals.output_tokens
     origin = f"http://127.0.0.1:{jupyter.port}"
     address = f"{page.replace('http', 'ws')}v1/chat/stream"
     with connect(address, additional_headers=AUTH, origin=origin, proxy=None) as client:
         client.send(json.dumps(echo_body(**ENDLESS)))
         assert json.loads(client.recv())["token"]
     wait_until_idle(lab)
-    assert 0 < lab.engine.snapshot.totals.output_tokens - before < ENDLESS["max_tokens"]
+    assert 0 < manager_of(lab).snapshot.totals.output_tokens - before < ENDLESS["max_tokens"]
 
 
 def test_a_lab_in_a_kernel_accepts_the_host_name_of_jupyter(jupyter, kernel_port):
@@ -264,7 +264,7 @@ def test_other_pages_are_refused_and_cannot_read_the_error(kernel_port, origin):
 
 
 def test_a_lab_behind_jupyter_can_be_attached_with_its_token(jupyter, lab):
-    url = f"{jupyter.url}proxy/{lab.port}/"
+    url = f"{jupyter.url}proxy/{lab.server.port}/"
     with attach(url, api_key=TOKEN) as attached:
         assert attached.chat("hi", max_tokens=5, temperature=0).text == lab.chat("hi", max_tokens=5, temperature=0).text
         assert [record.id for record in attached.models() if record.loaded] == ["echo"]

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from tests.support.asking import chat_body, events
-from tests.support.labs import serving, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.long
@@ -64,18 +64,18 @@ def test_200_cancelled_long_requests_do_not_affect_the_next_one(busy):
 
 
 def test_a_client_that_pauses_reading_receives_everything_and_does_not_delay_others(busy):
-    assert busy.port is not None
+    assert busy.server.port is not None
     body = json.dumps(chat_body(model="default", stream=True, max_tokens=3000, ignore_eos=True)).encode()
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{busy.port}\r\nConnection: close\r\n"
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{busy.server.port}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     with socket.socket() as reader:
         # The buffer is so small that the server's buffer is full after a few chunks.
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.connect(("127.0.0.1", busy.port))
+        reader.connect(("127.0.0.1", busy.server.port))
         reader.sendall(head.encode() + body)
-        until(lambda: busy.engine.snapshot.active_requests == 1)
+        until(lambda: manager_of(busy).snapshot.active_requests == 1)
         served = post_all(busy, [chat_body(model="default") for _ in range(3)])
         assert [response and response.status_code for response in served] == [200] * 3
         # The engine does not wait for the client: the generation ends and frees its slot before the client reads.

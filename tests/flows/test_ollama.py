@@ -10,6 +10,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.ollama import engine_request, listed_name, requested_model
 from lmx_lab.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, read_duration
 from tests.support.asking import HELLO
+from tests.support.labs import manager_of
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 COUNTERS = {
@@ -254,12 +255,12 @@ def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab, fresh_
     assert fresh_http.post(CHAT, json={"model": "echo"}).json()["done_reason"] == "load"
     unloaded = fresh_http.post(GENERATE, json={"model": "echo:latest", "keep_alive": "0s"}).json()
     assert (unloaded["done"], unloaded["done_reason"], unloaded["response"]) == (True, "unload", "")
-    assert fresh_lab.engine.snapshot.model is None
+    assert manager_of(fresh_lab).snapshot.model is None
     assert "no model is loaded" in fresh_http.post("/api/show", json={"model": "default"}).json()["error"]
     assert fresh_http.post(CHAT, json={"model": "echo", "messages": [], "keep_alive": 0}).status_code == 200
     loaded = fresh_http.post(CHAT, json={"model": "echo", "messages": []}).json()
     assert (loaded["done_reason"], loaded["message"]) == ("load", {"role": "assistant", "content": ""})
-    assert fresh_lab.engine.snapshot.model == "echo"
+    assert manager_of(fresh_lab).snapshot.model == "echo"
     for given in ({"model": "none"}, {"model": "none", "keep_alive": 0}):
         missing = fresh_http.post(CHAT, json=given)
         assert (missing.status_code, missing.json()["code"]) == (404, "model-not-found")

@@ -12,7 +12,7 @@ from lmx_lab.server.responses.convert import convert_request, input_items
 from lmx_lab.wire.responses import ResponsesRequest
 from tests.support.asking import ENDLESS_TEXT
 from tests.support.formats import Responses
-from tests.support.labs import serving, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.waiting import until
 
 PATH = "/v1/responses"
@@ -247,7 +247,7 @@ def test_a_response_in_the_background_ends_or_is_cancelled(client, lab):
     until(lambda: client.responses.retrieve(done.id).status == "completed")
     assert client.responses.cancel(done.id).output_text == "one two"
     running = [client.responses.create(model="echo", input=ENDLESS_TEXT, background=True) for _ in range(2)]
-    until(lambda: lab.engine.snapshot.active_requests == 2)
+    until(lambda: manager_of(lab).snapshot.active_requests == 2)
     with pytest.raises(openai.BadRequestError, match="is in_progress"):
         client.responses.create(model="echo", previous_response_id=running[0].id, input="more")
     assert client.responses.cancel(running[0].id).status == "cancelled"
@@ -276,4 +276,4 @@ def test_a_response_in_the_background_that_fails_keeps_its_text(tmp_path):
 def test_a_server_stops_with_a_response_in_the_background(tmp_path):
     with serving(tmp_path, "echo", echo_tokens_per_s=100) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(PATH, json=body(input=ENDLESS_TEXT, background=True)).json()["status"] == "in_progress"
-        until(lambda: lab.engine.snapshot.active_requests == 1)
+        until(lambda: manager_of(lab).snapshot.active_requests == 1)

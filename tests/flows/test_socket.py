@@ -14,7 +14,7 @@ from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.support.asking import ENDLESS, HELLO, echo_body
-from tests.support.labs import wait_until_idle
+from tests.support.labs import manager_of, wait_until_idle
 from tests.support.waiting import until
 
 
@@ -113,12 +113,12 @@ def test_a_second_message_is_refused_and_the_first_answer_continues(socket):
 
 
 def test_closing_early_frees_the_slot(lab):
-    tokens = lab.engine.snapshot.totals.output_tokens
+    tokens = manager_of(lab).snapshot.totals.output_tokens
     with connect(address(lab)) as socket:
         ask(socket, **ENDLESS)
         receive(socket)
     wait_until_idle(lab)
-    assert lab.engine.snapshot.totals.output_tokens - tokens < ENDLESS["max_tokens"]
+    assert manager_of(lab).snapshot.totals.output_tokens - tokens < ENDLESS["max_tokens"]
 
 
 @pytest.mark.long
@@ -128,16 +128,16 @@ def test_a_client_that_closes_with_a_servers_code_leaves_the_queue(lab):
             ask(running, **ENDLESS)
             receive(running)
         ask(third, **ENDLESS)
-        until(lambda: lab.engine.snapshot.queued_requests == 1)
+        until(lambda: manager_of(lab).snapshot.queued_requests == 1)
         read = read_tokens(lab)
         third.close(1012)
-        until(lambda: lab.engine.snapshot.queued_requests == 0)
+        until(lambda: manager_of(lab).snapshot.queued_requests == 0)
     wait_until_idle(lab)
     assert read_tokens(lab) == read, "it was begun, for nobody"
 
 
 def read_tokens(lab):
-    return lab.engine.snapshot.totals.prompt_tokens + lab.engine.snapshot.totals.cached_tokens
+    return manager_of(lab).snapshot.totals.prompt_tokens + manager_of(lab).snapshot.totals.cached_tokens
 
 
 @pytest.mark.long
@@ -150,11 +150,11 @@ def test_a_slow_client_receives_the_error_of_a_server_that_stops(echo_home):
     lab.start(listening)
     with lab, ThreadPoolExecutor() as aside:
         lab.load("echo")
-        client.connect(("127.0.0.1", lab.port))
+        client.connect(("127.0.0.1", lab.server.port))
         with connect(address(lab), sock=client, max_queue=1, max_size=None) as socket:
             ask(socket, max_tokens=1500, ignore_eos=True, logprobs=True, top_logprobs=20)
             receive(socket)
-            until(lambda: lab.engine.snapshot.totals.output_tokens > 600)
+            until(lambda: manager_of(lab).snapshot.totals.output_tokens > 600)
             stopping = aside.submit(lab.stop)
             wait_until_idle(lab)
             # The server closes next. Less than a tenth of the answer of more than a megabyte is in transit.

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from tests.flows.schemas import DIGIT, MODELS, PLAIN, RECURSIVE, SHORT, Customer, Person, closed
 from tests.support.asking import HELLO, chat_body, echo_body, open_request
-from tests.support.labs import serving, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
@@ -238,12 +238,12 @@ def one_slot(long_home):
 
 @pytest.mark.parametrize("way", ["sse", "whole", "socket"])
 def test_cancelling_a_constrained_answer_frees_the_slot(one_slot, way):
-    before = one_slot.engine.snapshot.totals.output_tokens
+    before = manager_of(one_slot).snapshot.totals.output_tokens
     body = {**chat_body(model="default", response_format=schema_format(LARGE)), "max_tokens": 7500}
     with open_request(one_slot, way, body):
-        until(lambda: one_slot.engine.snapshot.totals.output_tokens > before + 5)
+        until(lambda: manager_of(one_slot).snapshot.totals.output_tokens > before + 5)
     wait_until_idle(one_slot)
-    assert one_slot.engine.snapshot.totals.output_tokens - before < 6000
+    assert manager_of(one_slot).snapshot.totals.output_tokens - before < 6000
     with OpenAI(base_url=f"{one_slot.url}/v1", api_key="anything", max_retries=0) as client:
         # The grammar is taken from the cache, and begins at its start.
         cut = ask(client, **{"model": "default", "response_format": schema_format(LARGE)})

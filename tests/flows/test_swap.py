@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.asking import chat_body
 from tests.support.engines import unload_when_idle_for
-from tests.support.labs import serving, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
@@ -35,7 +35,7 @@ def ask(client, model, **changes):
 
 def test_a_request_loads_its_model(swapping, client):
     assert ask(client, "tiny-two").json()["model"] == "tiny-two"
-    assert swapping.engine.snapshot.model == "tiny-two"
+    assert manager_of(swapping).snapshot.model == "tiny-two"
     completed = client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1})
     assert completed.json()["model"] == "tiny"
 
@@ -50,9 +50,9 @@ def test_default_loads_the_model_that_was_unloaded_because_it_was_idle(tiny_home
         httpx2.Client(base_url=lab.url, timeout=60) as client,
     ):
         ask(client, "tiny-two")
-        asyncio.run(unload_when_idle_for(lab.engine, 0.001))
-        until(lambda: lab.engine.snapshot.unload_cause == "idle")
-        asyncio.run(unload_when_idle_for(lab.engine, None))
+        asyncio.run(unload_when_idle_for(manager_of(lab), 0.001))
+        until(lambda: manager_of(lab).snapshot.unload_cause == "idle")
+        asyncio.run(unload_when_idle_for(manager_of(lab), None))
         assert ask(client, "default").json()["model"] == "tiny-two"
 
 
@@ -66,7 +66,9 @@ def test_default_does_not_load_a_model_that_an_administrator_unloaded(swapping, 
 def test_simultaneous_requests_for_two_models_need_two_loads(tiny_home):
     with serving(tiny_home, "tiny", swap=True, slots=8) as lab:
         loads = []
-        lab.engine.add_observer(lambda progress: loads.append(progress.model) if progress.stage == "load" else None)
+        manager_of(lab).add_observer(
+            lambda progress: loads.append(progress.model) if progress.stage == "load" else None
+        )
         names = [TWO[at % 2] for at in range(12)]
         answers = at_once(lab, names, max_tokens=60)
     assert [answer.json().get("model") for answer in answers] == names
@@ -86,7 +88,7 @@ def test_only_ids_of_models_on_disk_are_loaded(swapping, client, tiny_home, tmp_
     for name in (str(tmp_path / "elsewhere"), "unheard-of", "nobody/nothing", "qwen3-0.6b"):
         refused = ask(client, name)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model-not-found")
-    assert swapping.engine.snapshot.model == "tiny"
+    assert manager_of(swapping).snapshot.model == "tiny"
 
 
 def test_running_and_queued_requests_are_answered_before_the_swap(tiny_home):
@@ -115,7 +117,7 @@ def test_a_request_waits_for_the_load_of_an_administrator(swapping, client):
             target=client.post, args=("/admin/models/load",), kwargs={"json": {"model": "tiny-two"}}
         )
         load.start()
-        until(lambda: swapping.engine.snapshot.change is not None)
+        until(lambda: manager_of(swapping).snapshot.change is not None)
         answers = []
         request = threading.Thread(target=lambda: answers.append(ask(client, "tiny")))
         request.start()
@@ -156,7 +158,7 @@ def test_the_number_of_requests_that_wait_for_models_is_limited(tiny_home):
             waiting = [threading.Thread(target=ask, args=(client, "tiny-two")) for _ in range(2)]
             for thread in waiting:
                 thread.start()
-            control = lab.engine._control
+            control = manager_of(lab)._control
             until(lambda: len(control.swaps) == 2)
             control.swaps.swap_s = 7.0
             refused = ask(client, "tiny")

@@ -30,7 +30,7 @@ def test_a_branch_with_the_same_token_repeats_the_answer_and_is_recorded(lab):
         branch = reply.branch(at, reply.ids[at])
         assert (branch.ids, branch.text, branch.reasoning) == (reply.ids, reply.text, reply.reasoning)
         assert (branch.finish_reason, branch.at, branch.parent) == ("stop", at, reply.tree().root)
-        assert [token.logprob for token in branch.answer.logprobs] == [token.logprob for token in reply.logprobs or ()]
+        assert [token.logprob for token in branch.answer.tokens] == [token.logprob for token in reply.logprobs or ()]
     record = lab.requests[-1].record
     assert (record.prompt, record.answer, record.text) == (reply.prompt_ids, reply.ids, reply.text)
     replay = lab.requests[-1].replay()
@@ -101,7 +101,7 @@ def test_refusals_name_the_value_and_the_reason(lab):
 def test_a_record_of_another_model_has_a_lens_and_its_error_names_the_weights_for_branches(lab):
     lab.chat("hello sea", logprobs=2)
     len(lab.requests)
-    request = load_requests(lab.server.settings.record_to or "", lab._access)[-1]
+    request = load_requests(lab.server.settings.record_to or "", lab.backend)[-1]
     original, known = request.record, request.record.provenance
     for changed, error in ((replace(known, model="gone"), NotLoadedError), (known, InvalidRequestError)):
         record = replace(original, id=0, provenance=replace(changed, weights="0123abc"))
@@ -156,9 +156,10 @@ def test_a_tree_is_walked_renamed_pruned_compared_and_exported(lab, tmp_path, mo
             saver.save(tmp_path / "missing" / "file")
     with pytest.raises(InvalidRequestError, match="cannot be written: Is a directory; use another path"):
         tree.save(tmp_path)
-    monkeypatch.setattr("lmx_lab.instrument.branches.MAX_ANSWERS", 4)
+    for _ in range(1000 - len(tree)):
+        tree.add(tree["shore"], 0, "Z", answer=second.answer)
     for add in (lambda: reply.branch(0, "Z"), lambda: tree.add(tree.root, 0, "Z", answer=second.answer)):
-        with pytest.raises(InvalidRequestError, match="the tree has 4 answers, which is the limit; remove some"):
+        with pytest.raises(InvalidRequestError, match="the tree has 1000 answers, which is the limit; remove some"):
             add()
     tree.prune("shore")
     assert [branch.name for branch in tree] == ["answer", "branch 2"]

@@ -33,25 +33,20 @@ class Counted:
         self.loads = []
         self.answers = 0
         self.interrupt_at = None
-        load, recorder = LocalBackend.load, LocalBackend.answer_recorder
+        load, answer = LocalBackend.load, LocalBackend.answer
 
         async def counted_load(backend, spec, **options):
             self.loads.append(spec.model)
             return await load(backend, spec, **options)
 
-        def counted_recorder(backend, *arguments):
-            answer = recorder(backend, *arguments)
-
-            async def count():
-                if self.answers == self.interrupt_at:
-                    raise EngineError("interrupted")
-                self.answers += 1
-                return await answer()
-
-            return count
+        async def counted_answer(backend, request):
+            if self.answers == self.interrupt_at:
+                raise EngineError("interrupted")
+            self.answers += 1
+            return await answer(backend, request)
 
         monkeypatch.setattr(LocalBackend, "load", counted_load)
-        monkeypatch.setattr(LocalBackend, "answer_recorder", counted_recorder)
+        monkeypatch.setattr(LocalBackend, "answer", counted_answer)
 
 
 def test_a_comparison_has_a_grid_frames_scores_and_a_page(lab, tmp_path):

@@ -40,7 +40,7 @@ def test_scores_equal_the_log_probabilities_of_the_answer(lab):
     assert reply.logprobs is not None
     answered, scored = (
         reply.lens(),
-        lab._portal.run(lab._backend.score([*reply.prompt_ids, *reply.ids], model=None, top=3))[
+        lab.backend.portal.run(lab.backend.score([*reply.prompt_ids, *reply.ids], model=None, top=3))[
             len(reply.prompt_ids) :
         ],
     )
@@ -138,7 +138,7 @@ def test_the_beginnings_of_an_answer_are_expanded(lab):
     # One of them, because llama.cpp takes seconds to score the special tokens of a prompt.
     branch = tree["2-2-2"]
     tokens = [*greedy.prompt_ids, *branch.ids]
-    scored = lab._portal.run(lab._backend.score(tokens, model=None, top=1))
+    scored = lab.backend.portal.run(lab.backend.score(tokens, model=None, top=1))
     assert branch.logprob == pytest.approx(sum(token.logprob or 0 for token in scored[-8:]), abs=1e-3)
 
 

@@ -308,7 +308,7 @@ def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path):
     with pytest.raises(LabError, match="was closed"):
         len(requests)
     with pytest.raises(HostingError):
-        load_requests(path, lab._access)[0].replay()
+        load_requests(path, lab.backend)[0].replay()
 
 
 def test_deleted_records_are_overwritten_in_the_file(tmp_path):

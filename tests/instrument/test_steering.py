@@ -206,7 +206,7 @@ def test_a_vector_is_made_of_two_groups_of_texts(lab, tiny):
     made = lab.steering_vector(positive, negative, 1)
     assert np.linalg.norm(made.vector) == pytest.approx(1)
     assert (made.layer, made.scale, made.model) == (1, 1.0, lab.requests[-1].record.provenance.model)
-    assert made.weights == lab._portal.run(lab._backend.weights_of(made.model))
+    assert made.weights == lab.backend.portal.run(lab.backend.weights_of(made.model))
     assert made.source["positive"] == 2
     raw = lab.steering_vector(positive, negative, 1, normalize=False)
     assert raw.vector / made.source["length"] == pytest.approx(made.vector, abs=1e-5)

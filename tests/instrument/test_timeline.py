@@ -236,7 +236,7 @@ def test_an_attached_lab_has_the_timeline_of_its_server_but_no_comparison(lab, m
         ]
         assert there.models == here.models
         assert list(there.df["span"]) == list(here.df["span"])
-        assert [one.at for one in far._portal.run(far._backend.timeline(3600, most=2)).requests] == [
+        assert [one.at for one in far.backend.portal.run(far.backend.timeline(3600, most=2)).requests] == [
             one.at for one in here[-2:]
         ]
         assert len(asyncio.run(far.atimeline(3600))) == len(here)

@@ -232,7 +232,7 @@ def test_both_texts_of_a_sweep_need_the_model_of_their_answers(lab, tiny):
 
 
 def test_an_interrupted_sweep_keeps_its_cells(lab, monkeypatch):
-    compute, calls = lab._backend.trace, list[object]()
+    compute, calls = lab.backend.trace, list[object]()
 
     async def interrupted(body):
         calls.append(body)
@@ -241,7 +241,7 @@ def test_an_interrupted_sweep_keeps_its_cells(lab, monkeypatch):
             await asyncio.sleep(60)
         return await compute(body)
 
-    monkeypatch.setattr(lab._backend, "trace", interrupted)
+    monkeypatch.setattr(lab.backend, "trace", interrupted)
     sweep = lab.patch(OTHER, TEXT, answer=500, other=600)
     assert sweep.interrupted
     assert sweep.df.attrs["interrupted"]

@@ -65,8 +65,8 @@ def test_the_stop_button_ends_the_generation_on_the_server(lab, notebook):
             print("started", end="")
         """)
     assert output.error == "KeyboardInterrupt"
-    until(lambda: lab.engine.snapshot.active_requests == 0)
-    assert lab.engine.snapshot.totals.output_tokens < 7500
+    until(lambda: lab.server.engine.snapshot.active_requests == 0)
+    assert lab.server.engine.snapshot.totals.output_tokens < 7500
     assert notebook.run("print(far.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
 
 

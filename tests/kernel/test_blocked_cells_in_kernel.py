@@ -24,7 +24,7 @@ question = dict(model="default", messages=[{"role": "user", "content": "one two 
 healthz = lab.url + "/healthz"
 interruptible = OpenAI(**lab.openai).chat.completions  # an interrupt in OpenAI() writes a traceback when it is freed
 steps = lambda: (lab.server.thread.host_steps, lab.server.thread.thread_steps)
-print(lab.port)
+print(lab.server.port)
 """
 BLOCKED = """
 print("started", flush=True)
@@ -49,7 +49,7 @@ def notebook(running):
     """A kernel with a lab on its loop."""
     yield running
     assert running.run("print(lab.running, lab.chat('hi there').text)") == "True hi there"
-    until(lambda: running.run("print(lab.engine.snapshot.active_requests)") == "0")
+    until(lambda: running.run("print(lab.server.engine.snapshot.active_requests)") == "0")
 
 
 class Client:

@@ -26,13 +26,13 @@ def settled():
     "Whether the slots become free: the engine needs a step to see that a reader has left."
     deadline = threading.Event()
     for _ in range(400):
-        if lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0:
+        if lab.server.engine.snapshot.active_requests + lab.server.engine.snapshot.queued_requests == 0:
             return True
         deadline.wait(0.01)
     return False
 """
-LAUNCH = "lab = lmx_lab.launch('echo', loop={mode!r}, port=0, echo_tokens_per_s=1000); print(lab.port)"
-LAUNCH_TINY = "lab = lmx_lab.launch('tiny', loop={mode!r}, port=0); print(lab.port)"
+LAUNCH = "lab = lmx_lab.launch('echo', loop={mode!r}, port=0, echo_tokens_per_s=1000); print(lab.server.port)"
+LAUNCH_TINY = "lab = lmx_lab.launch('tiny', loop={mode!r}, port=0); print(lab.server.port)"
 HOSTILE = "<img src=x onerror=alert(1)> and some words"
 # Except "never awaited", which an interrupt between the creation and the start of a coroutine causes.
 UNREST = ("was destroyed", "never retrieved", "Exception ignored", "Traceback")
@@ -74,24 +74,24 @@ def tiny_lab(running):
 
 
 def launch(notebook, arguments="port=0"):
-    return f"lab = lmx_lab.launch(loop={notebook.mode!r}, {arguments}); print(lab.port)"
+    return f"lab = lmx_lab.launch(loop={notebook.mode!r}, {arguments}); print(lab.server.port)"
 
 
 def test_the_kernels_loop_serves_on_loopback_and_on_the_lan(notebook):
-    assert notebook.run("lab = lmx_lab.launch(port=0); print(lab.mode, lab.lan_url)") == "kernel None"
-    assert notebook.run("lab = lmx_lab.launch(port=0, lan=True); print(lab.mode)") == "kernel"
-    assert healthz(int(notebook.run("print(lab.port)"))) == 200
+    assert notebook.run("lab = lmx_lab.launch(port=0); print(lab.server.mode, lab.lan_url)") == "kernel None"
+    assert notebook.run("lab = lmx_lab.launch(port=0, lan=True); print(lab.server.mode)") == "kernel"
+    assert healthz(int(notebook.run("print(lab.server.port)"))) == 200
 
 
 def test_the_launch_cell_run_again_gives_the_same_lab(lab):
     again = "other = lab\n" + LAUNCH.format(mode=lab.mode)
     assert int(lab.run(again)) == lab.port
-    assert lab.run("print(other is lab is lmx_lab.current(), lab.engine.snapshot.model)") == "True echo"
+    assert lab.run("print(other is lab is lmx_lab.current(), lab.server.engine.snapshot.model)") == "True echo"
 
 
 def test_changed_arguments_restart_in_place_on_the_same_port(lab):
     assert int(lab.run("old = lab\n" + launch(lab, "port=0, slots=2"))) == lab.port
-    assert lab.run("print(old.running, lab.settings.slots, listening().count(lab.port), sorted(threads()))") == (
+    assert lab.run("print(old.running, lab.settings.slots, listening().count(lab.server.port), sorted(threads()))") == (
         "False 2 1 ['lmx-lab-server']"
     )
     assert healthz(lab.port) == 200
@@ -107,12 +107,12 @@ def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab):
 
 @pytest.mark.parametrize("form", ["{}", "await {}", "async with {}: pass"])
 def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab, form):
-    lab.run("stream = iter(lab.chat(hi, stream=True)); first = next(stream); before = lab.engine.residents.main")
+    lab.run("stream = iter(lab.chat(hi, stream=True)); first = next(stream); before = lab.server.engine.residents.main")
     output = lab.fail(form.format(f"lmx_lab.launch('ecko', loop={lab.mode!r}, port=0, slots=3)"))
     assert (output.error, "did you mean 'echo'" in output.message) == ("ModelNotFoundError", True)
-    assert lab.run("print(lmx_lab.current() is lab, lab.engine.residents.main is before, bool(next(stream)))") == (
-        "True True True"
-    )
+    assert lab.run(
+        "print(lmx_lab.current() is lab, lab.server.engine.residents.main is before, bool(next(stream)))"
+    ) == ("True True True")
     assert healthz(lab.port) == 200
     lab.run("stream = None")
 
@@ -120,20 +120,19 @@ def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab, form):
 def test_the_stop_button_during_the_checks_of_a_launch_leaves_the_lab_as_it_is(lab):
     lab.run("""
         from lmx_lab.engine.echo.engine import EchoEngine
-        check, before = EchoEngine.check, lab.engine.residents.main
-        def hang(engine, entry, spec, cancellation, **options):
+        check, before = EchoEngine.check, lab.server.engine.residents.main
+        async def hang(engine, entry, spec, **options):
             print("started", flush=True)
-            while not threading.Event().wait(0.01):
-                cancellation.check()
+            await asyncio.Event().wait()
         EchoEngine.check = hang
         stream = iter(lab.chat(hi, stream=True)); first = next(stream)
     """)
     output = lab.interrupt(f"lmx_lab.launch('echo', loop={lab.mode!r}, port=0, slots=3)")
     assert output.error == "KeyboardInterrupt"
     lab.run("EchoEngine.check = check")
-    assert lab.run("print(lmx_lab.current() is lab, lab.engine.residents.main is before, bool(next(stream)))") == (
-        "True True True"
-    )
+    assert lab.run(
+        "print(lmx_lab.current() is lab, lab.server.engine.residents.main is before, bool(next(stream)))"
+    ) == ("True True True")
     assert healthz(lab.port) == 200
     lab.run("stream = None")
 
@@ -191,7 +190,7 @@ def test_the_verbs_work_blocking(lab):
     assert lab.run("print(lab.load('echo').model, [m.id for m in lab.models() if m.loaded])") == "echo ['echo']"
     assert lab.run("print(lab.chat(hi, max_tokens=3, temperature=0).usage.completion_tokens)") == "3"
     assert lab.run("s = lab.chat(hi, stream=True, max_tokens=9); print(''.join(s) == s.reply.text)") == "True"
-    assert lab.run("print(lab.unload() >= 0, lab.engine.snapshot.model)") == "True None"
+    assert lab.run("print(lab.unload() >= 0, lab.server.engine.snapshot.model)") == "True None"
 
 
 def test_the_verbs_work_awaited(lab):
@@ -202,7 +201,7 @@ def test_the_verbs_work_awaited(lab):
         stream = await lab.astream(hi, max_tokens=9)
         print(''.join([piece async for piece in stream]) == stream.reply.text)
     """) == "True"  # fmt: skip
-    assert lab.run("print(await lab.aunload() >= 0, lab.engine.snapshot.model)") == "True None"
+    assert lab.run("print(await lab.aunload() >= 0, lab.server.engine.snapshot.model)") == "True None"
 
 
 def test_leaving_a_stream_early_frees_its_slot(lab):
@@ -244,7 +243,7 @@ def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook):
     notebook.run("pieces = iter(lab.chat('word ' * 2000, stream=True)); next(pieces)")
     output = notebook.interrupt("""
         def watch():
-            while lab.engine.snapshot.unloading is None:
+            while lab.server.engine.snapshot.unloading is None:
                 threading.Event().wait(0.01)
             print("started", flush=True)
         threading.Thread(target=watch).start()
@@ -258,7 +257,7 @@ def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook):
     assert output.error is None
     assert "echo: unloaded, 0.00 GB freed" in output.shown[-1]["text/plain"]
     assert notebook.fail("list(pieces)").error == "NotLoadedError"
-    assert notebook.run("print(lab.engine.snapshot.model, lab.unload())") == "None 0.00 GB freed"
+    assert notebook.run("print(lab.server.engine.snapshot.model, lab.unload())") == "None 0.00 GB freed"
 
 
 def test_other_clients_are_answered_while_a_cell_chats(lab):
@@ -320,19 +319,19 @@ def test_openai_works_in_the_cell_or_from_a_thread(lab):
 
 @pytest.mark.long
 def test_a_load_shows_its_download_in_the_calling_cell_only(lab):
-    lab.run(f"{setting('lmx_lab.notebook.load_progress', LOAD_SHOWN_S=60)}; lab.unload()")
+    lab.run(f"{setting('lmx_lab.notebook.loading', LOAD_SHOWN_S=60)}; lab.unload()")
     lab.start("lab.load('echo')")
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # The report, without a progress bar.
     lab.start("""
         from lmx_lab.weights import Progress
-        resolve = lab.catalog.find_formats
+        resolve = lab.server.catalog.find_formats
         def absent(name, **options):
             raise lmx_lab.errors.ModelNotFoundError(name)
         def fetch(name, tell, format):
             tell(Progress(stage="download", done_bytes=1_000_000, total_bytes=2_000_000))
             tell(Progress(stage="download", done_bytes=2_000_000, total_bytes=2_000_000))
             return resolve(name)[0]
-        lab.catalog.find_formats, lab.catalog.fetch = absent, fetch
+        lab.server.catalog.find_formats, lab.server.catalog.fetch = absent, fetch
         report = lab.load('tiny')
     """)
     output = lab.read()
@@ -358,10 +357,10 @@ def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_no
 
 @pytest.mark.long
 def test_a_restarted_kernel_gets_its_port_back(fresh_notebook):
-    port = int(fresh_notebook.run("import lmx_lab; lab = lmx_lab.launch(port=0); print(lab.port)"))
+    port = int(fresh_notebook.run("import lmx_lab; lab = lmx_lab.launch(port=0); print(lab.server.port)"))
     fresh_notebook.manager.restart_kernel()
     fresh_notebook.client.wait_for_ready(timeout=60)
-    assert fresh_notebook.run(f"import lmx_lab; print(lmx_lab.launch(port={port}).port)") == str(port)
+    assert fresh_notebook.run(f"import lmx_lab; print(lmx_lab.launch(port={port}).server.port)") == str(port)
     assert healthz(port) == 200
 
 
@@ -400,7 +399,7 @@ def test_a_stream_displays_its_text_and_then_the_reply(fresh_notebook):
 
 
 def test_a_slow_launch_shows_where_the_time_went(fresh_notebook):
-    fresh_notebook.run(f"import lmx_lab; {setting('lmx_lab.notebook.load_progress', LOAD_SHOWN_S=60)}")
+    fresh_notebook.run(f"import lmx_lab; {setting('lmx_lab.notebook.loading', LOAD_SHOWN_S=60)}")
     fresh_notebook.run(setting("lmx_lab.notebook.launcher", SLOW_S=0, SHOWN_S=0))
     fresh_notebook.start("lab = lmx_lab.launch('echo', port=0)")
     (shown,) = fresh_notebook.read().shown

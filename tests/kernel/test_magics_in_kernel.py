@@ -15,7 +15,7 @@ from tests.support.kernels import healthz
 if TYPE_CHECKING:
     from tests.support.kernels import Notebook
 
-LAUNCH = "lab = lmx_lab.launch('tiny', port=0); print(lab.mode, lab.port)"
+LAUNCH = "lab = lmx_lab.launch('tiny', port=0); print(lab.server.mode, lab.server.port)"
 WAIT_S = 60
 
 

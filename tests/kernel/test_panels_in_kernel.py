@@ -133,7 +133,7 @@ def test_unknown_and_invalid_requests_are_refused(view):
     refused = [view.reply(number) for number in "abc"]
     assert [reply["error"]["code"] for reply in refused] == ["invalid-request"] * 3
     assert "explode" in refused[0]["error"]["message"]
-    assert view.run("print(lab.engine.snapshot.model)") == "tiny"
+    assert view.run("print(lab.server.engine.snapshot.model)") == "tiny"
 
 
 def test_unload_works_while_a_cell_blocks(view):
@@ -155,8 +155,8 @@ def test_unload_works_while_a_cell_blocks(view):
 
 
 def test_the_launch_cell_again_gives_the_same_lab_port_and_panel(view, running):
-    port = view.run("before = lab, panel; print(lab.port)")
-    assert view.run(LAUNCH.format(mode=running.mode) + "\nprint(lab.port)") == port
+    port = view.run("before = lab, panel; print(lab.server.port)")
+    assert view.run(LAUNCH.format(mode=running.mode) + "\nprint(lab.server.port)") == port
     assert view.run("print(before[0] is lab, before[1] is panel)") == "True True"
 
 

@@ -13,11 +13,10 @@ import pytest
 import lmx_lab
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, LabClient
-from lmx_lab.notebook import remote
-from lmx_lab.notebook.remote import attach
+from lmx_lab.notebook import attach, remote
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEvent
-from tests.support.labs import serving, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.models import write_tiny_llama
 from tests.support.sockets import answering, streamed, whole
 from tests.support.waiting import interrupt_when, until
@@ -99,7 +98,7 @@ def test_a_load_shows_its_steps(tiny_home, monkeypatch, awaited):
     monkeypatch.setattr("lmx_lab.progress.ProgressBar.update", lambda self, step: steps.append(step))
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
-        load = lab.engine.load
+        load = manager_of(lab).load
 
         async def slowly(spec, *, local):
             lab.server.services.feed.publish(step)
@@ -107,7 +106,7 @@ def test_a_load_shows_its_steps(tiny_home, monkeypatch, awaited):
                 await asyncio.sleep(0.001)
             return await load(spec, local=local)
 
-        monkeypatch.setattr(lab.engine, "load", slowly)
+        monkeypatch.setattr(manager_of(lab), "load", slowly)
         report = asyncio.run(far.aload("tiny")) if awaited else far.load("tiny")
     assert report.model == "tiny"
     assert steps[0] == step
@@ -131,14 +130,14 @@ async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(tiny_home,
 
 
 def test_an_interrupt_ends_the_generation_on_the_server(lab, far):
-    before = lab.engine.snapshot.totals.output_tokens
+    before = manager_of(lab).snapshot.totals.output_tokens
 
-    interrupting = interrupt_when(lambda: lab.engine.snapshot.totals.output_tokens > before)
+    interrupting = interrupt_when(lambda: manager_of(lab).snapshot.totals.output_tokens > before)
     with pytest.raises(KeyboardInterrupt):
         far.chat("hi", max_tokens=7500, ignore_eos=True)
     interrupting.join()
     wait_until_idle(lab)
-    assert lab.engine.snapshot.totals.output_tokens - before < 7500
+    assert manager_of(lab).snapshot.totals.output_tokens - before < 7500
     assert far.chat("hi", max_tokens=2).usage.completion_tokens == 2
 
 
@@ -188,15 +187,14 @@ def test_panels_keep_their_connection_until_those_of_another_one_are_shown(lab):
     assert lab.url not in remote._PANEL_CONNECTIONS
 
 
-def test_connections_are_not_kept_without_a_limit(lab, monkeypatch):
-    monkeypatch.setattr(remote, "MAX_PANEL_CONNECTIONS", 1)
-    elsewhere = lab.url.replace("127.0.0.1", "localhost")
-    far, other = attach(lab.url, api_key=KEY), attach(elsewhere, api_key=KEY)
-    far.panel("metrics")
-    other.panel("metrics")
-    assert {elsewhere: other._server} == remote._PANEL_CONNECTIONS
-    far.stop()
-    other.stop()
+def test_connections_are_not_kept_without_a_limit():
+    servers = [remote.RemoteServer(f"http://127.0.0.1:{port}") for port in range(9001, 9010)]
+    for server in servers:
+        server.panels_shown()
+    assert list(remote._PANEL_CONNECTIONS.values()) == servers[1:]
+    for server in servers:
+        server.close()
+    assert remote._PANEL_CONNECTIONS == {}
 
 
 def test_a_script_that_does_not_stop_its_lab_exits_quietly(lab):
@@ -216,10 +214,16 @@ print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.complet
 # --- addresses, keys, display
 
 
+def attach_patiently(url, key=None):
+    """Attach to a server, whose answer ``repr`` awaits also on a busy machine."""
+    far = lmx_lab.Lab.over(remote.RemoteServer(url, api_key=key, repr_s=WAIT_S))
+    far.start()
+    return far
+
+
 @pytest.mark.parametrize("end", ["", "/", "/v1"])
-def test_the_repr_describes_the_connection(lab, end, monkeypatch):
-    monkeypatch.setattr(remote, "REPR_TIMEOUT_S", WAIT_S)
-    with attach(lab.url + end, api_key=KEY) as far:
+def test_the_repr_describes_the_connection(lab, end):
+    with attach_patiently(lab.url + end, KEY) as far:
         assert far.url == lab.url
         assert far.openai == {"base_url": f"{lab.url}/v1", "api_key": KEY}
         for look in (repr(far), far._repr_html_()):
@@ -227,10 +231,9 @@ def test_the_repr_describes_the_connection(lab, end, monkeypatch):
             assert KEY not in look
 
 
-def test_the_repr_says_that_the_server_does_not_answer(tiny_home, monkeypatch):
-    monkeypatch.setattr(remote, "REPR_TIMEOUT_S", WAIT_S)
+def test_the_repr_says_that_the_server_does_not_answer(tiny_home):
     with serving(tiny_home, None) as lab:
-        far = attach(lab.url)
+        far = attach_patiently(lab.url)
         assert "no model ready" in repr(far)
     assert "does not answer" in repr(far)
     with pytest.raises(errors.UnreachableError):
@@ -288,7 +291,7 @@ async def own(tiny_home):
 
 
 async def test_a_blocking_call_on_the_serving_loop_is_answered(own):
-    for url in (own.url, f"http://localhost:{own.port}/v1"):
+    for url in (own.url, f"http://localhost:{own.server.port}/v1"):
         with attach(url) as far:
             assert far.models() == await far.amodels() == await own.amodels() == await asyncio.to_thread(far.models)
             assert far.snapshot().models == own.snapshot().models

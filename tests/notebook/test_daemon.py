@@ -122,14 +122,12 @@ def test_leaving_the_context_of_a_lab_stops_its_daemon(options):
 
 
 @pytest.mark.anyio
-async def test_merged_events_can_be_closed_while_the_buffer_is_full(monkeypatch):
-    monkeypatch.setattr("lmx_lab.notebook.daemon.BUFFERED_EVENTS", 2)
-
+async def test_merged_events_can_be_closed_while_the_buffer_is_full():
     async def many(name: str) -> AsyncIterator[str]:
         while True:
             yield name
 
-    async with asyncio.timeout(20), aclosing(merge_events(many("a"), many("b"))) as items:
+    async with asyncio.timeout(20), aclosing(merge_events(many("a"), many("b"), buffered=2)) as items:
         assert await anext(items) == "a"
         await asyncio.sleep(0)
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "lmx-lab merging"]

@@ -9,9 +9,8 @@ import time
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.notebook import discovery
+from lmx_lab.notebook import attach, discovery
 from lmx_lab.notebook.discovery import Announcement, FoundLab, find_address, find_labs, is_name
-from lmx_lab.notebook.remote import attach
 from lmx_lab.settings import Settings
 from tests.support.labs import serving
 
@@ -60,9 +59,9 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path, monkeypatch):
     with (
         serving(tmp_path, "echo") as lab,
         serving(tmp_path, None, api_key="s3cret") as keyed,
-        announced(NAME, lab.port) as first,
+        announced(NAME, lab.server.port) as first,
         waited(QUIET_S),
-        announced(NAME, keyed.port, key_needed=True) as second,
+        announced(NAME, keyed.server.port, key_needed=True) as second,
     ):
         assert (first, second) == (NAME, f"{NAME}-2")
         assert find_labs() == [

@@ -1,5 +1,6 @@
 """Test labs in this process: failing starts, paths as models, and their display."""
 
+import asyncio
 import gc
 import html
 import inspect
@@ -10,20 +11,24 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import lmx_lab
 from lmx_lab.errors import (
     ArgumentError,
+    HostingError,
     InvalidRequestError,
     PortTakenError,
 )
 from lmx_lab.instrument.requests import RecordedRequest
+from lmx_lab.notebook.lab import NAMES
 from lmx_lab.notebook.reply import Reply
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.models import LoadOptions
+from tests.support.docs import DOCS
 
 pytestmark = pytest.mark.anyio
 
@@ -46,6 +51,21 @@ async def test_a_failing_start_releases_everything(tmp_path, monkeypatch):
         await lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread").astart()
     gc.collect()  # A socket that is still open causes a warning here, and warnings are errors.
     assert not {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("lmx-lab-")}
+
+
+@pytest.mark.parametrize("attached", [False, True])
+async def test_a_stopped_lab_cannot_be_started_again(launched, attached):
+    lab = lmx_lab.attach(launched.url) if attached else lmx_lab.Lab(launched.settings, loop="thread")
+    if not attached:
+        await lab.astart()
+        await lab.astart()
+    await lab.astop()
+    for start in (lab.start, lab.__enter__):
+        with pytest.raises(HostingError, match=r"was stopped; .* a new one"):
+            await asyncio.to_thread(start)
+    with pytest.raises(HostingError, match=r"was stopped; .* a new one"):
+        await lab
+    assert not lab.running
 
 
 async def test_a_setting_that_can_never_match_is_refused_before_anything_starts():
@@ -107,6 +127,29 @@ def test_the_signature_of_load_names_each_option_for_completion():
     assert list(inspect.signature(lmx_lab.Lab.load).parameters) == ["self", "model", *LoadOptions.__annotations__]
 
 
+def test_completion_offers_what_a_lab_is_for(launched):
+    names = {name for group in NAMES.values() for name in group}
+    assert len(names) == 37
+    assert {name for name in dir(launched) if name not in names} == {
+        "astream",
+        *(f"a{name}" for name in names if hasattr(launched, f"a{name}")),
+    }
+    everything = [name for group in NAMES.values() for name in group]
+    page = (DOCS / "notebook.md").read_text().partition("belong to six groups")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`", page) == everything
+    documented = re.findall(r"``(\w+)``", inspect.getdoc(lmx_lab.Lab).partition("\n\n``launch()``")[0])
+    assert documented == everything
+    assert "``await lab.aload(...)`` does the same." in lmx_lab.Lab.load.__doc__
+
+
+@pytest.mark.parametrize("name", ["load", "map", "embed", "trace"])
+def test_methods_of_a_backend_have_the_names_of_the_lab(name):
+    for form in (name, f"a{name}"):
+        method = getattr(lmx_lab.Lab, form)
+        assert (method.__qualname__, method.__module__) == (f"Lab.{form}", "lmx_lab.notebook.lab")
+        assert next(iter(inspect.signature(method).parameters)) == "self"
+
+
 PAIRS = [
     *("aload", "aunload", "amodels", "aembed", "arerank", "abench", "apin_encoders", "astart", "astop"),
     *("atimeline", "acompare"),
@@ -128,7 +171,7 @@ METHODS = [lmx_lab.Lab.timeline, lmx_lab.Lab.compare, *(getattr(Reply, name) for
 @pytest.mark.parametrize("method", [*METHODS, RecordedRequest.replay], ids=lambda method: method.__qualname__)
 def test_an_argument_that_a_method_of_a_lab_or_a_result_does_not_have_is_named(method):
     with pytest.raises(ArgumentError, match=rf"^{method.__name__}\(\) has no argument 'nothing'"):
-        method(None, nothing=1)
+        method(SimpleNamespace(backend=None), nothing=1)
 
 
 # --- imports

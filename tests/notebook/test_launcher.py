@@ -10,19 +10,19 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import HostingError, InvalidRequestError, PortTakenError
-from lmx_lab.notebook import launcher
+from lmx_lab.notebook.launcher import exclusive_launch
 from tests.support.waiting import until
 
 WAIT_S = 60.0
 
 
 def test_without_a_running_loop_a_thread_serves(launched):
-    assert launched.mode == "thread"
+    assert launched.server.mode == "thread"
     assert lmx_lab.launch(port=0, home=launched.settings.home, echo_tokens_per_s=1000) is launched is lmx_lab.current()
 
 
 def test_launching_on_the_labs_own_port_returns_the_same_lab(launched):
-    assert lmx_lab.launch(port=launched.port, home=launched.settings.home, echo_tokens_per_s=1000) is launched
+    assert lmx_lab.launch(port=launched.server.port, home=launched.settings.home, echo_tokens_per_s=1000) is launched
 
 
 def test_a_restart_that_cannot_listen_keeps_the_running_lab(launched):
@@ -89,8 +89,7 @@ def test_a_replaced_lab_does_not_change_the_panels_of_the_next_one(tmp_path):
 # --- several launches at once
 
 
-def test_threads_that_launch_at_once_get_one_lab(tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher, "LOCK_S", 120)
+def test_threads_that_launch_at_once_get_one_lab(tmp_path):
     labs = []
     threads = [threading.Thread(target=lambda: labs.append(lmx_lab.launch(port=0, home=tmp_path))) for _ in range(3)]
     for thread in threads:
@@ -101,12 +100,11 @@ def test_threads_that_launch_at_once_get_one_lab(tmp_path, monkeypatch):
         assert labs.count(labs[0]) == 3
 
 
-def test_a_launch_that_waits_too_long_for_another_one_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher, "LOCK_S", 0.05)
+def test_a_launch_that_waits_too_long_for_another_one_fails():
     locked, release = threading.Event(), threading.Event()
 
     def lock():
-        with launcher._REGISTRY.lock:
+        with exclusive_launch():
             locked.set()
             release.wait(WAIT_S)
 
@@ -114,8 +112,8 @@ def test_a_launch_that_waits_too_long_for_another_one_fails(tmp_path, monkeypatc
     other.start()
     locked.wait(WAIT_S)
     try:
-        with pytest.raises(HostingError, match="another launch"):
-            lmx_lab.launch(port=0, home=tmp_path)
+        with pytest.raises(HostingError, match="another launch"), exclusive_launch(0.05):
+            pass
     finally:
         release.set()
         other.join()

@@ -8,15 +8,15 @@ import httpx2
 import pytest
 
 import lmx_lab
+from lmx_lab.arguments import chat_request, rerank_body
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
-from lmx_lab.notebook.arguments import chat_request, rerank_body
 from lmx_lab.notebook.local import LocalBackend, LocalServer
-from lmx_lab.notebook.reply import read_reply
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec, ModelEvent
 from tests.support.engines import unload_when_idle_for
+from tests.support.labs import manager_of, read_answer
 from tests.support.models import write_tiny_bert
 from tests.support.panels import Reader
 from tests.support.waiting import auntil
@@ -44,7 +44,7 @@ async def test_the_thread_that_starts_a_lab_decides_who_runs_its_loop(tmp_path):
     with pytest.raises(InvalidRequestError, match="running event loop"):
         await asyncio.to_thread(lmx_lab.Lab(Settings(home=tmp_path / "other", port=0), loop="kernel").start)
     await asyncio.to_thread(lab.start)
-    assert (lab.running, lab.mode) == (True, "thread")
+    assert (lab.running, lab.server.mode) == (True, "thread")
     lab.stop()
 
 
@@ -58,7 +58,7 @@ def test_a_lab_that_was_not_started_is_stopped(tmp_path):
 
 async def test_loads_of_the_same_model_from_two_loops_are_one_load(on_this_loop, monkeypatch):
     lab, checking, resume, checked = on_this_loop, threading.Event(), threading.Event(), []
-    backend, check = lab.workbench.backend, lab.catalog.check
+    backend, check = lab.workbench.backend, lab.server.catalog.check
 
     def slow_check(entry):
         checked.append(entry.id)
@@ -66,14 +66,14 @@ async def test_loads_of_the_same_model_from_two_loops_are_one_load(on_this_loop,
         resume.wait(WAIT_S)
         check(entry)
 
-    monkeypatch.setattr(lab.catalog, "check", slow_check)
+    monkeypatch.setattr(lab.server.catalog, "check", slow_check)
     there = lab.workbench.submit(backend.load(LoadSpec(model="tiny-two")))
     await asyncio.to_thread(checking.wait, WAIT_S)
     here = asyncio.create_task(lab.aload("tiny-two"))
     await asyncio.sleep(0.1)
     resume.set()
     models = [(await here).model, (await asyncio.wrap_future(there)).model]
-    assert (models, checked, lab.engine.snapshot.model) == (["tiny-two"] * 2, ["tiny-two"], "tiny-two")
+    assert (models, checked, manager_of(lab).snapshot.model) == (["tiny-two"] * 2, ["tiny-two"], "tiny-two")
     with pytest.raises(InvalidRequestError, match="not being loaded"):
         await backend.cancel_load("tiny-two")
     checking.clear()
@@ -87,7 +87,7 @@ async def test_loads_of_the_same_model_from_two_loops_are_one_load(on_this_loop,
     with pytest.raises(NotLoadedError, match="the load of tiny was cancelled"):
         await asyncio.wrap_future(joined)
     resume.set()
-    assert lab.engine.snapshot.model == "tiny-two"
+    assert manager_of(lab).snapshot.model == "tiny-two"
 
 
 async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch):
@@ -98,7 +98,7 @@ async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch)
         resume.wait(WAIT_S)
         raise NotLoadedError("cancelled")
 
-    monkeypatch.setattr(lab.catalog, "fetch", slow_fetch)
+    monkeypatch.setattr(lab.server.catalog, "fetch", slow_fetch)
     backend = lab.workbench.backend
     received = []
 
@@ -114,7 +114,7 @@ async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch)
         await asyncio.wrap_future(loading)
     resume.set()
     await auntil(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in received))
-    assert lab.engine.snapshot.model == "tiny"
+    assert manager_of(lab).snapshot.model == "tiny"
     watching.cancel()
 
 
@@ -144,7 +144,7 @@ def slow(swapping, monkeypatch):
 
 
 def delay_loads(lab, monkeypatch):
-    engine, resume = lab.engine.engine("mlx"), threading.Event()
+    engine, resume = manager_of(lab).engine("mlx"), threading.Event()
     load = engine.load
 
     async def slow_load(entry, spec):
@@ -158,20 +158,20 @@ def delay_loads(lab, monkeypatch):
 async def make_idle(lab, model):
     """Load a model, and let it be unloaded because it is idle."""
     await lab.aload(model)
-    await unload_when_idle_for(lab.engine, 0.001)
-    await auntil(lambda: lab.engine.snapshot.model is None and lab.engine.snapshot.unload_cause == "idle")
-    await unload_when_idle_for(lab.engine, None)
+    await unload_when_idle_for(manager_of(lab), 0.001)
+    await auntil(lambda: manager_of(lab).snapshot.model is None and manager_of(lab).snapshot.unload_cause == "idle")
+    await unload_when_idle_for(manager_of(lab), None)
 
 
 def short_answer(lab):
-    return read_reply(lab.workbench.backend, chat_request(HELLO, {"temperature": 0, "max_tokens": 5}))
+    return read_answer(lab.workbench.backend, chat_request(HELLO, {"temperature": 0, "max_tokens": 5}))
 
 
 @pytest.mark.parametrize("swapping", ["kernel", "thread"], indirect=True)
 async def test_a_chat_restores_the_idle_model_while_the_loop_is_blocked(swapping):
     await make_idle(swapping, "tiny")
     text = while_blocked(swapping, short_answer(swapping)).text
-    assert swapping.engine.snapshot.model == "tiny"
+    assert manager_of(swapping).snapshot.model == "tiny"
     assert text == (await swapping.achat("hello", temperature=0, max_tokens=5)).text
 
 
@@ -179,7 +179,7 @@ async def test_a_model_of_a_path_is_restored_for_every_caller(swapping, swap_hom
     path = str(shutil.copytree(swap_home / "models" / "tiny", tmp_path / "elsewhere"))
     await make_idle(swapping, path)
     while_blocked(swapping, short_answer(swapping))
-    assert swapping.engine.snapshot.model == path
+    assert manager_of(swapping).snapshot.model == path
     async with httpx2.AsyncClient(base_url=swapping.url, timeout=WAIT_S) as client:
         for model in ("default", path):
             await make_idle(swapping, path)
@@ -194,10 +194,10 @@ async def test_a_model_of_a_path_is_restored_for_every_caller(swapping, swap_hom
 async def test_a_pinned_model_ranks_while_another_is_being_loaded(swap_home, monkeypatch):
     settings = Settings(home=swap_home, port=0, swap=True, embedder="tiny-bert")
     async with lmx_lab.Lab(settings, loop="kernel") as lab:
-        await auntil(lambda: bool(lab.engine.snapshot.pinned))
+        await auntil(lambda: bool(manager_of(lab).snapshot.pinned))
         resume = delay_loads(lab, monkeypatch)
         loading = asyncio.create_task(lab.aload("tiny"))
-        await auntil(lambda: lab.engine.snapshot.change is not None)
+        await auntil(lambda: manager_of(lab).snapshot.change is not None)
         ranking = await asyncio.to_thread(
             while_blocked, lab, lab.workbench.backend.rerank(rerank_body(*CATS, model=None))
         )
@@ -240,7 +240,7 @@ async def test_concurrent_requests_wait_for_the_same_load(swapping, slow):
     with services.feed.subscribe() as events:
         panels = [swapping.workbench.submit(short_answer(swapping)) for _ in range(2)]
         cell = asyncio.create_task(swapping.achat("hello", temperature=0, max_tokens=5))
-        await auntil(lambda: swapping.engine.snapshot.change is not None)
+        await auntil(lambda: manager_of(swapping).snapshot.change is not None)
         slow.set()
         texts = {(await cell).text, *[(await asyncio.wrap_future(panel)).text for panel in panels]}
         kinds = []
@@ -255,7 +255,7 @@ async def test_an_idle_model_of_another_kind_is_not_restored(swapping):
     await make_idle(swapping, "tiny-bert")
     with pytest.raises(NotLoadedError):
         while_blocked(swapping, short_answer(swapping))
-    assert swapping.engine.snapshot.model is None
+    assert manager_of(swapping).snapshot.model is None
 
 
 async def test_a_model_that_was_unloaded_on_request_is_not_restored(swapping):

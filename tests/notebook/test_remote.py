@@ -7,12 +7,12 @@ import pytest
 
 import lmx_lab
 from lmx_lab import errors
-from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.notebook.remote import RemoteBackend, attach
-from lmx_lab.notebook.reply import read_reply
+from lmx_lab.arguments import chat_request
+from lmx_lab.notebook import attach
+from lmx_lab.notebook.remote import RemoteBackend, RemoteServer
 from lmx_lab.values.models import LoadSpec, ModelEvent
 from lmx_lab.wire.admin import RequestEvent
-from tests.support.labs import serving
+from tests.support.labs import manager_of, read_answer, serving
 from tests.support.models import write_tiny_llama
 from tests.support.waiting import auntil, until
 
@@ -63,11 +63,11 @@ async def watched(backend):
 
 
 async def answer(backend, **parameters):
-    return await read_reply(backend, chat_request("hello", {"temperature": 0, **parameters}))
+    return await read_answer(backend, chat_request("hello", {"temperature": 0, **parameters}))
 
 
 async def test_log_probabilities_are_received(backend):
-    table = (await answer(backend, logprobs=2, max_tokens=3)).logprobs
+    table = (await answer(backend, logprobs=2, max_tokens=3)).tokens
     assert len(table[0].top) == 2
     assert table[0].top[0].text == table[0].text == table[0].bytes.decode()
 
@@ -78,7 +78,7 @@ async def test_samples_state_and_ends_of_requests_are_received(lab, backend):
         await auntil(lambda: backend.sample() is not None)
         state = backend.state()
         assert (state.state, state.model, state.url, state.note) == ("running", "tiny", lab.url, "")
-        assert state.disk == f"the disk of 127.0.0.1:{lab.port}"
+        assert state.disk == f"the disk of 127.0.0.1:{lab.server.port}"
         await answer(backend, max_tokens=3)
         await auntil(lambda: any(isinstance(event, RequestEvent) for event in received))
 
@@ -90,7 +90,7 @@ async def test_an_answer_that_waits_for_a_slot_has_a_status_and_can_be_closed(la
     waiting.close()
     await running.aclose()
     await asyncio.to_thread(
-        until, lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0
+        until, lambda: manager_of(lab).snapshot.active_requests + manager_of(lab).snapshot.queued_requests == 0
     )
 
 
@@ -126,20 +126,22 @@ async def test_a_restarted_server_is_detected(tiny_home):
             assert backend.sample() is None
             with pytest.raises(errors.UnreachableError):
                 await backend.models()
-            again = lmx_lab.Lab(lmx_lab.Settings(home=tiny_home, port=lab.port), loop="thread")
+            again = lmx_lab.Lab(lmx_lab.Settings(home=tiny_home, port=lab.server.port), loop="thread")
             stack.enter_context(again)
             await auntil(lambda: backend.state().state == "running" and backend.sample() is not None)
         far.stop()
         assert (backend.state().state, backend.sample()) == ("stopped", None)
 
 
-async def test_a_silent_server_is_lagging(backend, monkeypatch):
+async def test_a_silent_server_is_lagging(lab):
+    server = RemoteServer(lab.url, late_s=-1.0)
+    await server.start()
+    backend = server.backend(keeps=True)
     async with watched(backend):
-        await auntil(lambda: backend.sample() is not None)
-        monkeypatch.setattr("lmx_lab.notebook.remote.LATE_S", -1.0)
-        state = backend.state()
-        assert (state.state, backend.sample()) == ("lagging", None)
-        assert "a cell" in state.note
+        await auntil(lambda: backend.state().state == "lagging")
+        assert backend.sample() is None
+        assert "a cell" in backend.state().note
+    await server.stop()
 
 
 def test_panels_show_a_remote_lab_and_stop_with_it(lab):

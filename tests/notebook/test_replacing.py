@@ -29,6 +29,7 @@ from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import addresses
 from tests.support.daemons import serving as serving_daemon
 from tests.support.gguf import unknown_architecture, with_context
+from tests.support.labs import manager_of
 from tests.support.models import write_tiny_bert, write_tiny_llama
 from tests.support.waiting import interrupt
 
@@ -96,7 +97,7 @@ def running(model, options):
 @contextlib.contextmanager
 def unchanged(lab):
     """Check that the code in the block leaves a lab as it is: its running answer, model, port and panels."""
-    main, workbench, url = lab.engine.residents.main, lab.workbench, lab.url
+    main, workbench, url = manager_of(lab).residents.main, lab.workbench, lab.url
     assert main is not None
     with contextlib.closing(lab.chat("hello", stream=True, **LONG)) as stream:
         pieces = iter(stream)
@@ -105,7 +106,7 @@ def unchanged(lab):
         next(pieces)
     assert (lmx_lab.current(), lab.running, lab.url) == (lab, True, url)
     # A model that was loaded again is another object.
-    assert lab.engine.residents.main is main
+    assert manager_of(lab).residents.main is main
     assert httpx2.get(f"{url}/readyz").json()["model"] == main.entry.id
     assert lab.chat("hello", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
     assert lab.workbench is workbench
@@ -114,7 +115,7 @@ def unchanged(lab):
 
 def restored(lab, model):
     """Check that a lab runs again with its model after its place was not taken."""
-    assert (lmx_lab.current(), lab.running, lab.engine.snapshot.model) == (lab, True, model)
+    assert (lmx_lab.current(), lab.running, manager_of(lab).snapshot.model) == (lab, True, model)
     assert httpx2.get(f"{lab.url}/readyz").json()["model"] == model
     assert lab.chat("hello", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
     assert lab.workbench.backend.state().state == "running"
@@ -168,7 +169,7 @@ def test_a_model_that_does_not_fit_the_arguments_leaves_the_lab_as_it_is(running
 
 @MLX_ONLY
 def test_models_that_do_not_fit_into_memory_together_leave_the_lab_as_it_is(running, options):
-    sizes = [running.catalog.resolve(name).size_bytes for name in ("other", "embedder")]
+    sizes = [running.server.catalog.resolve(name).size_bytes for name in ("other", "embedder")]
     with unchanged(running), pytest.raises(OutOfMemoryError, match="other needs"):
         lmx_lab.launch("other", embedder="embedder", memory_limit_bytes=sum(sizes) - 1, **options)
 
@@ -188,7 +189,7 @@ def test_a_first_launch_that_cannot_load_its_model_leaves_a_server_for_the_corre
     first = lmx_lab.current()
     assert first is not None
     with lmx_lab.launch("echo", **{**options, "home": tmp_path}) as lab:
-        assert (lab, lab.engine.snapshot.model) == (first, "echo")
+        assert (lab, manager_of(lab).snapshot.model) == (first, "echo")
 
 
 # --- settings and ports
@@ -230,9 +231,9 @@ def test_a_port_in_use_leaves_the_lab_as_it_is(running, options, monkeypatch):
     # Another program has the lab's port on an address at which the lab does not listen yet.
     monkeypatch.setattr(addresses, "lan_addresses", lambda: ["127.0.0.2"])
     with socket.socket() as other, unchanged(running):
-        other.bind(("127.0.0.2", running.port))
+        other.bind(("127.0.0.2", running.server.port))
         with pytest.raises(PortTakenError):
-            lmx_lab.launch("other", **{**options, "port": running.port, "host": "0.0.0.0"})
+            lmx_lab.launch("other", **{**options, "port": running.server.port, "host": "0.0.0.0"})
 
 
 # A socket that zeroconf has opened is left to the garbage collector if another one cannot be opened.
@@ -316,7 +317,7 @@ def test_an_interrupt_during_the_checks_leaves_the_lab_as_it_is(running, options
     ],
 )
 def test_after_a_load_that_fails_the_lab_loads_its_model_again(running, options, arguments, error, message):
-    model, requests = running.engine.snapshot.model, len(running.requests)
+    model, requests = manager_of(running).snapshot.model, len(running.requests)
     assert model is not None
     with contextlib.closing(running.chat("hello", stream=True, **LONG)) as stream:
         pieces = iter(stream)
@@ -388,7 +389,7 @@ def test_a_lab_whose_model_cannot_be_loaded_again_still_runs(tmp_path, options):
             UnusableModelError, match=r"not replaced, but its model could not be loaded again: .*config"
         ):
             lmx_lab.launch("missing-layer", slots=3, **{**options, "home": tmp_path})
-        assert (lmx_lab.current(), lab.engine.snapshot.model) == (lab, None)
+        assert (lmx_lab.current(), manager_of(lab).snapshot.model) == (lab, None)
         assert lab.load("echo").model == "echo"
 
 
@@ -398,9 +399,13 @@ def test_a_lab_whose_model_cannot_be_loaded_again_still_runs(tmp_path, options):
 @MLX_ONLY
 def test_the_memory_of_the_replaced_lab_counts_as_free(running, options):
     # Sufficient for one of the models, but not for both.
-    limit = running.engine.snapshot.model_memory_bytes * 2 - 1
+    limit = manager_of(running).snapshot.model_memory_bytes * 2 - 1
     with lmx_lab.launch("other", **{**options, "memory_limit_bytes": limit}) as lab:
-        assert (lab.engine.snapshot.model, lab.port, running.running) == ("other", running.port, False)
+        assert (manager_of(lab).snapshot.model, lab.server.port, running.running) == (
+            "other",
+            running.server.port,
+            False,
+        )
         assert lmx_lab.launch("other", **{**options, "memory_limit_bytes": limit}) is lab
 
 
@@ -408,8 +413,8 @@ def test_the_memory_of_the_replaced_lab_counts_as_free(running, options):
 def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(running, options):
     workbench = running.workbench
     with lmx_lab.launch("other", embedder="embedder", reranker="reranker", slots=3, **options) as lab:
-        assert lab.engine.snapshot.model == "other"
-        assert {pinned.entry.id for pinned in lab.engine.snapshot.pinned} == {"embedder", "reranker"}
+        assert manager_of(lab).snapshot.model == "other"
+        assert {pinned.entry.id for pinned in manager_of(lab).snapshot.pinned} == {"embedder", "reranker"}
         assert lab.workbench is workbench
         assert httpx2.get(f"{lab.url}/readyz").json()["model"] == "other"
         with socket.socket() as free:
@@ -417,18 +422,18 @@ def test_a_replaced_lab_gets_its_models_before_the_other_one_ends(running, optio
             port = free.getsockname()[1]
         # On another port, and without a model.
         with lmx_lab.launch(**{**options, "port": port}) as moved:
-            assert (moved.port, moved.engine.snapshot.model, lab.running) == (port, None, False)
+            assert (moved.server.port, manager_of(moved).snapshot.model, lab.running) == (port, None, False)
 
 
 @MLX_ONLY
 def test_a_port_that_another_program_takes_at_the_last_moment_is_an_error(running, options):
     taken = []
     before = threading.enumerate()
-    running.server.when_closed(lambda: taken.append(bind("127.0.0.1", running.port, explicit=True)))
+    running.server.when_closed(lambda: taken.append(bind("127.0.0.1", running.server.port, explicit=True)))
     with pytest.raises(
-        PortTakenError, match=rf"port {running.port} .*; the lab at {running.url} has ended, call launch"
+        PortTakenError, match=rf"port {running.server.port} .*; the lab at {running.url} has ended, call launch"
     ):
-        lmx_lab.launch("other", slots=3, **{**options, "port": running.port})
+        lmx_lab.launch("other", slots=3, **{**options, "port": running.server.port})
     taken[0].close()
     assert lmx_lab.current() is None
     assert not [each.name for each in threading.enumerate() if each not in before and each.name == "lmx-lab-models"]

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from pydantic import BaseModel
 
-from lmx_lab.backend import AnswerCost, LabAccess
+from lmx_lab.arguments import chat_request
+from lmx_lab.backend import AnswerToolCall, FinishedAnswer, RunningAnswer
 from lmx_lab.blocking import Portal
 from lmx_lab.instrument.lens import TokenTable
-from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.notebook.reply import Reply, ReplyStream, ReplyToolCall, json_shape, safe_markdown, tool_calls
+from lmx_lab.notebook.reply import Reply, ReplyStream, json_shape, safe_markdown
 from lmx_lab.portal import LoopThread
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta
@@ -81,8 +81,9 @@ PIECES = (
 )
 
 
-def cost(report):
-    return AnswerCost(
+def finished(answer, report):
+    return FinishedAnswer.of(
+        answer,
         model="tiny",
         finish_reason="stop",
         usage=usage([[report]]),
@@ -94,7 +95,7 @@ def cost(report):
 
 def reply(text="hi", *, reasoning="", calls=()):
     answer = Delta(text=text, tokens=1, reasoning=reasoning, tool_calls=tuple(calls))
-    return Reply.of(answer, cost(report(reasoning=3)))
+    return Reply.of_answer(finished(answer, report(reasoning=3)))
 
 
 class Page(HTMLParser):
@@ -117,14 +118,14 @@ class Page(HTMLParser):
 
 
 def test_calls_are_assembled_from_their_pieces():
-    look, see = tool_calls(PIECES)
+    look, see = reply(calls=PIECES).tool_calls
     assert (look.id, look.name, look.arguments, look.parsed) == ("c1", "look", '{"at": "sea"}', {"at": "sea"})
     assert (see.name, see.arguments, see.parsed) == ("see", "", {})
 
 
 @pytest.mark.parametrize("arguments", ['{"at": "se', "[1]", "[" * 100_000])
 def test_arguments_that_are_not_an_object_are_not_parsed(arguments):
-    assert ReplyToolCall(id="c", name="look", arguments=arguments).parsed is None
+    assert AnswerToolCall(id="c", name="look", arguments=arguments).parsed is None
 
 
 def test_a_reply_can_be_a_message_of_the_next_prompt():
@@ -149,16 +150,16 @@ JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "City", "schema": 
 def test_a_json_answer_is_parsed_and_shown_with_indentation():
     answer = Delta(text=CITY, tokens=1)
     for shape, value in ((City, City(name="Ulm", people=128)), (JSON_FORMAT, {"name": "Ulm", "people": 128})):
-        made = Reply.of(answer, cost(report()), json_shape(shape))
+        made = Reply.of_answer(finished(answer, report()), json_shape(shape))
         assert made.parsed == value
         assert '{\n  "name": "Ulm",\n  "people": 128\n}' in repr(made)
         assert Page(made._repr_markdown_()).text.startswith('{\n  "name": "Ulm"')
-    assert Reply.of(answer, cost(report())).parsed is None
+    assert Reply.of_answer(finished(answer, report())).parsed is None
 
 
 @pytest.mark.parametrize("text", [CITY[:-1], "", "[" * 100_000])
 def test_a_json_answer_that_was_cut_has_no_value_and_says_so(text):
-    made = Reply.of(Delta(text=text, tokens=1), cost(report()), City)
+    made = Reply.of_answer(finished(Delta(text=text, tokens=1), report()), City)
     assert made.parsed is None
     assert ("not complete" in repr(made)) == ("not complete" in made._repr_markdown_()) == bool(text)
 
@@ -177,7 +178,7 @@ def test_log_probabilities_are_a_table():
         return TokenLogprob(token=1, text=text, bytes=text.encode(), logprob=logprob, top=top)
 
     chosen = token("<b>", -0.5, token("<b>", -0.5), token(" c", -1.5))
-    table = Reply.of(Delta(text="<b>", tokens=1, logprobs=(chosen,)), cost(report())).logprobs
+    table = Reply.of_answer(finished(Delta(text="<b>", tokens=1, logprobs=(chosen,)), report())).logprobs
     assert (len(table), table[0], table[:1]) == (1, chosen, (chosen,))
     assert repr(table).splitlines()[1].split() == ["'<b>'", "-0.500", "60.7%", "'", "c'", "22.3%"]
     assert "<b>" not in table._repr_html_()
@@ -271,12 +272,12 @@ def test_iterating_a_stream_gives_text_and_its_reply_has_everything(portal):
         Delta(text="see.", tokens=1, tool_calls=PIECES[:2]),
         Delta(text="", tokens=1, tool_calls=PIECES[2:]),
     ]
-    backend = SimpleNamespace(cost=lambda stream: cost(report(reasoning=2)))
-    stream = ReplyStream(ScriptedStream(*deltas), LabAccess(backend, portal))
+    running = RunningAnswer(ScriptedStream(*deltas), lambda answer: finished(answer, report(reasoning=2)))
+    stream = ReplyStream(running, SimpleNamespace(portal=portal))
     pieces = []
     for piece in stream:
         assert stream.reasoning == "hm"
         pieces.append(piece)
     assert pieces == ["Let me ", "see."]
     assert (stream.reply.text, stream.reply.reasoning) == ("Let me see.", "hm")
-    assert stream.reply.tool_calls == tool_calls(PIECES)
+    assert stream.reply.tool_calls == reply(calls=PIECES).tool_calls

@@ -10,6 +10,7 @@ from lmx_lab.panels.panel import BUG
 from lmx_lab.values.models import ModelEvent, Unloading
 from lmx_lab.wire.admin import Preference
 from tests.support.gguf import EXACT, LOSSY
+from tests.support.labs import manager_of
 from tests.support.panels import Reader, Refused, ScriptedBackend, record
 
 
@@ -347,7 +348,7 @@ def test_a_real_lab_loads_changes_and_unloads_its_model(lab, real_workbench):
     reader.ask("unload", model="tiny-two")
     reader.until(lambda panel: panel.server["model"] is None)
     reader.until(lambda panel: cells(panel)["tiny-two"] == ("on disk", "Load"))
-    assert lab.engine.snapshot.model is None
+    assert manager_of(lab).snapshot.model is None
 
 
 def test_a_real_load_waits_for_a_running_answer(lab, real_workbench):

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from lmx_lab.notebook.addresses import lan_addresses
-from tests.support.labs import FRIEND, KEY
+from tests.support.labs import FRIEND, KEY, manager_of
 from tests.support.sockets import HANDSHAKE, RAW_WAIT_S, post, send
 
 # For each kind: the value, with {port} for the server's port, and whether it is allowed.
@@ -54,7 +54,7 @@ def test_every_combination_on_the_inference_server(keyed_lab, kind, key):
     given = {"right": KEY, "wrong": "x" + KEY}.get(key)
     path = "/v1/chat/stream" if kind == "websocket" else "/v1/models"
     path += f"?token={KEY}" if key == "in the query" else ""
-    check_all(keyed_lab.port, path, kind, given, fits=KEYS[key])
+    check_all(keyed_lab.server.port, path, kind, given, fits=KEYS[key])
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_preflight_requests_are_subject_to_the_same_checks(keyed_lab, daemon):
     """A preflight needs no key, since browsers send none. An allowed page can also read the error response."""
     asked = [("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")]
     wrong = []
-    for port, path in ((keyed_lab.port, "/v1/chat/completions"), (daemon.port, "/v3/sessions")):
+    for port, path in ((keyed_lab.server.port, "/v1/chat/completions"), (daemon.port, "/v3/sessions")):
         for host, origin in product(HOSTS, ORIGINS):
             more = [*headers(origin, port, None), *asked]
             answer = send(port, f"OPTIONS {path}", more, host=HOSTS[host][0].format(port=port))
@@ -103,7 +103,7 @@ def test_preflight_requests_are_subject_to_the_same_checks(keyed_lab, daemon):
     ("host", "is_doubled", "status"), [(None, False, 400), (" ", False, 421), ("evil.example", True, 400)]
 )
 def test_a_request_must_have_exactly_one_host(open_lab, daemon, host, is_doubled, status):
-    for port in (open_lab.port, daemon.port):
+    for port in (open_lab.server.port, daemon.port):
         doubled = [("Host", f"127.0.0.1:{port}")] if is_doubled else []
         assert send(port, "GET /healthz", doubled, host=host).status == status
 
@@ -124,23 +124,23 @@ def test_posts_that_need_no_preflight_change_nothing(open_lab, path, kind):
     body = b'{"model": "echo", "messages": [{"role": "user", "content": "x"}]}'
     # A page whose browser sends no Origin is treated like a program, which must send the JSON content type.
     fetched = [("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "no-cors")]
-    answer = send(open_lab.port, f"POST {path}", [*named, *fetched], body)
+    answer = send(open_lab.server.port, f"POST {path}", [*named, *fetched], body)
     assert (answer.status, b"send application/json" in answer.body) == (400, True)
     for origin in ("http://evil.example", "null"):
-        assert send(open_lab.port, f"POST {path}", [*named, ("Origin", origin), *fetched], body).status == 403
-    assert open_lab.engine.snapshot.model == "echo"
+        assert send(open_lab.server.port, f"POST {path}", [*named, ("Origin", origin), *fetched], body).status == 403
+    assert manager_of(open_lab).snapshot.model == "echo"
 
 
 def test_a_post_without_a_body_is_rejected_if_a_page_sends_it(open_lab):
     for origin in ("http://evil.example", "null"):
-        assert send(open_lab.port, "POST /admin/models/unload", [("Origin", origin)]).status == 403
-    assert open_lab.engine.snapshot.model == "echo"
+        assert send(open_lab.server.port, "POST /admin/models/unload", [("Origin", origin)]).status == 403
+    assert manager_of(open_lab).snapshot.model == "echo"
 
 
 def test_a_preflight_of_another_page_is_rejected(open_lab):
     asked = [("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "content-type")]
-    for origin in ("http://evil.example", "null", f"http://rebound.evil.example:{open_lab.port}"):
-        answer = send(open_lab.port, "OPTIONS /admin/models/unload", [("Origin", origin), *asked])
+    for origin in ("http://evil.example", "null", f"http://rebound.evil.example:{open_lab.server.port}"):
+        answer = send(open_lab.server.port, "OPTIONS /admin/models/unload", [("Origin", origin), *asked])
         assert (answer.status, answer.header("access-control-allow-origin")) == (403, None)
 
 
@@ -148,28 +148,28 @@ def test_a_preflight_of_another_page_is_rejected(open_lab):
     "target", ["http://127.0.0.1:{port}/v1/models", "http://evil.example/v1/models", "//evil.example/"]
 )
 def test_a_url_in_the_request_line_does_not_bypass_the_checks(open_lab, target):
-    target = target.format(port=open_lab.port)
-    assert send(open_lab.port, f"GET {target}", host="evil.example").status == 421
+    target = target.format(port=open_lab.server.port)
+    assert send(open_lab.server.port, f"GET {target}", host="evil.example").status == 421
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-Host", "X-Forwarded-For", "Forwarded", "X-Real-IP", "X-Original-URL"])
 def test_headers_that_proxies_add_are_not_trusted(keyed_lab, name):
-    values = {"X-Forwarded-Host": f"127.0.0.1:{keyed_lab.port}", "Forwarded": "for=127.0.0.1;host=localhost"}
+    values = {"X-Forwarded-Host": f"127.0.0.1:{keyed_lab.server.port}", "Forwarded": "for=127.0.0.1;host=localhost"}
     added = [(name, values.get(name, "/healthz" if name == "X-Original-URL" else "127.0.0.1"))]
-    assert send(keyed_lab.port, "GET /v1/models", added, host="evil.example").status == 421
-    assert send(keyed_lab.port, "GET /v1/models", added).status == 401
+    assert send(keyed_lab.server.port, "GET /v1/models", added, host="evil.example").status == 421
+    assert send(keyed_lab.server.port, "GET /v1/models", added).status == 401
 
 
 def test_other_machines_cannot_connect_by_default(open_lab, daemon):
     # The last is an address that every Linux machine has, but only servers on all interfaces listen on it.
-    for address, port in product([*lan_addresses(), "127.0.0.2"], (open_lab.port, daemon.port)):
+    for address, port in product([*lan_addresses(), "127.0.0.2"], (open_lab.server.port, daemon.port)):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((address, port), RAW_WAIT_S)
 
 
 def test_a_valid_request_is_answered_after_all_of_these(open_lab):
     answer = post(
-        open_lab.port,
+        open_lab.server.port,
         "/v1/chat/completions",
         {"model": "echo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
     )

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tests.support.browser import CHROMIUM_ARGUMENTS, chromium
-from tests.support.labs import serving
+from tests.support.labs import manager_of, serving
 
 pytestmark = pytest.mark.slow
 PAGE = b"<!doctype html><meta charset=utf-8><title>evil</title><iframe name=frame hidden></iframe>"
@@ -120,12 +120,12 @@ def page(browser, evil):
 
 @pytest.mark.long
 def test_a_page_of_another_origin_reads_and_changes_nothing(page, tiny_lab):
-    socket = f"ws://127.0.0.1:{tiny_lab.port}/v1/chat/stream"
+    socket = f"ws://127.0.0.1:{tiny_lab.server.port}/v1/chat/stream"
     seen = page.evaluate(TRIES, [tiny_lab.url, socket])
     assert {name: what for name, what in seen.items() if what != "refused"} == {"beacon": "true"}
     for sandboxed in (False, True):
         page.evaluate(FORM, [tiny_lab.url, sandboxed])
-    assert tiny_lab.engine.snapshot.model == "tiny"
+    assert manager_of(tiny_lab).snapshot.model == "tiny"
 
 
 def test_a_page_of_another_origin_cannot_use_the_daemon_even_with_its_token(page, daemon):
@@ -153,12 +153,12 @@ def test_a_page_of_an_allowed_origin_can_fetch(page, evil, tiny_home):
 def test_dns_rebinding_is_rejected(browser, tiny_lab, name):
     """The attacker's name resolves to the server, so the requests of the page are same-origin."""
     page = browser.new_page()
-    base = f"http://{name}:{tiny_lab.port}"
+    base = f"http://{name}:{tiny_lab.server.port}"
     answer = page.goto(f"{base}/v1/models")
     assert (answer.status, answer.json()["error"]["code"]) == (421, "host-forbidden")
-    seen = page.evaluate(TRIES, [base, f"ws://{name}:{tiny_lab.port}/v1/chat/stream"])
+    seen = page.evaluate(TRIES, [base, f"ws://{name}:{tiny_lab.server.port}/v1/chat/stream"])
     page.close()
     read = {what[:4] for what in seen.values() if what not in ("refused", "opaque", "true")}
     assert read == {"421 "}
     assert "tiny" not in str(seen)
-    assert tiny_lab.engine.snapshot.model == "tiny"
+    assert manager_of(tiny_lab).snapshot.model == "tiny"

@@ -63,18 +63,18 @@ RIGHT = ("Authorization", f"Bearer {KEY}")
     ],
 )
 def test_headers_of_the_inference_server(keyed_lab, request_line, headers, status):
-    check(send(keyed_lab.port, request_line, headers), status)
+    check(send(keyed_lab.server.port, request_line, headers), status)
 
 
 def test_headers_of_the_error_for_a_foreign_host(keyed_lab, daemon):
-    for port in (keyed_lab.port, daemon.port):
+    for port in (keyed_lab.server.port, daemon.port):
         check(send(port, "GET /healthz", host="evil.example"), 421)
         check(send(port, "GET /v1/chat/stream", HANDSHAKE, host="evil.example"), 421)
 
 
 def test_headers_of_a_stream(open_lab):
-    with socket.create_connection(("127.0.0.1", open_lab.port), RAW_WAIT_S) as sock:
-        sock.sendall(f"GET /admin/events HTTP/1.1\r\nHost: 127.0.0.1:{open_lab.port}\r\n\r\n".encode())
+    with socket.create_connection(("127.0.0.1", open_lab.server.port), RAW_WAIT_S) as sock:
+        sock.sendall(f"GET /admin/events HTTP/1.1\r\nHost: 127.0.0.1:{open_lab.server.port}\r\n\r\n".encode())
         data = b""
         while b"\r\n\r\n" not in data:
             data += sock.recv(65536)

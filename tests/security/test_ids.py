@@ -36,7 +36,7 @@ BODIES = [
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_model_id_in_a_url_is_not_a_path(open_lab, spelling):
-    answer = send(open_lab.port, f"GET /v1/models/{spelling}")
+    answer = send(open_lab.server.port, f"GET /v1/models/{spelling}")
     assert answer.status == 404, answer.body
     assert b"root:" not in answer.body
     assert "injected" not in answer.head.lower()
@@ -64,6 +64,6 @@ def test_an_id_in_a_body_is_not_a_path(daemon, open_lab, name):
     assert made.status == 400, made.body
     assert sorted(daemon.folder.parent.rglob("*")) == before
     chat = {"model": name or "..", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    asked = send(open_lab.port, "POST /v1/chat/completions", right[1:], json.dumps(chat).encode())
+    asked = send(open_lab.server.port, "POST /v1/chat/completions", right[1:], json.dumps(chat).encode())
     # A lone surrogate is no text.
     assert asked.status == (400 if name == "\ud800" else 404), asked.body

@@ -101,8 +101,8 @@ def test_responses_and_errors_contain_no_paths(lab, folder, path, body):
 
 
 def test_websocket_messages_contain_no_paths(lab, folder):
-    way = socket.create_connection(("127.0.0.1", lab.port))
-    with connect(f"ws://elsewhere.example:{lab.port}/v1/chat/stream", sock=way, proxy=None) as client:
+    way = socket.create_connection(("127.0.0.1", lab.server.port))
+    with connect(f"ws://elsewhere.example:{lab.server.port}/v1/chat/stream", sock=way, proxy=None) as client:
         client.send(json.dumps({**CHAT, "model": "tiny"}))
         message = str(client.recv())
     assert "no-model-loaded" in message

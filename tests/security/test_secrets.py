@@ -66,7 +66,7 @@ def listening(*names):
 
 @pytest.mark.slow
 def test_the_key_is_in_no_log_or_response_of_the_server(keyed_lab):
-    port, right = keyed_lab.port, ("Authorization", f"Bearer {KEY}")
+    port, right = keyed_lab.server.port, ("Authorization", f"Bearer {KEY}")
     with listening("uvicorn.error", "uvicorn.access", "lmx_lab", "asyncio") as logged:
         answers = [
             send(port, f"GET {path}", more).body

@@ -30,7 +30,7 @@ from lmx_lab.server.telemetry import (
 )
 from lmx_lab.settings import Settings
 from lmx_lab.values.outputs import Delta
-from tests.support.labs import serving
+from tests.support.labs import manager_of, serving
 from tests.support.samples import request_end
 from tests.support.waiting import until
 
@@ -118,7 +118,7 @@ def leave(lab):
     body = {"messages": [{"role": "user", "content": TEXT}], "stream": True, "max_tokens": 10_000, "ignore_eos": True}
     with httpx2.stream("POST", f"{lab.url}/v1/chat/completions", json=body) as answer:
         next(line for line in answer.iter_lines() if "the" in line)
-    until(lambda: not lab.engine.snapshot.active_requests)
+    until(lambda: not manager_of(lab).snapshot.active_requests)
     return str(answer.headers["x-request-id"])
 
 
@@ -170,7 +170,7 @@ def sent(tmp_path_factory):
                 "tokens": post(lab, "/tokenize", content=TEXT),
             }
             lab.chat(TEXT)
-            port = lab.port
+            port = lab.server.port
         yield Sent(target, ids, port)
 
 
@@ -291,7 +291,7 @@ def test_texts_are_exported_in_the_form_of_the_conventions(tmp_path):
         with echo_lab(tmp_path, target, "content") as lab:
             first = chat(lab, n=2, temperature=0)
             second = post(lab, "/v1/chat/completions", messages=history, tools=[CLOCK], tool_choice="required")
-        sent = Sent(target, {"first": first, "second": second}, lab.port)
+        sent = Sent(target, {"first": first, "second": second}, lab.server.port)
     found = attributes(sent.span("first"))
     assert json.loads(found["gen_ai.input.messages"]) == [
         {"role": "user", "parts": [{"type": "text", "content": TEXT}]}

@@ -56,8 +56,8 @@ def open_request(lab: Lab, way: Transfer, body: dict[str, Any]) -> Iterator[None
             client.socket.shutdown(socket.SHUT_RDWR)
         return
     content = json.dumps({**body, "stream": way == "sse"}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost:{lab.port}\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", lab.port)) as client:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost:{lab.server.port}\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", lab.server.port)) as client:
         client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         yield
 

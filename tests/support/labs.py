@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
@@ -21,6 +21,11 @@ from lmx_lab.instrument.store import RecordStore
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from lmx_lab.backend import Backend, FinishedAnswer
+    from lmx_lab.engine import ModelManager
+    from lmx_lab.wire.chat import ChatRequest
 
 KEY = "a-key-that-nobody-is-shown"
 FRIEND = "http://friend.example:3000"
@@ -35,6 +40,16 @@ def serving(home: Path, model: str | os.PathLike[str] | None, **settings: Any) -
         if model is not None:
             lab.load(model)
         yield lab
+
+
+def manager_of(lab: Lab) -> ModelManager:
+    """Return the engine of a lab in this process."""
+    return lab.server.engine
+
+
+async def read_answer(backend: Backend, request: ChatRequest) -> FinishedAnswer:
+    """Return the complete answer of a backend, as panels generate it."""
+    return await (await backend.generate(request)).read()
 
 
 def forbid_waits_on_loops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +71,7 @@ def forbid_waits_on_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_until_idle(lab: Lab) -> None:
-    until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
+    until(lambda: manager_of(lab).snapshot.active_requests + manager_of(lab).snapshot.queued_requests == 0)
 
 
 @contextmanager

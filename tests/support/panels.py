@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from lmx_lab.backend import AnswerCost, AnswerStream, Progress, Ranking, ServerState
+from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
@@ -37,7 +37,7 @@ class ScriptedAnswer:
     def __init__(self, backend: ScriptedBackend) -> None:
         self.status = "sent"
         self._backend = backend
-        self.end: AnswerCost | None = None
+        self.end: FinishedAnswer | None = None
         """The step with which the answer has ended."""
         self._ended = False
 
@@ -68,6 +68,7 @@ class ScriptedBackend:
     """A ``Backend`` whose results come from queues; an exception in a queue is raised."""
 
     def __init__(self) -> None:
+        self.job = ""
         self.now = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400")
         self.measured: Sample | None = None
         self.preference: Preference | None = None
@@ -114,14 +115,15 @@ class ScriptedBackend:
         self.requests.append(("unload", self.now.model) if wait is None else ("unload", (model, wait)))
         return float(await _next(self.unloads))
 
-    async def generate(self, request: ChatRequest, *, batch: bool = False) -> ScriptedAnswer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
         self.requests.append(("generate", request))
-        return ScriptedAnswer(self)
+        answer = ScriptedAnswer(self)
 
-    def cost(self, stream: AnswerStream) -> AnswerCost:
-        assert isinstance(stream, ScriptedAnswer)
-        assert stream.end is not None, "the test gives no cost"
-        return stream.end
+        def finish(text: Delta) -> FinishedAnswer:
+            assert answer.end is not None, "the test gives no cost"
+            return answer.end
+
+        return RunningAnswer(answer, finish)
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         raise NotImplementedError
@@ -143,8 +145,8 @@ def delta(text: str = "", *, tokens: int = 1, reasoning: str = "") -> Delta:
     return Delta(text=text, tokens=tokens, reasoning=reasoning)
 
 
-def cost(reason: FinishReason = "stop", tokens: int = 2) -> AnswerCost:
-    """The cost of an answer at 31.5 tok/s."""
+def cost(reason: FinishReason = "stop", tokens: int = 2) -> FinishedAnswer:
+    """The end of an answer at 31.5 tok/s."""
     report = GenerationReport(
         model="tiny",
         finish_reason=reason,
@@ -157,8 +159,13 @@ def cost(reason: FinishReason = "stop", tokens: int = 2) -> AnswerCost:
         decode_s=tokens / 31.54,
         peak_memory_bytes=0,
     )
-    return AnswerCost(
-        model="tiny", finish_reason=reason, usage=usage([[report]]), timings=timings([[report]]), ttft_s=report.ttft_s
+    return FinishedAnswer(
+        text="",
+        model="tiny",
+        finish_reason=reason,
+        usage=usage([[report]]),
+        timings=timings([[report]]),
+        ttft_s=report.ttft_s,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.labs import serving
+from tests.support.labs import manager_of, serving
 
 LAYER = "application/vnd.ollama.image."
 
@@ -140,7 +140,7 @@ def test_a_model_of_ollama_answers_from_its_own_file(user, settings, tiny_gguf):
     write_ollama(folder, "registry.ollama.ai/library/tiny/latest", tiny_gguf.read_bytes())
     before = files_below(folder)
     with serving(Path(settings.home), "tiny", other_programs=True, downloads=False) as lab:
-        assert lab.engine.snapshot.model == "tiny:latest"
+        assert manager_of(lab).snapshot.model == "tiny:latest"
         for name in ("tiny", "tiny:latest", "default"):
             body = {"model": name, "prompt": "one", "max_tokens": 2}
             assert httpx2.post(f"{lab.url}/v1/completions", json=body).json()["model"] == "tiny:latest"

@@ -2,8 +2,7 @@
 
 from typing import get_type_hints
 
-from lmx_lab.client.session import SessionFields
-
+from lmx_lab.client.daemon import SessionFields
 from lmx_lab.wire.sessions import ChangeSession
 
 

@@ -12,15 +12,15 @@ import httpx2
 import pytest
 
 from lmx_lab import errors
+from lmx_lab.arguments import chat_request
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.client.lab import LabClient
-from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
 from lmx_lab.wire.admin import NotReady, Sample
 from lmx_lab.wire.chat import ChatChunk
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
-from tests.support.labs import serving, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.models import write_tiny_llama
 from tests.support.waiting import until
 
@@ -122,7 +122,7 @@ def interrupt_when(true):
 
 @pytest.mark.parametrize("way", ["chat", "sse", "websocket"])
 def test_an_interrupt_ends_the_generation_on_the_server(lab, client, way):
-    before = lab.engine.snapshot.totals.output_tokens
+    before = manager_of(lab).snapshot.totals.output_tokens
 
     def ask() -> None:
         if way == "chat":
@@ -131,12 +131,12 @@ def test_an_interrupt_ends_the_generation_on_the_server(lab, client, way):
             for _ in client.stream(hello(**ENDLESS), over="sse" if way == "sse" else "websocket"):
                 pass
 
-    thread = interrupt_when(lambda: lab.engine.snapshot.totals.output_tokens > before)
+    thread = interrupt_when(lambda: manager_of(lab).snapshot.totals.output_tokens > before)
     with pytest.raises(KeyboardInterrupt):
         ask()
     thread.join()
     wait_until_idle(lab)
-    assert lab.engine.snapshot.totals.output_tokens - before < 7500
+    assert manager_of(lab).snapshot.totals.output_tokens - before < 7500
     assert client.chat(hello()).usage.completion_tokens == 8
 
 
@@ -165,7 +165,7 @@ def loading(tiny_home):
     """A server that loads a model only after its first step was reported."""
     seen = []
     with serving(tiny_home, None) as lab, pytest.MonkeyPatch.context() as patched:
-        load = lab.engine.load
+        load = manager_of(lab).load
 
         async def slowly(spec: LoadSpec, *, local: bool) -> LoadReport:
             lab.server.services.feed.publish(ModelEvent(model=spec.model, stage="verify", done_bytes=1, total_bytes=2))
@@ -173,7 +173,7 @@ def loading(tiny_home):
                 await asyncio.sleep(0.001)
             return await load(spec, local=local)
 
-        patched.setattr(lab.engine, "load", slowly)
+        patched.setattr(manager_of(lab), "load", slowly)
         yield lab, seen
 
 
@@ -206,7 +206,7 @@ async def test_an_exception_of_progress_ends_the_wait_but_not_the_load(loading, 
     async with AsyncLabClient(lab.url) as async_client:
         with LabClient(lab.url) as client, pytest.raises(errors.InvalidRequestError, match="no more"):
             _ = client.load("tiny", progress=fail) if blocking else await async_client.load("tiny", progress=fail)
-    until(lambda: lab.engine.snapshot.model == "tiny")
+    until(lambda: manager_of(lab).snapshot.model == "tiny")
 
 
 async def test_a_failed_load_raises_its_error_with_and_without_progress(lab):

@@ -5,10 +5,9 @@ import gc
 
 import pytest
 
-from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.notebook.reply import read_reply
+from lmx_lab.arguments import chat_request
 from tests.support.asking import ENDLESS
-from tests.support.labs import wait_until_idle
+from tests.support.labs import manager_of, read_answer, wait_until_idle
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +40,7 @@ async def test_the_pieces_of_a_stream_are_its_reply(lab):
 
 @pytest.mark.parametrize("end", ["left", "closed", "left blocking", "closed blocking", "cancelled"])
 async def test_an_answer_that_is_not_read_to_its_end_frees_its_slot(lab, served, end):
-    before = served.engine.snapshot.totals.output_tokens
+    before = manager_of(served).snapshot.totals.output_tokens
 
     def left(stream):
         for _ in stream:
@@ -52,7 +51,7 @@ async def test_an_answer_that_is_not_read_to_its_end_frees_its_slot(lab, served,
     try:
         if end == "cancelled":
             chat = asyncio.create_task(lab.achat("hi", **ENDLESS))
-            await auntil(lambda: served.engine.snapshot.totals.output_tokens > before)
+            await auntil(lambda: manager_of(served).snapshot.totals.output_tokens > before)
             chat.cancel()
             await asyncio.wait([chat])
             assert chat.cancelled()
@@ -76,7 +75,7 @@ async def test_an_answer_that_is_not_read_to_its_end_frees_its_slot(lab, served,
     finally:
         gc.enable()
     assert end == "cancelled" or stream.reply is None
-    assert served.engine.snapshot.totals.output_tokens - before < ENDLESS["max_tokens"]
+    assert manager_of(served).snapshot.totals.output_tokens - before < ENDLESS["max_tokens"]
 
 
 async def test_concurrent_chats_share_the_engine(lab):
@@ -102,15 +101,13 @@ async def test_an_answer_for_panels_is_complete_while_the_callers_loop_is_blocke
     request = chat_request("hello", {"temperature": 0, "max_tokens": 30, "ignore_eos": True})
 
     async def read():
-        stream = await lab.workbench.backend.generate(request)
-        deltas = [delta async for delta in stream]
-        return (
-            "".join(delta.text for delta in deltas),
-            {delta.tokens for delta in deltas},
-            lab.workbench.backend.cost(stream),
-        )
+        running = await lab.workbench.backend.generate(request)
+        tokens = set()
+        while (delta := await running.next()) is not None:
+            tokens.add(delta.tokens)
+        return running.text, tokens, running.finished
 
-    blocked = on_the_panels_loop(lab, read_reply(lab.workbench.backend, request))
+    blocked = on_the_panels_loop(lab, read_answer(lab.workbench.backend, request))
     text, tokens, cost = on_the_panels_loop(lab, read())
     reply = await served.achat("hello", temperature=0, max_tokens=30, ignore_eos=True)
     assert blocked.text == text == reply.text
@@ -128,22 +125,24 @@ async def test_an_answer_that_a_panel_leaves_frees_its_slot(lab, served, end):
         return sum(each.event.finish_reason == "cancelled" for each in lab.workbench.history.requests)
 
     await auntil(lambda: bool(lab.workbench.history.samples))
-    before, ended = served.engine.snapshot.totals.output_tokens, cancelled()
+    before, ended = manager_of(served).snapshot.totals.output_tokens, cancelled()
     backend, request = lab.workbench.backend, chat_request("hello", ENDLESS)
     if end == "closed":
 
         async def first():
-            stream = await backend.generate(request)
+            running = await backend.generate(request)
             try:
-                return await anext(delta.text async for delta in stream if delta.text)
+                while not running.text:
+                    await running.next()
+                return running.text
             finally:
-                stream.close()
+                running.close()
 
         assert on_the_panels_loop(lab, first())
     else:
-        answer = lab.workbench.submit(read_reply(backend, request))
-        await auntil(lambda: served.engine.snapshot.totals.output_tokens > before)
+        answer = lab.workbench.submit(read_answer(backend, request))
+        await auntil(lambda: manager_of(served).snapshot.totals.output_tokens > before)
         answer.cancel()
-    await auntil(lambda: served.engine.snapshot.active_requests == 0)
-    assert served.engine.snapshot.totals.output_tokens - before < ENDLESS["max_tokens"]
+    await auntil(lambda: manager_of(served).snapshot.active_requests == 0)
+    assert manager_of(served).snapshot.totals.output_tokens - before < ENDLESS["max_tokens"]
     await auntil(lambda: cancelled() == ended + 1)

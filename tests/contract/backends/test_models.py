@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from lmx_lab.arguments import chat_request, rerank_body
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError, UnusableModelError
-from lmx_lab.notebook.arguments import chat_request, rerank_body
-from lmx_lab.notebook.reply import read_reply
 from lmx_lab.values.models import LoadSpec
+from tests.support.labs import manager_of, read_answer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -20,7 +20,7 @@ async def loaded(lab):
 async def test_models_are_loaded_listed_and_unloaded(reach, way, tiny_home):
     async with reach(tiny_home, None) as (lab, served):
         report = await lab.aload(tiny_home / "models" / "tiny-two")
-        assert (report.model, report.memory_bytes) == ("tiny-two", served.engine.snapshot.model_memory_bytes)
+        assert (report.model, report.memory_bytes) == ("tiny-two", manager_of(served).snapshot.model_memory_bytes)
         assert await lab.amodels() == await served.amodels() == await asyncio.to_thread(lab.models)
         with pytest.raises(ModelNotFoundError):
             await lab.aload("no-such")
@@ -50,9 +50,9 @@ async def test_panels_load_and_unload_while_the_callers_loop_is_blocked(reach, t
         with pytest.raises(LabError, match="load"):
             blocked(backend.rerank(rerank_body("a", ["b"], model=None)))
         assert blocked(backend.unload()) > 0
-        assert served.engine.snapshot.model is None
+        assert manager_of(served).snapshot.model is None
         with pytest.raises(NotLoadedError):
-            blocked(read_reply(backend, chat_request("hello", {})))
+            blocked(read_answer(backend, chat_request("hello", {})))
         assert blocked(backend.load(LoadSpec(model="tiny"))).model == "tiny"
         # The load has ended, so that there is nothing to cancel, and the model stays.
         with pytest.raises(InvalidRequestError, match="tiny is not being loaded"):

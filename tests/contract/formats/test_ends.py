@@ -12,7 +12,7 @@ import pytest
 from lmx_lab.engine import Answer
 from tests.support.asking import ENDLESS_TEXT
 from tests.support.formats import FORMATS, Chat, Request, Socket, each_format
-from tests.support.labs import PACE, serving, wait_until_idle
+from tests.support.labs import PACE, manager_of, serving, wait_until_idle
 from tests.support.waiting import until
 
 ENDLESS = Request(messages=[{"role": "user", "content": ENDLESS_TEXT}], max_tokens=30_000)
@@ -140,7 +140,7 @@ def test_a_server_that_stops_ends_all_answers_with_an_error(echo_home):
     ):
         streams = {form: pool.submit(form.streamed, http, ENDLESS) for form in FORMATS}
         wholes = {form: pool.submit(form.post, http, ENDLESS) for form in HTTP_FORMATS}
-        until(lambda: lab.engine.snapshot.active_requests == answers)
+        until(lambda: manager_of(lab).snapshot.active_requests == answers)
         lab.stop()
         for form, stream in streams.items():
             *frames, last = form.frames(stream.result(60))
@@ -168,20 +168,20 @@ def test_a_server_that_stops_ends_all_answers_with_an_error(echo_home):
     ],
 )
 def test_a_request_ends_when_its_client_disconnects(lab, http, form, stream, phase):
-    before = lab.engine.snapshot.totals
+    before = manager_of(lab).snapshot.totals
     with ExitStack() as others:
         if phase == "queued":
             for _ in range(2):
                 others.enter_context(Chat().stream(http, ENDLESS))
-            until(lambda: lab.engine.snapshot.active_requests == 2)
-        with form.unread(lab.port, ENDLESS, stream=stream):
+            until(lambda: manager_of(lab).snapshot.active_requests == 2)
+        with form.unread(lab.server.port, ENDLESS, stream=stream):
             if phase == "queued":
-                until(lambda: lab.engine.snapshot.queued_requests == 1)
+                until(lambda: manager_of(lab).snapshot.queued_requests == 1)
             else:
-                until(lambda: lab.engine.snapshot.totals.output_tokens > before.output_tokens)
-        until(lambda: lab.engine.snapshot.queued_requests == 0)
+                until(lambda: manager_of(lab).snapshot.totals.output_tokens > before.output_tokens)
+        until(lambda: manager_of(lab).snapshot.queued_requests == 0)
     wait_until_idle(lab)
-    assert lab.engine.snapshot.totals.output_tokens - before.output_tokens < 10_000
+    assert manager_of(lab).snapshot.totals.output_tokens - before.output_tokens < 10_000
     assert form.answer(form.post(http, Request()).json()).text == "hello"
 
 
@@ -211,7 +211,7 @@ NOTICED = "the client has accepted no data"
 def unread_stream(lab, form, request=ENDLESS):
     """Request a stream and read nothing of it. In the chat format, its answer is large."""
     large = {"logprobs": True, "top_logprobs": 20} if form.name in (Chat.name, Socket.name) else {}
-    return form.unread(lab.port, replace(request, extra=large), buffer_bytes=4096)
+    return form.unread(lab.server.port, replace(request, extra=large), buffer_bytes=4096)
 
 
 def read_until(connection, end=None):
@@ -234,7 +234,7 @@ def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancel
                 assert form.end.encode() not in read_until(connection), form.name
         wait_until_idle(lab)
         metrics = httpx2.get(f"{lab.url}/metrics").text
-        assert 0 < lab.engine.snapshot.totals.output_tokens < len(HTTP_FORMATS) * 10_000
+        assert 0 < manager_of(lab).snapshot.totals.output_tokens < len(HTTP_FORMATS) * 10_000
     assert "Traceback" not in caplog.text
     cancelled = re.findall(r"lmx_lab_requests_total.*cancelled.* ([0-9.]+)", metrics)
     assert sum(map(float, cancelled)) == len(HTTP_FORMATS)
@@ -249,12 +249,12 @@ def test_slots_for_which_others_wait_are_free_earlier(echo_home, caplog):
         ExitStack() as open_streams,
     ):
         connections = {form: open_streams.enter_context(unread_stream(lab, form)) for form in FORMATS}
-        until(lambda: lab.engine.snapshot.active_requests == len(FORMATS))
+        until(lambda: manager_of(lab).snapshot.active_requests == len(FORMATS))
         for _ in FORMATS:
             open_streams.enter_context(Chat().stream(http, ENDLESS))
         until(lambda: caplog.text.count(NOTICED) == len(FORMATS))
-        until(lambda: lab.engine.snapshot.queued_requests == 0)
-        assert lab.engine.snapshot.active_requests == len(FORMATS)
+        until(lambda: manager_of(lab).snapshot.queued_requests == 0)
+        assert manager_of(lab).snapshot.active_requests == len(FORMATS)
         for form, connection in connections.items():
             assert form.end.encode() not in read_until(connection), form.name
 
@@ -266,7 +266,7 @@ def test_a_close_code_follows_the_tokens_of_a_websocket_that_accepts_no_data(ech
         httpx2.Client(base_url=lab.url, timeout=60) as http,
         unread_stream(lab, Socket()) as connection,
     ):
-        until(lambda: lab.engine.snapshot.active_requests == 1)
+        until(lambda: manager_of(lab).snapshot.active_requests == 1)
         with Chat().stream(http, ENDLESS):
             until(lambda: NOTICED in caplog.text)
             assert (1008).to_bytes(2) + NOTICED.encode() in read_until(connection)
@@ -280,7 +280,7 @@ def test_a_client_may_pause_after_its_answer_has_ended(echo_home, caplog):
         serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=3) as lab,
         unread_stream(lab, form, request) as paused,
     ):
-        until(lambda: lab.engine.snapshot.totals.output_tokens >= 300)
+        until(lambda: manager_of(lab).snapshot.totals.output_tokens >= 300)
         wait_until_idle(lab)
         # The server disconnects a client that pauses during its answer. The other has paused for longer.
         with unread_stream(lab, form) as late:

@@ -1,18 +1,22 @@
-"""Define the result of ``lab.rerank``: documents in order of relevance, as rows, a data frame or a table."""
+"""Define lists of models and rankings of documents, as the methods of a lab return them, and compute vectors."""
 
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
-from lmx_lab.backend import Ranking
+from lmx_lab.arguments import Texts, embeddings_body
+from lmx_lab.backend import Backend, Ranking
+from lmx_lab.blocking import on_loop
 from lmx_lab.errors import MissingPackageError
 from lmx_lab.results.frames import dtypes_of, make_table
 from lmx_lab.results.tables import align_columns, html_table
-from lmx_lab.values.outputs import EncodeReport, RerankMethod
+from lmx_lab.values.outputs import EncodeReport, InputType, RerankMethod, Vectors
+from lmx_lab.wire.admin import ModelRecord, ModelRecords
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -116,3 +120,68 @@ def _line(text: str, characters: int) -> str:
     words = " ".join(start.split())
     cut = len(words) > characters or len(text) > 4 * characters
     return f"{words[: characters - 1]}…" if cut else words
+
+
+SHOWN_FIELDS = ("id", "loaded", "pinned", "kind", "format", "engine", "quantization", "size_gb", "context_length")
+
+
+class ModelList(list[ModelRecord]):
+    """Model records, displayed as a table."""
+
+    def __init__(self, found: ModelRecords) -> None:
+        super().__init__(found.models)
+        problems = dict.fromkeys(record.problem for record in found.models if record.problem)
+        self.notes = (*([found.preference.detail] if found.preference else []), *problems)
+        """Lines below the table, which state the faster engine and why some models cannot be loaded."""
+
+    def __repr__(self) -> str:
+        rows = [SHOWN_FIELDS, *(_model_cells(record) for record in self)]
+        return "\n".join([*align_columns(rows), *self.notes])
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return f"{html_table(SHOWN_FIELDS, map(_model_cells, self))}{notes}"
+
+
+def _model_cells(record: ModelRecord) -> tuple[str, ...]:
+    loaded = record.loaded if record.unloading is None else str(record.unloading)
+    return tuple(_cell(loaded if name == "loaded" else getattr(record, name)) for name in SHOWN_FIELDS)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+# Methods of a lab
+
+
+async def models(backend: Backend) -> ModelList:
+    """List the models on the server's disk, and which of them are loaded."""
+    return ModelList(await on_loop(backend.portal, backend.models()))
+
+
+async def embed(
+    backend: Backend,
+    texts: Texts,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    dimensions: int | None = None,
+    input_type: InputType | None = None,
+    truncate: bool = False,
+) -> Vectors:
+    """Return the vectors of texts in float32: a matrix with one row for each text, or one vector for a single text.
+
+    Args:
+        model: An embedding model in memory; by default the pinned one, otherwise the loaded one.
+        dimensions: Keep this number of leading components, and normalize again.
+        input_type: Selects the prompt in the model's files that precedes each text; many models have no prompts.
+        truncate: Cut texts that are too long for the model, instead of refusing them.
+
+    Raises:
+        NotLoadedError: no embedding model is loaded.
+        ContextLengthError: a text is too long.
+    """
+    body = embeddings_body(texts, model=model, dimensions=dimensions, input_type=input_type, truncate=truncate)
+    return await on_loop(backend.portal, backend.embed(body))

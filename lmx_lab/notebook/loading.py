@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 
+from lmx_lab.arguments import model_name
 from lmx_lab.backend import Backend, Progress
 from lmx_lab.blocking import Portal, on_loop
 from lmx_lab.broadcast import Feed
 from lmx_lab.progress import ProgressBar, bar, status
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent
+from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec, ModelEntry, ModelEvent
 
 if TYPE_CHECKING:
     from lmx_lab.notebook.local import LocalBackend
@@ -35,9 +37,18 @@ class RunningChange(Generic[T]):
 
     Args:
         start: Starts the work, which reports its steps to the given function.
+        cancel: Cancels the work; by default, its coroutine is cancelled.
     """
 
-    def __init__(self, start: Callable[[Progress], Coroutine[Any, Any, T]], name: str) -> None:
+    def __init__(
+        self,
+        start: Callable[[Progress], Coroutine[Any, Any, T]],
+        name: str,
+        *,
+        cancel: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
         steps: Feed[ModelEvent] = Feed()
         self._steps = steps.subscribe()
         self._unloading: ModelEvent | None = None
@@ -85,8 +96,16 @@ class RunningChange(Generic[T]):
 
     async def cancel(self) -> None:
         """Cancel the work, and wait until it has ended."""
-        self._task.cancel()
+        if self._cancel is None:
+            self._task.cancel()
+        else:
+            # Cancelling fails if the work has just ended, or if the server was stopped.
+            await asyncio.gather(self._cancel(), return_exceptions=True)
         await asyncio.wait([self._task])
+
+    def close(self) -> None:
+        """Cancel the work after its caller was interrupted before it received this object. Thread-safe."""
+        asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
 
     async def result(self) -> T:
         """Wait for the end.
@@ -97,23 +116,21 @@ class RunningChange(Generic[T]):
         return await asyncio.shield(self._task)
 
 
-class RunningLoad(RunningChange[LoadReport]):
-    """A load and its steps."""
+async def load(backend: Backend, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:
+    """Load a model by its id or path in place of the loaded one, and show the progress.
 
-    def __init__(self, backend: Backend, spec: LoadSpec) -> None:
-        self._backend, self._model = backend, spec.model
-        self._loop = asyncio.get_running_loop()
-        super().__init__(lambda report: backend.load(spec, progress=report), f"load {spec.model:.80}")
+    A model that is not on disk is downloaded if the server runs in this process. A path is a path on the server's
+    machine. Interrupting this call cancels the load, and the previous model is loaded again.
 
-    async def cancel(self) -> None:
-        """Cancel the load, and wait until it has ended."""
-        # Cancelling fails if the load has just ended, or if the server was stopped.
-        await asyncio.gather(self._backend.cancel_load(self._model), return_exceptions=True)
-        await asyncio.wait([self._task])
+    Args:
+        options: ``LoadOptions``: ``engine="mlx"``, the engine that must run the model; ``wait``, whether running
+            answers of the loaded model may finish, as in ``unload``.
 
-    def close(self) -> None:
-        """Cancel the load after its caller was interrupted before it received this object. Thread-safe."""
-        asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
+    Raises:
+        AdminForbiddenError: the server allows this only to callers on its machine.
+        LabError: the load has failed; the message contains the reason, and the model that is now loaded.
+    """
+    return await show_load(backend.portal, backend, LoadSpec.with_options(model_name(model), options))
 
 
 async def show_load(portal: Portal, backend: Backend, spec: LoadSpec) -> LoadReport:
@@ -123,28 +140,12 @@ async def show_load(portal: Portal, backend: Backend, spec: LoadSpec) -> LoadRep
         LabError: the load has failed.
     """
 
-    async def start() -> RunningLoad:
-        return RunningLoad(backend, spec)
+    async def start() -> RunningChange[LoadReport]:
+        work = functools.partial(backend.load, spec)
+        cancel = functools.partial(backend.cancel_load, spec.model)
+        return RunningChange(lambda report: work(progress=report), f"load {spec.model:.80}", cancel=cancel)
 
-    load = await on_loop(portal, start())
-    try:
-        # The bar is drawn in the caller's thread, because the output of another thread could appear in another cell.
-        with bar(spec.model) as shown:
-            before = None
-            while (step := await on_loop(portal, load.step())) is not None:
-                if step.unloading is not None:
-                    _show_unloading(shown, f"{step.model} is {step.unloading}", step, before)
-                else:
-                    # The load begins when the previous model is unloaded.
-                    shown.update(replace(step, stage="load") if step.stage == "unloaded" else step)
-                before = step
-            report = await on_loop(portal, load.result())
-            if before is not None:  # In notebooks, the last text stays.
-                shown.show("loaded", before.total_bytes or 0, before.total_bytes)
-        return report
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        await on_loop(portal, load.cancel())
-        raise
+    return await _show(portal, start, spec.model, end="loaded")
 
 
 async def show_check(
@@ -163,42 +164,74 @@ async def show_check(
         work = functools.partial(backend.check, spec, beside=beside)
         return RunningChange(lambda report: work(progress=report), f"check {spec.model:.80}")
 
-    check = await on_loop(portal, start())
+    return await _show(portal, start, spec.model)
+
+
+async def _show(
+    portal: Portal, start: Callable[[], Coroutine[Any, Any, RunningChange[T]]], model: str, *, end: str = ""
+) -> T:
+    """Show the progress of a load or a check, and return its result. Has steps.
+
+    Args:
+        end: The text that stays in notebooks.
+    """
+    running = await on_loop(portal, start())
     try:
-        with bar(spec.model) as shown:
-            while (step := await on_loop(portal, check.step())) is not None:
-                shown.update(step)
-            return await on_loop(portal, check.result())
+        # The bar is drawn in the caller's thread, because the output of another thread could appear in another cell.
+        with bar(model) as shown:
+            before = None
+            while (step := await on_loop(portal, running.step())) is not None:
+                if step.unloading is not None:
+                    _show_unloading(shown, f"{step.model} is {step.unloading}", step, before)
+                else:
+                    # The load begins when the previous model is unloaded.
+                    shown.update(replace(step, stage="load") if step.stage == "unloaded" else step)
+                before = step
+            result = await on_loop(portal, running.result())
+            if before is not None and end:
+                shown.show(end, before.total_bytes or 0, before.total_bytes)
+        return result
     except (KeyboardInterrupt, asyncio.CancelledError):
-        await on_loop(portal, check.cancel())
+        await on_loop(portal, running.cancel())
         raise
 
 
-async def show_unload(portal: Portal, backend: Backend, model: str | None, *, wait: bool | None) -> float:
-    """Unload a model, and show how many answers are left. Returns the freed memory in GB. Has steps, as ``show_load``.
+async def unload(backend: Backend, model: str | os.PathLike[str] | None = None, *, wait: bool | None = None) -> float:
+    """Unload the model, and show how many running answers are left; returns the freed memory in GB (10^9 bytes).
+
+    Interrupting this call does not cancel the unload. Another call joins it, and can change ``wait``. While a model
+    is being loaded, its load is cancelled instead, and the previous model is loaded again; but with the name of the
+    previous model, ``wait`` changes only how long the load waits for the answers of that model.
+
+    Args:
+        model: The loaded model, or the one whose load is cancelled; None for any.
+        wait: Whether running answers may finish: True without a time limit, False not at all, None within the
+            setting ``drain_s``, 30 s by default. Answers that have not ended by then raise ``NotLoadedError``.
 
     Raises:
-        LabError: the unload has failed.
+        InvalidRequestError: the model of this name is pinned, or not loaded.
+        ModelBusyError: a model is being loaded in place of the named one.
     """
+    name, portal = None if model is None else model_name(model), backend.portal
 
     async def start() -> RunningChange[float]:
-        return RunningChange(lambda report: backend.unload(model, wait=wait, progress=report), "unload")
+        return RunningChange(lambda report: backend.unload(name, wait=wait, progress=report), "unload")
 
-    unload: RunningChange[float] | None = None
+    running: RunningChange[float] | None = None
     try:
-        unload = await on_loop(portal, start())
+        running = await on_loop(portal, start())
         with status() as shown:
             before = None
-            while (step := await on_loop(portal, unload.step())) is not None:
+            while (step := await on_loop(portal, running.step())) is not None:
                 if step.unloading is not None:
                     _show_unloading(shown, f"{step.model}: {step.unloading}", step, before)
                     before = step
-            freed = FreedMemory(await on_loop(portal, unload.result()))
+            freed = FreedMemory(await on_loop(portal, running.result()))
             if before is not None:
                 shown.show(f"{before.model}: unloaded, {freed:.2f} GB freed", 0, None)
         return freed
     except KeyboardInterrupt:
-        step = unload.unloading if unload is not None else None
+        step = running.unloading if running is not None else None
         state = f"{step.model} is still {step.unloading}" if step is not None else "the unload continues"
         raise KeyboardInterrupt(
             f"{state}: lab.unload(wait=False) stops the answers, lab.unload(wait=True) lets them finish"

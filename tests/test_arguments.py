@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from pydantic import BaseModel
 
+from lmx_lab.arguments import chat_request, embeddings_body, rerank_body
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook.arguments import chat_request, embeddings_body, rerank_body
 from lmx_lab.wire.formats import JsonSchemaFormat
 
 

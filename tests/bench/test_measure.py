@@ -10,10 +10,10 @@ import lmx_lab
 from lmx_lab.bench import EngineTarget, load, summary
 from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
-from lmx_lab.notebook.remote import attach
+from lmx_lab.notebook import attach
 from lmx_lab.settings import Settings
 from tests.support.kernels import Notebook
-from tests.support.labs import serving
+from tests.support.labs import manager_of, serving
 from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
 from tests.support.models import write_tiny_llama
 from tests.support.waiting import interrupt_when, until
@@ -76,7 +76,7 @@ def test_the_table_has_the_servers_own_measurements(lab):
     # The server measures from the arrival to its first token, the client from sending to receiving it.
     assert (rows["server_ttft_ms"] < rows["ttft_ms"]).all()
     assert (rows["queue_ms"] < rows["server_ttft_ms"]).all()
-    assert rows["peak_memory_gb"].max() * 1e9 >= lab.engine.snapshot.model_memory_bytes
+    assert rows["peak_memory_gb"].max() * 1e9 >= manager_of(lab).snapshot.model_memory_bytes
 
 
 @pytest.mark.long
@@ -99,7 +99,7 @@ def test_a_run_that_is_not_recorded_stores_nothing(lab, home, tmp_path):
 
 def test_other_servers_and_the_engine_are_measured_with_the_lab(lab):
     with Scripted(WORDS) as other:
-        rows = lab.bench(**SMALL, compare=[other.url, EngineTarget(lab.engine)], record=False)
+        rows = lab.bench(**SMALL, compare=[other.url, EngineTarget(manager_of(lab))], record=False)
         name = other.url.partition("://")[2]
         assert rows["target"].value_counts().to_dict() == {"lab": 4, name: 4, "engine": 4}
         assert lab.bench(**SMALL, compare=other.url, record=False)["target"].nunique() == 2
@@ -190,7 +190,7 @@ def test_the_stop_button_keeps_the_rows(notebook, first_line):
     output = notebook.interrupt(
         f"""
         {first_line}
-        from lmx_lab.notebook import bench as measuring
+        from lmx_lab.bench import runner as measuring
         text = measuring.progress_text
         measuring.progress_text = lambda step: step.done == 3 and print("started") or text(step)
         rows = lab.bench(prompt_tokens=48, output_tokens=300, requests=1000, record=False)
@@ -210,7 +210,7 @@ def test_an_interrupt_between_two_requests_is_not_lost(notebook, first_line):
         f"""
         {first_line}
         import signal
-        from lmx_lab.notebook import bench as measuring
+        from lmx_lab.bench import runner as measuring
         text = measuring.progress_text
         measuring.progress_text = lambda step: step.done == 3 and signal.raise_signal(signal.SIGINT) or text(step)
         rows = lab.bench(prompt_tokens=48, output_tokens=8, requests=400, record=False)

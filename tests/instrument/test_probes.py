@@ -11,9 +11,8 @@ import pandas as pd
 import pytest
 
 from lmx_lab.errors import InvalidRequestError, MissingPackageError, NotLoadedError, StorageFullError
-from lmx_lab.instrument import probe as probe_module
-from lmx_lab.instrument.probe import LayerActivations, ProbeRun
-from lmx_lab.notebook import probing
+from lmx_lab.instrument import probes
+from lmx_lab.instrument.probes import LayerActivations, ProbeRun
 from lmx_lab.values.tensors import decode_tensors
 from tests.support.labs import serving
 
@@ -106,7 +105,7 @@ def test_large_activations_are_kept_in_a_file_until_the_probe_is_deleted():
 
 def test_a_probe_does_not_depend_on_where_activations_are_kept(lab, monkeypatch):
     expected = lab.probe(TEXTS, LABELS)
-    monkeypatch.setattr(probing, "LayerActivations", partial(LayerActivations, memory_bytes=0))
+    monkeypatch.setattr(probes, "LayerActivations", partial(LayerActivations, memory_bytes=0))
     probe = lab.probe(TEXTS, LABELS)
     assert probe.activations.path is not None
     assert probe.accuracies == expected.accuracies
@@ -115,7 +114,7 @@ def test_a_probe_does_not_depend_on_where_activations_are_kept(lab, monkeypatch)
 
 def test_a_full_disk_is_an_error(monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=90)
-    monkeypatch.setattr(probe_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(probes.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(StorageFullError, match=r"3 texts at 2 layers take 0\.00 GB .* set TMPDIR"):
         LayerActivations(3, [2, 5], 4, memory_bytes=10)
 

@@ -11,7 +11,7 @@ import lmx_lab
 from lmx_lab.engine.echo.engine import EchoEngine
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
 from tests.support.asking import ENDLESS
-from tests.support.labs import PACE, serving
+from tests.support.labs import PACE, manager_of, serving
 from tests.support.waiting import interrupt_when, until
 
 pytestmark = pytest.mark.anyio
@@ -60,7 +60,7 @@ def test_an_interrupt_ends_the_wait_but_not_the_unload(lab, server, capfd):
         assert lab.unload("echo", wait=False) > 0
         with pytest.raises(NotLoadedError, match="requested to stop running requests immediately"):
             list(pieces)
-    assert server.engine.snapshot.model is None
+    assert manager_of(server).snapshot.model is None
     nothing = lab.unload()
     assert nothing == 0, "without a model"
     assert repr(nothing) == "0.00 GB freed"
@@ -73,12 +73,12 @@ async def test_a_cancelled_unload_continues_and_can_wait_without_a_limit(lab, se
     pieces = aiter(stream)
     await anext(pieces)
     unload = asyncio.create_task(lab.aunload())
-    await asyncio.to_thread(until, lambda: server.engine.snapshot.unloading is not None)
+    await asyncio.to_thread(until, lambda: manager_of(server).snapshot.unloading is not None)
     unload.cancel()
     with pytest.raises(asyncio.CancelledError):
         await unload
     waiting = asyncio.create_task(lab.aunload(wait=True))
-    await asyncio.to_thread(until, lambda: "no time limit" in str(server.engine.snapshot.unloading))
+    await asyncio.to_thread(until, lambda: "no time limit" in str(manager_of(server).snapshot.unloading))
     await stream.aclose()
     assert await waiting > 0
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lmx_lab.backend import Ranking
-from lmx_lab.notebook.rerank_result import COLUMNS, SHOWN_CHARACTERS, RankedDocument, RerankResult
+from lmx_lab.notebook.results import COLUMNS, SHOWN_CHARACTERS, RankedDocument, RerankResult
 
 
 def result(documents, scores, model="minilm", top_n=None):

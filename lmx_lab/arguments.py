@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel, PydanticUserError
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.steering import Steer
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -50,6 +49,9 @@ def _steer_items(steer: Any) -> Any:
     """Return vectors as items of the request field; a single vector is a list of one."""
     if steer is None:
         return None
+    # Imported here, because modules of the same package import this one.
+    from lmx_lab.instrument.steering import Steer
+
     items = steer if isinstance(steer, list | tuple) else [steer]
     if wrong := [type(item).__name__ for item in items if not isinstance(item, Steer | Mapping)]:
         raise InvalidRequestError(

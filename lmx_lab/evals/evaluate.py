@@ -1,4 +1,4 @@
-"""Define ``evaluate``, the method of a lab that scores the answers to the rows of a table, and ``experiments``."""
+"""Score the answers of a lab to the rows of a table: ``lab.evaluate``."""
 
 from __future__ import annotations
 
@@ -12,146 +12,104 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
 
-from lmx_lab.backend import LabAccess
+from lmx_lab.backend import Backend, HasBackend
 from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.batch.map import answer_all, check_parameters, map_rows, prepare_run, request_maker
 from lmx_lab.batch.prompts import PromptSource, Row, RowPrompts, is_missing
 from lmx_lab.batch.run import UNFINISHED, BatchOptions, BatchRun
 from lmx_lab.batch.servers import LoadedModel, loaded_model
-from lmx_lab.blocking import Portal, both, in_thread, on_loop
+from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, described_prompt, read_metric
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.extras import import_optional, installed_version
-from lmx_lab.instrument.requests import RequestList
-from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, check_parameters, prepare_run, request_maker
 from lmx_lab.results.frames import RowSource, read_source
-from lmx_lab.settings import Settings
 
-if TYPE_CHECKING:
-    from lmx_lab.notebook.local import LocalServer
-
-PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp", "numpy", "pandas")
-"""Packages whose versions are stored with an experiment."""
 VERDICT = "verdict"
-SCORING_S = 0.1
-"""Maximum time between two checks for an interrupt while scores are computed, apart from the time of one row."""
 NOT_SCORED = "was not scored, because the run was interrupted"
 
 
-class EvaluateOwner(MapOwner, Protocol):
-    """A lab."""
+async def evaluate(
+    backend: Backend,
+    /,
+    frame: Any,
+    prompt: PromptSource,
+    *,
+    answer: str | None = None,
+    metric: str | Metric | Callable[[str, Any], Any] = "exact_match",
+    name: str = "",
+    store: bool = True,
+    **parameters: Any,
+) -> Evaluation:
+    """Answer a prompt for each row of a table like ``map``, score the answers, and return the mean score.
 
-    _local: LocalServer | None
+    Args:
+        frame: A data frame, a series, or a list of dictionaries or texts.
+        prompt: A template such as ``"What is {a} + {b}?"``, messages, or a function of a row, as for ``map``.
+        answer: The column with the expected answers. Without it, a function as ``metric`` receives the row instead.
+        metric: ``exact_match``, ``contains``, ``regex`` or ``numeric``; a metric from ``lmx_lab.evals`` with its
+            options, such as ``Choice(["yes", "no"])`` or ``Judge(prompt)``; or a function of the answer and the
+            expected value that returns a number from 0 (wrong) to 1 (right). Another value is an error of its row.
+        name: The name of the experiment; by default the name of the metric.
+        store: Whether the evaluation is stored in ``lab.experiments``. An interrupted evaluation is not stored. If
+            the file cannot be written, a warning contains the reason.
+        parameters: ``n``, ``cache``, ``errors``, ``retry``, ``seed``, ``system`` and the sampling parameters, as
+            for ``map``. With ``n``, the score of a row is the mean of its answers.
 
-    @property
-    def _access(self) -> LabAccess: ...
-
-    @property
-    def requests(self) -> RequestList: ...
-
-    @property
-    def experiments(self) -> Experiments: ...
-
-
-class EvaluateVerbs:
-    """The methods of ``Lab`` that score answers."""
-
-    async def _evaluate(
-        self: EvaluateOwner,
-        /,
-        frame: Any,
-        prompt: PromptSource,
-        *,
-        answer: str | None = None,
-        metric: str | Metric | Callable[[str, Any], Any] = "exact_match",
-        name: str = "",
-        store: bool = True,
-        **parameters: Any,
-    ) -> Evaluation:
-        """Answer a prompt for each row of a table like ``map``, score the answers, and return the mean score.
-
-        Args:
-            frame: A data frame, a series, or a list of dictionaries or texts.
-            prompt: A template such as ``"What is {a} + {b}?"``, messages, or a function of a row, as for ``map``.
-            answer: The column with the expected answers. Without it, a function as ``metric`` receives the row instead.
-            metric: ``exact_match``, ``contains``, ``regex`` or ``numeric``; a metric from ``lmx_lab.evals`` with its
-                options, such as ``Choice(["yes", "no"])`` or ``Judge(prompt)``; or a function of the answer and the
-                expected value that returns a number from 0 (wrong) to 1 (right). Another value is an error of its row.
-            name: The name of the experiment; by default the name of the metric.
-            store: Whether the evaluation is stored in ``lab.experiments``. An interrupted evaluation is not stored. If
-                the file cannot be written, a warning contains the reason.
-            parameters: ``n``, ``cache``, ``errors``, ``retry``, ``seed``, ``system`` and the sampling parameters, as
-                for ``map``. With ``n``, the score of a row is the mean of its answers.
-
-        Raises:
-            NotLoadedError: no model is loaded.
-            InvalidRequestError: an argument is invalid, or a column does not exist.
-            BatchStoppedError: no further row can be answered or judged, for example because the model was unloaded.
-                The attribute ``frame`` of the error contains the complete answers.
-            MissingPackageError: pandas is not installed.
-        """
-        started_at = time.time()
-        table = _Table(frame, prompt, answer, read_metric(metric))
-        if "schema" in parameters:
-            raise InvalidRequestError(
-                "evaluate has no parameter schema: score texts, or pass a function that parses the answer",
-                param="schema",
-            )
-        if not isinstance(name, str):
-            raise InvalidRequestError(f"name is {name!r:.40}; it must be a string", param="name")
-        loaded = await _loaded(self)
-        judging = None
-        if isinstance(table.metric, Judge):
-            # Before the first row is answered, because there are no scores without a judge.
-            lab = _judging_lab(self, table.metric)
-            judging = await _loaded(lab)
-        if isinstance(table.metric, Choice):
-            run, stored = await _scoring_run(self, table, loaded, **parameters)
-        else:
-            run, stored = await prepare_run(self, table.source, table.prompts, None, **parameters)
-        interrupted = await answer_all(self, run, table.source, None, stored)
-        requests = None if self._local is None else self.requests
-        facts = table.facts(loaded, prompt, parameters, started_at=started_at, name=name, judging=judging)
-        result = Evaluation(facts, [], lab=self._access, requests=requests)
-        result.rows, stopped = await table.evaluated(self._portal, [answer for answer, _ in run.answers()])
-        interrupted = stopped or interrupted
+    Raises:
+        NotLoadedError: no model is loaded.
+        InvalidRequestError: an argument is invalid, or a column does not exist.
+        BatchStoppedError: no further row can be answered or judged, for example because the model was unloaded.
+            The attribute ``frame`` of the error contains the complete answers.
+        MissingPackageError: pandas is not installed.
+    """
+    started_at = time.time()
+    table = _Table(frame, prompt, answer, read_metric(metric))
+    if "schema" in parameters:
+        raise InvalidRequestError(
+            "evaluate has no parameter schema: score texts, or pass a function that parses the answer",
+            param="schema",
+        )
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"name is {name!r:.40}; it must be a string", param="name")
+    loaded = await _loaded(backend)
+    judging = None
+    if isinstance(table.metric, Judge):
+        # Before the first row is answered, because there are no scores without a judge.
+        judging = await _loaded(_judging_backend(backend, table.metric))
+    if isinstance(table.metric, Choice):
+        run, stored = await _scoring_run(backend, table, loaded, **parameters)
+    else:
+        run, stored = await prepare_run(backend, table.source, table.prompts, None, **parameters)
+    interrupted = await answer_all(backend, run, table.source, None, stored)
+    facts = table.facts(loaded, prompt, parameters, started_at=started_at, name=name, judging=judging)
+    result = Evaluation(facts, [], backend=backend)
+    result.rows, stopped = await table.evaluated(backend.portal, [answer for answer, _ in run.answers()])
+    interrupted = stopped or interrupted
+    _raise_first(result.rows, parameters, interrupted)
+    if isinstance(table.metric, Judge):
+        interrupted = interrupted or await _judge_all(backend, table, result, parameters)
+        result.rows = [
+            replace(row, error="was not judged, because the run was interrupted")
+            if row.score is None and row.error is None
+            else row
+            for row in result.rows
+        ]
         _raise_first(result.rows, parameters, interrupted)
-        if isinstance(table.metric, Judge):
-            interrupted = interrupted or await _judge_all(self, table, result, parameters)
-            result.rows = [
-                replace(row, error="was not judged, because the run was interrupted")
-                if row.score is None and row.error is None
-                else row
-                for row in result.rows
-            ]
-            _raise_first(result.rows, parameters, interrupted)
-        if store and not interrupted:
-            # A failure causes only a warning, so that the answers are not lost.
-            try:
-                result.id = await in_thread(partial(self.experiments.add, result))
-            except LabError as exc:
-                warnings.warn(f"the evaluation is not stored: {exc.message}", RuntimeWarning, stacklevel=2)
-            except KeyboardInterrupt:
-                warnings.warn("the evaluation is not stored, because it was interrupted", RuntimeWarning, stacklevel=2)
-        return result
-
-    evaluate, aevaluate = both(_evaluate)
-
-    @property
-    def experiments(self: EvaluateOwner) -> Experiments:
-        """The stored evaluations, oldest first: ``lab.experiments.df``, ``lab.experiments[-1]``.
-
-        They are in the file ``experiments.db`` in the lab's home. If the server runs in another process, the file is in
-        the default home of this machine.
-        """
-        local = self._local
-        home = Settings.read().home if local is None else local.settings.home
-        return Experiments(home / FILE, lab=self._access, requests=None if local is None else self.requests)
+    if store and not interrupted:
+        # A failure causes only a warning, so that the answers are not lost.
+        try:
+            result.id = await in_thread(partial(Experiments(backend.home / FILE, backend).add, result))
+        except LabError as exc:
+            warnings.warn(f"the evaluation is not stored: {exc.message}", RuntimeWarning, stacklevel=2)
+        except KeyboardInterrupt:
+            warnings.warn("the evaluation is not stored, because it was interrupted", RuntimeWarning, stacklevel=2)
+    return result
 
 
 class _Table:
@@ -213,8 +171,8 @@ class _Table:
                 answered=answer,
             )
             try:
-                if not interrupted and time.monotonic() - paused_at > SCORING_S:
-                    # An interrupt is raised only in a step.
+                if not interrupted and time.monotonic() - paused_at > 0.1:
+                    # An interrupt is raised only in a step, so that there is one between two rows every 0.1 s.
                     await on_loop(portal, asyncio.sleep(0))
                     paused_at = time.monotonic()
                 scored = self._scored(found, row, NOT_SCORED if interrupted else None)
@@ -277,14 +235,18 @@ class _Table:
             frame=digest.hexdigest(),
             versions={
                 "python": platform.python_version(),
-                **{name: found for name in PACKAGES if (found := installed_version(name)) is not None},
+                **{
+                    name: found
+                    for name in ("lmx-lab", "mlx", "mlx-lm", "xllamacpp", "numpy", "pandas")
+                    if (found := installed_version(name)) is not None
+                },
             },
             machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         )
 
 
 async def _scoring_run(
-    owner: EvaluateOwner,
+    backend: Backend,
     table: _Table,
     loaded: LoadedModel,
     *,
@@ -315,27 +277,26 @@ async def _scoring_run(
         retry=retry,
     )
     stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
-    return BatchRun(owner._backend, loaded, table.source, options, cache=stored), stored
+    return BatchRun(backend, loaded, table.source, options, cache=stored), stored
 
 
-async def _loaded(owner: EvaluateOwner) -> LoadedModel:
+async def _loaded(backend: Backend) -> LoadedModel:
     """Return the loaded model of a lab. Has steps."""
-    return await on_loop(owner._portal, loaded_model(owner._backend, hashed=True))
+    return await on_loop(backend.portal, loaded_model(backend, hashed=True))
 
 
-def _judging_lab(owner: EvaluateOwner, judge: Judge) -> EvaluateOwner:
-    lab: EvaluateOwner = judge.lab
-    if lab is None:
-        return owner
-    if not isinstance(judge.lab, EvaluateVerbs):
+def _judging_backend(backend: Backend, judge: Judge) -> Backend:
+    if judge.lab is None:
+        return backend
+    if not isinstance(judge.lab, HasBackend):
         raise InvalidRequestError(
             f"lab is {judge.lab!r:.80}; pass a lab: Judge(..., lab=lmx_lab.attach('http://192.168.1.20:8400'))",
             param="lab",
         )
-    return lab
+    return judge.lab.backend
 
 
-async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, parameters: Mapping[str, Any]) -> bool:
+async def _judge_all(backend: Backend, table: _Table, result: Evaluation, parameters: Mapping[str, Any]) -> bool:
     """Add the verdicts of a judge to the rows of a result, and return whether judging was interrupted. Has steps.
 
     Raises:
@@ -350,13 +311,19 @@ async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, pa
     ]
     if not given:
         return False
-    lab = _judging_lab(owner, judge)
+    lab = _judging_backend(backend, judge)
     options = {name: parameters[name] for name in ("cache", "retry") if name in parameters}
     schema = {VERDICT: Literal[tuple(judge.verdicts)]}
     stopped: LabError | None = None
     try:
-        verdicts: Any = await MapVerbs._map(
-            lab, given, judge.prompt, schema=schema, system=judge.system, temperature=0, **options
+        verdicts: Any = await map_rows(
+            lab,
+            given,
+            judge.prompt,
+            schema=schema,
+            system=judge.system,
+            temperature=0,
+            **options,
         )
     except KeyboardInterrupt:
         return True
