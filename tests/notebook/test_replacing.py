@@ -262,11 +262,9 @@ class Hanging:
     def __init__(self):
         self.started = threading.Event()
 
-    def check(self, entry, spec, cancellation, **_):
+    async def check(self, entry, spec, **_):
         self.started.set()
-        waiting = threading.Event()
-        while not waiting.wait(0.01):
-            cancellation.check()
+        await asyncio.Event().wait()
 
     async def load(self, entry, spec):
         self.started.set()
