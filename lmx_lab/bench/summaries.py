@@ -80,10 +80,6 @@ COMPARISON = {
     **{"output_tokens_a": "float64", "output_tokens_b": "float64", "better": "str"},
 }
 """Columns of a comparison, and their types, after those that identify a case."""
-LEFT = ("target", "prompt_tokens_wanted", "concurrency")
-"""Columns that a summary has on the left even if their values are equal in all rows."""
-FIRST = (TOTAL, "decode_tok_s", "ttft_ms", "itl_ms_p99", "prefill_tok_s", "e2e_ms")
-"""Metrics that are the first ones in a summary."""
 
 
 def as_frame(samples: Samples) -> pd.DataFrame:
@@ -140,8 +136,11 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
     # The types are given explicitly, because pandas cannot infer them without rows.
     dtypes = {name: table[name].dtype for name in keys} | {name: type(value) for name, value in figures.items()}
     result: pd.DataFrame = make_table(rows, dtypes, needed_by="a summary")
-    left = keys if by is not None else [name for name in keys if name in LEFT or result[name].nunique(dropna=False) > 1]
-    shown = [*left, "errors", *FIRST]
+    left = keys
+    if by is None:
+        always = ("target", "prompt_tokens_wanted", "concurrency")
+        left = [name for name in keys if name in always or result[name].nunique(dropna=False) > 1]
+    shown = [*left, "errors", TOTAL, "decode_tok_s", "ttft_ms", "itl_ms_p99", "prefill_tok_s", "e2e_ms"]
     result = result[[*shown, *(name for name in (*figures, *keys) if name not in shown)]]
     result.attrs.update(table.attrs)
     return result

@@ -298,8 +298,6 @@ def _timings(stats: SocketStats) -> Timings:
 
 # Loading and unloading with progress
 
-OPEN_S = 2.0
-"""Maximum time that a load waits until the stream of events is open, which a proxy may delay."""
 PROGRESS_STAGES = ("download", "verify", "convert", "store", "load", "unloading", "unloaded")
 """Stages that are reported as progress. The end is reported by the response to the load request."""
 
@@ -309,10 +307,14 @@ async def run_with_progress(
     *,
     events: AsyncGenerator[LabEvent, None],
     progress: Callable[[ModelEvent], None],
+    open_s: float = 2.0,
 ) -> T:
     """Load or unload a model, and call ``progress`` for each step. Without events, there is no progress.
 
     Cancellation, or an exception of ``progress``, stops the waiting but not the load or unload.
+
+    Args:
+        open_s: Maximum time to wait until the stream of events is open, which a proxy may delay.
 
     Raises:
         LabError: the load or unload has failed.
@@ -340,7 +342,7 @@ async def run_with_progress(
     tasks: list[asyncio.Task[Any]] = [watching]
     try:
         with suppress(TimeoutError):
-            await asyncio.wait_for(opened.wait(), OPEN_S)
+            await asyncio.wait_for(opened.wait(), open_s)
         working = asyncio.create_task(work(), name="wait for a load or unload")
         tasks.append(working)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

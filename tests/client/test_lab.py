@@ -18,11 +18,19 @@ from lmx_lab import errors
 from lmx_lab.arguments import chat_request
 from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
 from lmx_lab.client.connection import QUICK_S, SHORT_BYTES, HttpConnection
-from lmx_lab.client.lab import MAX_COMPONENTS, Include, KnownEvent, lab_event, max_embeddings_bytes, max_rerank_bytes
+from lmx_lab.client.lab import (
+    MAX_COMPONENTS,
+    Include,
+    KnownEvent,
+    lab_event,
+    max_embeddings_bytes,
+    max_rerank_bytes,
+    run_with_progress,
+)
 from lmx_lab.server.events import EXTRAS
 from lmx_lab.server.openapi import EVENTS
 from lmx_lab.values.models import ModelEvent
-from lmx_lab.wire.admin import Heartbeat, NotReady, RequestEvent, Sample, Throughput
+from lmx_lab.wire.admin import PAGE_REQUESTS, Heartbeat, NotReady, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingItem, EmbeddingList, EmbeddingsBody, EncodingUsage
 from lmx_lab.wire.rerank import RerankBody, RerankItem, RerankResults
@@ -583,6 +591,28 @@ async def test_a_ranking_with_wrong_indices_is_refused(indices):
 
 
 # --- events
+
+
+async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds():
+    async def silent():
+        await asyncio.Event().wait()
+        yield
+
+    async def load():
+        return "loaded"
+
+    async with asyncio.timeout(WAIT_S):
+        assert await run_with_progress(load, events=silent(), progress=print, open_s=0.01) == "loaded"
+
+
+async def test_a_timeline_is_read_in_pages(client):
+    for _ in range(PAGE_REQUESTS + 2):
+        await client.chat(hello(max_tokens=1))
+    whole = (await client.timeline(3600)).requests
+    assert len(whole) > PAGE_REQUESTS
+    assert [request.at for request in whole] == sorted({request.at for request in whole})
+    newest = (await client.timeline(3600, most=PAGE_REQUESTS + 1)).requests
+    assert [request.at for request in newest] == [request.at for request in whole[-PAGE_REQUESTS - 1 :]]
 
 
 def test_the_client_knows_all_events_of_the_server():

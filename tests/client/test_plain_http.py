@@ -103,13 +103,19 @@ async def test_errors_are_those_of_the_library():
             await http.post(server.url, content=b"body")
 
 
+async def responding(server):
+    """Send a request, and return the connection after the head of the response was read."""
+    url = httpx2.URL(server.url)
+    _, connection = await asyncio.get_running_loop().create_connection(PlainConnection, url.host, url.port)
+    connection.send(b"GET", b"/", [(b"host", url.netloc)], b"")
+    await connection.head()
+    return connection
+
+
 async def body_of(answer):
     """Return the body of a response in pieces of any size."""
     with closing(answer) as server:
-        url = httpx2.URL(server.url)
-        _, connection = await asyncio.get_running_loop().create_connection(PlainConnection, url.host, url.port)
-        connection.send(b"GET", b"/", [(b"host", url.netloc)], b"")
-        await connection.head()
+        connection = await responding(server)
         data = b""
         while piece := (await connection.body())[1]:
             data += piece
@@ -156,10 +162,7 @@ async def test_a_head_without_end_is_refused():
 async def test_a_server_that_sends_more_than_is_read_has_to_wait():
     """Of 4 MB that are not read, a part is in the buffer, and the rest has not left the server."""
     with closing(streamed(*["x" * 100_000] * 40)) as server:
-        url = httpx2.URL(server.url)
-        _, connection = await asyncio.get_running_loop().create_connection(PlainConnection, url.host, url.port)
-        connection.send(b"GET", b"/", [(b"host", url.netloc)], b"")
-        await connection.head()
+        connection = await responding(server)
         while connection.transport.is_reading():  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert connection.unread_bytes < 2_000_000
@@ -167,4 +170,25 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait():
         while left:
             left -= len((await connection.body())[1])
         assert connection.unread_bytes == 0
+        await connection.aclose()
+
+
+async def test_other_tasks_run_while_buffered_data_is_read():
+    with closing(streamed("x" * 4_000_000)) as server:
+        connection = await responding(server)
+        while connection.transport.is_reading():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        turns = []
+
+        async def note():
+            while True:
+                turns.append(connection.unread_bytes)
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(note())
+        while connection.unread_bytes:
+            await connection.body()
+        task.cancel()
+        # The loop reads at most 256 KiB at once, so that a million bytes are at least four pieces.
+        assert len(set(turns)) >= 4
         await connection.aclose()

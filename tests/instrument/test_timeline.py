@@ -224,10 +224,9 @@ def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile(
         Timeline([QUIET]).explain("last")
 
 
-def test_an_attached_lab_has_the_timeline_of_its_server_but_no_comparison(lab, monkeypatch):
+def test_an_attached_lab_has_the_timeline_of_its_server_but_no_comparison(lab):
     for number in range(3):
         lab.chat(f"hello {number}", max_tokens=3)
-    monkeypatch.setattr("lmx_lab.client.lab.PAGE_REQUESTS", 2)
     with lmx_lab.attach(lab.url) as far:
         here, there = lab.timeline(3600), far.timeline(3600)
         assert len(here) >= 3

@@ -114,18 +114,6 @@ def test_a_load_shows_its_steps(tiny_home, monkeypatch, awaited):
     assert all(each.stage == "load" for each in steps[1:])
 
 
-async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(tiny_home, monkeypatch):
-    async def silent(self, include=()):
-        await asyncio.Event().wait()
-        yield
-
-    monkeypatch.setattr(AsyncLabClient, "events", silent)
-    monkeypatch.setattr("lmx_lab.client.lab.OPEN_S", 0.05)
-    with serving(tiny_home, None) as lab, attach(lab.url) as far:
-        async with asyncio.timeout(WAIT_S):
-            assert (await far.aload("tiny")).model == "tiny"
-
-
 # --- streams and connections that are closed early
 
 
