@@ -31,8 +31,9 @@ T = TypeVar("T")
 NESTING_LIMIT = 64
 RETRY_S = 2
 Text = bytes | bytearray | str
-_THREAD = ThreadPoolExecutor(1, thread_name_prefix="lmx-lab-bodies")
-"""Reads the large bodies of all servers of this process, one after the other."""
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="lmx-large-bodies")
+"""Reads the large bodies of all servers of this process, one after the other. The thread starts with the first one and
+belongs to no server, so that it remains when a server ends."""
 
 
 async def read_json(text: Text, validate: Callable[[Any], T], *, wait_s: float = 3.0) -> T:
