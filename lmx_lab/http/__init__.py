@@ -34,6 +34,9 @@ class Limits:
     frames_per_s: int = 500
     """Largest number of messages, pings and pongs per second on a WebSocket. Also the number of fragments in a message,
     in addition to one per 64 bytes."""
+    keep_alive_s: float = 5.0
+    """Time in which a stream sends something. Proxies and clients close connections that are silent for longer, some
+    after 10 s."""
     trim_s: float = 5.0
     """Time after a request until freed memory is returned to the operating system."""
     cancel_s: float = 2.0

@@ -15,11 +15,11 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
+from lmx_lab.http import Limits
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 DONE = "[DONE]"
-KEEP_ALIVE_S = 5.0
-"""Proxies and clients close connections that are silent for longer, some after 10 s."""
 CHECK_S = 0.25
 """Interval between two checks whether the client accepts data."""
 
@@ -42,7 +42,7 @@ class EventStream(StreamingResponse):
         texts: The texts to send.
         headers: Additional headers of the response.
         media_type: Type of the response, if it is another stream of text that is written item by item.
-        keep_alive: Returns what to send whenever nothing was sent for ``KEEP_ALIVE_S``, such as a comment.
+        keep_alive: Returns what to send whenever nothing was sent for ``Limits.keep_alive_s``, such as a comment.
         blocked_limit_s: Returns how long the client may accept no data before the iterator is closed and the client is
             disconnected. Called repeatedly; by default there is no limit.
     """
@@ -65,6 +65,7 @@ class EventStream(StreamingResponse):
         self._texts = texts
         self._keep_alive = keep_alive
         self._blocked_limit_s = blocked_limit_s
+        self._keep_alive_s = Limits.keep_alive_s
         self._request_id = ""
         self._abort: Callable[[], None] = lambda: None
 
@@ -72,6 +73,8 @@ class EventStream(StreamingResponse):
         self._request_id = scope.get("lmx_lab.request_id", "")
         # An extension of ``http.connections``, which other servers do not have.
         self._abort = (scope.get("extensions") or {}).get("lmx_lab.abort", self._abort)
+        if "app" in scope:
+            self._keep_alive_s = scope["app"].state.limits.keep_alive_s
         await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
@@ -92,7 +95,7 @@ class EventStream(StreamingResponse):
     async def _stream(self, send: Send, watch: SendWatch) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await watch.send(send(start))
-        keep_alive = asyncio.create_task(_keep_alive(send, watch, self._keep_alive)) if self._keep_alive else None
+        keep_alive = asyncio.create_task(self._send_keep_alives(send, watch)) if self._keep_alive else None
         try:
             async for text in self._texts:
                 await watch.send(send(_part(text)))
@@ -106,6 +109,15 @@ class EventStream(StreamingResponse):
                 await asyncio.gather(keep_alive, return_exceptions=True)
         await watch.send(send({"type": "http.response.body", "body": b"", "more_body": False}))
 
+    async def _send_keep_alives(self, send: Send, watch: SendWatch) -> None:
+        """Run as a separate task: a timer for each token would cost more than its text."""
+        assert self._keep_alive is not None
+        while True:
+            if (rest_s := self._keep_alive_s - watch.silent_s) > 0:
+                await asyncio.sleep(rest_s)
+            else:
+                await watch.send(send(_part(self._keep_alive())))
+
 
 def comment(text: str) -> str:
     """Return a comment, which clients ignore."""
@@ -114,15 +126,6 @@ def comment(text: str) -> str:
 
 def _part(text: str) -> Message:
     return {"type": "http.response.body", "body": text.encode(), "more_body": True}
-
-
-async def _keep_alive(send: Send, watch: SendWatch, text: Callable[[], str]) -> None:
-    """Send the text in a separate task: a timer for each token would cost more than its text."""
-    while True:
-        if (rest_s := KEEP_ALIVE_S - watch.silent_s) > 0:
-            await asyncio.sleep(rest_s)
-        else:
-            await watch.send(send(_part(text())))
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

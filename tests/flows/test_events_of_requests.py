@@ -6,7 +6,7 @@ import httpx2
 import pytest
 from openai import OpenAI
 
-from lmx_lab.http import streaming
+from lmx_lab.http import Limits
 from tests.support.asking import ENDLESS, SEA, chat_body, echo_body
 from tests.support.labs import PACE, serving, wait_until_idle, watching
 from tests.support.waiting import until
@@ -60,10 +60,10 @@ def slot_taken(lab):
         yield
 
 
-def test_a_client_that_waits_receives_comments(long_home, monkeypatch):
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.005)
+def test_a_client_that_waits_receives_comments(long_home):
     long = [{"role": "user", "content": "word " * 3500}]
     with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+        lab.server.services.api.state.limits = Limits(keep_alive_s=0.005)
         body = chat_body(model="tiny-long", messages=long, stream=True, max_tokens=1)
         with http.stream("POST", PATH, json=chat_body(model="tiny-long", stream=True, max_tokens=4000)) as running:
             others = running.iter_text()  # kept, because deleting it closes the connection
@@ -85,12 +85,12 @@ def wait_for(lines, part):
 
 
 @pytest.mark.slow
-def test_openai_python_ignores_the_comments(echo_home, monkeypatch):
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
+def test_openai_python_ignores_the_comments(echo_home):
     with (
         serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE) as lab,
         OpenAI(**lab.openai, max_retries=0) as client,
     ):
+        lab.server.services.api.state.limits = Limits(keep_alive_s=0.001)
         with slot_taken(lab):
             messages = SEA
             stream = client.chat.completions.create(
