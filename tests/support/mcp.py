@@ -25,6 +25,8 @@ from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
 
 COUNTING, HOSTILE = (Path(__file__).parent / "mcp_servers" / f"{name}.py" for name in ("counting", "hostile"))
 SECRET = "sk-0123456789abcdef"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+"""A program that ignores SIGTERM. It prints a line when it does."""
 RUN = {"TEST_RUN": str(os.getpid())}
 """Environment of the servers that must have ended at the end of a test; other tests may run at the same time."""
 

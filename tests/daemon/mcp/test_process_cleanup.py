@@ -1,5 +1,6 @@
 """Finding and ending the processes of a server."""
 
+import secrets
 import subprocess
 import sys
 
@@ -7,8 +8,8 @@ import psutil
 import pytest
 
 from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, find_processes, is_alive, root_of_child
+from tests.support.mcp import STUBBORN
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 START = f"subprocess.Popen([sys.executable, '-I', '-c', {STUBBORN!r}])"
 PARENT = f"import subprocess, sys; print({START}.pid, flush=True); sys.stdin.read()"
 LINES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -62,11 +63,13 @@ def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(pare
 
 
 def test_processes_are_found_by_their_mark(monkeypatch):
-    monkeypatch.setenv(MARK, "the-mark")
+    # Unique, because other runs of the tests may be looking for their mark.
+    mark = secrets.token_hex(16)
+    monkeypatch.setenv(MARK, mark)
     command = [sys.executable, "-I", "-c", "print(flush=True); input()"]
     process = subprocess.Popen(command, **LINES)
     # The environment of a process cannot be read yet when Popen returns.
     process.stdout.readline()
-    assert [found.pid for found in find_processes([RootProcess(pid=1, started=0.0, mark="the-mark")])] == [process.pid]
+    assert [found.pid for found in find_processes([RootProcess(pid=1, started=0.0, mark=mark)])] == [process.pid]
     process.communicate("")
-    assert find_processes([RootProcess(pid=1, started=0.0, mark="the-mark")]) == []
+    assert find_processes([RootProcess(pid=1, started=0.0, mark=mark)]) == []

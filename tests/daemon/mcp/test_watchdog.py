@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -14,13 +15,12 @@ import pytest
 
 from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, is_alive, root_of_child
 from lmx_lab.daemon.mcp.watchdog import Watchdog
-from tests.support.mcp import killed_daemon
+from tests.support.mcp import STUBBORN, killed_daemon
 from tests.support.waiting import WAIT_S, auntil
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "lmx_lab" / "daemon" / "mcp" / "watchdog_process.py"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 DAEMON = """
 import asyncio, json, os, signal, sys
 from pathlib import Path
@@ -91,14 +91,16 @@ async def watchdog():
 @pytest.fixture
 async def server():
     """A process that ignores SIGTERM and has a session of its own."""
+    # Unique, because other runs of the tests end the processes with their mark.
+    mark = secrets.token_hex(16)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-c", STUBBORN),
         stdout=subprocess.PIPE,
-        env={MARK: "of-the-server"},
+        env={MARK: mark},
         start_new_session=True,
     )
     await process.stdout.readline()
-    root = root_of_child(process.pid, "of-the-server")
+    root = root_of_child(process.pid, mark)
     yield root
     await asyncio.to_thread(end_processes, [root], term_s=0)
     await process.wait()
