@@ -37,6 +37,7 @@ class FakeEncoder:
     scores: Any = None
     endless: bool = False
     snapshot: EngineSnapshot = field(default_factory=lambda: EngineSnapshot(state="ready", entry=EMBEDDER))
+    catalog: Catalog = field(default_factory=lambda: Catalog(Settings()))
     settings: Settings = field(default_factory=Settings)
     alive: bool = True
     uptime_s: float = 1.0
@@ -91,8 +92,6 @@ def server_of(manager: FakeEncoder) -> InferenceServer:
     policy = GuardPolicy(hosts=names, local_hosts=names)
     return create_server(
         manager=cast(ModelManager, manager),
-        catalog=Catalog(manager.settings),
-        settings=manager.settings,
         policy=lambda: policy,
     )
 
