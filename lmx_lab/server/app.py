@@ -104,7 +104,6 @@ def create_server(
         manager=manager,
         feed=feed,
         recording=Recording(cast(RecordMode, settings.record), save_record, dtype=settings.dtype),
-        slow_client_s=settings.slow_client_s,
         observers=[metrics.observe, request_log.observe, *(each.observe for each in spans)],
         keep_answers=settings.otel == "content",
     )
