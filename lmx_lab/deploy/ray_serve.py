@@ -79,9 +79,7 @@ class ReplicaApp:
             LabError: a model could not be loaded.
         """
         manager = ModelManager(self._settings)
-        self._server = create_server(
-            manager=manager, catalog=manager.catalog, settings=self._settings, policy=lambda: self._policy
-        )
+        self._server = create_server(manager=manager, policy=lambda: self._policy)
         manager.start()
         try:
             for spec in (*manager.unpinned(), self._spec):

@@ -95,11 +95,7 @@ class LocalServer:
         self.recorder = RequestRecorder(settings.record_to if settings.record != "off" else None)
         try:
             self.services: InferenceServer = create_server(
-                manager=self.engine,
-                catalog=self.catalog,
-                settings=settings,
-                policy=self._current_policy,
-                save_record=self.recorder.save,
+                manager=self.engine, policy=self._current_policy, save_record=self.recorder.save
             )
             """The services behind the routes."""
         except BaseException:
@@ -428,7 +424,7 @@ class LocalBackend:
     # Models
 
     async def models(self) -> ModelRecords:
-        return await model_records(self._server.catalog, self._server.engine)
+        return await model_records(self._server.engine)
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         return await self._report_progress(self._services.manager.load(spec), progress)

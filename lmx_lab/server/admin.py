@@ -30,7 +30,7 @@ from lmx_lab.http.openapi import BODY, failures, link
 from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import EngineName, Format, LoadReport, LoadSpec, ModelEntry, by_model
-from lmx_lab.weights import Catalog, Listing
+from lmx_lab.weights import Listing
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.starters import loadable_formats
 from lmx_lab.wire.admin import (
@@ -56,12 +56,8 @@ LOADED = {
 }
 
 
-def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) -> APIRouter:
-    """Return the router of ``/admin/models`` and the routes below it.
-
-    Args:
-        lan_admin: Whether callers on other machines may load and unload models.
-    """
+def admin_routes(manager: ModelManager) -> APIRouter:
+    """Return the router of ``/admin/models`` and the routes below it."""
     router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
 
     @router.get("/models", responses={200: {"links": {"load": FIRST_RECORD}}})
@@ -69,7 +65,7 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         """List the models on this disk, whether each is loaded, and the engines that run them. Only local callers see
         paths; for other callers, the `path` of a model is its id.
         """
-        records = await model_records(catalog, manager)
+        records = await model_records(manager)
         if is_local(request.scope):
             return records
         hide: Callable[[str], str] = request.app.state.without_paths
@@ -95,7 +91,7 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         (`true`), or end immediately (`false`).
         """
         local = is_local(request.scope)
-        check_admin(local=local, lan_admin=lan_admin)
+        check_admin(manager, local=local)
         return await manager.load(body, local=local)
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
@@ -108,7 +104,7 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         load waits for answers of the previous model, send the name of that model and `wait`.
         """
         local = is_local(request.scope)
-        check_admin(local=local, lan_admin=lan_admin)
+        check_admin(manager, local=local)
         model, wait = (body.model, body.wait) if body is not None else (None, None)
         return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local, wait=wait) / 1e9)
 
@@ -118,27 +114,27 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         requests that wait for the load get an error when it is done. If the model is not being loaded, for example
         because its load has just ended, the request is refused and nothing is unloaded.
         """
-        check_admin(local=is_local(request.scope), lan_admin=lan_admin)
+        check_admin(manager, local=is_local(request.scope))
         await manager.cancel_load(body.model)
         return CancelLoadAnswer()
 
     return router
 
 
-def check_admin(*, local: bool, lan_admin: bool) -> None:
+def check_admin(manager: ModelManager, *, local: bool) -> None:
     """Check that a caller may load and unload models.
 
     Raises:
         AdminForbiddenError: the caller is on another machine, and the server was started without ``--lan-admin``.
     """
-    if not local and not lan_admin:
+    if not local and not manager.settings.lan_admin:
         raise AdminForbiddenError(
             "only local callers may load and unload models: programs on this machine that call http://127.0.0.1 or "
             "http://localhost directly or send the API key; start the server with --lan-admin to allow other callers"
         )
 
 
-def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
+def listing_routes(manager: ModelManager) -> APIRouter:
     """Return the router of ``/v1/models``."""
     router = APIRouter(prefix="/v1/models", tags=["inference"])
     names = manager.settings.ids_by_alias
@@ -153,7 +149,7 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
                 raise refusal(manager.snapshot, None, CHAT)
             id_ = entry.id
         # An alias may stand for a path, because the path does not come from the caller.
-        listed = await find_model(id_, catalog, manager, local=local or is_alias)
+        listed = await find_model(id_, manager, local=local or is_alias)
         card = _card(listed, manager.snapshot, local=local)
         return card.model_copy(update={"id": name, "root": card.id}) if is_alias else card
 
@@ -161,7 +157,7 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     async def list_models(request: Request) -> ModelCards:
         """List the models on this disk in the chat format, and the aliases of models."""
         local = is_local(request.scope)
-        found, problem = await listed_models(catalog, manager)
+        found, problem = await listed_models(manager)
         problem = problem if local or not problem else request.app.state.without_paths(problem)
         aliases = []
         for name in names:
@@ -198,30 +194,30 @@ class ListedModel:
         return any(entry.has_alias(name) for entry in self.entries)
 
 
-async def listed_models(catalog: Catalog, manager: ModelManager) -> tuple[list[ListedModel], str | None]:
+async def listed_models(manager: ModelManager) -> tuple[list[ListedModel], str | None]:
     """Return the models on this disk and in memory, and why the list may be incomplete; None if it is not."""
-    listing = await catalog.alisting()
+    listing = await manager.catalog.alisting()
     return await in_thread(lambda: _models(listing, manager, _speeds(listing, manager))), listing.problem
 
 
-async def find_model(name: str, catalog: Catalog, manager: ModelManager, *, local: bool) -> ListedModel:
+async def find_model(name: str, manager: ModelManager, *, local: bool) -> ListedModel:
     """Return the model with this id or name, on this disk or in memory.
 
     Raises:
         ModelNotFoundError: there is no such model.
     """
-    for listed in (await listed_models(catalog, manager))[0]:
+    for listed in (await listed_models(manager))[0]:
         if public_id(listed.entry.id, local=local) == name or listed.has_alias(name):
             return listed
     raise unknown_model(name, manager.snapshot, ANY_KIND)
 
 
-async def model_records(catalog: Catalog, manager: ModelManager) -> ModelRecords:
+async def model_records(manager: ModelManager) -> ModelRecords:
     """Return the models and engines of this server, for ``/admin/models`` and for the notebook.
 
     The scan of the disk takes a bounded time; see ``Catalog.listing``.
     """
-    listing = await catalog.alisting()
+    listing = await manager.catalog.alisting()
     return await in_thread(lambda: _describe(listing, manager))
 
 

@@ -40,7 +40,6 @@ from lmx_lab.server.tracing import trace_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import RecordMode
-from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub import cache_folder
 from lmx_lab.weights.programs import program_folders
 
@@ -79,12 +78,10 @@ class InferenceServer:
 def create_server(
     *,
     manager: ModelManager,
-    catalog: Catalog,
-    settings: Settings,
     policy: Callable[[], GuardPolicy],
     save_record: SaveRecord = lambda make, entry: None,
 ) -> InferenceServer:
-    """Create the application for a model manager, with its routes and its middleware. Does not start anything.
+    """Create the application for a model manager and its settings, with routes and middleware. Does not start anything.
 
     Args:
         policy: Returns the guard's policy; called for each request, because the port is not known yet.
@@ -93,6 +90,7 @@ def create_server(
     Raises:
         InvalidRequestError: requests cannot be exported as the setting ``otel`` requires.
     """
+    settings = manager.settings
     feed: Feed[ServerEvent] = Feed()
     manager.add_observer(feed.publish)
     metrics = Metrics(manager)
@@ -107,7 +105,6 @@ def create_server(
         manager=manager,
         feed=feed,
         recording=Recording(cast(RecordMode, settings.record), save_record, dtype=settings.dtype),
-        slow_client_s=settings.slow_client_s,
         observers=[metrics.observe, request_log.observe, *(each.observe for each in spans)],
         keep_answers=settings.otel == "content",
     )
@@ -123,14 +120,14 @@ def create_server(
     api.include_router(completion_routes(inference))
     api.include_router(messages_routes(inference))
     api.include_router(responses_routes(inference))
-    api.include_router(ollama_routes(inference, lan_admin=settings.lan_admin))
-    api.include_router(ollama_model_routes(manager=manager, catalog=catalog, settings=settings))
+    api.include_router(ollama_routes(inference))
+    api.include_router(ollama_model_routes(manager))
     api.include_router(token_routes(manager))
     api.include_router(embedding_routes(inference))
     api.include_router(rerank_routes(inference))
     api.include_router(socket_routes(inference, max_body_bytes=settings.max_body_bytes))
-    api.include_router(listing_routes(manager=manager, catalog=catalog))
-    api.include_router(admin_routes(manager=manager, catalog=catalog, lan_admin=settings.lan_admin))
+    api.include_router(listing_routes(manager))
+    api.include_router(admin_routes(manager))
     api.include_router(event_routes(manager=manager, feed=feed))
     api.include_router(timeline_routes(inference.timelines))
     api.include_router(trace_routes(manager))

@@ -80,7 +80,6 @@ class InferenceService:
     Args:
         feed: Receives a ``RequestEvent`` at the end of each request.
         recording: Receives the generations that are recorded.
-        slow_client_s: See ``Settings``.
         observers: Called at the end of each request, on the loop that reads the answer.
         keep_answers: Whether the end of a request contains its answer.
     """
@@ -91,14 +90,12 @@ class InferenceService:
         manager: ModelManager,
         feed: Feed[ServerEvent],
         recording: Recording,
-        slow_client_s: float,
         observers: Sequence[Observer] = (),
         keep_answers: bool = False,
     ) -> None:
         self.manager = manager
         self._feed = feed
         self.recording = recording
-        self._slow_client_s = slow_client_s
         self._observers = observers
         self._keep_answers = keep_answers
         self.timelines = TimelineLog()
@@ -111,9 +108,9 @@ class InferenceService:
         """
         if all(generation.ended for generation in generations):
             return math.inf
-        is_contended = self.manager.snapshot.queued_requests > 0
+        limit_s = self.manager.settings.slow_client_s
         # While other requests wait for a slot, a client with a slot has at most a second.
-        return min(self._slow_client_s, 1.0) if is_contended else self._slow_client_s
+        return min(limit_s, 1.0) if self.manager.snapshot.queued_requests else limit_s
 
     # Generations
 

@@ -76,12 +76,8 @@ NAMES = FieldNames(
 DESCRIPTION = "An answer or, unless `stream` is false, its parts as lines of JSON. An error is sent as the last line"
 
 
-def ollama_routes(service: InferenceService, *, lan_admin: bool) -> APIRouter:
-    """Return the router of the routes for answers and vectors.
-
-    Args:
-        lan_admin: Whether callers on other machines may load and unload models.
-    """
+def ollama_routes(service: InferenceService) -> APIRouter:
+    """Return the router of the routes for answers and vectors."""
     router = APIRouter(prefix="/api", tags=["ollama"], route_class=StrictRoute)
 
     @router.post(
@@ -94,7 +90,7 @@ def ollama_routes(service: InferenceService, *, lan_admin: bool) -> APIRouter:
         0.
         """
         if not body.has_prompt:
-            return await _load_or_unload(service.manager, body, request, lan_admin=lan_admin)
+            return await _load_or_unload(service.manager, body, request)
         return await _answer(service, body, request)
 
     @router.post(
@@ -107,7 +103,7 @@ def ollama_routes(service: InferenceService, *, lan_admin: bool) -> APIRouter:
         prompt, load the model, or unload it if `keep_alive` is 0.
         """
         if not body.has_prompt:
-            return await _load_or_unload(service.manager, body, request, lan_admin=lan_admin)
+            return await _load_or_unload(service.manager, body, request)
         return await _answer(service, body, request)
 
     @router.post("/embed", response_model=OllamaEmbedAnswer, responses=OLLAMA_ERRORS)
@@ -158,14 +154,12 @@ async def _answer(
     return await respond(service, request, wanted)
 
 
-async def _load_or_unload(
-    manager: ModelManager, body: OllamaGenerationBody, request: Request, *, lan_admin: bool
-) -> Response:
+async def _load_or_unload(manager: ModelManager, body: OllamaGenerationBody, request: Request) -> Response:
     """Load the model of a request without a prompt, or unload it."""
     name, local = known_model(body.model, manager.settings), is_local(request.scope)
     resident = manager.model_for(name, CHAT, local=local)
     if body.unloads or resident is None:
-        check_admin(local=local, lan_admin=lan_admin)
+        check_admin(manager, local=local)
     if body.unloads and resident is not None:
         await manager.unload(name, local=local)
     elif body.unloads and name is not None and not manager.settings.any_model:

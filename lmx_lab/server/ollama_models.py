@@ -65,10 +65,11 @@ CONFIG_NAMES = {
 """Names of properties in GGUF files and in ``config.json``."""
 
 
-def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Settings) -> APIRouter:
+def ollama_model_routes(manager: ModelManager) -> APIRouter:
     """Return the router of the routes about models."""
+    settings = manager.settings
     router = APIRouter(prefix="/api", tags=["ollama"], route_class=StrictRoute)
-    downloads = Downloads(catalog, may_download=settings.downloads)
+    downloads = Downloads(manager.catalog, may_download=settings.downloads)
 
     @router.head("/version", include_in_schema=False)
     @router.get("/version", responses=OLLAMA_COMMON_ERRORS)
@@ -84,7 +85,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
         """List the models on this disk in Ollama's format."""
         local = is_local(request.scope)
         models = []
-        for listed in (await listed_models(catalog, manager))[0]:
+        for listed in (await listed_models(manager))[0]:
             entry, name = listed.entry, listed_name(public_id(listed.entry.id, local=local))
             model = OllamaModel(
                 name=name,
@@ -111,7 +112,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
         if name is not None:
             # If the model has several formats, this is the one that is listed.
             try:
-                entry = (await find_model(name, catalog, manager, local=local)).entry
+                entry = (await find_model(name, manager, local=local)).entry
             except ModelNotFoundError:
                 # With this setting, an unknown name means the loaded model.
                 if not settings.any_model or entry is None:
@@ -137,7 +138,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
         join it.
         """
         name, local = _named(body, settings), is_local(request.scope)
-        check_admin(local=local, lan_admin=settings.lan_admin)
+        check_admin(manager, local=local)
         download = await while_connected(request, downloads.join(name or "", local=local))
         headers = ignored_header(body.unknown)
         if body.stream is False:

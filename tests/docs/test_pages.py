@@ -15,7 +15,6 @@ from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.notebook import Lab
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
 from tests.support.docs import (
     DOCS,
     PAGES,
@@ -130,10 +129,8 @@ def test_every_command_and_flag_exists(page):
 @pytest.fixture(scope="module")
 def routes():
     """The paths of the inference server."""
-    settings = Settings()
     policy = GuardPolicy(hosts=frozenset())
-    manager, catalog = ModelManager(settings), Catalog(settings)
-    api = create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
+    api = create_server(manager=ModelManager(Settings()), policy=lambda: policy).api
     return set(api.openapi()["paths"])
 
 

@@ -23,7 +23,6 @@ from lmx_lab.server.health import problem
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadSpec
-from lmx_lab.weights import Catalog
 from tests.support.models import TINY_ENTRY
 
 pytestmark = pytest.mark.anyio
@@ -46,10 +45,11 @@ def scope(client, server, path="/", method="POST"):
 
 
 def test_other_hosts_load_models_only_with_lan_admin():
-    check_admin(local=True, lan_admin=False)
-    check_admin(local=False, lan_admin=True)
+    closed, opened = (ModelManager(Settings(lan_admin=lan_admin)) for lan_admin in (False, True))
+    check_admin(closed, local=True)
+    check_admin(opened, local=False)
     with pytest.raises(AdminForbiddenError, match="--lan-admin"):
-        check_admin(local=False, lan_admin=False)
+        check_admin(closed, local=False)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,7 @@ def test_other_hosts_load_models_only_with_lan_admin():
 async def test_routes_check_where_the_caller_is(tmp_path, method, path, status):
     settings = Settings.read({}, home=tmp_path)
     policy = local_policy(8400)
-    server = create_server(
-        manager=ModelManager(settings), catalog=Catalog(settings), settings=settings, policy=lambda: policy
-    )
+    server = create_server(manager=ModelManager(settings), policy=lambda: policy)
     assert isinstance(server.api, FastAPI)
     assert await answer(server.asgi, scope("192.168.1.6", "192.168.1.5", path, method)) == status
 
@@ -75,9 +73,7 @@ async def test_routes_check_where_the_caller_is(tmp_path, method, path, status):
 async def test_only_callers_on_this_machine_may_steer_requests(tmp_path):
     settings = Settings.read({}, home=tmp_path)
     policy = local_policy(8400)
-    server = create_server(
-        manager=ModelManager(settings), catalog=Catalog(settings), settings=settings, policy=lambda: policy
-    )
+    server = create_server(manager=ModelManager(settings), policy=lambda: policy)
     with server.feed.subscribe() as events:
         for path in ("/v1/chat/completions", "/v1/completions"):
             assert await answer(server.asgi, scope("192.168.1.6", "192.168.1.5", path)) == 403

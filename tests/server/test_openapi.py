@@ -10,7 +10,6 @@ from lmx_lab.server import create_server
 from lmx_lab.server.events import EXTRAS
 from lmx_lab.server.rerank import PATHS
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -19,10 +18,8 @@ from lmx_lab.wire.rerank import RerankBody, TextsRerankBody
 
 @pytest.fixture(scope="module")
 def api():
-    settings = Settings()
     policy = GuardPolicy(hosts=frozenset())
-    manager, catalog = ModelManager(settings), Catalog(settings)
-    return create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
+    return create_server(manager=ModelManager(Settings()), policy=lambda: policy).api
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
 from soak.fuzzing import corpus
 from soak.fuzzing.checks import answer_problems, socket_problems
 from soak.fuzzing.exchange import Endpoint, HttpClient, Outcome
@@ -29,10 +28,8 @@ NOT_LOADED = frozenset({(503, "no-model-loaded")})
 
 
 def test_requests_to_all_routes_of_the_inference_server_are_generated():
-    settings = Settings()
-    manager, catalog = ModelManager(settings), Catalog(settings)
     policy = GuardPolicy(hosts=frozenset())
-    api = create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
+    api = create_server(manager=ModelManager(Settings()), policy=lambda: policy).api
     requests = [
         *(corpus.CHAT + corpus.COMPLETIONS + corpus.OLLAMA + corpus.TOKENS + corpus.RESPONSES + corpus.MESSAGES),
         *(corpus.EMBEDDINGS + corpus.RERANK + corpus.ADMIN + corpus.PAGES + corpus.SERVER_EVENTS),

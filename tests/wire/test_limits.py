@@ -19,7 +19,6 @@ from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.bodies import Body
-from lmx_lab.weights import Catalog
 from lmx_lab.wire.base import RequestModel
 from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, check_values
 
@@ -28,9 +27,8 @@ NO_PARTS = {"fields", "metadata", "serialization", "config", "function"}
 
 
 def server_api():
-    settings, policy = Settings(), GuardPolicy(hosts=frozenset())
-    manager, catalog = ModelManager(settings), Catalog(settings)
-    return create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
+    policy = GuardPolicy(hosts=frozenset())
+    return create_server(manager=ModelManager(Settings()), policy=lambda: policy).api
 
 
 def daemon_api():
