@@ -20,7 +20,7 @@ from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Turns, Verdict
 from lmx_lab.engine.stream import Answer, Item, Mailbox
-from lmx_lab.engine.text.splitter import SplitText, TextSplitter, Token
+from lmx_lab.engine.text.splitter import TextSplitter, Token
 from lmx_lab.errors import GenerationTimeoutError, LabError
 from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, PromptScores, TokenLogprob
@@ -85,10 +85,6 @@ class Generation(Generic[Row]):
     finish: FinishReason | None = None
     """Set when the answer is complete."""
 
-    def __post_init__(self) -> None:
-        if not self.max_tokens:
-            self.start_finish = "length"
-
     def read_start(self, *, ends: bool, tokens: Sequence[Token] | None = None) -> None:
         """Read the tokens with which the answer begins. Takes about 20 microseconds for each of them.
 
@@ -144,7 +140,14 @@ class Generation(Generic[Row]):
         piece = self.splitter.add(token, entry, count=count)
         if piece.stopped:
             self.finish = "tool_calls" if self.splitter.has_called else "stop"
-        return _delta(piece, count, ids)
+        return Delta(
+            text=piece.text,
+            tokens=count,
+            ids=ids,
+            logprobs=piece.entries,
+            reasoning=piece.reasoning,
+            tool_calls=piece.calls,
+        )
 
     def count_tokens(self, tokens: int, now: float) -> None:
         """Count generated tokens, which ``add`` does as well."""
@@ -159,10 +162,13 @@ class Generation(Generic[Row]):
             entry: The log-probability of the token without text that ended the answer.
         """
         piece = self.splitter.finish()
+        entries = piece.entries
         if piece.stopped:
-            reason, entry = "stop", None
+            reason = "stop"
+        elif entry is not None:
+            entries = (*entries, entry)
         self.finish = "tool_calls" if reason == "stop" and self.splitter.has_called else reason
-        return _delta(piece, 0, (), () if entry is None else (entry,))
+        return Delta(text=piece.text, tokens=0, logprobs=entries, reasoning=piece.reasoning, tool_calls=piece.calls)
 
     def report(self, now: float) -> GenerationReport:
         """Return the report of the answer, which ends now."""
@@ -194,19 +200,6 @@ class Generation(Generic[Row]):
         totals.output_tokens += self.output_tokens
         totals.drafted_tokens += self.drafted_tokens
         totals.accepted_tokens += self.accepted_tokens
-
-
-def _delta(
-    piece: SplitText[TokenLogprob], tokens: int, ids: tuple[int, ...], ends: tuple[TokenLogprob, ...] = ()
-) -> Delta:
-    return Delta(
-        text=piece.text,
-        tokens=tokens,
-        ids=ids,
-        logprobs=(*piece.entries, *ends) if ends else piece.entries,
-        reasoning=piece.reasoning,
-        tool_calls=piece.calls,
-    )
 
 
 class Computation(Protocol[Row]):
@@ -259,16 +252,6 @@ class Answers(Generic[Row]):
         self._items: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
         """Items that ``deliver`` has not passed on yet, by the event loops of their readers."""
         self.scheduler: Scheduler[Generation[Row]] = Scheduler(slots=slots, prefills=slots, lanes=slots, turns=turns)
-
-    @property
-    def running(self) -> list[Generation[Row]]:
-        """The generations that have a slot."""
-        return self.scheduler.running
-
-    @property
-    def queued(self) -> list[Generation[Row]]:
-        """The generations that wait for a slot, including paused ones."""
-        return self.scheduler.queued
 
     @property
     def slot_free_s(self) -> float:
@@ -405,8 +388,9 @@ class Answers(Generic[Row]):
 
     def end_all(self, error: LabError, *, running_only: bool = False) -> None:
         """End all generations with an error."""
+        scheduler = self.scheduler
         # In a method of its own, because the caller's frame must not refer to a model that it is about to release.
-        for generation in self.running if running_only else self.running + self.queued:
+        for generation in scheduler.running if running_only else scheduler.running + scheduler.queued:
             self.end(generation, error)
 
     def deliver(self) -> bool:
@@ -420,7 +404,10 @@ class Answers(Generic[Row]):
                 loop.call_soon_threadsafe(_deliver, posted)
             except RuntimeError:
                 closed.append(loop)
-        left = [each for each in self.running + self.queued if each.mailbox.loop in closed] if closed else []
+        if not closed:
+            return False
+        unended = self.scheduler.running + self.scheduler.queued
+        left = [each for each in unended if each.mailbox.loop in closed]
         for generation in left:
             self.cancel(generation)
         return bool(left)

@@ -40,6 +40,7 @@ class Computed:
             arrived_at=now,
             timeout_s=timeout_s,
             row=None,
+            start_finish=None if max_tokens else "length",
         )
         self.answers.add([generation])
         return generation
@@ -109,7 +110,7 @@ async def test_the_tokens_of_a_paused_generation_are_still_counted():
         generation.add("a", 102.0)
     computed.submit(client="b", timeout_s=1e12)
     computed.answers.update(1e9)
-    assert len(computed.answers.queued) == 1
+    assert len(computed.answers.scheduler.queued) == 1
     counted = TokenTotals()
     computed.answers.count(counted)
     assert (counted.prompt_tokens, counted.output_tokens) == (9, 2)

@@ -103,23 +103,14 @@ class EchoTokenizer:
     model: EchoModel
     entry: ModelEntry
     context_length: int
+    vocabulary_size: int
+    chat_format: ChatFormat
+    bytes_of: Callable[[int], bytes]
+    decode: Decode
     tokens_per_s: float | None
     grammars: EchoGrammars
     script: ScriptAnswer | None = None
     """The answer from the script; None repeats the last message."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        return self.model.vocabulary.size
-
-    @functools.cached_property
-    def chat_format(self) -> ChatFormat:
-        end = tuple(self.model.vocabulary.encode(END_OF_THOUGHTS))
-        return ChatFormat(reasoning_markers=(THINK, END_OF_THOUGHTS), reasoning_end=end)
-
-    @property
-    def bytes_of(self) -> Callable[[int], bytes]:
-        return self.model.vocabulary.bytes.__getitem__
 
     def check(self, request: GenerationRequest) -> None:
         """See ``Tokenizer``. The request must offer the tools that the script calls."""
@@ -138,9 +129,6 @@ class EchoTokenizer:
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
         """See ``Tokenizer``. If the text is far too long, only its beginning is tokenized."""
-        return self._encode(request, text)
-
-    def _encode(self, request: GenerationRequest, text: str) -> list[int]:
         enough = (self.context_length + 1) * LONGEST_PIECE
         tokens = self.model.vocabulary.encode(text[:enough])
         if len(text) > enough:
@@ -157,7 +145,7 @@ class EchoTokenizer:
         prompt = [BEGIN]
         for message in write_tools_as_text(chat.messages, chat.tools):
             text = f"{message['role']}\n{message['content'] or ''}"
-            prompt += [MESSAGE, *self._encode(request, text), END]
+            prompt += [MESSAGE, *await self.encode(request, text, special=False, param="messages"), END]
         return [*prompt, MESSAGE, *self.model.vocabulary.encode("assistant\n")], ""
 
     async def encode_name(self, text: str, param: str) -> list[int]:
@@ -188,10 +176,6 @@ class EchoTokenizer:
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
         """See ``Tokenizer``."""
         return await self.grammars.matchers(grammar, count, _tools(request))
-
-    def decode(self) -> Decode:
-        """See ``Tokenizer``."""
-        return self.model.vocabulary.decode
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> EchoRow:
         """See ``Tokenizer``."""
@@ -274,6 +258,7 @@ class EchoCore:
         model, script = await in_thread(functools.partial(read_model, entry, self._settings))
         context_length = spec.context_length or entry.context_length
         assert context_length is not None
+        vocabulary = model.vocabulary
         self._main = EchoMain(
             entry=entry,
             context_length=context_length,
@@ -282,6 +267,13 @@ class EchoCore:
                 model=model,
                 entry=entry,
                 context_length=context_length,
+                vocabulary_size=vocabulary.size,
+                chat_format=ChatFormat(
+                    reasoning_markers=(THINK, END_OF_THOUGHTS),
+                    reasoning_end=tuple(vocabulary.encode(END_OF_THOUGHTS)),
+                ),
+                bytes_of=vocabulary.bytes.__getitem__,
+                decode=vocabulary.decode,
                 tokens_per_s=self._settings.echo_tokens_per_s,
                 grammars=EchoGrammars(model),
             ),
@@ -469,8 +461,8 @@ class EchoCore:
             model_memory_bytes=memory_bytes,
             context_length=main.context_length if main is not None else None,
             slots=self._settings.slots if main is not None and main.entry.kind == "chat" else None,
-            active_requests=(len(answers.running) if answers is not None else 0) + texts,
-            queued_requests=len(answers.queued) if answers is not None else 0,
+            active_requests=(len(answers.scheduler.running) if answers is not None else 0) + texts,
+            queued_requests=len(answers.scheduler.queued) if answers is not None else 0,
             encode_requests=texts,
             encoded_tokens=self._encoded_tokens,
             slot_free_s=answers.slot_free_s if answers is not None else 1.0,

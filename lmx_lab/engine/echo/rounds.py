@@ -82,7 +82,7 @@ class EchoRounds:
         answers, now = self.answers, time.perf_counter()
         self._rounds += 1
         answers.update(now)
-        for generation in answers.running:
+        for generation in answers.scheduler.running:
             if generation.row.due_at <= now:
                 self._step(generation)
         self.deliver()
@@ -91,7 +91,7 @@ class EchoRounds:
             self._timer = None
         now = time.perf_counter()
         if (next_at := answers.next_at(now)) is not None:
-            due = [generation.row.due_at for generation in answers.running]
+            due = [generation.row.due_at for generation in answers.scheduler.running]
             self.schedule(min([next_at, *due]) - now)
 
     # Computation
@@ -119,7 +119,7 @@ class EchoRounds:
             now,
             tokens=generation.computed_tokens,
             step=self._rounds,
-            requests=len(answers.running),
+            requests=len(answers.scheduler.running),
         )
         if generation.request.score_prompt:
             answers.scored(generation, PromptScores(tokens=scores), now)
@@ -190,7 +190,9 @@ class EchoRounds:
                 answers.post(generation, generation.complete("length"))
             else:
                 row.due_at = _on_grid(row.due_at + row.interval_s, row.interval_s)
-        generation.mailbox.steps.add("decode", started, now, tokens=1, step=self._rounds, requests=len(answers.running))
+        generation.mailbox.steps.add(
+            "decode", started, now, tokens=1, step=self._rounds, requests=len(answers.scheduler.running)
+        )
 
 
 def _on_grid(due_at: float, interval_s: float) -> float:

@@ -378,8 +378,8 @@ class LlamaCppCore:
                 PinnedModel(entry=pinned.entry, memory_bytes=pinned.hosted.memory_bytes)
                 for pinned in self._pinned.values()
             ),
-            active_requests=sum(len(resident.answering.answers.running) for resident in residents) + texts,
-            queued_requests=sum(len(resident.answering.answers.queued) for resident in residents),
+            active_requests=sum(len(resident.answering.answers.scheduler.running) for resident in residents) + texts,
+            queued_requests=sum(len(resident.answering.answers.scheduler.queued) for resident in residents),
             encode_requests=texts,
             slot_free_s=main.answering.answers.slot_free_s if main is not None else 1.0,
             encoded_tokens=self._encoded_tokens,

@@ -303,7 +303,7 @@ class LlamaSlots:
 
     def _log_step(self, generation: LlamaGeneration, kind: StepKind, now: float, tokens: int) -> None:
         """Record what llama.cpp has computed for a request since the last step; it does not number its steps."""
-        steps, running = generation.mailbox.steps, self.answers.running
+        steps, running = generation.mailbox.steps, self.answers.scheduler.running
         cached_tokens = sum(other.cached_tokens + other.computed_tokens + other.output_tokens for other in running)
         steps.add(
             kind,

@@ -164,7 +164,7 @@ class GenerationLoop:
             return
         if not batch.is_empty:
             self._step += 1
-            running = self.answers.running
+            running = self.answers.scheduler.running
             self._step_requests, self._step_started_at = len(running), time.perf_counter()
             events = batch.step()
             lengths = [
@@ -201,7 +201,7 @@ class GenerationLoop:
             return Verdict.BLOCKED
         if batch.must_wait(generation):
             return Verdict.LATER
-        running = self.answers.running
+        running = self.answers.scheduler.running
         # The prompt, and an answer of maximum length.
         lengths = [len(each.prompt) + each.max_tokens for each in (*running, generation)]
         needed = self._other_bytes() + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)

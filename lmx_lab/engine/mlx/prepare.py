@@ -199,6 +199,7 @@ class PromptPreparer:
             context_length=model.context_length,
             prompts=model.prompts,
             bytes_of=model.vocabulary.bytes_of,
+            decode=model.text.decode,
             preparer=self,
         )
 
@@ -251,6 +252,7 @@ class MlxTokenizer:
     context_length: int | None
     prompts: PromptTokenizer
     bytes_of: Callable[[int], bytes]
+    decode: Decode
     preparer: PromptPreparer
 
     @property
@@ -299,10 +301,6 @@ class MlxTokenizer:
         """See ``Tokenizer``."""
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         return await self.preparer.matchers(self.prompts, grammar, tools, width=self.vocabulary_size, count=count)
-
-    def decode(self) -> Decode:
-        """See ``Tokenizer``."""
-        return self.preparer.model_of(self.entry).text.decode
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> MlxRow:
         """See ``Tokenizer``."""

@@ -344,6 +344,8 @@ class MlxCore:
         entry, main = self._main or (None, None)
         answers, totals = self.generating.answers, replace(self.generating.totals)
         answers.count(totals)
+        used_bytes = memory.used_bytes()
+        encoded, traced = self.encoding.counts(), self.tracing.counts()
         generating, encoding, tracing = self.generating, self.encoding, self.tracing
         self.snapshot = replace(
             self.snapshot,
@@ -355,14 +357,14 @@ class MlxCore:
             pinned=tuple(
                 PinnedModel(entry=entry, memory_bytes=model.memory_bytes) for entry, model in self._pinned.values()
             ),
-            active_requests=len(answers.running) + len(encoding.running) + len(tracing.running),
-            queued_requests=len(answers.queued) + len(encoding.queued) + len(tracing.queued),
-            encode_requests=len(encoding.running) + len(encoding.queued),
+            active_requests=len(answers.scheduler.running) + encoded[0] + traced[0],
+            queued_requests=len(answers.scheduler.queued) + encoded[1] + traced[1],
+            encode_requests=sum(encoded),
             prefix_cache_bytes=generating.prefix_cache_bytes,
             slot_free_s=answers.slot_free_s,
             encoded_tokens=encoding.tokens,
-            memory_used_bytes=memory.used_bytes(),
-            memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
+            memory_used_bytes=used_bytes,
+            memory_peak_bytes=max(self.snapshot.memory_peak_bytes, used_bytes),
             progress_at=time.perf_counter(),
             **vars(totals),
         )
