@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
@@ -232,7 +233,9 @@ class Answers(Generic[Row]):
 
     Args:
         totals: Counts the tokens of the generations that have ended.
-        post: Runs a function on the thread that computes the model; may be called from any thread.
+        on_change: Called before items are passed on, so that the state of the engine is as new as they are.
+        post: Runs a function on the thread that computes the model, and may be called from any thread. By default, the
+            model is computed by the running event loop.
     """
 
     def __init__(
@@ -242,11 +245,13 @@ class Answers(Generic[Row]):
         *,
         slots: int,
         turns: Turns,
-        post: Callable[[Callable[[], object]], object],
+        on_change: Callable[[], object],
+        post: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
         self._computation = computation
         self._totals = totals
-        self.post_work = post
+        self._on_change = on_change
+        self.post_work = post or asyncio.get_running_loop().call_soon_threadsafe
         self._turns = turns
         self._slot_times = SlotTimes()
         self._items: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
@@ -387,16 +392,24 @@ class Answers(Generic[Row]):
                 self.end(generation, error)
 
     def end_all(self, error: LabError, *, running_only: bool = False) -> None:
-        """End all generations with an error."""
-        scheduler = self.scheduler
+        """End all generations with an error. If the engine fails to remove some of them, the others end nevertheless,
+        and the first failure is raised afterwards.
+        """
+        scheduler, failures = self.scheduler, []
         # In a method of its own, because the caller's frame must not refer to a model that it is about to release.
         for generation in scheduler.running if running_only else scheduler.running + scheduler.queued:
-            self.end(generation, error)
+            try:
+                self.end(generation, error)
+            except Exception as exc:
+                failures.append(exc)
+        if failures:
+            raise failures[0]
 
-    def deliver(self) -> bool:
+    def deliver(self) -> None:
         """Pass the posted items to each reader's loop in one call, and cancel the generations whose readers' loop is
-        closed. Return whether there were any.
+        closed.
         """
+        self._on_change()
         items, self._items = self._items, defaultdict(list)
         closed = []
         for loop, posted in items.items():
@@ -404,13 +417,11 @@ class Answers(Generic[Row]):
                 loop.call_soon_threadsafe(_deliver, posted)
             except RuntimeError:
                 closed.append(loop)
-        if not closed:
-            return False
-        unended = self.scheduler.running + self.scheduler.queued
-        left = [each for each in unended if each.mailbox.loop in closed]
-        for generation in left:
-            self.cancel(generation)
-        return bool(left)
+        if closed:
+            for generation in self.scheduler.running + self.scheduler.queued:
+                if generation.mailbox.loop in closed:
+                    self.cancel(generation)
+            self._on_change()
 
 
 def _cancel_soon(weak_answers: weakref.ref[Answers[Row]], weak_generation: weakref.ref[Generation[Row]]) -> None:
@@ -420,8 +431,10 @@ def _cancel_soon(weak_answers: weakref.ref[Answers[Row]], weak_generation: weakr
         if (generation := weak_generation()) is not None and (answers := weak_answers()) is not None:
             answers.cancel(generation)
 
-    if (answers := weak_answers()) is not None:
-        answers.post_work(cancel)
+    # If the loop of the model is closed, all its generations have ended.
+    with suppress(RuntimeError):
+        if (answers := weak_answers()) is not None:
+            answers.post_work(cancel)
 
 
 def _deliver(items: list[tuple[Mailbox, Item]]) -> None:

@@ -209,7 +209,7 @@ class LlamaCppCore:
         """See ``InferenceEngine``."""
         for resident in self._residents():
             resident.answering.answers.end_requests(admission, error, queued_only=queued_only)
-            resident.answering.deliver()
+            resident.answering.answers.deliver()
             if not queued_only:
                 await resident.texts.end(admission, error)
 
@@ -230,6 +230,8 @@ class LlamaCppCore:
             self._tokenizer(resident), request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
         )
         generations = await self._prepare(preparing, resident, permits[0], arrived_at, timeout_s)
+        for generation in generations:
+            generation.peak_memory_bytes = resident.hosted.memory_bytes
         resident.answering.answers.add(generations)
         resident.answering.update()
         return resident.answering.answers.open(generations)

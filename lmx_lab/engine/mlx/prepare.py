@@ -25,7 +25,7 @@ from lmx_lab.engine.mlx.batch import MlxGeneration, MlxRow
 from lmx_lab.engine.mlx.model import LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.tracing import TraceJob
 from lmx_lab.engine.preparer import encode_prompt, ends_answer, prepare, token_of
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, ToolUse, TraceRequest
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, TraceRequest
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode
 from lmx_lab.engine.tokenizing.encoder import TextWork
@@ -57,28 +57,28 @@ class PromptPreparer:
     def __init__(self, settings: Settings, model_of: Callable[[ModelEntry], LoadedModel | LoadedEncoder]) -> None:
         self._settings = settings
         self._find_model = model_of
-        self._templates: ThreadPoolExecutor | None = None
-        self._prompts: ThreadPoolExecutor | None = None
-        self._long_prompts: ThreadPoolExecutor | None = None
-        self._grammars: GrammarQueue | None = None
+        self.templates: ThreadPoolExecutor | None = None
+        self.prompts: ThreadPoolExecutor | None = None
+        self.long_prompts: ThreadPoolExecutor | None = None
+        self.grammars: GrammarQueue | None = None
 
     def start(self) -> None:
         """Start the threads. Idempotent."""
         # Each request has a thread, so that its slow template does not delay other requests.
         requests = self._settings.slots + self._settings.queue_limit
-        self._templates = self._templates or ThreadPoolExecutor(
+        self.templates = self.templates or ThreadPoolExecutor(
             max_workers=requests, thread_name_prefix="lmx-lab-templates"
         )
-        self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
-        self._long_prompts = self._long_prompts or ThreadPoolExecutor(
+        self.prompts = self.prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
+        self.long_prompts = self.long_prompts or ThreadPoolExecutor(
             max_workers=requests, thread_name_prefix="lmx-lab-long-prompts"
         )
-        self._grammars = self._grammars or GrammarQueue("lmx-lab-grammars")
+        self.grammars = self.grammars or GrammarQueue("lmx-lab-grammars")
 
     def stop(self) -> None:
         """Stop the threads without waiting for them. Idempotent."""
-        executors, grammars = (self._templates, self._prompts, self._long_prompts), self._grammars
-        self._templates = self._prompts = self._long_prompts = self._grammars = None
+        executors, grammars = (self.templates, self.prompts, self.long_prompts), self.grammars
+        self.templates = self.prompts = self.long_prompts = self.grammars = None
         for executor in executors:
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
@@ -205,40 +205,7 @@ class PromptPreparer:
 
     async def on_prompts_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function on the thread of the tokenizers."""
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, function, *arguments)
-
-    async def on_template_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function on a thread for templates."""
-        return await asyncio.get_running_loop().run_in_executor(self._templates, function, *arguments)
-
-    async def encode(self, prompts: PromptTokenizer, text: str, *, special: bool, param: str) -> list[int]:
-        """Tokenize a text of a prompt."""
-        loop, work = asyncio.get_running_loop(), TextWork()
-        # Long texts wait for the tokenizer's process, each on its own thread.
-        executor = self._prompts if prompts.is_quick(text) else self._long_prompts
-        try:
-            encode = partial(prompts.encode, text, special=special, param=param, work=work)
-            return await loop.run_in_executor(executor, encode)
-        finally:
-            work.cancel()
-
-    async def matchers(
-        self, prompts: PromptTokenizer, grammar: str, tools: ToolUse | None, *, width: int, count: int
-    ) -> list[LLMatcher]:
-        """Return the state of a grammar for each answer."""
-        if prompts.grammars is not None and (known := prompts.grammars.known_matchers(grammar, count)) is not None:
-            return known
-        token_table = None if prompts.grammars else await self.on_prompts_thread(prompts.token_table, width)
-        if (queue := self._grammars) is None:
-            raise EngineDeadError("the engine was stopped")
-
-        def compile_grammar() -> list[LLMatcher]:
-            if prompts.grammars is None:
-                assert token_table is not None
-                prompts.grammars = GrammarCompiler(token_table, queue.sandbox)
-            return prompts.grammars.matchers(grammar, count, tools)
-
-        return await queue.run(compile_grammar)
+        return await asyncio.get_running_loop().run_in_executor(self.prompts, function, *arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +231,19 @@ class MlxTokenizer:
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
         """See ``Tokenizer``."""
-        return await self.preparer.encode(self.prompts, text, special=special, param=param)
+        loop, work, prompts = asyncio.get_running_loop(), TextWork(), self.prompts
+        # Long texts wait for the tokenizer's process, each on its own thread.
+        executor = self.preparer.prompts if prompts.is_quick(text) else self.preparer.long_prompts
+        try:
+            encode = partial(prompts.encode, text, special=special, param=param, work=work)
+            return await loop.run_in_executor(executor, encode)
+        finally:
+            work.cancel()
 
     async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
         """Return the text of a chat."""
-        return await self.preparer.on_template_thread(self.prompts.render, request, chat)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.preparer.templates, self.prompts.render, request, chat)
 
     async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:
         """See ``Tokenizer``."""
@@ -299,8 +274,23 @@ class MlxTokenizer:
 
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
         """See ``Tokenizer``."""
+        prompts = self.prompts
+        if prompts.grammars is not None and (known := prompts.grammars.known_matchers(grammar, count)) is not None:
+            return known
+        token_table = None
+        if prompts.grammars is None:
+            token_table = await self.preparer.on_prompts_thread(prompts.token_table, self.vocabulary_size)
+        if (queue := self.preparer.grammars) is None:
+            raise EngineDeadError("the engine was stopped")
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        return await self.preparer.matchers(self.prompts, grammar, tools, width=self.vocabulary_size, count=count)
+
+        def compile_grammar() -> list[LLMatcher]:
+            if prompts.grammars is None:
+                assert token_table is not None
+                prompts.grammars = GrammarCompiler(token_table, queue.sandbox)
+            return prompts.grammars.matchers(grammar, count, tools)
+
+        return await queue.run(compile_grammar)
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> MlxRow:
         """See ``Tokenizer``."""

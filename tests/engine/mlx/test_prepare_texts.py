@@ -344,7 +344,7 @@ async def test_a_model_that_is_loaded_and_pinned_is_in_memory_once(own_embedder,
 async def test_a_model_whose_texts_are_being_tokenized_is_not_idle(own_embedder):
     resume = threading.Event()
     await vectors(own_embedder, SENTENCES[0])
-    executor = mlx_engine(own_embedder)._texts._executor
+    executor = mlx_engine(own_embedder).texts._executor
     executor.submit(resume.wait)
     embedding = asyncio.create_task(vectors(own_embedder, *SENTENCES))
     await asyncio.sleep(0)
@@ -396,7 +396,7 @@ async def test_a_request_without_texts_is_refused(embedder):
 
 
 async def test_the_number_of_characters_in_all_requests_is_limited(embedder, monkeypatch):
-    monkeypatch.setattr("lmx_lab.engine.mlx.prepare_texts.MAX_CHARACTERS", 10_000)
+    monkeypatch.setattr(mlx_engine(embedder).texts, "max_characters", 10_000)
     running = asyncio.create_task(embedder.embed(long(1000)))
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="characters are being tokenized, and these have 16; the limit is 10000"):
