@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
@@ -20,7 +21,7 @@ from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Turns, Verdict
 from lmx_lab.engine.stream import Answer, Item, Mailbox
-from lmx_lab.engine.text.splitter import SplitText, TextSplitter, Token
+from lmx_lab.engine.text.splitter import TextSplitter, Token
 from lmx_lab.errors import GenerationTimeoutError, LabError
 from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, PromptScores, TokenLogprob
@@ -85,10 +86,6 @@ class Generation(Generic[Row]):
     finish: FinishReason | None = None
     """Set when the answer is complete."""
 
-    def __post_init__(self) -> None:
-        if not self.max_tokens:
-            self.start_finish = "length"
-
     def read_start(self, *, ends: bool, tokens: Sequence[Token] | None = None) -> None:
         """Read the tokens with which the answer begins. Takes about 20 microseconds for each of them.
 
@@ -144,7 +141,14 @@ class Generation(Generic[Row]):
         piece = self.splitter.add(token, entry, count=count)
         if piece.stopped:
             self.finish = "tool_calls" if self.splitter.has_called else "stop"
-        return _delta(piece, count, ids)
+        return Delta(
+            text=piece.text,
+            tokens=count,
+            ids=ids,
+            logprobs=piece.entries,
+            reasoning=piece.reasoning,
+            tool_calls=piece.calls,
+        )
 
     def count_tokens(self, tokens: int, now: float) -> None:
         """Count generated tokens, which ``add`` does as well."""
@@ -159,10 +163,13 @@ class Generation(Generic[Row]):
             entry: The log-probability of the token without text that ended the answer.
         """
         piece = self.splitter.finish()
+        entries = piece.entries
         if piece.stopped:
-            reason, entry = "stop", None
+            reason = "stop"
+        elif entry is not None:
+            entries = (*entries, entry)
         self.finish = "tool_calls" if reason == "stop" and self.splitter.has_called else reason
-        return _delta(piece, 0, (), () if entry is None else (entry,))
+        return Delta(text=piece.text, tokens=0, logprobs=entries, reasoning=piece.reasoning, tool_calls=piece.calls)
 
     def report(self, now: float) -> GenerationReport:
         """Return the report of the answer, which ends now."""
@@ -196,19 +203,6 @@ class Generation(Generic[Row]):
         totals.accepted_tokens += self.accepted_tokens
 
 
-def _delta(
-    piece: SplitText[TokenLogprob], tokens: int, ids: tuple[int, ...], ends: tuple[TokenLogprob, ...] = ()
-) -> Delta:
-    return Delta(
-        text=piece.text,
-        tokens=tokens,
-        ids=ids,
-        logprobs=(*piece.entries, *ends) if ends else piece.entries,
-        reasoning=piece.reasoning,
-        tool_calls=piece.calls,
-    )
-
-
 class Computation(Protocol[Row]):
     """Computes the generations that have a slot. Called by ``Answers`` only."""
 
@@ -239,7 +233,9 @@ class Answers(Generic[Row]):
 
     Args:
         totals: Counts the tokens of the generations that have ended.
-        post: Runs a function on the thread that computes the model; may be called from any thread.
+        on_change: Called before items are passed on, so that the state of the engine is as new as they are.
+        post: Runs a function on the thread that computes the model, and may be called from any thread. By default, the
+            model is computed by the running event loop.
     """
 
     def __init__(
@@ -249,26 +245,18 @@ class Answers(Generic[Row]):
         *,
         slots: int,
         turns: Turns,
-        post: Callable[[Callable[[], object]], object],
+        on_change: Callable[[], object],
+        post: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
         self._computation = computation
         self._totals = totals
-        self.post_work = post
+        self._on_change = on_change
+        self.post_work = post or asyncio.get_running_loop().call_soon_threadsafe
         self._turns = turns
         self._slot_times = SlotTimes()
         self._items: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
         """Items that ``deliver`` has not passed on yet, by the event loops of their readers."""
         self.scheduler: Scheduler[Generation[Row]] = Scheduler(slots=slots, prefills=slots, lanes=slots, turns=turns)
-
-    @property
-    def running(self) -> list[Generation[Row]]:
-        """The generations that have a slot."""
-        return self.scheduler.running
-
-    @property
-    def queued(self) -> list[Generation[Row]]:
-        """The generations that wait for a slot, including paused ones."""
-        return self.scheduler.queued
 
     @property
     def slot_free_s(self) -> float:
@@ -404,15 +392,24 @@ class Answers(Generic[Row]):
                 self.end(generation, error)
 
     def end_all(self, error: LabError, *, running_only: bool = False) -> None:
-        """End all generations with an error."""
-        # In a method of its own, because the caller's frame must not refer to a model that it is about to release.
-        for generation in self.running if running_only else self.running + self.queued:
-            self.end(generation, error)
-
-    def deliver(self) -> bool:
-        """Pass the posted items to each reader's loop in one call, and cancel the generations whose readers' loop is
-        closed. Return whether there were any.
+        """End all generations with an error. If the engine fails to remove some of them, the others end nevertheless,
+        and the first failure is raised afterwards.
         """
+        scheduler, failures = self.scheduler, []
+        # In a method of its own, because the caller's frame must not refer to a model that it is about to release.
+        for generation in scheduler.running if running_only else scheduler.running + scheduler.queued:
+            try:
+                self.end(generation, error)
+            except Exception as exc:
+                failures.append(exc)
+        if failures:
+            raise failures[0]
+
+    def deliver(self) -> None:
+        """Pass the posted items to each reader's loop in one call, and cancel the generations whose readers' loop is
+        closed.
+        """
+        self._on_change()
         items, self._items = self._items, defaultdict(list)
         closed = []
         for loop, posted in items.items():
@@ -420,10 +417,11 @@ class Answers(Generic[Row]):
                 loop.call_soon_threadsafe(_deliver, posted)
             except RuntimeError:
                 closed.append(loop)
-        left = [each for each in self.running + self.queued if each.mailbox.loop in closed] if closed else []
-        for generation in left:
-            self.cancel(generation)
-        return bool(left)
+        if closed:
+            for generation in self.scheduler.running + self.scheduler.queued:
+                if generation.mailbox.loop in closed:
+                    self.cancel(generation)
+            self._on_change()
 
 
 def _cancel_soon(weak_answers: weakref.ref[Answers[Row]], weak_generation: weakref.ref[Generation[Row]]) -> None:
@@ -433,8 +431,10 @@ def _cancel_soon(weak_answers: weakref.ref[Answers[Row]], weak_generation: weakr
         if (generation := weak_generation()) is not None and (answers := weak_answers()) is not None:
             answers.cancel(generation)
 
-    if (answers := weak_answers()) is not None:
-        answers.post_work(cancel)
+    # If the loop of the model is closed, all its generations have ended.
+    with suppress(RuntimeError):
+        if (answers := weak_answers()) is not None:
+            answers.post_work(cancel)
 
 
 def _deliver(items: list[tuple[Mailbox, Item]]) -> None:

@@ -26,8 +26,6 @@ from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.files import in_thread
 
 T = TypeVar("T")
-DISK_S = 30.0
-"""Time limit for finding and checking the files of a model."""
 CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 """Packages with which MLX computes on NVIDIA GPUs."""
 CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
@@ -177,17 +175,20 @@ class ModelFinder:
         return (await self._catalog.alisting()).entries
 
 
-async def from_disk(work: Callable[[], T], name: str) -> T:
+async def from_disk(work: Callable[[], T], name: str, limit_s: float = 30.0) -> T:
     """Return the result of work on the files of a model.
+
+    Args:
+        limit_s: Time limit for finding and checking the files.
 
     Raises:
         NotLoadedError: the disk does not answer in time.
     """
     try:
-        return await asyncio.wait_for(in_thread(work), DISK_S)
+        return await asyncio.wait_for(in_thread(work), limit_s)
     except TimeoutError:
         raise NotLoadedError(
-            f"{name} was not loaded: the folders with models have not been read within {DISK_S:g} s; check their disks"
+            f"{name} was not loaded: the folders with models have not been read within {limit_s:g} s; check their disks"
         ) from None
 
 

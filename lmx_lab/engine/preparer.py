@@ -94,8 +94,9 @@ class Tokenizer(Protocol[Row]):
             QueueFullError: other grammars are checked first.
         """
 
+    @property
     def decode(self) -> Decode:
-        """Return the function that decodes the tokens of an answer."""
+        """Decodes the tokens of an answer."""
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> Row:
         """Return what the engine needs for an answer."""
@@ -135,21 +136,37 @@ async def prepare(
         if (grammar := chat_format.grammar(request, thinking)) is not None:
             matchers = await tokenizer.enforce(request, grammar, len(permits))
         channel_format = chat_format.channel_format(request, thinking)
+    markers, bytes_of = chat_format.reasoning_markers, tokenizer.bytes_of
+    left = min(request.max_tokens - len(start), (limit or 2**31) - len(prompt))
     generations = []
     for choice, permit in enumerate(permits):
+        matcher = None if isinstance(matchers, str) else matchers[choice]
+        budget = None
+        if (
+            request.thinking_budget is not None
+            and thinking != "closed"
+            and markers is not None
+            and bytes_of is not None
+        ):
+            budget = ThinkingBudget(
+                request.thinking_budget,
+                markers=markers,
+                end=chat_format.reasoning_end,
+                open=thinking == "open",
+                bytes_of=bytes_of,
+            )
         generation = Generation(
             request=request,
             model=entry.id,
             prompt=prompt,
             start=start,
-            max_tokens=min(request.max_tokens - len(start), (limit or 2**31) - len(prompt)),
+            max_tokens=left,
+            start_finish=None if left else "length",
             choice=choice,
             named_tokens=tuple(named),
             grammar=matchers if isinstance(matchers, str) else None,
-            constraint=_constraint(
-                tokenizer, request, thinking, None if isinstance(matchers, str) else matchers[choice]
-            ),
-            splitter=TextSplitter(tokenizer.decode(), request.stop, channel_format, min_tokens=request.min_tokens),
+            constraint=Constraint(matcher, budget) if matcher is not None or budget is not None else None,
+            splitter=TextSplitter(tokenizer.decode, request.stop, channel_format, min_tokens=request.min_tokens),
             mailbox=Mailbox(reader, arrived_at),
             permit=permit,
             arrived_at=arrived_at,
@@ -247,19 +264,3 @@ async def _start_tokens(tokenizer: Tokenizer[Row], request: GenerationRequest, s
 def ends_answer(generation: Generation[Row], ends: Collection[int]) -> bool:
     """Return whether the beginning of an answer ends it with one of these tokens."""
     return generation.start[-1] in ends and not generation.request.ignore_eos
-
-
-def _constraint(
-    tokenizer: Tokenizer[Row], request: GenerationRequest, thinking: ReasoningState, matcher: LLMatcher | None
-) -> Constraint | None:
-    budget, chat_format, bytes_of = None, tokenizer.chat_format, tokenizer.bytes_of
-    markers = chat_format.reasoning_markers
-    if request.thinking_budget is not None and markers is not None and bytes_of is not None and thinking != "closed":
-        budget = ThinkingBudget(
-            request.thinking_budget,
-            markers=markers,
-            end=chat_format.reasoning_end,
-            open=thinking == "open",
-            bytes_of=bytes_of,
-        )
-    return Constraint(matcher, budget) if matcher is not None or budget is not None else None

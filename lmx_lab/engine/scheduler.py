@@ -94,6 +94,7 @@ class Scheduler(Generic[Key]):
 
     @property
     def running(self) -> list[Key]:
+        """The requests that have a slot."""
         return list(self._running)
 
     @property
@@ -148,6 +149,8 @@ class Scheduler(Generic[Key]):
         Args:
             can_pause: Returns whether the engine can pause a request that decodes.
         """
+        if not self._queued:
+            return None
         if (starting := next((key for key in self._without_slot() if now >= self._pause_at(key)), None)) is None:
             return None
         slots = self._slots_by_client()

@@ -208,7 +208,8 @@ class Answer:
     def __del__(self) -> None:
         # The observer is not called directly: a finalizer may run while this thread holds a lock that the observer
         # acquires.
-        self.close()
+        if not self._closed or self._observe is not None:
+            self.close()
 
     def _stop(self) -> None:
         if not self._closed:

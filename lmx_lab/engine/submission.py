@@ -111,7 +111,8 @@ class Submitter:
             LabError: see ``ModelManager.submit_all``.
         """
         name = submission.request.model
-        submission = _renamed(submission, None if name is None else self._ids_by_alias.get(name, name))
+        if name is not None and name in self._ids_by_alias:
+            submission = _renamed(submission, self._ids_by_alias[name])
         try:
             return await self._submit_to_named(submission)
         except ModelNotFoundError:

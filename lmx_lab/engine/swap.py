@@ -19,9 +19,6 @@ from dataclasses import dataclass, field
 from lmx_lab.errors import QueueFullError
 from lmx_lab.settings import Settings
 
-SHARE_S = 2.0
-"""Time in seconds for which later requests may extend the turn of a model while a request for another model waits."""
-
 
 @dataclass(eq=False, kw_only=True)
 class Ticket:
@@ -40,10 +37,13 @@ class SwapOrder:
 
     Args:
         share: How many later requests may pass one ticket.
+        share_s: Time in seconds for which later requests may extend the turn of a model while a request for another
+            model waits.
     """
 
-    def __init__(self, *, share: int) -> None:
+    def __init__(self, *, share: int, share_s: float = 2.0) -> None:
         self._share = share
+        self._share_s = share_s
         self._waiting: list[Ticket] = []
         self._numbers = itertools.count()
         self._loaded: str | None = None
@@ -76,7 +76,7 @@ class SwapOrder:
             self._loaded, self._turn_began = loaded, next(self._numbers)
         here = next((ticket for ticket in self._waiting if ticket.model in (None, loaded)), None)
         other = self._first_for_another(loaded)
-        shared = other is not None and now - other.arrived_s < SHARE_S and other.passed < self._share
+        shared = other is not None and now - other.arrived_s < self._share_s and other.passed < self._share
         if other is None:
             chosen = here
         elif here is None:
@@ -97,7 +97,7 @@ class SwapOrder:
         such a ticket.
         """
         other = self._first_for_another(self._loaded)
-        return other.arrived_s + SHARE_S if other is not None else None
+        return other.arrived_s + self._share_s if other is not None else None
 
     def _first_for_another(self, loaded: str | None) -> Ticket | None:
         return next((ticket for ticket in self._waiting if ticket.model not in (None, loaded)), None)
@@ -112,6 +112,7 @@ class SwapQueue:
         is_busy: Returns whether the loaded model has requests.
         is_changing: Returns whether a model is being loaded or unloaded.
         on_change: Called when requests begin or cease to wait.
+        share_s: See ``SwapOrder``.
     """
 
     def __init__(
@@ -122,13 +123,14 @@ class SwapQueue:
         is_busy: Callable[[], bool],
         is_changing: Callable[[], bool],
         on_change: Callable[[], None],
+        share_s: float = 2.0,
     ) -> None:
         self._settings = settings
         self._loaded = loaded
         self._is_busy = is_busy
         self._is_changing = is_changing
         self._on_change = on_change
-        self._order = SwapOrder(share=settings.slots)
+        self._order = SwapOrder(share=settings.slots, share_s=share_s)
         self._tickets: dict[Ticket, asyncio.Event] = {}
         """The tickets that wait or have their turn, each with the event that starts its turn."""
         self._current: Ticket | None = None

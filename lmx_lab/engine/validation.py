@@ -163,9 +163,11 @@ def check_tokens(request: GenerationRequest, entry: ModelEntry, vocabulary_size:
     Raises:
         InvalidRequestError: one is not in the vocabulary.
     """
-    check_token_ids([token for token, _ in request.sampling.logit_bias], "logit_bias", entry, vocabulary_size)
-    named = [token for token in request.logprob_tokens if isinstance(token, int)]
-    check_token_ids(named, "logprob_tokens", entry, vocabulary_size)
+    if bias := request.sampling.logit_bias:
+        check_token_ids([token for token, _ in bias], "logit_bias", entry, vocabulary_size)
+    if named := request.logprob_tokens:
+        ids = [token for token in named if isinstance(token, int)]
+        check_token_ids(ids, "logprob_tokens", entry, vocabulary_size)
     if isinstance(request.prompt, TokenPrompt):
         check_token_ids(request.prompt.tokens, "prompt", entry, vocabulary_size)
     if (start := request.start) is not None:
@@ -227,11 +229,11 @@ def check_token_ids(tokens: Sequence[int], param: str, entry: ModelEntry, vocabu
     Raises:
         InvalidRequestError: one is not in the vocabulary.
     """
-    unknown = next((token for token in tokens if not 0 <= token < vocabulary_size), None)
-    if unknown is not None:
-        raise InvalidRequestError(
-            f"{param} has the token id {unknown}; {entry.id} knows 0 to {vocabulary_size - 1}", param=param
-        )
+    for token in tokens:
+        if not 0 <= token < vocabulary_size:
+            raise InvalidRequestError(
+                f"{param} has the token id {token}; {entry.id} knows 0 to {vocabulary_size - 1}", param=param
+            )
 
 
 def check_text(

@@ -61,6 +61,7 @@ def delivered_items(monkeypatch):
 def gate(monkeypatch):
     """An open gate. Each step of the engine computes one layer of texts."""
     from lmx_lab.engine.mlx.encoding import EncodingLoop
+    from lmx_lab.engine.mlx.state import MlxCore
 
     gate, advance = Gate(), EncodingLoop._advance
 
@@ -69,7 +70,7 @@ def gate(monkeypatch):
         advance(encoding, batch)
 
     monkeypatch.setattr(EncodingLoop, "_advance", wait_and_advance)
-    monkeypatch.setattr("lmx_lab.engine.mlx.state.ENCODE_S", 0)
+    monkeypatch.setattr(MlxCore, "encode_s", 0)
     yield gate
     gate.open()
 

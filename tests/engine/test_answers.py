@@ -22,10 +22,13 @@ class Computed:
     """Generations whose tokens the test adds."""
 
     def __init__(self, slots=1):
-        self.totals, self.removed, self.fails = TokenTotals(), [], False
+        self.totals, self.removed, self.fails, self.changes = TokenTotals(), [], False, 0
         self.admission = AdmissionControl("m", limit=10)
         turns = Turns(wait_s=0.0, turn_s=0.0)
-        self.answers = Answers(self, self.totals, slots=slots, turns=turns, post=lambda work: work())
+        self.answers = Answers(self, self.totals, slots=slots, turns=turns, on_change=self.count_change)
+
+    def count_change(self):
+        self.changes += 1
 
     def submit(self, *, client=None, timeout_s=60.0, now=100.0, max_tokens=5):
         request = GenerationRequest(prompt=TokenPrompt(tokens=tuple(PROMPT)), caller=Caller(client=client))
@@ -40,6 +43,7 @@ class Computed:
             arrived_at=now,
             timeout_s=timeout_s,
             row=None,
+            start_finish=None if max_tokens else "length",
         )
         self.answers.add([generation])
         return generation
@@ -98,6 +102,10 @@ async def test_a_generation_ends_even_if_its_engine_fails_to_remove_it():
     with pytest.raises(MemoryError):
         computed.answers.end(generation, error)
     assert await computed.end_of(generation) is error
+    others = [computed.submit() for _ in range(2)]
+    with pytest.raises(MemoryError):
+        computed.answers.end_all(error)
+    assert [await computed.end_of(other) for other in others] == [error, error]
     assert computed.admission.active == 0
 
 
@@ -109,7 +117,7 @@ async def test_the_tokens_of_a_paused_generation_are_still_counted():
         generation.add("a", 102.0)
     computed.submit(client="b", timeout_s=1e12)
     computed.answers.update(1e9)
-    assert len(computed.answers.queued) == 1
+    assert len(computed.answers.scheduler.queued) == 1
     counted = TokenTotals()
     computed.answers.count(counted)
     assert (counted.prompt_tokens, counted.output_tokens) == (9, 2)
@@ -134,9 +142,10 @@ async def test_generations_for_a_closed_loop_are_cancelled():
     loop = generation.mailbox.loop = asyncio.new_event_loop()
     loop.close()
     computed.answers.post(generation, generation.add("a", 102.0))
-    assert computed.answers.deliver()
-    assert (computed.removed, generation.mailbox.end) == ([generation], None)
-    assert not computed.answers.deliver()
+    computed.answers.deliver()
+    assert (computed.removed, generation.mailbox.end, computed.changes) == ([generation], None, 2)
+    computed.answers.deliver()
+    assert computed.changes == 3
 
 
 async def test_an_answer_without_tokens_ends_when_it_gets_a_slot():

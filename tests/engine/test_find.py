@@ -114,11 +114,10 @@ async def test_a_failed_download_has_the_error_of_the_missing_model(missing, err
         await finder(FakeCatalog(missing, FAILED))[0].find(LoadSpec(model="org/name"), local=True)
 
 
-async def test_a_disk_that_does_not_answer_is_an_error(monkeypatch):
-    monkeypatch.setattr(finding, "DISK_S", 0.05)
+async def test_a_disk_that_does_not_answer_is_an_error():
     end = threading.Event()
     with pytest.raises(NotLoadedError, match=r"tiny was not loaded: the folders .* not been read within 0\.05 s"):
-        await from_disk(end.wait, "tiny")
+        await from_disk(end.wait, "tiny", 0.05)
     end.set()
 
 

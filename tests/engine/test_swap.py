@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine import swap
-from lmx_lab.engine.swap import SHARE_S, SwapOrder, SwapQueue
+from lmx_lab.engine.swap import SwapOrder, SwapQueue
 from lmx_lab.errors import QueueFullError
 from lmx_lab.settings import Settings
 
 pytestmark = pytest.mark.anyio
-SHARE = 4
+SHARE, SHARE_S = 4, 2.0
 
 
 def waiting_for(*models, now=0.0):
@@ -126,6 +125,7 @@ class Model:
     busy: bool = False
     changing: bool = False
     changes: int = 0
+    share_s: float = 2.0
     queue: SwapQueue = field(init=False)
 
     def __post_init__(self):
@@ -135,6 +135,7 @@ class Model:
             is_busy=lambda: self.busy,
             is_changing=lambda: self.changing,
             on_change=self.count,
+            share_s=self.share_s,
         )
 
     def count(self):
@@ -169,9 +170,8 @@ async def test_a_turn_starts_only_after_a_load_or_unload_has_ended():
     await asyncio.wait_for(waiting, 10)
 
 
-async def test_another_model_waits_for_the_end_of_requests_or_of_the_share(monkeypatch):
-    monkeypatch.setattr(swap, "SHARE_S", 0.05)
-    model = Model(busy=True)
+async def test_another_model_waits_for_the_end_of_requests_or_of_the_share():
+    model = Model(busy=True, share_s=0.05)
     started = asyncio.get_running_loop().time()
     await asyncio.wait_for(model.take("b"), 10)
     assert asyncio.get_running_loop().time() - started >= 0.05

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
-from lmx_lab.engine.answers import Generation
+from lmx_lab.engine.answers import Answers, Generation
 from lmx_lab.engine.echo.model import (
     BEGIN,
     DIMENSIONS,
@@ -26,7 +28,6 @@ from lmx_lab.engine.echo.model import (
     EchoTexts,
     EchoVocabulary,
 )
-from lmx_lab.engine.echo.rounds import EchoRounds, EchoRow
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, Script, ScriptAnswer, read_script
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.interface import Capabilities, EngineHost
@@ -46,20 +47,25 @@ from lmx_lab.engine.requests import (
     TokenPrompt,
     ToolUse,
 )
+from lmx_lab.engine.scheduler import Turns, Verdict
 from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode
 from lmx_lab.engine.text.tool_prompt import START, write_tools_as_text
 from lmx_lab.engine.validation import check_dimensions, check_options, check_token_ids, no_steering_error, too_long
 from lmx_lab.engine.vectors import cosines, shorten
-from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnusableModelError
+from lmx_lab.errors import EngineError, InvalidRequestError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, TokenTotals
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.outputs import PromptProgress, PromptScores
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import InfillTokens
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+KEPT_SEQUENCES = 16
+"""Number of ended requests whose tokens count as cached for requests that begin with the same tokens."""
 
 
 def read_model(entry: ModelEntry, settings: Settings) -> tuple[EchoModel, Script]:
@@ -80,23 +86,14 @@ class EchoTokenizer:
     model: EchoModel
     entry: ModelEntry
     context_length: int
+    vocabulary_size: int
+    chat_format: ChatFormat
+    bytes_of: Callable[[int], bytes]
+    decode: Decode
     tokens_per_s: float | None
     grammars: GrammarCompiler
     script: ScriptAnswer | None = None
     """The answer from the script; None repeats the last message."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        return self.model.vocabulary.size
-
-    @functools.cached_property
-    def chat_format(self) -> ChatFormat:
-        end = tuple(self.model.vocabulary.encode(END_OF_THOUGHTS))
-        return ChatFormat(reasoning_markers=(THINK, END_OF_THOUGHTS), reasoning_end=end)
-
-    @property
-    def bytes_of(self) -> Callable[[int], bytes]:
-        return self.model.vocabulary.bytes.__getitem__
 
     def check(self, request: GenerationRequest) -> None:
         """See ``Tokenizer``. The request must offer the tools that the script calls."""
@@ -115,9 +112,6 @@ class EchoTokenizer:
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
         """See ``Tokenizer``. If the text is far too long, only its beginning is tokenized."""
-        return self._encode(request, text)
-
-    def _encode(self, request: GenerationRequest, text: str) -> list[int]:
         enough = (self.context_length + 1) * LONGEST_PIECE
         tokens = self.model.vocabulary.encode(text[:enough])
         if len(text) > enough:
@@ -134,7 +128,7 @@ class EchoTokenizer:
         prompt = [BEGIN]
         for message in write_tools_as_text(chat.messages, chat.tools):
             text = f"{message['role']}\n{message['content'] or ''}"
-            prompt += [MESSAGE, *self._encode(request, text), END]
+            prompt += [MESSAGE, *await self.encode(request, text, special=False, param="messages"), END]
         return [*prompt, MESSAGE, *self.model.vocabulary.encode("assistant\n")], ""
 
     async def encode_name(self, text: str, param: str) -> list[int]:
@@ -165,10 +159,6 @@ class EchoTokenizer:
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
         """See ``Tokenizer``."""
         return await self.grammars.matchers(grammar, count, _tools(request))
-
-    def decode(self) -> Decode:
-        """See ``Tokenizer``."""
-        return self.model.vocabulary.decode
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> EchoRow:
         """See ``Tokenizer``."""
@@ -218,6 +208,183 @@ def _tools(request: GenerationRequest) -> ToolUse | None:
 
 
 @dataclass(kw_only=True, eq=False)
+class EchoRow:
+    """What only the echo engine needs for an answer."""
+
+    sampler: AnswerSampler
+    interval_s: float
+    """Time between two tokens."""
+    delay_s: float
+    """Additional time before the first token."""
+    due_at: float = 0.0
+    """When the next token is due (``time.perf_counter``)."""
+    tokens: list[int] = field(default_factory=list)
+    """The tokens that were generated."""
+
+
+class EchoRounds:
+    """The ``Computation`` of the echo engine, which computes its answers in rounds. Belongs to the engine's loop.
+
+    A round is one callback of the loop. If a speed is set, answers with the same speed share their rounds. While no
+    request is running or queued, no callback is scheduled.
+
+    Args:
+        on_change: See ``Answers``.
+    """
+
+    def __init__(
+        self, model: EchoModel, totals: TokenTotals, *, slots: int, turns: Turns, on_change: Callable[[], None]
+    ) -> None:
+        self._model = model
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+        self._rounds = 0
+        """Number of rounds so far, which answers that advance together have in common."""
+        self._sequences: list[list[int]] = []
+        self.answers: Answers[EchoRow] = Answers(self, totals, slots=slots, turns=turns, on_change=on_change)
+
+    def schedule(self, delay_s: float = 0.0) -> None:
+        """Perform the next round after this time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(delay_s, self._round) if delay_s > 0 else self._loop.call_soon(self._round)
+
+    def _round(self) -> None:
+        """Start queued generations, generate the tokens that are due, and schedule the next round."""
+        answers, now = self.answers, time.perf_counter()
+        self._rounds += 1
+        answers.update(now)
+        for generation in answers.scheduler.running:
+            if generation.row.due_at <= now:
+                self._step(generation)
+        answers.deliver()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = time.perf_counter()
+        if (next_at := answers.next_at(now)) is not None:
+            due = [generation.row.due_at for generation in answers.scheduler.running]
+            self.schedule(min([next_at, *due]) - now)
+
+    # Computation
+
+    def judge(self, generation: Generation[EchoRow]) -> Verdict:
+        """See ``Computation``."""
+        return Verdict.TAKE
+
+    def begin(self, generation: Generation[EchoRow]) -> None:
+        """See ``Computation``. The prompt is computed immediately."""
+        answers, prompt, row = self.answers, generation.prompt, generation.row
+        answers.scheduler.prefilled(generation)
+        # The tokens that the prompt shares with the beginning of an ended request; never the last one.
+        shared = max((_shared(prompt, other) for other in self._sequences), default=0)
+        generation.cached_tokens = min(shared, len(prompt) - 1)
+        generation.computed_tokens = len(prompt) - generation.cached_tokens
+        answers.post(generation, PromptProgress(done=len(prompt), total=len(prompt)))
+        if generation.request.score_prompt:
+            scores = self._model.prompt_scores(prompt, generation.request.top_logprobs or 0)
+        now = generation.decoding_at = time.perf_counter()
+        row.due_at = _on_grid(now + row.delay_s + row.interval_s, row.interval_s)
+        generation.mailbox.steps.add(
+            "prefill",
+            generation.admitted_at,
+            now,
+            tokens=generation.computed_tokens,
+            step=self._rounds,
+            requests=len(answers.scheduler.running),
+        )
+        if generation.request.score_prompt:
+            answers.scored(generation, PromptScores(tokens=scores), now)
+
+    def can_pause(self, generation: Generation[EchoRow]) -> bool:
+        """See ``Computation``."""
+        return True
+
+    def pause(self, generation: Generation[EchoRow]) -> None:
+        """See ``Computation``."""
+
+    def resume(self, generation: Generation[EchoRow]) -> None:
+        """See ``Computation``. The next token is due."""
+        self.answers.scheduler.prefilled(generation)
+        now = time.perf_counter()
+        generation.mailbox.steps.start(now)
+        generation.row.due_at = max(generation.row.due_at, now)
+
+    def remove(self, generation: Generation[EchoRow]) -> None:
+        """See ``Computation``."""
+        ended = [*generation.prompt, *generation.row.tokens]
+        self._sequences = [ended, *self._sequences[: KEPT_SEQUENCES - 1]]
+        self.schedule()
+
+    def remaining_s(self, generation: Generation[EchoRow]) -> float:
+        """See ``Computation``."""
+        return (generation.max_tokens - generation.output_tokens) * generation.row.interval_s
+
+    def _step(self, generation: Generation[EchoRow]) -> None:
+        """Generate the next token. An error ends only this generation."""
+        try:
+            self._generate(generation)
+        except LabError as exc:
+            self.answers.end(generation, exc)
+        except Exception as exc:
+            log.exception("a generation failed")
+            self.answers.end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
+        else:
+            if generation.finish is not None:
+                self.answers.finish(generation, time.perf_counter())
+
+    def _generate(self, generation: Generation[EchoRow]) -> None:
+        started, answers, row = time.perf_counter(), self.answers, generation.row
+        request, constraint, vocabulary = generation.request, generation.constraint, self._model.vocabulary
+        mask = None
+        if constraint is not None and (mask := constraint.mask(vocabulary.size)) is None:
+            if constraint.failure is not None:
+                raise constraint.failure
+            if constraint.complete:
+                answers.post(generation, generation.complete("stop"))
+                return
+        scores = row.sampler.scores(constrained=mask is not None) if request.top_logprobs is not None else None
+        token = row.sampler.next(mask, forced=constraint.forced if constraint is not None else None)
+        if constraint is not None:
+            constraint.advance(token)
+        row.tokens.append(token)
+        ends, entry = token == END and not request.ignore_eos, None
+        if scores is not None:
+            entry = row.sampler.logprob(scores, token, request.top_logprobs or 0, generation.named_tokens)
+            if token == END:
+                entry = replace(entry, bytes=b"", ends=ends)
+        now = time.perf_counter()
+        answers.post(generation, generation.add(token, now, ids=(token,), entry=None if ends else entry))
+        if generation.finish is None:
+            if ends:
+                answers.post(generation, generation.complete("stop", entry))
+            elif generation.output_tokens >= generation.max_tokens:
+                answers.post(generation, generation.complete("length"))
+            else:
+                row.due_at = _on_grid(row.due_at + row.interval_s, row.interval_s)
+        generation.mailbox.steps.add(
+            "decode", started, now, tokens=1, step=self._rounds, requests=len(answers.scheduler.running)
+        )
+
+
+def _on_grid(due_at: float, interval_s: float) -> float:
+    """Return the time of the first round of this speed at or after a time."""
+    return math.ceil(due_at / interval_s - 1e-6) * interval_s if interval_s else due_at
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """Return the length of the common prefix, found by bisection."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(kw_only=True, eq=False)
 class EchoMain:
     """The loaded model and its requests."""
 
@@ -250,6 +417,7 @@ class EchoCore:
         model, script = await in_thread(functools.partial(read_model, entry, self._settings))
         context_length = spec.context_length or entry.context_length
         assert context_length is not None
+        vocabulary = model.vocabulary
         self._main = EchoMain(
             entry=entry,
             context_length=context_length,
@@ -258,6 +426,13 @@ class EchoCore:
                 model=model,
                 entry=entry,
                 context_length=context_length,
+                vocabulary_size=vocabulary.size,
+                chat_format=ChatFormat(
+                    reasoning_markers=(THINK, END_OF_THOUGHTS),
+                    reasoning_end=tuple(vocabulary.encode(END_OF_THOUGHTS)),
+                ),
+                bytes_of=vocabulary.bytes.__getitem__,
+                decode=vocabulary.decode,
                 tokens_per_s=self._settings.echo_tokens_per_s,
                 grammars=GrammarCompiler(lambda: model.vocabulary.token_table),
             ),
@@ -298,7 +473,7 @@ class EchoCore:
         """See ``InferenceEngine``."""
         if self._main is not None:
             self._main.rounds.answers.end_requests(admission, error, queued_only=queued_only)
-            self._main.rounds.deliver()
+            self._main.rounds.answers.deliver()
         if not queued_only:
             await self._texts.end(admission, error)
 
@@ -306,7 +481,7 @@ class EchoCore:
         """See ``EngineCore``."""
         if (main := self._main) is not None:
             main.rounds.answers.end_all(error)
-            main.rounds.deliver()
+            main.rounds.answers.deliver()
         await self._texts.end_all(error)
         await self.unload()
 
@@ -444,8 +619,8 @@ class EchoCore:
             model_memory_bytes=memory_bytes,
             context_length=main.context_length if main is not None else None,
             slots=self._settings.slots if main is not None and main.entry.kind == "chat" else None,
-            active_requests=(len(answers.running) if answers is not None else 0) + texts,
-            queued_requests=len(answers.queued) if answers is not None else 0,
+            active_requests=(len(answers.scheduler.running) if answers is not None else 0) + texts,
+            queued_requests=len(answers.scheduler.queued) if answers is not None else 0,
             encode_requests=texts,
             slot_free_s=answers.slot_free_s if answers is not None else 1.0,
             memory_used_bytes=memory_bytes,

@@ -211,7 +211,7 @@ class LlamaCppCore:
         """See ``InferenceEngine``."""
         for resident in self._residents():
             resident.answering.answers.end_requests(admission, error, queued_only=queued_only)
-            resident.answering.deliver()
+            resident.answering.answers.deliver()
             if not queued_only:
                 await resident.texts.end(admission, error)
 
@@ -232,6 +232,8 @@ class LlamaCppCore:
             self._tokenizer(resident), request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
         )
         generations = await self._prepare(preparing, resident, permits[0], arrived_at, timeout_s)
+        for generation in generations:
+            generation.peak_memory_bytes = resident.hosted.memory_bytes
         resident.answering.answers.add(generations)
         resident.answering.update()
         return resident.answering.answers.open(generations)
@@ -380,8 +382,8 @@ class LlamaCppCore:
                 PinnedModel(entry=pinned.entry, memory_bytes=pinned.hosted.memory_bytes)
                 for pinned in self._pinned.values()
             ),
-            active_requests=sum(len(resident.answering.answers.running) for resident in residents) + texts,
-            queued_requests=sum(len(resident.answering.answers.queued) for resident in residents),
+            active_requests=sum(len(resident.answering.answers.scheduler.running) for resident in residents) + texts,
+            queued_requests=sum(len(resident.answering.answers.scheduler.queued) for resident in residents),
             encode_requests=texts,
             slot_free_s=main.answering.answers.slot_free_s if main is not None else 1.0,
             memory_used_bytes=used_bytes,

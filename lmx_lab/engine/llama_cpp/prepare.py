@@ -127,6 +127,7 @@ class LlamaTokenizer:
             raise _no_min_tokens_error()
         return enforced
 
+    @property
     def decode(self) -> Decode:
         """See ``Tokenizer``. The process decodes the tokens."""
         return "".join

@@ -32,7 +32,7 @@ class LlamaSlots:
 
     Args:
         totals: Counts the tokens of all generations that have ended.
-        on_change: Called before results are passed on.
+        on_change: See ``Answers``.
     """
 
     def __init__(
@@ -40,42 +40,30 @@ class LlamaSlots:
     ) -> None:
         self._hosted = hosted
         self._totals = totals
-        self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         self._tasks: dict[LlamaGeneration, asyncio.Task[None]] = {}
         self._paused: dict[LlamaGeneration, asyncio.Event] = {}
         """The generations without a slot whose tasks stop or wait, and what wakes the tasks."""
         self.answers: Answers[AnswerReader] = Answers(
-            self, totals, slots=hosted.plan.slots, turns=turns, post=self._post
+            self, totals, slots=hosted.plan.slots, turns=turns, on_change=on_change
         )
-
-    def _post(self, work: Callable[[], object]) -> None:
-        # If the loop is closed, all generations have ended.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(work)
 
     def update(self) -> None:
         """Start what can start, deliver, and set the time of the next call."""
         now = time.perf_counter()
         self.answers.update(now)
-        self.deliver()
+        self.answers.deliver()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if (next_at := self.answers.next_at(now)) is not None:
             self._timer = self._loop.call_later(max(0.0, next_at - now), self.update)
 
-    def deliver(self) -> None:
-        """Pass the results to their readers."""
-        self._on_change()
-        if self.answers.deliver():
-            self._on_change()
-
     async def close(self, error: LabError) -> None:
         """End all generations, and wait until their tasks have ended."""
         self.answers.end_all(error)
-        self.deliver()
+        self.answers.deliver()
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()))
         if self._timer is not None:
@@ -206,7 +194,7 @@ class LlamaSlots:
             self._log_step(generation, "prefill", now, done - generation.computed_tokens)
             generation.computed_tokens = done
             self.answers.post(generation, PromptProgress(done=done, total=len(prompt)))
-            self.deliver()
+            self.answers.deliver()
 
         scores = await score_prompt(
             self._hosted,
@@ -216,10 +204,9 @@ class LlamaSlots:
             distributions=request.score_distributions,
             progress=progress,
         )
-        generation.peak_memory_bytes = self._hosted.memory_bytes
         has_ended = self.answers.scored(generation, scores, time.perf_counter())
         # They must arrive before the first delta, which does not pass this loop.
-        self.deliver()
+        self.answers.deliver()
         return has_ended
 
     async def _generate(self, generation: LlamaGeneration) -> None:
@@ -303,7 +290,7 @@ class LlamaSlots:
 
     def _log_step(self, generation: LlamaGeneration, kind: StepKind, now: float, tokens: int) -> None:
         """Record what llama.cpp has computed for a request since the last step; it does not number its steps."""
-        steps, running = generation.mailbox.steps, self.answers.running
+        steps, running = generation.mailbox.steps, self.answers.scheduler.running
         cached_tokens = sum(other.cached_tokens + other.computed_tokens + other.output_tokens for other in running)
         steps.add(
             kind,

@@ -52,8 +52,6 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Arrays = list[tuple[str, mx.array]]
-PIECE_BYTES = 2**23
-"""Bytes that are copied between two steps, which takes a few milliseconds."""
 MAX_PENDING = 32
 """Maximum number of states that wait to be written. They belong to the cache in memory, and are not copied."""
 
@@ -262,6 +260,8 @@ class DiskPrefixes:
     """
 
     def __init__(self, files: PrefixFiles, entry: ModelEntry, arithmetic: Sequence[str]) -> None:
+        self.piece_bytes = 2**23
+        """Bytes that are copied between two steps, which takes a few milliseconds."""
         self._files = files
         self._open_until = time.perf_counter() + OPEN_S
         self._opening: Future[None] = start_in_thread(
@@ -327,7 +327,7 @@ class DiskPrefixes:
             self._advance_read(self._read, prefixes, timeout_s)
         self._write = self._write or self._next_write()
         if self._write is not None:
-            self._write.advance(PIECE_BYTES, timeout_s=timeout_s)
+            self._write.advance(self.piece_bytes, timeout_s=timeout_s)
             if idle and self._read is None:
                 wait([self._write.done], timeout=timeout_s)
             if self._write.done.done():
@@ -362,7 +362,7 @@ class DiskPrefixes:
             read.reader = StateReader(list(zip(read.files, tensors, strict=True)))
         state = None
         try:
-            state = read.reader.advance(PIECE_BYTES) if read.reader is not None else None
+            state = read.reader.advance(self.piece_bytes) if read.reader is not None else None
         except DamagedFileError as exc:
             self._files.reject(read.files[-1], exc)
             read.reader = None

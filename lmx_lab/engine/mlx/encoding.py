@@ -34,8 +34,6 @@ PART_TOKENS = 256 if ON_CPU else 16_384
 cache: with MiniLM on two cores, 1,920 tokens take 395 ms in one batch and 320 ms in parts of 256 tokens."""
 BUSY_PART_TOKENS = 256 if ON_CPU else 4096
 """The same while answers are generated, since their next tokens wait for a layer of the batch."""
-MAX_TOKENS = 16_000_000
-"""Number of tokens of all requests together. Python stores a token in about 40 bytes."""
 MIN_LENGTH_RATIO = 0.8
 """Length of the shortest text of a batch relative to the longest: at most a fifth of the batch is padding."""
 LAYERWISE_TOKENS = 64
@@ -165,6 +163,7 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         used_bytes: Returns how much of the memory limit all models and requests use now, on all engines.
         make_room: Called with the number of bytes that a batch needs beyond the memory limit; frees cached memory.
         note_peak: Called with the peak memory of each batch.
+        max_tokens: Number of tokens of all requests together. Python stores a token in about 40 bytes.
     """
 
     def __init__(
@@ -175,8 +174,10 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         used_bytes: Callable[[], int],
         make_room: Callable[[int], None],
         note_peak: Callable[[int], None],
+        max_tokens: int = 16_000_000,
     ) -> None:
         super().__init__("send fewer texts")
+        self._max_tokens = max_tokens
         self._threads = threads
         # One core computes each part: apart from matrix products, MLX uses only one core for much of a layer.
         self._streams = (
@@ -198,9 +199,9 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         """
         tokens = sum(len(text.tokens) for text in job.texts)
         queued = sum(len(text.tokens) for other in self._jobs for text in other.texts)
-        if queued and queued + tokens > MAX_TOKENS:
+        if queued and queued + tokens > self._max_tokens:
             raise QueueFullError(
-                f"other texts have {queued} tokens and these have {tokens}; {MAX_TOKENS} are allowed in all; "
+                f"other texts have {queued} tokens and these have {tokens}; {self._max_tokens} are allowed in all; "
                 "try again in 5 s",
                 retry_after_s=5,
             )

@@ -85,7 +85,7 @@ class MlxEngine:
         self._settings = settings
         self._thread = EngineThread(settings, host or EngineHost())
         self._prompts = PromptPreparer(settings, self._model_of)
-        self._texts = TextPreparer(settings, self._thread, self._model_of)
+        self.texts = TextPreparer(settings, self._thread, self._model_of)
 
     def start(self) -> None:
         """See ``InferenceEngine``."""
@@ -203,12 +203,12 @@ class MlxEngine:
         self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
     ) -> Pending[Embeddings]:
         """See ``InferenceEngine``."""
-        return await self._texts.embed(entry, request, permit)
+        return await self.texts.embed(entry, request, permit)
 
     @_without_frames
     async def submit_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
         """See ``InferenceEngine``."""
-        return await self._texts.rerank(entry, request, permit)
+        return await self.texts.rerank(entry, request, permit)
 
     @_without_frames
     async def submit_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> Pending[Trace]:

@@ -52,6 +52,10 @@ class JobQueue(Generic[J, Result]):
     def queued(self) -> list[J]:
         return [job for job in self._jobs if not job.started_at]
 
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of running and of queued jobs."""
+        return (len(self.running), len(self.queued)) if self._jobs else (0, 0)
+
     def add(self, job: J) -> None:
         """Queue a job."""
         # Marked as running, so that a caller that stops waiting does not cancel the future; ``cancel`` ends the job.

@@ -40,7 +40,7 @@ class GenerationLoop:
     Belongs to the engine thread.
 
     Args:
-        post: Runs a function on the engine thread; may be called from any thread.
+        on_change, post: See ``Answers``.
         used_bytes: Returns how much of the memory limit all models and requests use now, on all engines.
         other_bytes: The same for the models and requests of other loops and engines.
     """
@@ -55,6 +55,7 @@ class GenerationLoop:
         limit_bytes: int,
         used_bytes: Callable[[], int],
         other_bytes: Callable[[], int],
+        on_change: Callable[[], object],
         post: Callable[[Callable[[], object]], object],
     ) -> None:
         self._settings = settings
@@ -65,7 +66,7 @@ class GenerationLoop:
         self._other_bytes = other_bytes
         self._samplers = Samplers()
         self._model: LoadedModel | None = None
-        self._disk: DiskPrefixes | None = None
+        self.disk: DiskPrefixes | None = None
         self._written_bytes_before = 0
         self._prompt_lookup = False
         self._step = 0
@@ -78,7 +79,9 @@ class GenerationLoop:
         self.batch: Batch | None = None
         self.totals = TokenTotals()
         """Counts of the requests that have ended, and what was written to disk."""
-        self.answers: Answers[MlxRow] = Answers(self, self.totals, slots=settings.slots, turns=turns, post=post)
+        self.answers: Answers[MlxRow] = Answers(
+            self, self.totals, slots=settings.slots, turns=turns, on_change=on_change, post=post
+        )
 
     @property
     def idle(self) -> bool:
@@ -87,7 +90,7 @@ class GenerationLoop:
     @property
     def is_saving(self) -> bool:
         """Whether states of ended requests are still to be written to disk."""
-        return self._disk is not None and self._disk.is_busy
+        return self.disk is not None and self.disk.is_busy
 
     @property
     def prefix_cache_bytes(self) -> int:
@@ -100,16 +103,16 @@ class GenerationLoop:
 
     def use(self, model: LoadedModel | None, *, prompt_lookup: bool = False) -> None:
         """Generate with this model from now on; the requests of the previous one must have ended."""
-        if self._disk is not None:
-            self._disk.close(self.batch.prefixes if self.batch is not None else None)
-            self._count_written_bytes(self._disk)
-        self._model = self.batch = self._disk = None
+        if self.disk is not None:
+            self.disk.close(self.batch.prefixes if self.batch is not None else None)
+            self._count_written_bytes(self.disk)
+        self._model = self.batch = self.disk = None
         self._kv_key, self._kv_bytes = (0, 0), 0
         self._prompt_lookup = prompt_lookup
         if model is not None:
             if (files := PrefixFiles.of(self._settings)) is not None:
                 self._written_bytes_before = self.totals.prefix_disk_written_bytes
-                self._disk = DiskPrefixes(files, model.entry, [*model.arithmetic(), self._blas.name, self._blas.detail])
+                self.disk = DiskPrefixes(files, model.entry, [*model.arithmetic(), self._blas.name, self._blas.detail])
             self._model, self.batch = model, self._new_batch(model)
 
     def _new_batch(self, model: LoadedModel) -> Batch:
@@ -127,7 +130,7 @@ class GenerationLoop:
             slots=settings.slots,
             prompts=min(lanes, settings.slots),
             prefix_bytes=prefix_cache_bytes(settings.prefix_cache_bytes, self._limit_bytes),
-            disk=self._disk,
+            disk=self.disk,
             wired=settings.wired_memory,
             prompt_lookup=self._prompt_lookup,
         )
@@ -164,7 +167,7 @@ class GenerationLoop:
             return
         if not batch.is_empty:
             self._step += 1
-            running = self.answers.running
+            running = self.answers.scheduler.running
             self._step_requests, self._step_started_at = len(running), time.perf_counter()
             events = batch.step()
             lengths = [
@@ -189,9 +192,9 @@ class GenerationLoop:
                     raise MemoryError(
                         f"{used_bytes / 1e9:.2f} GB are in use, {self._limit_bytes / 1e9:.2f} GB are allowed"
                     )
-        if self._disk is not None:
-            self._disk.advance(batch.prefixes, idle=batch.is_empty)
-            self._count_written_bytes(self._disk)
+        if self.disk is not None:
+            self.disk.advance(batch.prefixes, idle=batch.is_empty)
+            self._count_written_bytes(self.disk)
 
     # Computation
 
@@ -201,7 +204,7 @@ class GenerationLoop:
             return Verdict.BLOCKED
         if batch.must_wait(generation):
             return Verdict.LATER
-        running = self.answers.running
+        running = self.answers.scheduler.running
         # The prompt, and an answer of maximum length.
         lengths = [len(each.prompt) + each.max_tokens for each in (*running, generation)]
         needed = self._other_bytes() + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)

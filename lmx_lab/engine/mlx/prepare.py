@@ -165,6 +165,7 @@ class PromptPreparer:
             context_length=model.context_length,
             prompts=model.prompts,
             bytes_of=model.vocabulary.bytes_of,
+            decode=model.text.decode,
             model_of=self.model_of,
         )
 
@@ -180,6 +181,7 @@ class MlxTokenizer:
     context_length: int | None
     prompts: PromptTokenizer
     bytes_of: Callable[[int], bytes]
+    decode: Decode
     model_of: Callable[[ModelEntry], LoadedModel]
 
     @property
@@ -227,10 +229,6 @@ class MlxTokenizer:
         """See ``Tokenizer``."""
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         return await self.prompts.grammars(self.vocabulary_size).matchers(grammar, count, tools)
-
-    def decode(self) -> Decode:
-        """See ``Tokenizer``."""
-        return self.model_of(self.entry).text.decode
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> MlxRow:
         """See ``Tokenizer``."""

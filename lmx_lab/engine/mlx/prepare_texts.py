@@ -33,8 +33,6 @@ Tokenize = Callable[[int, Sequence[Item]], Awaitable[list[TextTokens]]]
 SLICE = 256
 """Number of texts that are tokenized together, so that a request of one text need not wait for ten thousand others.
 They have at most ``SHORT_CHARACTERS`` characters, unless a single text has more."""
-MAX_CHARACTERS = 64 * 2**20
-"""Maximum number of characters of all texts that are being tokenized. A single request may have more."""
 
 
 class TextPreparer:
@@ -53,6 +51,8 @@ class TextPreparer:
         self._settings = settings
         self._thread = thread
         self._model_of = model_of
+        self.max_characters = 64 * 2**20
+        """Maximum number of characters of all texts that are being tokenized. A single request may have more."""
         self._characters = 0
         """Number of characters of the requests that are being tokenized."""
 
@@ -124,10 +124,10 @@ class TextPreparer:
             QueueFullError: all requests together would have too many characters.
         """
         characters = sum(map(len, texts))
-        if self._characters and self._characters + characters > MAX_CHARACTERS:
+        if self._characters and self._characters + characters > self.max_characters:
             raise QueueFullError(
                 f"texts of {self._characters} characters are being tokenized, and these have {characters}; "
-                f"the limit is {MAX_CHARACTERS} in all; try again in 1 s",
+                f"the limit is {self.max_characters} in all; try again in 1 s",
                 retry_after_s=1,
             )
         # Several event loops change this without a lock. A count that is briefly wrong refuses one request too many or

@@ -32,8 +32,6 @@ from lmx_lab.weights.fingerprint import is_loaded, require_unchanged
 
 log = logging.getLogger(__name__)
 Loaded = LoadedModel | LoadedEncoder
-ENCODE_S = 0.1
-"""Time for which a step computes texts while no answer is generated. Every command waits for the end of the step."""
 MIN_ENCODE_S = 0.01
 MEAN_WEIGHT = 0.2
 """Weight of the newest step in the mean duration of the steps of answers beside traces."""
@@ -41,6 +39,9 @@ MEAN_WEIGHT = 0.2
 
 class MlxCore:
     """The models in memory, one *main* model of any kind, pinned encoders in addition to it, and their requests."""
+
+    encode_s = 0.1
+    """Time for which a step computes texts while no answer is generated. Commands wait for the end of the step."""
 
     def __init__(self, settings: Settings, host: EngineHost, post: Callable[[Callable[[], object]], object]) -> None:
         self._settings = settings
@@ -53,6 +54,8 @@ class MlxCore:
         report = configure_blas(settings.blas, settings.threads)
         self._threads = threads = ThreadChoice(report)
         self._mean_s = 0.0
+        self._ended: EngineState | None = None
+        """The state after ``close``."""
         self.generating = GenerationLoop(
             settings,
             threads,
@@ -61,8 +64,10 @@ class MlxCore:
             limit_bytes=self._limit_bytes,
             used_bytes=self._used_bytes,
             other_bytes=self._other_bytes,
+            on_change=self._publish,
             post=post,
         )
+        self._deliver = self.generating.answers.deliver
         self.encoding = EncodingLoop(
             threads,
             limit_bytes=self._limit_bytes,
@@ -134,7 +139,7 @@ class MlxCore:
             for generation in generations:
                 generation.row.steering = steering
         self.generating.add(generations)
-        self._publish()
+        self._deliver()
 
     def encode(self, job: EncodeJob) -> None:
         """Queue the texts of a request.
@@ -148,12 +153,12 @@ class MlxCore:
         if encoder is None or all(encoder is not model for _, model in self._in_memory()):
             raise NotLoadedError(f"{job.model_id} has been unloaded; {LOAD_FIRST}")
         self.encoding.add(job)
-        self._publish()
+        self._deliver()
 
     def cancel_encoding(self, job: EncodeJob) -> None:
         """Cancel texts whose result is no longer needed."""
         self.encoding.cancel(job)
-        self._publish()
+        self._deliver()
 
     def trace(self, job: TraceJob) -> None:
         """Queue a trace.
@@ -166,19 +171,19 @@ class MlxCore:
         if model is None or model is not self.main:
             raise NotLoadedError(f"{job.model_id} has been unloaded; {LOAD_FIRST}")
         self.tracing.add(job)
-        self._publish()
+        self._deliver()
 
     def cancel_trace(self, job: TraceJob) -> None:
         """Cancel a trace that is no longer needed."""
         self.tracing.cancel(job)
-        self._publish()
+        self._deliver()
 
     def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """End the requests that hold permits of this admission control."""
         self.generating.answers.end_requests(admission, error, queued_only=queued_only)
         self.encoding.end_requests(admission, error, queued_only=queued_only)
         self.tracing.end_requests(admission, error, queued_only=queued_only)
-        self._publish()
+        self._deliver()
 
     def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """Load the main model. Called only while there is no main model.
@@ -189,14 +194,14 @@ class MlxCore:
         started = time.perf_counter()
         model = self._encoder_in_memory(entry) or self._read(entry, spec, self._limit_bytes - self._other_bytes())
         if isinstance(model, LabError):
-            self._publish()
+            self._deliver()
             raise model
         self._main, self.failure = (entry, model), None
         self.snapshot = replace(self.snapshot, unloaded_model=None, unload_cause=None)
         self.generating.use(
             model if isinstance(model, LoadedModel) else None, prompt_lookup=spec.prompt_lookup is not False
         )
-        self._publish()
+        self._deliver()
         return self.snapshot.load_report(time.perf_counter() - started)
 
     def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
@@ -213,7 +218,7 @@ class MlxCore:
         assert isinstance(model, LoadedEncoder)
         self._pinned[entry.kind] = (entry, model)
         memory.release()
-        self._publish()
+        self._deliver()
         load_time_ms = (time.perf_counter() - started) * 1e3
         return LoadReport(model=entry.id, load_time_ms=load_time_ms, vram_gb=model.memory_bytes / 1e9)
 
@@ -226,7 +231,7 @@ class MlxCore:
             del jobs
         del pinned
         memory.release()
-        self._publish()
+        self._deliver()
 
     def unload(self) -> int:
         """Drop the main model, and return the measured number of bytes that this released. Remaining requests end."""
@@ -235,7 +240,7 @@ class MlxCore:
         self._drop_main()
         self.failure = None
         self.snapshot = replace(self.snapshot, unloaded_model=None, unload_cause=None)
-        self._publish()
+        self._deliver()
         return max(0, before - memory.used_bytes())
 
     def close(self, error: LabError) -> None:
@@ -246,7 +251,8 @@ class MlxCore:
         self.failure = error
         self._pinned.clear()
         self._drop_main()
-        self._publish(state="dead" if isinstance(error, EngineDeadError) else "empty")
+        self._ended = "dead" if isinstance(error, EngineDeadError) else "empty"
+        self._deliver()
 
     def _read(self, entry: ModelEntry, spec: LoadSpec, limit_bytes: int) -> Loaded | LabError:
         """Load a model and return it, or return the error. A raised exception would refer to frames, and so keep the
@@ -320,10 +326,10 @@ class MlxCore:
             limit_s /= 2 if traces else 1
             # Beside a part of a prompt, texts do not get the time of this part as well.
             encode_s = min(limit_s, self.generating.decode_s or limit_s)
-            self.encoding.step(max(encode_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
+            self.encoding.step(max(encode_s, MIN_ENCODE_S) if busy else self.encode_s, busy=busy)
         if traces:
             self.tracing.step(limit_s if busy else PREFILL_STEP_S, busy=busy)
-        self._publish()
+        self._deliver()
         if lost:
             self._host.lost_model(False)
 
@@ -340,15 +346,17 @@ class MlxCore:
         self.encoding.end_all(jobs, error)
         self.tracing.end_all(self.tracing.queued + self.tracing.running, error)
 
-    def _publish(self, state: EngineState | None = None) -> None:
-        """Replace the snapshot, then deliver the rows of texts, and the items of answers in one call for each loop."""
+    def _publish(self) -> None:
+        """Replace the snapshot, then deliver the results of texts and traces."""
         entry, main = self._main or (None, None)
         answers, totals = self.generating.answers, replace(self.generating.totals)
         answers.count(totals)
+        used_bytes = memory.used_bytes()
+        encoded, traced = self.encoding.counts(), self.tracing.counts()
         generating, encoding, tracing = self.generating, self.encoding, self.tracing
         self.snapshot = replace(
             self.snapshot,
-            state=state or ("ready" if main else "empty"),
+            state=self._ended or ("ready" if main else "empty"),
             entry=entry,
             model_memory_bytes=main.memory_bytes if main else 0,
             context_length=main.context_length if main else None,
@@ -356,17 +364,15 @@ class MlxCore:
             pinned=tuple(
                 PinnedModel(entry=entry, memory_bytes=model.memory_bytes) for entry, model in self._pinned.values()
             ),
-            active_requests=len(answers.running) + len(encoding.running) + len(tracing.running),
-            queued_requests=len(answers.queued) + len(encoding.queued) + len(tracing.queued),
-            encode_requests=len(encoding.running) + len(encoding.queued),
+            active_requests=len(answers.scheduler.running) + encoded[0] + traced[0],
+            queued_requests=len(answers.scheduler.queued) + encoded[1] + traced[1],
+            encode_requests=sum(encoded),
             prefix_cache_bytes=generating.prefix_cache_bytes,
             slot_free_s=answers.slot_free_s,
-            memory_used_bytes=memory.used_bytes(),
-            memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
+            memory_used_bytes=used_bytes,
+            memory_peak_bytes=max(self.snapshot.memory_peak_bytes, used_bytes),
             progress_at=time.perf_counter(),
             totals=replace(totals, encoded_tokens=encoding.tokens),
         )
         encoding.deliver()
         tracing.deliver()
-        if answers.deliver():
-            self._publish(state)

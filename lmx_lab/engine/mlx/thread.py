@@ -23,8 +23,6 @@ from lmx_lab.values.engine import EngineSnapshot
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Command = tuple[Callable[[MlxCore], Any], "Future[Any]"]
-CANCEL_S = 5.0
-"""Time for a cancelled load to end. It is exceeded only if a disk does not respond."""
 
 
 class EngineThread:
@@ -33,6 +31,8 @@ class EngineThread:
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
         self._host = host
+        self.cancel_s = 5.0
+        """Time for a cancelled load to end. It is exceeded only if a disk does not respond."""
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         # Reentrant: a stream that is garbage-collected while this thread holds the lock posts its cancellation.
         self._lock = threading.RLock()
@@ -88,7 +88,7 @@ class EngineThread:
         """Perform a command that reads a model on the thread, and return its result.
 
         If the caller is cancelled, the command ends before it reads the next tensor, and this method waits for that. If
-        it has not ended after ``CANCEL_S``, for example because a disk does not respond, the thread is abandoned, and
+        it has not ended after ``cancel_s``, for example because a disk does not respond, the thread is abandoned, and
         the next load starts another one.
 
         Raises:
@@ -107,7 +107,7 @@ class EngineThread:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
             cancellation.cancel()
-            if (await asyncio.wait([done], timeout=CANCEL_S))[0]:
+            if (await asyncio.wait([done], timeout=self.cancel_s))[0]:
                 raise
             log.error("the engine thread does not respond while it reads a model; the next load starts another thread")
             with self._lock:

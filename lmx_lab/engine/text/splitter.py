@@ -95,8 +95,10 @@ class Detokenizer:
 
     def _return_all(self) -> str:
         piece = self._text[self._sent :]
-        self._set_context(self._pending, self._decode(self._pending))
-        return self._return(piece)
+        self._context, self._known = self._pending, self._decode(self._pending)
+        self._pending, self._text, self._sent = [], "", 0
+        self._returned += len(piece)
+        return piece
 
     def _return_settled(self) -> str:
         """Return the part of a text ending in U+FFFD that no further token can change."""
@@ -207,7 +209,7 @@ class TextSplitter(Generic[E]):
             if entry is not None:
                 self._add_entry(entry, self._detokenizer.start, self._detokenizer.length)
             self._passed += len(text)
-            return SplitText(text, stopped, self._take_entries(stopped=stopped))
+            return SplitText(text, stopped, self._take_entries(stopped=stopped) if self._waiting else ())
         before = self._channels.state
         literal = self._literals.get(token, "") if isinstance(token, int) else ""
         if not (self._literals_in_calls and before == TOOL) and not any(literal in it for it in self._markers):

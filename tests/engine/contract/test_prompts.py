@@ -116,3 +116,7 @@ async def test_tokens_are_decoded_by_the_model_that_was_looked_up(own, chat_mode
             await decode(first.entry, [300])
     second = own.residents.main
     assert await second.engine.decode(second.entry, [300]) == await own.decode([300])
+
+
+async def test_an_empty_text_has_no_tokens(manager):
+    assert await tokens_of(manager, "") == []

@@ -9,11 +9,10 @@ import pytest
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.cancellation import check_cancelled
-from lmx_lab.engine.mlx import thread as thread_module
 from lmx_lab.engine.mlx import weights
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.weights import Catalog
-from tests.support.engines import TWO_SLOTS, run
+from tests.support.engines import TWO_SLOTS, mlx_thread, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_shared_model")]
 WAIT_S = 60.0
@@ -65,10 +64,10 @@ async def test_a_load_is_cancelled_between_tensors_and_its_memory_is_released(ti
         assert mx.get_active_memory() < 1.5 * used
 
 
-async def test_an_engine_thread_that_hangs_in_a_load_is_replaced(tiny, two, slow, monkeypatch):
-    monkeypatch.setattr(thread_module, "CANCEL_S", 0.1)
+async def test_an_engine_thread_that_hangs_in_a_load_is_replaced(tiny, two, slow):
     async with ModelManager(replace(TWO_SLOTS, load_timeout_s=20)) as manager:
         await manager.load_entry(tiny)
+        mlx_thread(manager).cancel_s = 0.1
         slow.waits, slow.responds = True, False
         load = asyncio.create_task(manager.load_entry(two))
         await asyncio.to_thread(slow.reached.wait, WAIT_S)

@@ -9,10 +9,9 @@ import mlx.core as mx
 import pytest
 
 from lmx_lab.engine import ModelManager, TokenPrompt
-from lmx_lab.engine.mlx import disk_prefixes
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import finish, numbers, request, run, until_written
+from tests.support.engines import finish, mlx_thread, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio
 FIRST = numbers(100)
@@ -72,12 +71,12 @@ async def test_a_file_is_read_once_for_all_requests_that_wait_for_it(tmp_path, t
         assert [(again, report.cached_tokens) for again, report in answers] == [(text, 99)] * 4
 
 
-async def test_answers_run_while_states_are_written_and_read(tmp_path, tiny, monkeypatch):
-    # Each step copies a small part of a state.
-    monkeypatch.setattr(disk_prefixes, "PIECE_BYTES", 100)
+async def test_answers_run_while_states_are_written_and_read(tmp_path, tiny):
     prompts = [numbers(60, start=1000 * number) for number in range(6)]
 
     async def answers(manager):
+        # Each step copies a small part of a state.
+        await mlx_thread(manager).call(lambda core: setattr(core.generating.disk, "piece_bytes", 100))
         streams = [await manager.submit(request(prompt=prompt, max_tokens=40)) for prompt in prompts]
         return [text for text, _ in await asyncio.gather(*map(finish, streams))]
 

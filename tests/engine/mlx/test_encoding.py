@@ -324,9 +324,8 @@ def test_while_answers_are_generated_a_batch_waits_for_memory():
     assert isinstance(failure(submitted), ContextLengthError)
 
 
-def test_too_many_tokens_at_once_are_refused(monkeypatch):
-    monkeypatch.setattr("lmx_lab.engine.mlx.encoding.MAX_TOKENS", 100)
-    loop, encoder = create_loop(), FakeEncoder()
+def test_too_many_tokens_at_once_are_refused():
+    loop, encoder = create_loop(max_tokens=100), FakeEncoder()
     loop.add(job(encoder, [150]))
     with pytest.raises(QueueFullError, match="other texts have 150 tokens and these have 3; 100 are allowed"):
         loop.add(job(encoder, [3]))

@@ -299,7 +299,7 @@ async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may
 
 async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager):
     def break_text(core):
-        (generation,) = (each for each in core.generating.answers.running if len(each.prompt) == 5)
+        (generation,) = (each for each in core.generating.answers.scheduler.running if len(each.prompt) == 5)
         generation.splitter.add = None
 
     async with engine_paused(manager):

@@ -21,7 +21,7 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.settings import Settings
-from tests.support.engines import (
+from tests.support.engines import mlx_engine, (
     finish,
     mlx_thread,
     pin,
@@ -390,7 +390,7 @@ async def test_a_request_without_texts_is_refused(embedder):
 
 
 async def test_the_number_of_characters_in_all_requests_is_limited(embedder, monkeypatch):
-    monkeypatch.setattr("lmx_lab.engine.mlx.prepare_texts.MAX_CHARACTERS", 10_000)
+    monkeypatch.setattr(mlx_engine(embedder).texts, "max_characters", 10_000)
     running = asyncio.create_task(embedder.embed(long(1000)))
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="characters are being tokenized, and these have 16; the limit is 10000"):

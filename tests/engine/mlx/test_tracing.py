@@ -139,7 +139,7 @@ def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch):
     core = MlxCore.__new__(MlxCore)
     core.generating = SimpleNamespace(idle=False, step=advance, decode_s=0.0)
     core.encoding, core.tracing = (SimpleNamespace(idle=False, step=work) for _ in range(2))
-    core._threads, core._publish, core._mean_s = SimpleNamespace(wait=advance), lambda: None, 0.0
+    core._threads, core._deliver, core._mean_s = SimpleNamespace(wait=advance), lambda: None, 0.0
     core.step()
     core.encoding.idle = True
     core.step()
