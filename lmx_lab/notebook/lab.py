@@ -12,7 +12,7 @@ import inspect
 import os
 import socket
 import types
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
 
@@ -420,7 +420,9 @@ class Lab:
         return "\n".join(f"{name}: {value}" for name, value in self._server.facts().items())
 
     def _repr_html_(self) -> str:
-        shown = facts_html(self._server.facts())
+        facts = self._server.facts().items()
+        rows = ((name, Html(f"<code>{html.escape(value)}</code>")) for name, value in facts)
+        shown = html_table((), rows, row_names=True)
         if code := self.backend.state().phone_code:
             image = f"<img alt='QR code of the LAN address' src='{html.escape(code)}' width='180' height='180'>"
             shown += f"<details><summary>QR code for phones</summary>{image}</details>"
@@ -570,9 +572,3 @@ def attach(url: str | AsyncLabClient | LabClient, *, api_key: str | None = None)
         lab.stop()
         raise
     return lab
-
-
-def facts_html(facts: Mapping[str, str]) -> str:
-    """Return the lines that describe a lab as a table in HTML."""
-    rows = ((name, Html(f"<code>{html.escape(value)}</code>")) for name, value in facts.items())
-    return html_table((), rows, row_names=True)

@@ -32,11 +32,6 @@ from lmx_lab.values.models import EngineChoice, LoadSpec, ModelEntry
 if TYPE_CHECKING:
     from lmx_lab.notebook.daemon import LabDaemon
 
-SLOW_S = 3.0
-"""A launch that takes at least this time shows the duration of its stages."""
-SHOWN_S = 0.1
-"""A stage that takes at least this time is shown."""
-
 
 # A module without a file, which autoreload does not reload, so that a cell that is run again finds the lab.
 _REGISTRY: Any = sys.modules.setdefault("_lmx_lab_registry", types.ModuleType("_lmx_lab_registry"))
@@ -115,9 +110,15 @@ def launch(
 
 
 class LaunchStages:
-    """The duration of each stage of a launch."""
+    """The duration of each stage of a launch.
 
-    def __init__(self) -> None:
+    Args:
+        slow_s: A launch that takes longer shows the duration of its stages.
+        shown_s: A stage that takes at least this time is shown.
+    """
+
+    def __init__(self, *, slow_s: float = 3.0, shown_s: float = 0.1) -> None:
+        self._slow_s, self._shown_s = slow_s, shown_s
         self._ended_at = time.monotonic()
         self._durations: list[tuple[str, float]] = []
 
@@ -127,9 +128,9 @@ class LaunchStages:
         self._durations.append((name, self._ended_at - began_at))
 
     def show_if_slow(self) -> None:
-        """Show the duration of the stages if the launch took longer than ``SLOW_S``, in a notebook or on a terminal."""
-        if (total := sum(seconds for _, seconds in self._durations)) > SLOW_S:
-            parts = [f"{name} {seconds:.1f} s" for name, seconds in self._durations if seconds >= SHOWN_S]
+        """Show the duration of the stages if the launch took longer than ``slow_s``, in a notebook or on a terminal."""
+        if (total := sum(seconds for _, seconds in self._durations)) > self._slow_s:
+            parts = [f"{name} {seconds:.1f} s" for name, seconds in self._durations if seconds >= self._shown_s]
             text = f"The launch took {total:.1f} s: {', '.join(parts)}."
             ipython: Any = sys.modules.get("IPython")
             if ipython is not None and ipython.get_ipython() is not None:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-LOAD_SHOWN_S = 1.0
-"""A load whose engine reports no progress is shown if it takes longer than this."""
 
 
 class FreedMemory(float):
@@ -38,6 +36,7 @@ class RunningChange(Generic[T]):
     Args:
         start: Starts the work, which reports its steps to the given function.
         cancel: Cancels the work; by default, its coroutine is cancelled.
+        shown_s: A load whose engine reports no progress is shown if it takes longer than this.
     """
 
     def __init__(
@@ -46,8 +45,10 @@ class RunningChange(Generic[T]):
         name: str,
         *,
         cancel: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        shown_s: float = 1.0,
     ) -> None:
         self._cancel = cancel
+        self._shown_s = shown_s
         self._loop = asyncio.get_running_loop()
         steps: Feed[ModelEvent] = Feed()
         self._steps = steps.subscribe()
@@ -63,10 +64,10 @@ class RunningChange(Generic[T]):
     async def step(self) -> ModelEvent | None:
         """Return the next step of a load or unload; None at the end. While an unload waits for running answers, it
         returns a step with the remaining time each second. The stage ``load`` is returned only if it takes longer than
-        ``LOAD_SHOWN_S``.
+        ``shown_s``.
         """
         while True:
-            limit_s = LOAD_SHOWN_S if self._loading is not None else 1.0 if self._unloading is not None else None
+            limit_s = self._shown_s if self._loading is not None else 1.0 if self._unloading is not None else None
             try:
                 step = await asyncio.wait_for(anext(self._steps), limit_s)
             except StopAsyncIteration:

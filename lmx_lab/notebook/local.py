@@ -502,7 +502,7 @@ class LocalBackend:
 
     async def record(self, which: int | str = -1) -> Record | None:
         store = self._server.recorder.store
-        return await asyncio.to_thread(store.find if isinstance(which, str) else store.at, which)  # type: ignore[arg-type]
+        return await asyncio.to_thread(lambda: store.find(which) if isinstance(which, str) else store.at(which))
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> list[int]:
         if isinstance(prompt, ChatRequest):

@@ -10,6 +10,7 @@ import pytest
 import lmx_lab
 from lmx_lab.engine.echo.engine import EchoEngine
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
+from lmx_lab.notebook.loading import RunningChange
 from tests.support.asking import ENDLESS
 from tests.support.labs import PACE, manager_of, serving
 from tests.support.waiting import interrupt_when, until
@@ -135,3 +136,23 @@ def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where, load):
         assert lab.load("echo").model == "echo"
         if where == "elsewhere":
             lab.stop()
+
+
+@pytest.mark.parametrize("has_cancel", [False, True])
+async def test_a_change_that_no_caller_receives_is_cancelled(has_cancel):
+    ended = asyncio.Event()
+
+    async def work(report):
+        await ended.wait()
+        return "ended"
+
+    async def cancel():
+        ended.set()
+
+    change = RunningChange(work, "load", cancel=cancel if has_cancel else None)
+    await asyncio.to_thread(change.close)
+    if has_cancel:
+        assert await change.result() == "ended"
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            await change.result()
