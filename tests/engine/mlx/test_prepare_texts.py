@@ -21,8 +21,9 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.settings import Settings
-from tests.support.engines import mlx_engine, (
+from tests.support.engines import (
     finish,
+    mlx_engine,
     mlx_thread,
     pin,
     request,
