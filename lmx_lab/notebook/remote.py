@@ -504,10 +504,6 @@ class RemoteServer:
         """The server's address."""
         return self._client.url
 
-    @property
-    def api_key(self) -> str | None:
-        return self._client.api_key
-
     def facts(self) -> dict[str, str]:
         """Return the name and the value of each line that describes the lab."""
         if not self.running:
