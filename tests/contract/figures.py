@@ -24,7 +24,7 @@ from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.bench import by_concurrency, by_prompt_length
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts
-from lmx_lab.instrument import probe
+from lmx_lab.instrument import probes
 from lmx_lab.instrument.attention import AttentionPattern
 from lmx_lab.instrument.attribution import LogitAttribution
 from lmx_lab.instrument.logit_lens import LogitLensTable
@@ -178,11 +178,13 @@ class ProbeChart(Html):
         return Probe(layers, run, LayerActivations(4, list(layers), 1))._repr_html_()
 
     def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
-        area = Box(left=probe.LEFT, top=probe.TOP, right=probe.WIDTH - probe.RIGHT, bottom=probe.HEIGHT - probe.BOTTOM)
+        area = Box(
+            left=probes.LEFT, top=probes.TOP, right=probes.WIDTH - probes.RIGHT, bottom=probes.HEIGHT - probes.BOTTOM
+        )
         (line,) = [each.get("points", "").split() for each in root.iter(f"{SVG}polyline")]
         places = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in root.iter(f"{SVG}circle")]
         assert [tuple(map(float, point.split(","))) for point in line] == places
-        bars = [bar for bar in root.iter(f"{SVG}line") if bar.get("stroke") == probe.COLOR]
+        bars = [bar for bar in root.iter(f"{SVG}line") if bar.get("stroke") == probes.COLOR]
         ends = [(float(bar.get("x1", "")), float(bar.get(f"y{end}", ""))) for bar in bars for end in (1, 2)]
         levels = heights(places, area)
         return Picture(page=page, area=area, places=places, ends=ends, levels=levels, lines=1, texts=texts)
