@@ -1,6 +1,7 @@
 """Test progress bars in terminals and files."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -49,3 +50,11 @@ def test_nothing_is_drawn_into_a_file_or_before_the_first_step(terminal):
         for step in [] if terminal else steps():
             shown.update(step)
     assert console.file.getvalue() == ""
+
+
+def test_a_counter_tells_a_server_what_uses_it():
+    server = SimpleNamespace(job="")
+    with counter("map", server) as shown:
+        shown.show("2 rows/s", 3, 12)
+        assert server.job == "Map, 3 of 12: 2 rows/s"
+    assert server.job == ""

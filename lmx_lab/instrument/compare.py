@@ -50,8 +50,6 @@ COLUMNS = {
     **{"tokens_per_second": "float64", "ttft_s": "float64"},
     **{"logprob": "float64", "logprob_per_token": "float64", "first_difference": "Int64"},
 }
-MAX_WORDS = 2000
-"""Length of an answer above which differences are not marked."""
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Comparison</title><style>
@@ -527,7 +525,8 @@ def _sums(logprobs: Sequence[TokenLogprob]) -> tuple[int, float | None, float | 
 
 def _aligned(one: str, other: str) -> Iterator[tuple[str, str, str]]:
     """Return the equal and the different parts of two texts, compared by words."""
-    if one == other or max(len(WORD.findall(text)) for text in (one, other)) > MAX_WORDS:
+    # Differences between longer answers are not marked.
+    if one == other or max(len(WORD.findall(text)) for text in (one, other)) > 2000:
         return iter([("equal" if one == other else "replace", one, other)])
     return word_changes(one, other)
 

@@ -31,10 +31,6 @@ SHOWN_ROWS = 40
 ColorBy = Literal["probability", "entropy", "rank"]
 Part = Literal["text", "reasoning", "call"]
 """The part of an answer to which a token belongs."""
-COLUMNS = {
-    **{"position": "int64", "token": "str", "id": "Int64", "bytes": "object", "logprob": "float64"},
-    **{"entropy": "float64", "rank": "Int64", "alternatives": "object", "logprob_tokens": "object"},
-}
 ALTERNATIVES = 5
 """Number of alternatives that a scoring pass returns for each token."""
 ASK = "send the request with logprobs"
@@ -190,7 +186,13 @@ class TokenLens(TokenTable):
             )
             for at, each in enumerate(self._tokens)
         ]
-        frame: pd.DataFrame = make_table(rows, COLUMNS)
+        frame: pd.DataFrame = make_table(
+            rows,
+            {
+                **{"position": "int64", "token": "str", "id": "Int64", "bytes": "object", "logprob": "float64"},
+                **{"entropy": "float64", "rank": "Int64", "alternatives": "object", "logprob_tokens": "object"},
+            },
+        )
         return frame
 
     def __repr__(self) -> str:

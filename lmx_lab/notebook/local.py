@@ -293,7 +293,7 @@ class LocalServer:
             settings=self.settings,
             explicit_port=explicit_port,
             upstream_url=self.url,
-            upstream_api_key=self.api_key,
+            upstream_api_key=self.settings.api_key,
             upstream_headers=self.services.inference.recording.own_headers,
             tools=tools,
         )
@@ -312,10 +312,6 @@ class LocalServer:
     @property
     def port(self) -> int:
         return self.addresses.port
-
-    @property
-    def api_key(self) -> str | None:
-        return self.settings.api_key
 
     @property
     def place(self) -> str:
@@ -385,7 +381,7 @@ class LocalBackend:
 
     @property
     def api_key(self) -> str | None:
-        return self._server.api_key
+        return self._server.settings.api_key
 
     @property
     def home(self) -> Path:

@@ -44,10 +44,8 @@ T = TypeVar("T")
 NEEDS_OWN_SERVER = "an attached lab cannot continue answers from their tokens; use a lab that launch() started"
 CLOSE_S = 2.0
 """Maximum time to close a connection."""
-MAX_PANEL_CONNECTIONS = 8
-"""Maximum number of connections that are kept for panels."""
 _PANEL_CONNECTIONS: dict[str, RemoteServer] = {}
-"""The last connection with panels, by address. Without it, nothing would refer to the connection of
+"""The last connection with panels, of the last 8 addresses. Without it, nothing would refer to the connection of
 ``attach(url).panel()``."""
 
 
@@ -481,7 +479,7 @@ class RemoteServer:
         if self.running:
             _PANEL_CONNECTIONS.pop(self.url, None)
             _PANEL_CONNECTIONS[self.url] = self
-            while len(_PANEL_CONNECTIONS) > MAX_PANEL_CONNECTIONS:
+            while len(_PANEL_CONNECTIONS) > 8:
                 del _PANEL_CONNECTIONS[next(iter(_PANEL_CONNECTIONS))]
 
     # Description
@@ -490,10 +488,6 @@ class RemoteServer:
     def url(self) -> str:
         """The server's address."""
         return self._client.url
-
-    @property
-    def api_key(self) -> str | None:
-        return self._client.api_key
 
     def facts(self) -> dict[str, str]:
         """Return the name and the value of each line that describes the lab."""

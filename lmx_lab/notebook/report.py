@@ -30,8 +30,6 @@ from lmx_lab.results.tables import html_table
 from lmx_lab.sanitize import UNSAFE
 from lmx_lab.wire.admin import ModelRecord, ModelRecords, RequestEvent, Sample
 
-PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")
-"""Packages whose versions a snapshot contains."""
 MAX_REQUEST_ROWS = 200
 """Maximum number of rows of the table of requests."""
 GENERATOR = '<meta name="generator" content="LMX Lab report">'
@@ -140,7 +138,7 @@ def take_snapshot(server: ServerState, models: ModelRecords, sample: Sample | No
         models=models,
         sample=sample,
         versions={
-            **{name: installed_version(name) or "not installed" for name in PACKAGES},
+            **{name: installed_version(name) or "not installed" for name in ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")},
             "python": platform.python_version(),
         },
         machine=Machine(

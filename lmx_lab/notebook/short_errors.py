@@ -21,8 +21,6 @@ from lmx_lab.errors import LabError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-MAX_LINES = 8
-"""Maximum number of lines of a short error."""
 RULE = "-" * 75
 REMEDY = "%tb shows the traceback"
 PACKAGE = str(Path(__file__).parent.parent)
@@ -110,7 +108,8 @@ def short_lines(
         code = linecache.getline(frame.filename, frame.lineno or 0).strip()
         places.append(f"{where}, line {frame.lineno}{function}:  {code}")
     head = [RULE, f"{type(error).__name__:<{len(RULE) - len(REMEDY)}}{REMEDY}", *places, ""]
-    room = MAX_LINES - len(head)
+    # A short error has at most 8 lines.
+    room = 8 - len(head)
     if len(sentences) > room:
         sentences = [*sentences[: room - 1], f"… and {len(sentences) - room + 1} more lines"]
     return [*head, *sentences]

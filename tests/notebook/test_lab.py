@@ -24,6 +24,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.instrument.requests import RecordedRequest
 from lmx_lab.notebook.lab import NAMES
+from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.reply import Reply
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
@@ -118,6 +119,20 @@ def test_the_html_of_a_lab_has_the_qr_code_of_its_chat_page(tmp_path, monkeypatc
     for changes, count in cases:
         lab = lmx_lab.Lab(replace(settings, **changes), loop="thread")
         assert lab._repr_html_().count(f"src='{code}'") == count
+
+
+def test_long_calls_are_jobs_of_the_lab(launched, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(
+        LocalBackend, "job", property(lambda self: "", lambda self, job: jobs.append(job)), raising=False
+    )
+    launched.load("echo")
+    launched.map(["a", "b"], "{text}")
+    launched.compare(["a"], [{"temperature": 0}])
+    launched.bench(prompt_tokens=8, output_tokens=4, requests=1, record=False)
+    begins = [job.partition(", ")[0] for job in jobs]
+    assert list(dict.fromkeys(begins)) == ["Map", "", "Compare", "Measuring"]
+    assert jobs[-1] == ""
 
 
 # --- both forms of its methods
