@@ -73,8 +73,7 @@ class EventStream(StreamingResponse):
         self._request_id = scope.get("lmx_lab.request_id", "")
         # An extension of ``http.connections``, which other servers do not have.
         self._abort = (scope.get("extensions") or {}).get("lmx_lab.abort", self._abort)
-        if "app" in scope:
-            self._keep_alive_s = scope["app"].state.limits.keep_alive_s
+        self._keep_alive_s = scope["app"].state.limits.keep_alive_s
         await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:

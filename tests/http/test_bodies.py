@@ -221,6 +221,12 @@ async def test_a_number_that_would_be_parsed_as_infinity_is_rejected(text, paddi
         await read_value(text + padding)
 
 
+@pytest.mark.parametrize("padding", [b"", LARGE])
+async def test_the_largest_numbers_are_accepted(padding):
+    value = {"a": [1e308, "x", {"b": -1.7e308}, 12]}
+    assert await read_value(json.dumps(value).encode() + padding) == value
+
+
 LARGE_BYTES = SMALL_BYTES + 30_000
 LIMIT_BYTES = 8 * LARGE_BYTES
 
