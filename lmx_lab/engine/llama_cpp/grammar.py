@@ -36,6 +36,8 @@ REFERENCE = re.compile(r"(?<=[ (])@(answer|call_\d+_arguments)\b")
 """A reference to another grammar, as ``engine.grammar`` writes it."""
 OUTWEIGHS = 1e4
 """A bias larger than any model's logits, so that only a grammar can prevent the token."""
+TRIAL_S = 30.0
+"""Time limit of a trial. One token takes less time and has its own slot, but long prompts may be computed first."""
 TOOL = re.compile(r"call_(\d+)_arguments")
 Part = Mapping[str, Any]
 
@@ -43,11 +45,7 @@ Part = Mapping[str, Any]
 class GrammarChecker:
     """Checks the grammars of one model. Belongs to the engine's loop."""
 
-    def __init__(
-        self, token_table: TokenTable, queue: GrammarQueue, connection: LlamaConnection, *, trial_s: float = 30.0
-    ) -> None:
-        # One token takes less time and has its own slot, but long prompts may be computed first.
-        self._trial_s = trial_s
+    def __init__(self, token_table: TokenTable, queue: GrammarQueue, connection: LlamaConnection) -> None:
         self._token_table = token_table
         self._queue = queue
         self._connection = connection
@@ -116,11 +114,11 @@ class GrammarChecker:
             "cache_prompt": False,
         }
         try:
-            async with asyncio.timeout(self._trial_s):
+            async with asyncio.timeout(TRIAL_S):
                 answer = await self._connection.post("/completion", body)
         except TimeoutError:
             raise QueueFullError(
-                f"llama.cpp could not try this format within {self._trial_s:g} s; try again in 5 s", retry_after_s=5
+                f"llama.cpp could not try this format within {TRIAL_S:g} s; try again in 5 s", retry_after_s=5
             ) from None
         except RefusedError:
             return False

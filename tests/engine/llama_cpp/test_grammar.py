@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
 from lmx_lab.engine.grammar.compile import GrammarQueue
+from lmx_lab.engine.llama_cpp import grammar as grammar_module
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, check_whole, read_token_table, to_lark
 from lmx_lab.errors import InvalidRequestError, QueueFullError
@@ -41,15 +42,10 @@ def server():
 
 
 @pytest.fixture
-async def queue():
+async def checker(tiny_gguf, server):
     queue = GrammarQueue("test")
-    yield queue
+    yield GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), queue, server)
     queue.close()
-
-
-@pytest.fixture
-async def checker(tiny_gguf, queue, server):
-    return GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), queue, server)
 
 
 def grammar_of(kind, text):
@@ -75,8 +71,8 @@ async def test_a_grammar_that_llama_cpp_ignores_is_refused_each_time(checker, se
     assert len(server.bodies) == 4
 
 
-async def test_a_grammar_that_could_not_be_tried_is_refused(tiny_gguf, queue, server):
-    checker = GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), queue, server, trial_s=0.01)
+async def test_a_grammar_that_could_not_be_tried_is_refused(checker, server, monkeypatch):
+    monkeypatch.setattr(grammar_module, "TRIAL_S", 0.01)
     server.enforces = None
     digits = grammar_of("regex", "[0-9]+")
     with pytest.raises(QueueFullError, match="try again in 5 s"):
