@@ -28,9 +28,10 @@ def parent():
 
 
 def child_of(parent):
-    child = psutil.Process(int(parent.stdout.readline()))
-    parent.stdout.readline()
-    return child
+    """Return the child of the process once it ignores SIGTERM."""
+    # Its own empty line can come before the line in which the parent writes its pid.
+    lines = sorted(parent.stdout.readline() for _ in range(2))
+    return psutil.Process(int(lines[1]))
 
 
 def test_child_processes_that_ignore_sigterm_are_ended(parent):
