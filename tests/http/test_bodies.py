@@ -97,6 +97,7 @@ async def test_a_body_within_the_limits_is_read():
         (b'{"a":"\\ud800"}' + LARGE, "lone surrogate"),
         (b"\xef\xbb\xbf1" + LARGE, "byte order mark"),
         (b"[1e2," + b"1" * 401 + b"]" + LARGE, "more than 400 digits"),
+        (b"[" + b"1" * 401 + b"]", "more than 400 digits"),
         (b"[" + b"1" * 4300 + b"]" + LARGE, "more than 400 digits"),
         (b" " * (SMALL_BYTES - 200) + b"1" * 401, "more than 400 digits"),
         (b'"' + b"\\" * 2 * SMALL_BYTES, "not valid JSON"),
