@@ -177,6 +177,8 @@ class LlamaCppCore:
         """End the remaining requests of a model, and its process. This continues if the caller is cancelled."""
         if resident.watch is not None:
             resident.watch.cancel()
+            # The frame of the cancelled task refers to the model.
+            resident.watch = None
         task = asyncio.create_task(self._end_resident(resident, error), name=f"lmx-lab drop of {resident.entry.id}")
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
