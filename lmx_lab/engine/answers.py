@@ -248,7 +248,9 @@ class Answers(Generic[Row]):
         on_change: Callable[[], object],
         post: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
-        self._computation = computation
+        # A weak reference, because the computation owns this object: a cycle would keep an unloaded model until it is
+        # collected.
+        self._computation: Computation[Row] = weakref.proxy(computation)
         self._totals = totals
         self._on_change = on_change
         self.post_work = post or asyncio.get_running_loop().call_soon_threadsafe

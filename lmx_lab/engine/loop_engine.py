@@ -42,8 +42,6 @@ from lmx_lab.values.tracing import Trace
 from lmx_lab.weights.files import in_thread
 
 T = TypeVar("T")
-STOP_S = 15.0
-"""Time that ``stop`` waits for requests and processes to end."""
 
 
 class EngineCore(Protocol):
@@ -146,7 +144,7 @@ class LoopEngine(ABC, Generic[Core]):
         if thread is not None and core is not None:
             # Work that does not end in time is abandoned with the thread, and its processes end with it.
             with contextlib.suppress(TimeoutError):
-                thread.submit(core.close(EngineDeadError("the engine was stopped"))).result(STOP_S)
+                thread.submit(core.close(EngineDeadError("the engine was stopped"))).result(15.0)
             thread.stop()
 
     # Models

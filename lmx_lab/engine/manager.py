@@ -47,8 +47,6 @@ from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 
 T = TypeVar("T")
-STOP_S = 5.0
-"""Time that ``stop`` waits for loads to end after the engines have stopped."""
 
 
 class ModelManager:
@@ -108,7 +106,8 @@ class ModelManager:
             engine.stop()
         if thread is not None and control is not None:
             with suppress(TimeoutError):
-                thread.submit(control.settled()).result(STOP_S)
+                # Loads end after the engines have stopped.
+                thread.submit(control.settled()).result(5.0)
             thread.stop()
 
     async def __aenter__(self) -> Self:

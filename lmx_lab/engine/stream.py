@@ -20,8 +20,6 @@ from lmx_lab.values.outputs import Delta, GenerationReport, PromptProgress, Prom
 from lmx_lab.values.timeline import StepLog
 
 Result = TypeVar("Result")
-SEPARATE_DELTAS = 64
-"""Number of deltas that are kept separate for a slow reader; more are merged."""
 Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 Item = Delta | PromptProgress | PromptScores | GenerationReport | LabError
 
@@ -48,7 +46,8 @@ class Mailbox:
         match item:
             case Delta():
                 self._deltas.append(item)
-                if len(self._deltas) > SEPARATE_DELTAS:
+                # More are merged for a slow reader.
+                if len(self._deltas) > 64:
                     self._deltas = [merge_deltas(self._deltas)]
             case PromptProgress():
                 self.progress = item

@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-REFRESH_S = 0.1
-"""Interval at which the snapshot is replaced, since tokens reach their readers without using the engine's loop."""
-MEASURE_S = 0.5
-"""Interval at which the memory of the processes is measured."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -177,6 +173,8 @@ class LlamaCppCore:
         """End the remaining requests of a model, and its process. This continues if the caller is cancelled."""
         if resident.watch is not None:
             resident.watch.cancel()
+            # The frame of the cancelled task refers to the model.
+            resident.watch = None
         task = asyncio.create_task(self._end_resident(resident, error), name=f"lmx-lab drop of {resident.entry.id}")
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
@@ -396,9 +394,10 @@ class LlamaCppCore:
         """Replace the snapshot and measure memory at regular intervals."""
         measured_at = 0.0
         while True:
-            await asyncio.sleep(REFRESH_S)
+            # Tokens reach their readers without using this loop.
+            await asyncio.sleep(0.1)
             now = time.perf_counter()
-            if now - measured_at >= MEASURE_S:
+            if now - measured_at >= 0.5:
                 measured_at = now
                 self._measure()
             if self._residents():

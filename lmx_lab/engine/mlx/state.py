@@ -32,9 +32,6 @@ from lmx_lab.weights.fingerprint import is_loaded, require_unchanged
 
 log = logging.getLogger(__name__)
 Loaded = LoadedModel | LoadedEncoder
-MIN_ENCODE_S = 0.01
-MEAN_WEIGHT = 0.2
-"""Weight of the newest step in the mean duration of the steps of answers beside traces."""
 
 
 class MlxCore:
@@ -320,13 +317,13 @@ class MlxCore:
         limit_s = time.perf_counter() - started
         if traces and busy:
             # The step may have been slow because other programs used the processors, so the mean limits its time.
-            self._mean_s += MEAN_WEIGHT * (limit_s - self._mean_s) if self._mean_s else limit_s
+            self._mean_s += 0.2 * (limit_s - self._mean_s) if self._mean_s else limit_s
             limit_s = min(limit_s, self._mean_s)
         if not self.encoding.idle:
             limit_s /= 2 if traces else 1
             # Beside a part of a prompt, texts do not get the time of this part as well.
             encode_s = min(limit_s, self.generating.decode_s or limit_s)
-            self.encoding.step(max(encode_s, MIN_ENCODE_S) if busy else self.encode_s, busy=busy)
+            self.encoding.step(max(encode_s, 0.01) if busy else self.encode_s, busy=busy)
         if traces:
             self.tracing.step(limit_s if busy else PREFILL_STEP_S, busy=busy)
         self._deliver()

@@ -2,12 +2,14 @@
 
 import asyncio
 import dataclasses
+import gc
 import importlib.util
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import httpx2
@@ -117,6 +119,19 @@ async def test_the_death_of_a_pinned_model_ends_only_its_requests(manager, minil
             await asyncio.sleep(0.001)
     await until_idle(manager)
     assert (await manager.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
+
+
+async def test_an_unloaded_model_is_released_without_a_collection_of_cycles(manager):
+    gc.disable()
+    try:
+        assert (await run(manager))[1].output_tokens == 8
+        hosted = weakref.ref(llama_core(manager)._main.hosted)
+        await manager.unload()
+        async with asyncio.timeout(30):
+            while hosted() is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    finally:
+        gc.enable()
 
 
 async def test_a_file_that_is_truncated_while_it_is_used_ends_only_the_process(tiny_gguf, tmp_path):
