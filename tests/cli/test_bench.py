@@ -168,7 +168,7 @@ def test_the_same_server_given_twice_is_refused(home, server, capsys):
 
 def test_a_lab_without_a_model_is_one_line(home, capsys):
     with serving(home, None) as empty:
-        assert bench("--url", f"127.0.0.1:{empty.port}", *SMALL, "--no-record") == 1
+        assert bench("--url", f"127.0.0.1:{empty.server.port}", *SMALL, "--no-record") == 1
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert captured.err.startswith("no-model-loaded: ")
