@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from contextlib import closing, contextmanager
 
 import pytest
@@ -115,12 +114,10 @@ def test_a_lab_that_does_not_run_says_so(tmp_path, state):
 def test_an_interrupt_cancels_the_load(tmp_path, monkeypatch, where, load):
     started, ended = threading.Event(), threading.Event()
 
-    def hang(engine, entry, spec, cancellation, **_):
+    async def hang(engine, entry, spec, **_):
         started.set()
         try:
-            while True:
-                cancellation.check()
-                time.sleep(0.01)
+            await asyncio.Event().wait()
         finally:
             ended.set()
 
