@@ -154,6 +154,29 @@ SUBJECTS = {
 """Modules below ``SMALL_LINES`` that only one module of their package imports, and what makes them a subject."""
 # Reading a value's own class is no dependency worth a row.
 FREE = {"typing_extensions"}
+FOREIGN = {"constants", "huggingface_hub.constants", "paths", "report", "program", "gguf", "item"}
+"""What tests set that is not of the package: settings of the hub's library, parts of the benchmarks, of the helpers of
+tests and of pytest."""
+SET_BY_TESTS = {
+    # Devices, files and failures that this machine cannot produce.
+    "engine/cpu_blas/test_openblas.py: _protection",
+    "engine/cpu_blas/test_openblas.py: _median_product_s",
+    "engine/test_find.py: CUDA_DEVICES",
+    "instrument/test_probes.py: _file",
+    # Processes that hang or are slow at one place, or use too much memory.
+    "engine/conftest.py: _advance",
+    "engine/llama_cpp/test_process.py: _load",
+    "engine/llama_cpp/test_process.py: _max_bytes",
+    "engine/llama_cpp/test_quantize.py: _run_worker",
+    "faults/test_hanging_load.py: SCRIPT",
+    "security/test_chat_templates.py: EXTRA_BYTES",
+    "security/test_chat_templates.py: RELOAD_S",
+    "support/commands.py: _end_late",
+    # A loop that must not be used, and a name on the network of one test alone.
+    "engine/test_manager.py: _run",
+    "cli/test_labs.py: SERVICE",
+}
+"""The exceptions of ``test_no_test_sets_a_constant_or_a_private_attribute``."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +353,38 @@ def test_no_test_imports_a_test():
                 if not (f"{module}.".startswith("tests.support.") or is_helper or is_itself):
                     wrong.append(f"{place} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_test_sets_a_constant_or_a_private_attribute():
+    """A rename in the package must not break a test, or make it test nothing. Time limits are arguments, and what a test
+    has to know is public.
+    """
+    found = {}
+    for path in sorted((ROOT.parent / "tests").rglob("*.py")):
+        place = path.relative_to(ROOT.parent / "tests").as_posix()
+        for node in ast.walk(syntax_tree(path)):
+            for name, value in _settings_of(node):
+                is_constant = name.isupper()
+                is_private = name.startswith("_") and not name.startswith("__")
+                if (is_constant or is_private) and value not in FOREIGN and not place.startswith("soak/"):
+                    found.setdefault(f"{place}: {name}", f"{place}:{node.lineno} sets {name}")
+    wrong = [text for key, text in found.items() if key not in SET_BY_TESTS]
+    assert not wrong, "\n".join(wrong)
+    outdated = sorted(SET_BY_TESTS - found.keys())
+    assert not outdated, f"no test sets them any more: remove them from SET_BY_TESTS: {outdated}"
+
+
+def _settings_of(node):
+    """Yield the name and the owner of each attribute that a statement or a call of ``setattr`` sets."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+        names = [each.value for each in node.args[:2] if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        if names:
+            owner, _, name = names[0].rpartition(".")
+            yield name, owner or ast.unparse(node.args[0])
+    elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "cls"):
+                yield target.attr, ast.unparse(target.value)
 
 
 def test_the_modules_that_are_mutated_exist_with_their_tests():

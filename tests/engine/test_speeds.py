@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import measure
+from lmx_lab.engine import memory
 from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.speeds import FILE, age_in_words, conditions, read_speeds, store_speeds
@@ -76,6 +76,6 @@ def test_the_error_of_a_model_that_cannot_be_loaded_has_the_reason(tiny, tmp_pat
 
 
 def test_nothing_is_measured_if_memory_is_short(tiny, monkeypatch):
-    monkeypatch.setattr(measure, "NEEDED_BYTES", 2**60)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 0)
     with pytest.raises(OutOfMemoryError, match="unload a model"):
         measure_speeds(Settings(), {"mlx": tiny, "llama.cpp": tiny})
