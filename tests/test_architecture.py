@@ -356,8 +356,9 @@ def test_no_test_imports_a_test():
 
 
 def test_no_test_sets_a_constant_or_a_private_attribute():
-    """A rename in the package must not break a test, or make it test nothing. Time limits are arguments, and what a test
-    has to know is public.
+    """A rename in the package must not break a test, or make it test nothing.
+
+    Time limits are arguments, and what a test has to know is public.
     """
     found = {}
     for path in sorted((ROOT.parent / "tests").rglob("*.py")):
