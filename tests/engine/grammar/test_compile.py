@@ -165,7 +165,7 @@ def test_only_the_grammar_that_crashes_the_sandbox_is_refused(table):
     pool.close()
 
 
-def test_a_slow_grammar_delays_no_other(table):
+def test_a_slow_grammar_does_not_delay_others(table):
     pool = SandboxPool()
     compiler = GrammarCompiler(lambda: table, pool=pool)
 
