@@ -49,7 +49,7 @@ def _steer_items(steer: Any) -> Any:
     """Return vectors as items of the request field; a single vector is a list of one."""
     if steer is None:
         return None
-    # Imported here, because modules of the same package import this one.
+    # Imported here, because modules of ``instrument`` import this one.
     from lmx_lab.instrument.steering import Steer
 
     items = steer if isinstance(steer, list | tuple) else [steer]

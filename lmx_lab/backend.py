@@ -187,7 +187,7 @@ class AnswerStream(Protocol):
 
 
 class RunningAnswer:
-    """A running generation, and what was received of it. Deleting it stops the generation.
+    """A running generation, and the part of it that was received. Deleting it stops the generation.
 
     Args:
         finish: Returns the complete answer, given all its deltas as one.
@@ -361,7 +361,7 @@ class Backend(Protocol):
         """
 
     async def answer(self, request: ChatRequest | Record) -> Record:
-        """Answer a request, or that of a record again, and return the record of the answer, which is not stored."""
+        """Answer a request, or repeat that of a record. Return the record of the answer, which is not stored."""
 
     async def record(self, which: int | str = -1) -> Record | None:
         """Return a recorded request, by its position or its ``request_id``; None if there is none.

@@ -234,7 +234,7 @@ def both(
 
 def both_of(attribute: str, function: Callable[..., Coroutine[Any, Any, Any]]) -> tuple[Any, Any]:
     """Return both forms of a coroutine function whose first argument is an attribute of the object with the methods:
-    ``trace, atrace = both_of("backend", trace)``. In the class, they get the names that they are assigned to.
+    ``trace, atrace = both_of("backend", trace)``. Each form takes the name to which the class assigns it.
     """
 
     @functools.wraps(function)
@@ -251,7 +251,7 @@ def both_of(attribute: str, function: Callable[..., Coroutine[Any, Any, Any]]) -
 
 
 class _NamedMethod:
-    """A function in the body of a class, which gets the name that it has there."""
+    """A function that takes the name to which the body of a class assigns it."""
 
     def __init__(self, form: Any) -> None:
         self._form = form

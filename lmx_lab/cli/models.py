@@ -152,8 +152,8 @@ def models() -> None:
 @app.command(
     cls=Command,
     epilog=epilog(
-        "lmx-lab storage                          list what takes space, the largest first",
-        "lmx-lab storage --remove smollm2-135m    delete a model, after a question",
+        "lmx-lab storage                          list models and results, the largest first",
+        "lmx-lab storage --remove smollm2-135m    delete a model, after a confirmation",
     ),
 )
 def storage(
@@ -161,9 +161,9 @@ def storage(
         list[str] | None,
         typer.Option("--remove", metavar="NAME", help="Delete this model or these results. Can be repeated."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete without a question.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking for confirmation.")] = False,
 ) -> None:
-    """List what models and results take on the disk, or delete some of it.
+    """List the disk space that models and results use, or delete some of them.
 
     Models of other programs are listed with the command that removes them, and never deleted.
     """

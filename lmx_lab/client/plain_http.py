@@ -107,7 +107,7 @@ class PlainConnection(asyncio.Protocol):
         Raises:
             EOFError: the connection was closed before the end of the body.
             OSError: the connection was broken.
-            ValueError: the bytes are not in the coding that the head names.
+            ValueError: the body is not encoded as the head states.
         """
         pieces: list[bytes] = []
         while self._http.their_state is h11.SEND_BODY:

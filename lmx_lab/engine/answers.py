@@ -2,7 +2,7 @@
 
 Plain synchronous code. An ``Answers`` belongs to the thread that computes the model, which calls ``update`` between two
 steps. It decides what runs (``engine.scheduler``), ends each generation exactly once, and passes the results to the
-event loops of their readers. What only one engine does is behind ``Computation``.
+event loops of their readers. Each engine implements ``Computation``, which contains the parts that differ.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Generation(Generic[Row]):
     arrived_at: float
     timeout_s: float
     row: Row
-    """What only this engine needs."""
+    """Data of an answer that only this engine needs."""
     failure: LabError | None = None
     """The error with which the answer ends instead of a report."""
     admitted_at: float = 0.0
@@ -378,7 +378,7 @@ class Answers(Generic[Row]):
                 self.post(generation, end)
 
     def cancel(self, generation: Generation[Row]) -> None:
-        """Stop a generation and free its slot. Its reader gets no end. Ignored if the generation has ended before."""
+        """Stop a generation and free its slot. No end is sent to its reader. Ignored if the generation has ended."""
         if self.scheduler.remove(generation):
             try:
                 self._computation.remove(generation)
@@ -398,7 +398,7 @@ class Answers(Generic[Row]):
         and the first failure is raised afterwards.
         """
         scheduler, failures = self.scheduler, []
-        # In a method of its own, because the caller's frame must not refer to a model that it is about to release.
+        # This is a separate method, because the caller's frame must not refer to a model that it is about to release.
         for generation in scheduler.running if running_only else scheduler.running + scheduler.queued:
             try:
                 self.end(generation, error)

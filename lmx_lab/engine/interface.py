@@ -54,7 +54,7 @@ class EngineHost:
     ended. The snapshot and ``failure`` are up to date by then. The argument is True if a single request was the
     cause; the main model should then be loaded again."""
     turns: Turns = field(default_factory=Turns)
-    """When clients without a slot get one of another client."""
+    """When a client without a slot gets a slot of another client."""
 
 
 class InferenceEngine(Protocol):

@@ -57,7 +57,7 @@ class ModelManager:
 
     Args:
         catalog: The models on this disk; by default those that the settings name.
-        turns: When clients without a slot get one of another client.
+        turns: When a client without a slot gets a slot of another client.
     """
 
     def __init__(self, settings: Settings, catalog: Catalog | None = None, *, turns: Turns | None = None) -> None:

@@ -1,6 +1,6 @@
 """Prepare requests for any engine: the tokens of the prompt, how the answer begins, its format and its limits.
 
-What depends on a model's vocabulary, or on its engine, is behind ``Tokenizer``.
+The methods of ``Tokenizer`` are the steps that depend on the vocabulary or the engine of a model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = TypeVar("Row")
 
 
 class Tokenizer(Protocol[Row]):
-    """What one model does with texts and tokens. Used on an event loop, which none of the methods blocks."""
+    """The operations of one model on texts and tokens. Used on an event loop, which none of the methods blocks."""
 
     @property
     def entry(self) -> ModelEntry: ...

@@ -25,7 +25,7 @@ NEWEST_WEIGHT = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """When clients without a slot get one of another client."""
+    """When a client without a slot gets a slot of another client."""
 
     wait_s: float = 0.1
     """Time for which a client without a slot waits before a request of another client is paused."""

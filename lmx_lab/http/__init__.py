@@ -38,6 +38,7 @@ class Limits:
     """Time in which a stream sends something. Proxies and clients close connections that are silent for longer, some
     after 10 s."""
     trim_s: float = 5.0
-    """Time after a request until freed memory is returned to the operating system."""
+    """Maximum time after a request until freed memory is returned to the operating system, and minimum time between two
+    such returns."""
     cancel_s: float = 2.0
     """Time that cancelled work gets to finish when the server stops."""

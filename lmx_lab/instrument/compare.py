@@ -250,7 +250,7 @@ class ComparisonRun:
         if answer.setting.load_key == cell.setting.load_key:
             tokens: Sequence[int] = record.answer or ()
         else:
-            # Without the tokens that the tokenizer puts before each text, which are all that these two have in common.
+            # Removes the tokens that the tokenizer adds before each text. These texts have no others in common.
             one, other = [await backend.encode(probe) for probe in ("x", "y")]
             before = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
             tokens = (await backend.encode(record.text))[before:]

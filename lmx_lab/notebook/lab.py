@@ -64,7 +64,7 @@ NAMES = {
     "show": ("panel", "metrics", "snapshot", "report"),
     "connect": (*("url", "lan_url", "proxy_url", "openai", "settings", "daemon", "start_daemon", "running", "stop"),),
 }
-"""The names that completion offers, without their awaited forms. The others are for programs and for this package."""
+"""The names that completion offers, without their awaitable forms. Others are for programs and this package."""
 
 
 def of_backend(

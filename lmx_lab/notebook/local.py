@@ -129,8 +129,8 @@ class LocalServer:
             sock: A listening socket, instead of a new one.
 
         Raises:
-            HostingError, PortTakenError: the server could not start; all that had been started was stopped. Or it was
-                stopped before.
+            HostingError, PortTakenError: the server could not start, and all that had been started was stopped; or it
+                was stopped before.
             InvalidRequestError: ``loop`` is ``kernel``, and no event loop runs in this thread.
         """
         if self.running:

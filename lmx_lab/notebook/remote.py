@@ -420,7 +420,7 @@ class RemoteServer:
         """Return a backend over this connection.
 
         Args:
-            keeps: Whether the backend keeps this object, and so the connection, like the results of the lab do. Panels
+            keeps: Whether the backend keeps this object, and so the connection, as the results of the lab do. Panels
                 must not keep it.
         """
         end, portal = self._end, self.portal

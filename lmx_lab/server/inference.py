@@ -59,7 +59,7 @@ class RequestEnd:
     """The end of a generation, an embedding or a rerank. A refused request ends with an error and without a report."""
 
     event: RequestEvent
-    """What clients of ``/admin/events`` receive. Its id is empty for requests of the notebook."""
+    """The event for clients of ``/admin/events``. Its id is empty for requests of the notebook."""
     report: GenerationReport | EncodeReport | None = None
     """The engine's report; None if the request failed or was cancelled before its end."""
     steps: StepLog | None = None

@@ -30,7 +30,7 @@ from lmx_lab.wire.admin import PAGE_REQUESTS, TimelinePage
 class _Request:
     number: int
     timeline: RequestTimeline
-    """Without steps, and without the values that are computed from them."""
+    """Has no steps, and none of the values that are computed from them."""
     ended_at: float | None = None
     report: GenerationReport | None = None
 
@@ -40,7 +40,7 @@ class _Change:
     """A load or an unload. Its times are seconds of ``time.perf_counter``."""
 
     timeline: ModelTimeline
-    """Until its last event."""
+    """The timeline until its last event."""
     began_at: float = field(default_factory=time.perf_counter)
     ended_at: float | None = None
 

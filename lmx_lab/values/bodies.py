@@ -23,7 +23,7 @@ def whole(value: Any) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """Return a tuple for a list, which strict classes do not accept for a tuple in Python objects."""
+    """Return a tuple for a list. Strict classes do not accept a list in place of a tuple if it is a Python object."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -57,7 +57,7 @@ class Limits:
 
 
 class Body:
-    """Base class of such dataclasses: strict, without unknown fields, with a limited number of members."""
+    """Base class of bodies: strict dataclasses without unknown fields, with a limited number of members."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "strict": True,

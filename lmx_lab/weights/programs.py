@@ -1,4 +1,4 @@
-"""Find the models of Ollama, LM Studio and llama.cpp on this disk. Their files are only read, and stay where they are.
+"""Find the models of Ollama, LM Studio and llama.cpp on this disk. Their files are only read, and never moved.
 
 Ollama keeps a manifest for each model, ``manifests/HOST/NAMESPACE/MODEL/TAG``, whose layers name files in ``blobs`` by
 their hashes (https://pkg.go.dev/github.com/ollama/ollama/server/internal/manifest). LM Studio has a folder
@@ -48,7 +48,7 @@ def ollama_locations(folder: Path) -> Iterator[ModelLocation]:
     """Find the models of Ollama: ``llama3.2:1b``, ``user/model:tag`` or ``hf.co/org/name:Q4_K_M``.
 
     A name without ``:latest`` is an alias, as in Ollama. Models with an adapter and models of Ollama's cloud are left
-    out: their own file alone would be another model, or is not there.
+    out: their file alone would be a different model, or does not exist.
     """
     for path in sorted((folder / "manifests").glob("*/*/*/*")):
         host, namespace, model, tag = path.parts[-4:]

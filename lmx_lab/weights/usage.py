@@ -1,4 +1,4 @@
-"""What models and results take on this disk, and its removal. Other programs' files are only shown."""
+"""List the disk space that models and results use, and delete them. Files of other programs are only listed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAMS = {
     "llama.cpp": "delete its files in this folder",
 }
 NO_MODELS = ("benchmark runs", "unfinished downloads", "prefix cache")
-"""What is removed without the lock of a model."""
+"""Kinds of items that are deleted without the lock of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Stored:
     name: str
     """What ``remove_stored`` expects: the id of a model, or another name that is unique in the list."""
     what: str
-    """What it is, in a few words."""
+    """The kind of item, in a few words."""
     path: Path
     size_bytes: int
     remedy: str = ""
@@ -44,7 +44,7 @@ class Stored:
 
 
 def list_stored(settings: Settings) -> list[Stored]:
-    """Return what models and results take, the largest first. Damaged and unfinished models are included.
+    """Return the models and results on the disk, the largest first. Damaged and unfinished models are included.
 
     It reads the sizes of all files, which takes seconds on a slow disk.
     """
@@ -55,7 +55,7 @@ def find_stored(settings: Settings, name: str) -> Stored:
     """Return the item of that name.
 
     Raises:
-        InvalidRequestError: there is none, or it is not removed by this package; the message says by what.
+        InvalidRequestError: there is none, or this package does not delete it; the message says how to delete it.
     """
     items = {item.name: item for item in list_stored(settings) if item.size_bytes}
     item = items.get(name)

@@ -92,7 +92,7 @@ class ChangeMcpServer(RequestModel):
 class McpServerRecord(McpServerConfig):
     """The configuration of a server with redacted secrets, and its state."""
 
-    # Lenient and complete, as an answer: not the rules of requests.
+    # This is an answer, so the strict rules of requests do not apply to it, and it has all fields.
     model_config = ConfigDict(extra="ignore", strict=False, json_schema_serialization_defaults_required=True)
 
     state: ServerState

@@ -43,7 +43,7 @@ def other(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def second(tmp_path_factory):
-    """A connection to another lab, which is as fast as the first."""
+    """A connection to another lab that is as fast as the first one."""
     with serving(tmp_path_factory.mktemp("second"), "echo", slots=4) as served, attach(served.url) as second:
         yield second
 

@@ -115,7 +115,7 @@ def test_everything_that_takes_space_is_listed_and_deleted_by_its_name(home):
     assert [path.name for path in (home / "models").iterdir() if not path.name.startswith(".")] == ["tiny.gguf"]
 
 
-def test_a_deletion_needs_an_answer_and_checks_all_names_before(home):
+def test_a_deletion_needs_confirmation_and_all_names_are_checked_first(home):
     before = stored(home)
     asked = run_command(home, "storage", "--remove", "org/tiny")
     assert asked.status != 0

@@ -136,7 +136,7 @@ async def test_a_body_without_a_length_ends_with_the_connection():
     assert await body_of([head + b"\r\n", b"some", b" text"]) == b"some text"
 
 
-async def test_a_response_follows_those_that_only_inform():
+async def test_informational_responses_are_skipped():
     assert await body_of([b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", streamed("hi")]) == b"hi"
 
 

@@ -1,4 +1,4 @@
-"""Sandboxes start on demand, answer messages, end at their limits or with their parent; slow work delays no other."""
+"""Sandboxes start on demand, and end at their limits or with their parent. Slow work does not delay other work."""
 
 import asyncio
 import os

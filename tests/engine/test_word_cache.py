@@ -52,7 +52,7 @@ def check_leaks(use):
     before = in_use()
     for _ in range(LOADS):
         use()
-    # The thread of a tokenizer refers to it for a moment after its result is there.
+    # The thread of a tokenizer refers to the tokenizer for a moment after it has returned its result.
     until(lambda: in_use() - before < MOST_BYTES)
 
 

@@ -286,7 +286,7 @@ def test_many_numbers_and_scores_are_written_in_another_thread(http, monkeypatch
 
 
 def test_values_that_are_not_finite_are_an_error_that_is_reported_once(tmp_path, reranker_gguf):
-    # Weights of this size are finite, and their products are not.
+    # Weights of this size are finite, but their products are not.
     huge = {"encoder.layer.1.output.LayerNorm.weight": np.full(32, 3e38, np.float32)}
     write_tiny_bert(tmp_path / "models" / "damaged", change=huge)
     whole = read_gguf(reranker_gguf)

@@ -36,7 +36,7 @@ WITHOUT_BAR = (
     "import functools; from lmx_lab.notebook import loading; "
     "loading.RunningChange = functools.partial(loading.RunningChange, shown_s=60)"
 )
-"""Loads without progress show no bar, also on a busy machine."""
+"""Prevents a bar for loads without progress, even on a busy machine."""
 LAUNCH_TINY = "lab = lmx_lab.launch('tiny', loop={mode!r}, port=0); print(lab.server.port)"
 HOSTILE = "<img src=x onerror=alert(1)> and some words"
 # Except "never awaited", which an interrupt between the creation and the start of a coroutine causes.

@@ -203,7 +203,7 @@ print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.complet
 
 
 def attach_patiently(url, key=None):
-    """Attach to a server, whose answer ``repr`` awaits also on a busy machine."""
+    """Attach to a server. ``repr`` waits long enough for its answer, even on a busy machine."""
     far = lmx_lab.Lab.over(remote.RemoteServer(url, api_key=key, repr_s=WAIT_S))
     far.start()
     return far

@@ -262,7 +262,7 @@ def luminance(color):
 async def test_the_panel_shows_the_progress_of_a_measurement(lab):
     await lab.aload("tiny")
     reader = Reader(MetricsPanel(lab.workbench), lab.workbench)
-    # It lasts until the panel has shown its progress.
+    # The measurement has enough requests to run until the panel has shown its progress.
     measuring = asyncio.create_task(lab.abench(prompt_tokens=32, output_tokens=60, requests=10_000, record=False))
     progress = re.compile(r"Measuring, [\d,]+ of 10001: lab p32-o60-c1-cold")
     await asyncio.to_thread(reader.until, lambda panel: progress.match(panel.job))

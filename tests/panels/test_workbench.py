@@ -32,7 +32,7 @@ def test_the_history_has_samples_and_requests(tiny_home):
 
 
 def tasks():
-    """Return the names of the tasks of the background loop, without the one that this needs."""
+    """Return the names of the tasks of the background loop, without the task of this function."""
     found = set()
 
     async def find():

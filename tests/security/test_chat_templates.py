@@ -100,7 +100,7 @@ def test_the_error_names_the_limit(rendered):
 
 def test_the_process_has_no_keys_in_its_environment(pool, rendered, monkeypatch):
     monkeypatch.setenv("LMX_LAB_API_KEY", "secret-of-the-environment")
-    # The next template starts another process.
+    # This ends the process, so the next template starts another one.
     with pytest.raises(TemplateLimitError):
         rendered(ENDLESS, {})
     rendered("", {})
@@ -303,7 +303,7 @@ def test_a_template_that_loops_in_llama_cpp_stops_its_process_and_the_model_is_l
     gguf_lab, tiny_gguf, tmp_path, monkeypatch, *, leaves
 ):
     lab, _ = gguf_lab
-    # Our sandbox refuses the underscore, and llama.cpp does not.
+    # The sandbox refuses the underscore, but llama.cpp does not.
     path = with_template(tiny_gguf, f"{{% set ns = namespace(_a=1) %}}{SOMETIMES}", tmp_path)
     monkeypatch.setattr(model_control, "RELOAD_S", 0.0)
     lab.load(str(path))

@@ -115,7 +115,7 @@ def killed_daemon(program: str, folder: Path, *arguments: str) -> Any:
     environment = {"PYTHONPATH": str(root), "LMX_TEST": str(folder)}
     with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        # Not to the end of the output, which a fork can hold open.
+        # Does not read to the end of the output, because a fork can hold it open.
         return json.loads(process.stdout.readline())
 
 

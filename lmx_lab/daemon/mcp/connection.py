@@ -230,7 +230,7 @@ class McpConnection:
 
 
 class _ProcessStream:
-    """What the streams of a process have in common. Closing one does nothing: the process is stopped by its owner."""
+    """Base class of the streams of a process. Closing one does nothing: the process is stopped by its owner."""
 
     def __init__(self, process: McpProcess) -> None:
         self._process = process

@@ -95,7 +95,7 @@ class McpServer:
         """The tools that it offers, by its own names for them."""
         self.status = _first_status(config)
         self.started = asyncio.Event()
-        """Cleared only while the first attempt to start the server lasts."""
+        """Cleared only during the first attempt to start the server."""
         self.started.set()
         self._processes = processes
         self._restarts = restarts
@@ -139,7 +139,7 @@ class McpServer:
         await asyncio.wait({self._task})
 
     def configure(self, config: McpServerConfig) -> None:
-        """Use a configuration from now on. Only the permission applies to a server that runs."""
+        """Replace the configuration. A server that runs uses only its permission until the next start."""
         self.config = config
         for own_name, tool in self.tools.items():
             self.tools[own_name] = tool.model_copy(update={"permission": config.permission})
@@ -499,7 +499,7 @@ async def connected(
 
     Args:
         on_tools_changed: Called when the server's list of tools has changed.
-        on_lost: Called when the server will not answer any more.
+        on_lost: Called when the server can no longer answer.
         on_process: Called with the process that was started.
 
     Raises:

@@ -209,7 +209,7 @@ def _tools(request: GenerationRequest) -> ToolUse | None:
 
 @dataclass(kw_only=True, eq=False)
 class EchoRow:
-    """What only the echo engine needs for an answer."""
+    """The data of an answer that only the echo engine needs."""
 
     sampler: AnswerSampler
     interval_s: float

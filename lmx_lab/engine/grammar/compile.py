@@ -96,7 +96,7 @@ class GrammarCompiler:
         self._checked: OrderedDict[str, str] = OrderedDict()
         self._refused: OrderedDict[str, InvalidRequestError] = OrderedDict()
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-        """For each grammar in work, so that it is checked once. Belongs to the pool's loop."""
+        """A lock for each grammar that is being checked, so that it is checked once. Belongs to the pool's loop."""
 
     def known_matchers(self, grammar: str, count: int) -> list[LLMatcher] | None:
         """Return matchers of a grammar that was compiled before; None if it is not known. May be called from any

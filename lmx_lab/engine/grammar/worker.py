@@ -109,7 +109,7 @@ def _walk_all(matcher: LLMatcher) -> str:
 
 
 def walk(matcher: LLMatcher, rng: random.Random, *, slowest_s: float = 0.25, all_s: float = 0.6) -> str:
-    """Take 24 steps of a random answer as the engine would, and return what goes wrong; empty if nothing does.
+    """Take 24 steps of a random answer as the engine would, and return the problem; empty if there is none.
 
     Args:
         slowest_s: Limit of the time of one step.

@@ -86,7 +86,7 @@ def choose(candidates: Sequence[tuple[int, ...]], gap: Gap, usual: Sequence[int]
 
 
 class AnswerReader:
-    """Reads the events of one answer, and adds them to its generation, of which it is the row.
+    """Reads the events of one answer, and adds them to its generation, whose ``row`` it is.
 
     llama.cpp holds back incomplete characters, and sends their text with the log-probability of their last token only.
 

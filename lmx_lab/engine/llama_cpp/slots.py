@@ -44,7 +44,7 @@ class LlamaSlots:
         self._timer: asyncio.Handle | None = None
         self._tasks: dict[LlamaGeneration, asyncio.Task[None]] = {}
         self._paused: dict[LlamaGeneration, asyncio.Event] = {}
-        """The generations without a slot whose tasks stop or wait, and what wakes the tasks."""
+        """The generations without a slot whose tasks stop or wait, and the events that wake the tasks."""
         self.answers: Answers[AnswerReader] = Answers(
             self, totals, slots=hosted.plan.slots, turns=turns, on_change=on_change
         )
@@ -268,7 +268,7 @@ class LlamaSlots:
     def _deliver_event(self, generation: LlamaGeneration, event: dict[str, Any]) -> bool:
         """Deliver the items of one event, and return whether to stop reading. Runs on the reader's loop."""
         if generation not in self.answers.scheduler:
-            # It has ended, and its reader gets its end.
+            # It has ended, and ``answers`` delivers the end to its reader.
             return True
         now = time.perf_counter()
         self._hosted.progress_at = now

@@ -50,7 +50,7 @@ MIN_CHUNK_TOKENS = 1 if mx.default_device() == mx.cpu else 256 if memory.is_of_d
 
 @dataclass(kw_only=True, eq=False)
 class MlxRow:
-    """What only the MLX engine needs for an answer."""
+    """The data of an answer that only the MLX engine needs."""
 
     model: weakref.ref[LoadedModel]
     """A weak reference, so that an object that refers to an ended request does not keep the weights in memory."""

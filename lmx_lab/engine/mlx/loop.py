@@ -78,7 +78,7 @@ class GenerationLoop:
         """Number of running requests and length of the longest KV cache in ``STEP_TOKENS``; size of all caches."""
         self.batch: Batch | None = None
         self.totals = TokenTotals()
-        """Counts of the requests that have ended, and what was written to disk."""
+        """Counts of the requests that have ended, and of the bytes that were written to disk."""
         self.answers: Answers[MlxRow] = Answers(
             self, self.totals, slots=settings.slots, turns=turns, on_change=on_change, post=post
         )

@@ -95,7 +95,7 @@ class PromptTokenizer:
             return write_chat(self._tokenizer, messages, add_generation_prompt=True, **given, **prompt.template_options)
 
         try:
-            # A thread for each request, because many messages take long.
+            # Each request has its own thread, because many messages take a long time.
             return await render_request(await in_thread(write, name="lmx-lab-template"))
         except LabError:
             raise

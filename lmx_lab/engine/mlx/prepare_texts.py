@@ -1,6 +1,6 @@
 """Prepare embedding and rerank requests for the engine thread, and convert their rows to vectors and scores.
 
-Texts are tokenized beside the engine thread; tokens become rows on it.
+Texts are tokenized outside the engine thread. The engine thread converts tokens to rows.
 """
 
 from __future__ import annotations

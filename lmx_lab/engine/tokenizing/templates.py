@@ -60,7 +60,7 @@ class TemplateRefusalError(Exception):
 
 
 class TemplateBusyError(TemplateRefusalError):
-    """The template was not rendered, because other slow templates were."""
+    """The template was not rendered, because other slow templates were being rendered."""
 
 
 class TemplateLimitError(Exception):

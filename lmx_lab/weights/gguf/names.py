@@ -46,7 +46,7 @@ def is_gguf(name: str) -> bool:
 
 
 def is_blob(name: str) -> bool:
-    """Whether the name is that of a file of Ollama, which is named by its hash. A model's is a GGUF file."""
+    """Whether the name is that of a file of Ollama, which is named by its hash. Such a file of a model is in GGUF."""
     return BLOB.fullmatch(name) is not None
 
 

@@ -29,7 +29,7 @@ def parent():
 
 def child_of(parent):
     """Return the child of the process once it ignores SIGTERM."""
-    # Its own empty line can come before the line in which the parent writes its pid.
+    # The empty line of the child can arrive before the line in which the parent writes its pid.
     lines = sorted(parent.stdout.readline() for _ in range(2))
     return psutil.Process(int(lines[1]))
 

@@ -442,7 +442,7 @@ async def test_a_server_is_removed_while_its_lost_process_is_being_stopped(harne
     record = await harness.ready(hostile("ignore_term"))
     child, grandchild = json.loads((await harness.call("bad__family")).text)
     processes = [psutil.Process(record.pid), psutil.Process(grandchild)]
-    # This one would keep the output open.
+    # The child would keep the output open.
     psutil.Process(child).kill()
     await harness.call("bad__close")
     # The process has some time to exit after the end of its input.

@@ -187,7 +187,7 @@ async def test_on_a_full_disk_the_reserve_is_used_for_writing_ends(store, monkey
     with pytest.raises(StorageFullError):
         await store.write(long_event)
     assert not reserve.exists()
-    # The space of the deleted reserve.
+    # Deleting the reserve has freed this space.
     await limit_pages(store, 1_000_000, ending=True)
     with pytest.raises(StorageFullError):
         await store.write(long_event)

@@ -105,7 +105,7 @@ async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(t
         await gate.reached()
         await here.turns.decide(permission.permission_id, ALLOW)
         await here.seen("tool.end")
-        # Until the turn waits for a slot: the event is published a few iterations of the loop before.
+        # Wait until the turn waits for a slot, a few iterations of the loop after the event is published.
         await give_way(20)
         gate.open()
         for session, turn in [(asking, first), *zip(others, turns, strict=True)]:

@@ -58,7 +58,7 @@ def test_a_refusal_is_cached(table):
         with pytest.raises(InvalidRequestError) as refused:
             matchers_of(compiler, bad)
         messages.append((refused.value.message, refused.value.param))
-        # The second time, no process is needed.
+        # The second refusal comes from the cache, without a process.
         for pid in pool.pids:
             psutil.Process(pid).kill()
     assert messages[0] == messages[1]
@@ -83,7 +83,7 @@ def test_compiled_grammars_are_cached_within_a_limit(compiler):
     texts = [grammar_for(AnswerFormat(kind="regex", text=f"x{number}")) for number in range(CACHE_SIZE + 3)]
     for text in texts:
         matchers_of(compiler, text)
-        # Used again and again, so it is kept.
+        # The first grammar is used repeatedly, so it stays in the cache.
         matchers_of(compiler, texts[0])
     assert [text for text in texts if compiler.known_matchers(text, 1) is None] == texts[1:4]
 
@@ -159,13 +159,13 @@ def test_only_the_grammar_that_crashes_the_sandbox_is_refused(table):
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
         pool.portal.run(check())
     assert matchers_of(compiler, grammar_for(schema({"const": "now"})))
-    # It may not have been the cause, so it is checked again.
+    # The slow grammar may not have been the cause of the failure, so it is checked again.
     with pytest.raises(InvalidRequestError, match="longer than 2 s"):
         matchers_of(compiler, slow)
     pool.close()
 
 
-def test_a_slow_grammar_delays_no_other(table):
+def test_a_slow_grammar_does_not_delay_others(table):
     pool = SandboxPool()
     compiler = GrammarCompiler(lambda: table, pool=pool)
 
@@ -174,7 +174,7 @@ def test_a_slow_grammar_delays_no_other(table):
         await auntil(lambda: bool(pool.pids))
         for number in range(3):
             assert await compiler.matchers(grammar_for(schema({"const": number})), 1)
-        # Those were checked in a second process.
+        # The three grammars were checked in a second process.
         assert pool.starts == 2
         await slow
 

@@ -113,7 +113,7 @@ async def test_the_death_of_a_pinned_model_ends_only_its_requests(manager, minil
             await asyncio.wait_for(each.result(), 60)
     assert manager.snapshot.state == "ready"
     assert (await run(manager))[1].output_tokens == 8
-    # It is loaded again in a new process.
+    # The pinned model is loaded again in a new process.
     async with asyncio.timeout(60):
         while embedder_pid(core) in (None, process.pid) or not manager.residents.pinned:  # noqa: ASYNC110
             await asyncio.sleep(0.001)

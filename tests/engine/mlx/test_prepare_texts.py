@@ -315,7 +315,7 @@ async def test_a_pinned_model_is_loaded_again_after_the_thread_has_died(own_both
     assert seen[3].message == "the engine lost this pinned model; pin it again"
     with pytest.raises(EngineDeadError):
         await vectors(own_both, SENTENCES[0])
-    # A load of the main model restores it.
+    # A load of the main model also loads the pinned model again.
     await own_both.load_entry(tiny)
     assert (await vectors(own_both, SENTENCES[0])).shape == (1, 384)
 

@@ -118,7 +118,7 @@ async def test_a_process_that_ends_is_an_error_of_the_request(smollm2, own_pool)
     text = asyncio.create_task(slow.encode([SLOW_TEXT], param="prompt"))
     await auntil(lambda: bool(own_pool.pids))
     (process,) = map(psutil.Process, own_pool.pids)
-    # It has begun to compute the text: importing and building the tokenizer takes less.
+    # Wait until the process encodes the text: imports and building the tokenizer take less CPU time than this.
     await auntil(lambda: process.nice() >= NICENESS and process.cpu_times().user > 1.5)
     process.kill()
     with pytest.raises(InvalidRequestError, match="has ended the process in which it ran; send less than prompt"):
