@@ -187,7 +187,7 @@ def storage(
         size = f"{item.size_bytes / 1e6:,.1f} MB"
         print_note(f"{item.name}: {item.what}, {size} at {item.path}")
         if not yes and not is_interactive():
-            raise InvalidRequestError(f"{item.name} was not deleted: there is no terminal to ask at; add --yes")
+            raise InvalidRequestError(f"{item.name} was not deleted: the question needs a terminal; add --yes")
         if yes or read_line(f"Delete {item.name}? [y/N] ").strip().lower() in ("y", "yes"):
             remove_stored(settings, item)
             print_line(f"deleted {item.name}: {size}")

@@ -497,7 +497,7 @@ class Lab:
         """
         if self._local is None:
             raise AttributeError(
-                f"the server at {self.url} runs in another process, so this lab has no settings, engine or requests"
+                f"the server at {self.url} runs in another process, so this lab has no settings, server or requests"
             )
         return self._local
 

@@ -125,7 +125,7 @@ def _find(settings: Settings) -> Iterator[Stored]:
         what, remedy = f"models of {source}", PROGRAMS[source]
         yield Stored(name=source, what=what, path=folder, size_bytes=_size(folder), remedy=remedy)
     for folder in settings.model_folders:
-        remedy = "it is a folder of yours"
+        remedy = "its files are your own; delete them in the folder"
         yield Stored(name=str(folder), what="additional folder", path=folder, size_bytes=_size(folder), remedy=remedy)
 
 

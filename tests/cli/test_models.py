@@ -119,7 +119,7 @@ def test_a_deletion_needs_confirmation_and_all_names_are_checked_first(home):
     before = stored(home)
     asked = run_command(home, "storage", "--remove", "org/tiny")
     assert asked.status != 0
-    assert "there is no terminal to ask at; add --yes" in asked.stderr
+    assert "the question needs a terminal; add --yes" in asked.stderr
     wrong = run_command(home, "storage", "--remove", "org/tiny", "--remove", "org/tini", "--yes")
     assert wrong.status == USAGE
     assert "nothing named 'org/tini' takes space on this disk; did you mean 'org/tiny'?" in wrong.stderr
@@ -144,7 +144,7 @@ def test_files_of_other_programs_and_of_the_user_are_never_deleted(home, tmp_pat
     environ = {"LMX_LAB_MODEL_FOLDERS": str(mine), "LLAMA_CACHE": str(cache), "LMX_LAB_OTHER_PROGRAMS": "1"}
     sizes = stored(home, **environ, HOME=str(tmp_path), OLLAMA_MODELS=str(tmp_path / "none"))
     assert {str(mine), "llama.cpp"} <= set(sizes)
-    for name, remedy in ((str(mine), "it is a folder of yours"), ("llama.cpp", "delete its files in this folder")):
+    for name, remedy in ((str(mine), "its files are your own; delete them in the folder"), ("llama.cpp", "delete its files in this folder")):
         result = run_command(home, "storage", "--remove", name, "--yes", environ=environ)
         assert result.status == USAGE
         assert remedy in result.stderr
