@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Generation
-from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.requests import AnswerStart, ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState
@@ -27,6 +26,9 @@ from lmx_lab.engine.validation import (
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.tokenizer_files import InfillTokens
+
+if TYPE_CHECKING:
+    from lmx_lab.engine.grammar.mask import Constraint
 
 Row = TypeVar("Row")
 
@@ -136,25 +138,10 @@ async def prepare(
         if (grammar := chat_format.grammar(request, thinking)) is not None:
             matchers = await tokenizer.enforce(request, grammar, len(permits))
         channel_format = chat_format.channel_format(request, thinking)
-    markers, bytes_of = chat_format.reasoning_markers, tokenizer.bytes_of
     left = min(request.max_tokens - len(start), (limit or 2**31) - len(prompt))
     generations = []
     for choice, permit in enumerate(permits):
         matcher = None if isinstance(matchers, str) else matchers[choice]
-        budget = None
-        if (
-            request.thinking_budget is not None
-            and thinking != "closed"
-            and markers is not None
-            and bytes_of is not None
-        ):
-            budget = ThinkingBudget(
-                request.thinking_budget,
-                markers=markers,
-                end=chat_format.reasoning_end,
-                open=thinking == "open",
-                bytes_of=bytes_of,
-            )
         generation = Generation(
             request=request,
             model=entry.id,
@@ -165,7 +152,7 @@ async def prepare(
             choice=choice,
             named_tokens=tuple(named),
             grammar=matchers if isinstance(matchers, str) else None,
-            constraint=Constraint(matcher, budget) if matcher is not None or budget is not None else None,
+            constraint=_constraint(tokenizer, request, thinking, matcher),
             splitter=TextSplitter(tokenizer.decode, request.stop, channel_format, min_tokens=request.min_tokens),
             mailbox=Mailbox(reader, arrived_at),
             permit=permit,
@@ -177,6 +164,24 @@ async def prepare(
             await tokenizer.begin(generation)
         generations.append(generation)
     return generations
+
+
+def _constraint(
+    tokenizer: Tokenizer[Row], request: GenerationRequest, thinking: ReasoningState, matcher: LLMatcher | None
+) -> Constraint | None:
+    """Return what restricts the tokens of an answer: its grammar, and the budget of its reasoning."""
+    markers, bytes_of = tokenizer.chat_format.reasoning_markers, tokenizer.bytes_of
+    limit = request.thinking_budget if thinking != "closed" else None
+    if matcher is None and limit is None:
+        return None
+    # Imported here, because numpy takes 30 ms to import, and llama.cpp enforces formats itself.
+    from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
+
+    budget = None
+    if limit is not None and markers is not None and bytes_of is not None:
+        end, is_open = tokenizer.chat_format.reasoning_end, thinking == "open"
+        budget = ThinkingBudget(limit, markers=markers, end=end, open=is_open, bytes_of=bytes_of)
+    return Constraint(matcher, budget) if matcher is not None or budget is not None else None
 
 
 async def encode_prompt(tokenizer: Tokenizer[Row], request: GenerationRequest) -> tuple[list[int], ReasoningState]:

@@ -54,7 +54,7 @@ def test_other_clients_are_answered_and_the_panel_says_running(busy):
     with ThreadPoolExecutor(1) as pool:
         started = threading.Event()
         streamed = pool.submit(stream, url, started)
-        busy.server.wait(started.is_set, "the answer has started")
+        busy.wait(started.is_set, "the answer has started")
         with sleeping(busy):
             text = finished(busy, streamed)
             for _ in range(20):

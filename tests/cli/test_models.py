@@ -144,7 +144,10 @@ def test_files_of_other_programs_and_of_the_user_are_never_deleted(home, tmp_pat
     environ = {"LMX_LAB_MODEL_FOLDERS": str(mine), "LLAMA_CACHE": str(cache), "LMX_LAB_OTHER_PROGRAMS": "1"}
     sizes = stored(home, **environ, HOME=str(tmp_path), OLLAMA_MODELS=str(tmp_path / "none"))
     assert {str(mine), "llama.cpp"} <= set(sizes)
-    for name, remedy in ((str(mine), "its files are your own; delete them in the folder"), ("llama.cpp", "delete its files in this folder")):
+    for name, remedy in (
+        (str(mine), "its files are your own; delete them in the folder"),
+        ("llama.cpp", "delete its files in this folder"),
+    ):
         result = run_command(home, "storage", "--remove", name, "--yes", environ=environ)
         assert result.status == USAGE
         assert remedy in result.stderr

@@ -49,10 +49,15 @@ class Reading:
     def pauses(self):
         return sum(step.kind == "paused" for step in self.stream.steps.steps())
 
+    async def read_more(self):
+        """Wait for the next part of the answer, or for its end."""
+        if not self.task.done():
+            self.progress.clear()
+            await self.progress.wait()
+
     async def close_after_more(self):
         """Read more of the answer, and close it; return its text and its number of tokens."""
-        self.progress.clear()
-        await self.progress.wait()
+        await self.read_more()
         await self.stream.aclose()
         await self.task
         return "".join(delta.text for delta in self.deltas), sum(delta.tokens for delta in self.deltas)
@@ -78,6 +83,8 @@ async def test_a_long_answer_is_paused_for_a_request_that_waits(impatient, model
             caller, prompt = Caller(client=f"192.0.2.{1 + at}"), numbers(5, start=100 * at)
             _, short = await run(impatient, prompt=prompt, max_tokens=3, ignore_eos=True, caller=caller)
             assert short.output_tokens == 3
+            # A paused answer gets its slot again before the next request takes it.
+            await reading.read_more()
         text, tokens = await reading.close_after_more()
         await beside.close_after_more()
         decoded = sum(step.tokens for step in reading.stream.steps.steps() if step.kind == "decode")

@@ -302,7 +302,7 @@ async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_g
                 entry_of(smollm2_gguf, "smollm2"), LoadSpec(model="smollm2", prompt_lookup=prompt_lookup)
             )
             answers.append(await run(manager, prompt=prompt, max_tokens=60))
-            totals = manager.snapshot
+            totals = manager.snapshot.totals
         report = answers[-1][1]
         assert (totals.drafted_tokens, totals.accepted_tokens) == (report.drafted_tokens, report.accepted_tokens)
     (plain_text, plain), (text, drafted) = answers

@@ -125,7 +125,7 @@ async def answers(entry, **options):
         logprobs = await finish_with_logprobs(await manager.submit(request(**LONG, top_logprobs=3)))
         together = await asyncio.gather(*(run(manager, **LONG) for _ in range(3)))
         again = await run(manager, **{**LONG, "max_tokens": 40})
-        totals = manager.snapshot
+        totals = manager.snapshot.totals
     reports = [report for _, report in alone.values()]
     accepted, drafted = (sum(getattr(it, f"{name}_tokens") for it in reports) for name in ("accepted", "drafted"))
     assert totals.accepted_tokens >= accepted
