@@ -180,7 +180,7 @@ def storage(
         _print_wide(table)
         free = shutil.disk_usage(existing_parent(settings.home)).free
         total = sum(item.size_bytes for item in items)
-        print_note(f"{total / 1e9:.1f} GB in all; {free / 1e9:.1f} GB are free at {settings.home}")
+        print_note(f"{total / 1e6:,.0f} MB in all; {free / 1e6:,.0f} MB are free at {settings.home}")
         return
     # All names are checked before anything is deleted.
     for item in [find_stored(settings, name) for name in dict.fromkeys(remove)]:

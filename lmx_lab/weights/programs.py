@@ -47,9 +47,11 @@ def program_locations(source: Source, folder: Path) -> Iterator[ModelLocation]:
 def ollama_locations(folder: Path) -> Iterator[ModelLocation]:
     """Find the models of Ollama: ``llama3.2:1b``, ``user/model:tag`` or ``hf.co/org/name:Q4_K_M``.
 
-    A name without ``:latest`` is an alias, as in Ollama. Models with an adapter and models of Ollama's cloud are left
-    out: their file alone would be a different model, or does not exist.
+    A name without ``:latest`` is an alias, as in Ollama. So are the other names of a file that has several, as after
+    ``ollama cp``. Models with an adapter and models of Ollama's cloud are left out: their file alone would be a
+    different model, or does not exist.
     """
+    names: dict[Path, list[str]] = {}
     for path in sorted((folder / "manifests").glob("*/*/*/*")):
         host, namespace, model, tag = path.parts[-4:]
         layers = _layers(path)
@@ -58,11 +60,11 @@ def ollama_locations(folder: Path) -> Iterator[ModelLocation]:
             continue
         parts = [model] if namespace == "library" else [namespace, model]
         name = "/".join(parts if host == "registry.ollama.ai" else [host, *parts])
-        if not name.isprintable() or not tag.isprintable():
-            continue
-        aliases = (name,) if tag == "latest" else ()
-        blob = folder / "blobs" / f"sha256-{digest[1]}"
-        yield ModelLocation(id=f"{name}:{tag}", path=blob, source="ollama", aliases=aliases)
+        if name.isprintable() and tag.isprintable():
+            of_file = names.setdefault(folder / "blobs" / f"sha256-{digest[1]}", [])
+            of_file += [f"{name}:{tag}", *([name] if tag == "latest" else [])]
+    for blob, (first, *others) in names.items():
+        yield ModelLocation(id=first, path=blob, source="ollama", aliases=tuple(others))
 
 
 def _layers(manifest: Path) -> dict[str, Any]:

@@ -103,7 +103,8 @@ def _find(settings: Settings) -> Iterator[Stored]:
         path = models / location.id
         parts = tuple(path.with_name(name) for name in parts_of(path.name))
         size = sum(map(_size, parts))
-        yield Stored(name=location.id, what="model", path=path, size_bytes=size, parts=parts if len(parts) > 1 else ())
+        what = "link to a model" if path.is_symlink() else "model"
+        yield Stored(name=location.id, what=what, path=path, size_bytes=size, parts=parts if len(parts) > 1 else ())
     for copy in copy_locations(settings.quantized_folder):
         folder = settings.quantized_folder / copy.id
         yield Stored(name=copy.id, what="quantized copy", path=folder, size_bytes=_size(folder))
@@ -130,9 +131,10 @@ def _find(settings: Settings) -> Iterator[Stored]:
 
 
 def _size(path: Path) -> int:
-    if os.path.isdir(path):
+    """Return the size of a file, of all files in a folder, or of a link itself."""
+    if os.path.isdir(path) and not os.path.islink(path):
         return folder_bytes(path)
     try:
-        return os.stat(path).st_size
+        return os.lstat(path).st_size
     except OSError:
         return 0

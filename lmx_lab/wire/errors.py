@@ -93,6 +93,8 @@ def _message(problem: dict[str, Any], shape: type[BaseModel] | None) -> str:
             name, *rest = problem["loc"]
             similar = did_you_mean(str(name), shape.model_fields) if shape is not None and not rest else ""
             return f"is not a field of this request, or not supported by this version{similar or '; leave it out'}"
+        case "model_type" | "model_attributes_type" | "dataclass_type" | "dict_type":
+            return "must be a JSON object"
         case "too_long":
             limit = problem["ctx"]["max_length"]
             return f"has {len(problem['input'])} items, the limit is {limit}; send at most {limit}"

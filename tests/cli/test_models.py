@@ -94,7 +94,7 @@ def stored(home, **environ):
     assert rows[0] == ["name", "what", "size", "path"]
     sizes = {name: float(size.removesuffix(" MB").replace(",", "")) for name, _, size, _ in rows[1:]}
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
-    assert re.search(r"GB in all; \S+ GB are free at", result.stderr)
+    assert re.search(r"MB in all; \S+ MB are free at", result.stderr)
     return sizes
 
 
@@ -152,3 +152,12 @@ def test_files_of_other_programs_and_of_the_user_are_never_deleted(home, tmp_pat
         assert result.status == USAGE
         assert remedy in result.stderr
     assert len(list(mine.iterdir())) == len(list(cache.iterdir())) == 1
+
+
+def test_of_a_link_only_the_link_is_deleted(tiny_home, tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "linked").symlink_to(tiny_home / "models" / "tiny")
+    assert "link to a model" in run_command(tmp_path, "storage").stdout
+    assert stored(tmp_path) == {"linked": 0.0}
+    assert run_command(tmp_path, "storage", "--remove", "linked", "--yes").stdout == "deleted linked: 0.0 MB\n"
+    assert (tiny_home / "models" / "tiny" / "config.json").exists()

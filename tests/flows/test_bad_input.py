@@ -42,6 +42,13 @@ def test_a_body_that_is_not_a_json_object_is_refused(http, body):
     error_of(http.post(PATH, content=body, headers=JSON), 400, "invalid-request")
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/embeddings", "/admin/models/load", "/admin/trace"])
+@pytest.mark.parametrize("body", [b"[]", b"null", b'"text"'])
+def test_the_error_of_a_body_of_another_type_has_no_name_of_a_class(http, path, body):
+    error = error_of(http.post(path, content=body, headers=JSON), 400, "invalid-request")
+    assert error["message"].startswith("body: must be a JSON object")
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [

@@ -55,9 +55,11 @@ def test_models_of_ollama_have_the_names_that_ollama_shows(user, settings, tiny_
     folder = user / ".ollama/models"
     content = tiny_gguf.read_bytes()
     write_ollama(folder, "registry.ollama.ai/library/tiny/latest", content)
-    write_ollama(folder, "registry.ollama.ai/library/tiny/q4", content)
-    write_ollama(folder, "registry.ollama.ai/me/mine/v1", content, template="sha256:1", projector="sha256:2")
-    write_ollama(folder, "hf.co/org/name/Q4_K_M", content)
+    write_ollama(folder, "registry.ollama.ai/library/tiny/q4", content, digest="1")
+    write_ollama(
+        folder, "registry.ollama.ai/me/mine/v1", content, digest="2", template="sha256:1", projector="sha256:2"
+    )
+    write_ollama(folder, "hf.co/org/name/Q4_K_M", content, digest="3")
     before = files_below(folder)
     assert listed(settings) == {
         "hf.co/org/name:Q4_K_M": ("ollama", ()),
@@ -137,13 +139,22 @@ def test_a_manifest_whose_file_is_missing_or_is_no_model_is_an_error_that_says_s
 @pytest.mark.slow
 def test_a_model_of_ollama_answers_from_its_own_file(user, settings, tiny_gguf):
     folder = user / ".ollama/models"
-    write_ollama(folder, "registry.ollama.ai/library/tiny/latest", tiny_gguf.read_bytes())
+    # Several names may mean the same file, as after "ollama cp".
+    for name in ("tiny/latest", "mine/latest", "mine/v1"):
+        write_ollama(folder, f"registry.ollama.ai/library/{name}", tiny_gguf.read_bytes())
+    names = ("mine:latest", "mine", "mine:v1", "tiny", "tiny:latest")
     before = files_below(folder)
     with serving(Path(settings.home), "tiny", other_programs=True, downloads=False) as lab:
-        assert manager_of(lab).snapshot.model == "tiny:latest"
-        for name in ("tiny", "tiny:latest", "default"):
+        assert manager_of(lab).snapshot.model == "mine:latest"
+        for name in (*names, "default"):
             body = {"model": name, "prompt": "one", "max_tokens": 2}
-            assert httpx2.post(f"{lab.url}/v1/completions", json=body).json()["model"] == "tiny:latest"
+            assert httpx2.post(f"{lab.url}/v1/completions", json=body).json()["model"] == "mine:latest"
+        for name in names:
+            assert httpx2.get(f"{lab.url}/v1/models/{name}").json()["id"] == "mine:latest"
         (tag,) = httpx2.get(f"{lab.url}/api/tags").json()["models"]
-        assert tag["name"] == "tiny:latest"
+        assert tag["name"] == "mine:latest"
+        assert lab.load("tiny").load_s == 0
+        unload = {"model": "tiny:latest"}
+        assert httpx2.post(f"{lab.url}/admin/models/unload", json=unload).status_code == 200
+        assert manager_of(lab).snapshot.model is None
     assert files_below(folder) == before
