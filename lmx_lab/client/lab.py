@@ -590,7 +590,7 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
         Raises:
             InvalidRequestError: the model is not being loaded. Nothing is unloaded.
         """
-        content = encode_body(CancelLoadRequest(model=model))
+        content = encode_body(validated(CancelLoadRequest, {"model": model}))
         await self._connection.fetch("POST", "/admin/models/cancel", CancelLoadAnswer, content=content)
 
     async def unload(
@@ -612,7 +612,11 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             progress: Called on this loop when the unload has to wait, when a running answer has ended, and when the
                 time limit has changed.
         """
-        body = b"" if model is None and wait is None else encode_body(UnloadRequest(model=model, wait=wait))
+        body = (
+            b""
+            if model is None and wait is None
+            else encode_body(validated(UnloadRequest, {"model": model, "wait": wait}))
+        )
 
         async def unload() -> UnloadAnswer:
             return await self._connection.fetch("POST", "/admin/models/unload", UnloadAnswer, content=body)

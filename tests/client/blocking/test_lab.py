@@ -214,3 +214,8 @@ async def test_a_failed_load_raises_its_error_with_and_without_progress(lab):
         for name, error in (("no-such", errors.ModelNotFoundError), ("", errors.InvalidRequestError)):
             with pytest.raises(error):
                 await client.load(name, progress=print)
+
+
+def test_an_invalid_argument_of_an_unload_is_an_error_that_names_it(client):
+    with pytest.raises(errors.InvalidRequestError, match="wait: Input should be a valid boolean"):
+        client.unload(wait="yes")
