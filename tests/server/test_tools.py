@@ -302,7 +302,7 @@ def test_the_reasoning_budget_is_translated(given, expected):
     ("changes", "param", "expected"),
     [
         ({"reasoning_effort": "max"}, "reasoning_effort", ["'max'", "'xhigh'"]),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", ["dictionary"]),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", ["must be a JSON object"]),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", ["set by this server"]),
         ({"chat_template_kwargs": {"chat_template": ""}}, "chat_template_kwargs.chat_template", ["'chat_template'"]),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self", ["set by this server"]),
