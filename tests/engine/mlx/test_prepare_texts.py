@@ -307,7 +307,7 @@ async def test_a_pinned_model_is_loaded_again_after_the_thread_has_died(own_both
         ("minilm-l6", stage) for stage in ("unloaded", "load", "loaded")
     ]
     assert seen[0].message == "the engine lost this pinned model; it is loaded again"
-    # A model that is lost soon afterwards may be the cause, so it is not loaded once more.
+    # A model that is lost soon afterwards may be the cause, so it is not loaded again.
     await end_thread_with_error(own_both)
     async with asyncio.timeout(60):
         while len(seen) == 3:  # noqa: ASYNC110
