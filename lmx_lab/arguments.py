@@ -21,14 +21,18 @@ Texts = str | Iterable[str] | Iterable[int] | Iterable[Sequence[int]]
 Documents = Iterable[str | Mapping[str, Any]]
 
 
-def _list_of(items: Any) -> Any:
-    return list(items) if isinstance(items, tuple) else items
+def _to_python(value: Any) -> Any:
+    """Convert tuples, ranges and arrays of token ids to lists of Python's numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_to_python(item) for item in value] if isinstance(value, tuple | list | range) else value
 
 
 def _bias_with_text_keys(bias: Any) -> Any:
     if not isinstance(bias, Mapping):
         return bias
-    return {str(token) if type(token) is int else token: value for token, value in bias.items()}
+    pairs = [(_to_python(token), _to_python(value)) for token, value in bias.items()]
+    return {str(token) if type(token) is int else token: value for token, value in pairs}
 
 
 def _schema_format(response_format: Any) -> Any:
@@ -65,9 +69,10 @@ def _steer_items(steer: Any) -> Any:
 
 
 CONVERSIONS = {
-    "stop": _list_of,
-    "tools": _list_of,
-    "logprob_tokens": _list_of,
+    "stop": _to_python,
+    "tools": _to_python,
+    "logprobs": _to_python,
+    "logprob_tokens": _to_python,
     "logit_bias": _bias_with_text_keys,
     "response_format": _schema_format,
     "steer": _steer_items,
@@ -129,8 +134,7 @@ def embeddings_body(texts: Texts, *, model: str | os.PathLike[str] | None, **fie
         InvalidRequestError: an argument is invalid; ``param`` is the first invalid one.
     """
     values = texts if isinstance(texts, str) else [_to_python(item) for item in _as_list(texts, "texts")]
-    others = {name: _to_python(value) for name, value in fields.items()}
-    return validated(EmbeddingsBody, {"model": _model_field(model), "input": values, **others})
+    return validated(EmbeddingsBody, {"model": _model_field(model), "input": values, **fields})
 
 
 def rerank_body(query: str, documents: Documents, *, model: str | os.PathLike[str] | None, **fields: Any) -> RerankBody:
@@ -145,8 +149,7 @@ def rerank_body(query: str, documents: Documents, *, model: str | os.PathLike[st
     if isinstance(documents, str | Mapping):
         raise InvalidRequestError("documents is a single document; pass a list of documents", param="documents")
     values = [dict(item) if isinstance(item, Mapping) else item for item in _as_list(documents, "documents")]
-    others = {name: _to_python(value) for name, value in fields.items()}
-    return validated(RerankBody, {"model": _model_field(model), "query": query, "documents": values, **others})
+    return validated(RerankBody, {"model": _model_field(model), "query": query, "documents": values, **fields})
 
 
 def _as_list(items: object, name: str) -> list[Any]:
@@ -160,13 +163,6 @@ def _as_list(items: object, name: str) -> list[Any]:
     if result and isinstance(result[0], bytes | bytearray):
         raise InvalidRequestError(f"{name} contains the bytes {result[0]!r:.80}; decode them to text", param=name)
     return result
-
-
-def _to_python(value: Any) -> Any:
-    """Convert tuples, ranges and arrays of token ids to lists of Python's numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return [_to_python(item) for item in value] if isinstance(value, tuple | list | range) else value
 
 
 def _model_field(model: str | os.PathLike[str] | None) -> str:

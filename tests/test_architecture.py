@@ -102,7 +102,7 @@ TABLE = {
     # pandas, matplotlib: types of what bench prints and draws.
     # numpy: imported before two threads need it.
     "cli": Row(EVERYTHING, "typer rich pandas matplotlib numpy"),
-    "deploy": Row("errors extras values settings http server engine", "ray"),
+    "deploy": Row("errors extras values settings http server engine wire", "ray"),
     "doctor": Row(EVERYTHING, "mlx psutil jupyter_core"),
 }
 # Packages with one importing file: what is behind them can be exchanged there.

@@ -132,6 +132,21 @@ def test_python_values_are_converted_to_json_values():
     assert request.stop == ["a", "b"]
 
 
+def test_values_of_numpy_are_converted_to_json_values():
+    parameters = {
+        "max_tokens": np.int64(5),
+        "temperature": np.float32(0.5),
+        "logprobs": np.int64(3),
+        "logprob_tokens": np.array([1, 2]),
+        "logit_bias": {np.int64(7): np.float32(2)},
+    }
+    expected = {"max_tokens": 5, "temperature": 0.5, "logprobs": 3, "logprob_tokens": [1, 2], "logit_bias": {7: 2.0}}
+    assert chat_request("hello", parameters) == chat_request("hello", expected)
+    for value in (True, np.True_):
+        with pytest.raises(InvalidRequestError, match="max_tokens: Input should be a valid integer"):
+            chat_request("hello", {"max_tokens": value})
+
+
 @pytest.mark.parametrize("bias", [{True: 1}, {5.0: 1}, {-1: 1}, [5]])
 def test_a_bias_whose_keys_are_not_token_ids_is_refused(bias):
     with pytest.raises(InvalidRequestError, match="logit_bias"):

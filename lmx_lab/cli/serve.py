@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folde
 from lmx_lab.cli.process import garbage_collection_paused, print_requests, start_logging
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.heap import return_large_blocks
-from lmx_lab.values.models import EngineChoice, KvCacheDtype, LoadOptions, LoadSpec
+from lmx_lab.values.models import EngineChoice, KvCacheDtype, LoadSpec
 
 app = typer.Typer()
 MAX_GB = 1_000_000
@@ -233,7 +233,8 @@ def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
     """
     given = {name: value for name, value in options.items() if value is not None}
     if model is not None:
-        return LoadSpec.with_options(model, cast(LoadOptions, given))
+        # Its types are checked by typer. ``wire.admin.load_spec`` imports pydantic, which the first load does not need.
+        return LoadSpec(model=model, **given)
     if given:
         option = f"--{next(iter(given))}".replace("_", "-")
         raise InvalidRequestError(f"{option} is given without --model; name the model to load", param=option)

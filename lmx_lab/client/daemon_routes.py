@@ -35,7 +35,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.wire.base import ID_PATTERN, new_id
 from lmx_lab.wire.daemon import DaemonRecord, Health, Shutdown, ShutdownAnswer
-from lmx_lab.wire.errors import validated
+from lmx_lab.wire.errors import Fields, validated
 from lmx_lab.wire.events import EventPage
 from lmx_lab.wire.mcp import (
     ChangeMcpServer,
@@ -338,8 +338,9 @@ class DaemonRoutes(AsyncClientBase[DaemonConnection]):
 
     # Sessions
 
-    async def create_session(self, body: CreateSession) -> SessionRecord:
+    async def create_session(self, body: CreateSession | Fields) -> SessionRecord:
         """Create a session. A session of this id that exists is returned unchanged."""
+        body = validated(CreateSession, body)
         if body.session_id is None:
             # With an id the request is idempotent.
             body = body.model_copy(update={"session_id": new_id("ses")})
@@ -362,25 +363,27 @@ class DaemonRoutes(AsyncClientBase[DaemonConnection]):
         """Read a session: its messages, turns, pending permissions, and the cursor from which its events continue."""
         return await self._get(_session_path(session_id), SessionSnapshot)
 
-    async def change_session(self, session_id: str, change: ChangeSession) -> SessionRecord:
+    async def change_session(self, session_id: str, change: ChangeSession | Fields) -> SessionRecord:
         """Change the fields of a session that are set in ``change``.
 
         Raises:
             RevisionConflictError: another client has changed the session since that revision.
         """
-        return await self._connection.request("PATCH", _session_path(session_id), SessionRecord, body=change)
+        body = validated(ChangeSession, change)
+        return await self._connection.request("PATCH", _session_path(session_id), SessionRecord, body=body)
 
     async def delete_session(self, session_id: str) -> None:
         """Delete a session, and cancel its turns. Idempotent."""
         await self._connection.delete(_session_path(session_id))
 
-    async def fork_session(self, session_id: str, fork: ForkSession) -> SessionRecord:
+    async def fork_session(self, session_id: str, fork: ForkSession | Fields) -> SessionRecord:
         """Create a session with the messages of another one: all of them, or those up to a turn."""
-        return await self._connection.request("POST", f"{_session_path(session_id)}/fork", SessionRecord, body=fork)
+        body, path = validated(ForkSession, fork), f"{_session_path(session_id)}/fork"
+        return await self._connection.request("POST", path, SessionRecord, body=body)
 
     # Turns
 
-    async def submit_turn(self, session_id: str, turn: SubmitTurn) -> TurnAccepted:
+    async def submit_turn(self, session_id: str, turn: SubmitTurn | Fields) -> TurnAccepted:
         """Submit a turn. Returns when the daemon has accepted it.
 
         Raises:
@@ -388,6 +391,7 @@ class DaemonRoutes(AsyncClientBase[DaemonConnection]):
             QueueFullError: too many turns are waiting.
             IdempotencyConflictError: a turn of this id exists with another body.
         """
+        turn = validated(SubmitTurn, turn)
         if turn.turn_id is None:
             turn = turn.model_copy(update={"turn_id": new_id("trn")})
         path = f"{_session_path(session_id)}/turns"
@@ -402,8 +406,9 @@ class DaemonRoutes(AsyncClientBase[DaemonConnection]):
         path = f"{_session_path(session_id)}/turns/{_path_segment('turn_id', turn_id)}"
         return await self._get(path, TurnRecord, wait_s=wait_s)
 
-    async def cancel_turns(self, session_id: str, cancel: CancelTurns) -> CancelAnswer:
+    async def cancel_turns(self, session_id: str, cancel: CancelTurns | Fields) -> CancelAnswer:
         """Cancel the active turn, the turn of an id, or also the queued turns. Turns that have ended stay unchanged."""
+        cancel = validated(CancelTurns, cancel)
         # Without an id, a repeated request could cancel another turn.
         repeatable = cancel.turn_id is not None and not cancel.queued
         path = f"{_session_path(session_id)}/cancel"
@@ -437,24 +442,26 @@ class DaemonRoutes(AsyncClientBase[DaemonConnection]):
         """List the MCP servers with their states."""
         return (await self._get("/v3/mcp/servers", McpServerList)).servers
 
-    async def add_mcp_server(self, config: McpServerConfig) -> McpServerRecord:
+    async def add_mcp_server(self, config: McpServerConfig | Fields) -> McpServerRecord:
         """Add an MCP server and start it. ``mcp.status`` events report its state.
 
         Raises:
             McpServerExistsError: an MCP server of this name exists.
         """
+        body = validated(McpServerConfig, config)
         return await self._connection.request(
-            "POST", "/v3/mcp/servers", McpServerRecord, body=config, within_s=MCP_SERVER_S
+            "POST", "/v3/mcp/servers", McpServerRecord, body=body, within_s=MCP_SERVER_S
         )
 
     async def mcp_server(self, name: str) -> McpServerRecord:
         """Read one MCP server, with the last lines of its standard error."""
         return await self._get(_server_path(name), McpServerRecord)
 
-    async def change_mcp_server(self, name: str, change: ChangeMcpServer) -> McpServerRecord:
+    async def change_mcp_server(self, name: str, change: ChangeMcpServer | Fields) -> McpServerRecord:
         """Change the fields that are set in ``change``, and restart the server. ``***`` leaves a secret unchanged."""
+        body = validated(ChangeMcpServer, change)
         return await self._connection.request(
-            "PATCH", _server_path(name), McpServerRecord, body=change, within_s=MCP_SERVER_S
+            "PATCH", _server_path(name), McpServerRecord, body=body, within_s=MCP_SERVER_S
         )
 
     async def remove_mcp_server(self, name: str) -> None:
@@ -466,7 +473,7 @@ class DaemonRoutes(AsyncClientBase[DaemonConnection]):
         path = f"{_server_path(name)}/restart"
         return await self._connection.request("POST", path, McpServerRecord, within_s=MCP_SERVER_S)
 
-    async def test_mcp_server(self, server: str | McpServerConfig) -> McpTestPassed | McpTestFailed:
+    async def test_mcp_server(self, server: str | McpServerConfig | Fields) -> McpTestPassed | McpTestFailed:
         """Start an MCP server, list its tools and stop it. Running servers are not affected, and nothing is stored.
 
         Args:
@@ -476,7 +483,8 @@ class DaemonRoutes(AsyncClientBase[DaemonConnection]):
             path, body = f"{_server_path(server)}/test", None
             start_s = (await self.mcp_server(server)).start_timeout_s
         else:
-            path, body, start_s = "/v3/mcp/test", server, server.start_timeout_s
+            path, body = "/v3/mcp/test", validated(McpServerConfig, server)
+            start_s = body.start_timeout_s
         within_s = start_s + MCP_SERVER_S
         return (await self._connection.request("POST", path, _McpTest, body=body, within_s=within_s)).root
 

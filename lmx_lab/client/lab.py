@@ -39,7 +39,7 @@ from lmx_lab.client.connection import (
     wrong_server_error,
 )
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
-from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec, ModelEvent
+from lmx_lab.values.models import LoadOptions, LoadReport, ModelEvent
 from lmx_lab.values.outputs import FinishReason
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
 from lmx_lab.values.tracing import Trace
@@ -59,6 +59,7 @@ from lmx_lab.wire.admin import (
     TraceBody,
     UnloadAnswer,
     UnloadRequest,
+    load_spec,
 )
 from lmx_lab.wire.chat import (
     ChatChunk,
@@ -74,7 +75,7 @@ from lmx_lab.wire.chat import (
 )
 from lmx_lab.wire.completions import Completion, CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
-from lmx_lab.wire.errors import validated
+from lmx_lab.wire.errors import Fields, validated
 from lmx_lab.wire.generation import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from lmx_lab.wire.rerank import RerankBody, RerankResults
 from lmx_lab.wire.tokens import TokenizeAnswer, TokenizeRequest
@@ -364,7 +365,8 @@ the answer on the server."""
 class AsyncLabClient(AsyncClientBase[HttpConnection]):
     """A client of one inference server, on one event loop: ``async with AsyncLabClient("http://host:8400") as client``.
 
-    The classes of requests and responses are in ``lmx_lab.wire``. Cancelling a call, or closing a stream, closes its
+    The classes of requests and responses are in ``lmx_lab.wire``. A dictionary with the fields of a request is accepted
+    in place of an object. Cancelling a call, or closing a stream, closes its
     connection, and the server stops its work. Every failure raises a ``LabError``: the class for the server's error
     code, or ``UnreachableError`` if no LMX Lab server answers.
 
@@ -397,8 +399,9 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
 
     # Chat
 
-    async def chat(self, body: ChatRequest) -> ChatCompletion:
+    async def chat(self, body: ChatRequest | Fields) -> ChatCompletion:
         """Return a complete answer."""
+        body = validated(ChatRequest, body)
         content = encode_body(body.model_copy(update={"stream": False}))
         return await self._connection.fetch(
             "POST",
@@ -409,7 +412,7 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             headers=conversation_header(body),
         )
 
-    async def stream(self, body: ChatRequest, *, over: Over = "sse") -> AsyncGenerator[ChatChunk, None]:
+    async def stream(self, body: ChatRequest | Fields, *, over: Over = "sse") -> AsyncGenerator[ChatChunk, None]:
         """Yield the chunks of an answer as they are generated.
 
         Args:
@@ -420,14 +423,16 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             ConnectionLostError: the stream ended before the answer was complete.
             LabError: the server's error, before the first chunk or after any chunk.
         """
+        body = validated(ChatRequest, body)
         source = self.stream_with_remarks(body) if over == "sse" else self._stream_over_socket(body)
         async with aclosing(source) as parts:
             async for part in parts:
                 if isinstance(part, ChatChunk):
                     yield part
 
-    async def stream_with_remarks(self, body: ChatRequest) -> AsyncGenerator[ChatChunk | Remark, None]:
+    async def stream_with_remarks(self, body: ChatRequest | Fields) -> AsyncGenerator[ChatChunk | Remark, None]:
         """Like ``stream``, with a remark about the request's state after every five seconds without a chunk."""
+        body = validated(ChatRequest, body)
         content = encode_body(body.model_copy(update={"stream": True}))
         headers = conversation_header(body)
         source = self._connection.events("POST", "/v1/chat/completions", content=content, headers=headers)
@@ -466,34 +471,37 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
 
     # Plain text and tokens
 
-    async def complete(self, body: CompletionRequest) -> Completion:
+    async def complete(self, body: CompletionRequest | Fields) -> Completion:
         """Return the complete continuations of plain prompts; with ``echo`` and ``logprobs``, prompts are scored."""
+        body = validated(CompletionRequest, body)
         content = encode_body(body.model_copy(update={"stream": False}))
         prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         limit = SHORT_BYTES + LONG_BYTES * prompts * (body.n or 1) * (1 + (body.logprobs or 0))
         return await self._connection.fetch("POST", "/v1/completions", Completion, content=content, limit=limit)
 
-    async def tokenize(self, body: TokenizeRequest) -> TokenizeAnswer:
+    async def tokenize(self, body: TokenizeRequest | Fields) -> TokenizeAnswer:
         """Return the token ids of a text, or of a chat as the model reads it."""
-        content = encode_body(body)
+        content = encode_body(validated(TokenizeRequest, body))
         return await self._connection.fetch("POST", "/tokenize", TokenizeAnswer, content=content, limit=LONG_BYTES)
 
     # Vectors and scores
 
-    async def embed(self, body: EmbeddingsBody) -> EmbeddingList:
+    async def embed(self, body: EmbeddingsBody | Fields) -> EmbeddingList:
         """Return the vectors of texts. ``as_array`` converts them to an array.
 
         ``encoding_format="base64"`` is faster than the default.
         """
+        body = validated(EmbeddingsBody, body)
         content, limit = encode_body(body), max_embeddings_bytes(body)
         return await self._connection.fetch("POST", "/v1/embeddings", EmbeddingList, content=content, limit=limit)
 
-    async def rerank(self, body: RerankBody) -> RerankResults:
+    async def rerank(self, body: RerankBody | Fields) -> RerankResults:
         """Rank documents by relevance, the best first.
 
         Raises:
             UnreachableError: the response has an index without a document, or the same index twice.
         """
+        body = validated(RerankBody, body)
         content, count = encode_body(body), len(body.documents)
         limit = max_rerank_bytes(count, request_bytes=len(content))
         answer = await self._connection.fetch("POST", "/v1/rerank", RerankResults, content=content, limit=limit)
@@ -507,12 +515,12 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
 
     # The inside of the model
 
-    async def trace(self, body: TraceBody) -> Trace:
+    async def trace(self, body: TraceBody | Fields) -> Trace:
         """Return internal values of the loaded model. Only programs on the server's machine may do this."""
         response, data = await self._connection.request(
             "POST",
             "/admin/trace",
-            content=encode_body(body),
+            content=encode_body(validated(TraceBody, body)),
             # A trace may be as large as the server allows; by default its values have 1 GiB.
             limit=2**34,
             within_s=None,
@@ -571,7 +579,7 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             progress: Called on this loop with each step of the load; most steps have byte counts.
             options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
         """
-        spec = validated(LoadSpec, {"model": model, **LoadSpec.with_options(model, options).options})
+        spec = load_spec(model, options)
         content = to_json({"model": spec.model, **spec.options})
 
         async def load() -> LoadReport:

@@ -18,6 +18,7 @@ from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.health import problem
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadOptions, LoadSpec
+from lmx_lab.wire.admin import load_spec
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -133,7 +134,7 @@ def application(
     """
     serve = import_optional("ray.serve", "lmx_lab.deploy.ray_serve")
     settings = settings or Settings.read()
-    app = ReplicaApp(settings, LoadSpec.with_options(model, load or {}))
+    app = ReplicaApp(settings, load_spec(model, load or {}))
     options = {
         "name": "lmx-lab",
         # By default, Ray Serve sends five requests to a replica, which would leave slots empty.

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from lmx_lab.arguments import Prompt, chat_request
+from lmx_lab.arguments import Prompt, chat_request, model_name
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
@@ -36,6 +36,7 @@ from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Record
 from lmx_lab.values.steering import recorded_steering
+from lmx_lab.wire.admin import load_spec
 from lmx_lab.wire.chat import ChatRequest
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class ComparisonRun:
     Args:
         path: SQLite file for answers and scores; None keeps them in memory.
         all_scores: Whether to load models a second time to score the answers of models that were loaded later.
+        loaded: Id of the loaded model; None if there is none.
 
     Raises:
         InvalidRequestError: a prompt or a setting is invalid, or the file cannot be used.
@@ -109,13 +111,13 @@ class ComparisonRun:
         *,
         path: str | os.PathLike[str] | None,
         all_scores: bool,
+        loaded: str | None,
     ) -> None:
         if isinstance(prompts, str) or not prompts:
             raise InvalidRequestError(
                 f"prompts is {prompts!r:.40}; pass a list of texts or conversations", param="prompts"
             )
         self.prompts = list(prompts)
-        loaded = backend.state().model
         self.settings = _read_settings(settings, loaded or "")
         if (count := len(self.prompts) * len(self.settings)) > MAX_ANSWERS:
             raise InvalidRequestError(
@@ -195,7 +197,7 @@ class ComparisonRun:
                 except asyncio.CancelledError:
                     # Cancelling the wait does not end the load. Cancelling the load fails if it has just ended.
                     await asyncio.gather(backend.cancel_load(spec.model), return_exceptions=True)
-                    await asyncio.wait([loading])
+                    await asyncio.gather(loading, return_exceptions=True)
                     raise
 
             yield f"load {setting.model}", load
@@ -319,8 +321,8 @@ def _read_settings(settings: Settings, loaded: str) -> list[Setting]:
         parameters = {key: value for key, value in given.items() if key not in {"model", *options}}
         if "model" not in given and options:
             raise InvalidRequestError(f"{min(options)} is a load option; also name the model", param=min(options))
-        model = os.fspath(given.get("model", loaded))
-        spec = LoadSpec.with_options(model, options) if "model" in given else None  # type: ignore[arg-type]
+        model = model_name(given["model"]) if "model" in given else loaded
+        spec = load_spec(model, options) if "model" in given else None  # type: ignore[arg-type]
         found.append(Setting(name=str(name), spec=spec, model=model, parameters=parameters))
     return found
 
@@ -555,8 +557,15 @@ async def compare(
         InvalidRequestError: a prompt or a setting is invalid, or the server runs in another process.
         NotLoadedError: no setting names a model, and none is loaded.
     """
+
+    async def find_loaded() -> str | None:
+        return backend.state().model
+
+    # On the server's loop, which raises the error of a stopped lab.
+    loaded = await on_loop(backend.portal, find_loaded())
+    make_run = partial(ComparisonRun, backend, prompts, settings, path=path, all_scores=all_scores, loaded=loaded)
     # In another thread, because opening and closing the file wait for the disk.
-    run = await in_thread(partial(ComparisonRun, backend, prompts, settings, path=path, all_scores=all_scores))
+    run = await in_thread(make_run)
     async with run:
         with counter("compare", backend) as shown:
             for text, work in run.remaining():

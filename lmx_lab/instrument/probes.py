@@ -30,7 +30,7 @@ from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError, StorageFullError
 from lmx_lab.extras import import_optional
 from lmx_lab.instrument.steering import Steer, mean_difference
-from lmx_lab.instrument.traces import HookTable, Traced, What, activation_fields, integer, trace_body, traced
+from lmx_lab.instrument.traces import HOOKS, HookTable, Traced, What, activation_fields, integer, traced
 from lmx_lab.progress import counter
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.outputs import Vectors
@@ -466,7 +466,7 @@ class Residuals:
             raise InvalidRequestError(
                 f"position is {position!r:.40}; pass 'last', 'mean', or the index of a token", param="position"
             )
-        hooks = HookTable(await backend.trace(trace_body({"kind": "hooks"})))
+        hooks = HookTable(await backend.trace(HOOKS))
         shapes = {int(match[1]): hooks[name] for name in hooks if (match := RESIDUAL.fullmatch(name))}
         indices = list(shapes)
         if not (isinstance(layers, str) and layers == "all"):

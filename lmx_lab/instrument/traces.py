@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import in_thread, on_loop
@@ -24,13 +23,15 @@ from lmx_lab.results.figures import write_file
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.admin import TraceBody
+from lmx_lab.wire.admin import HookNamesBody, TraceBody
 from lmx_lab.wire.base import ANY_MODEL
-from lmx_lab.wire.errors import invalid_request
+from lmx_lab.wire.errors import validated
 
 Shape = tuple[int | str, ...]
 Token = int | str
 """The id or the text of a token."""
+HOOKS = TraceBody(trace=HookNamesBody(kind="hooks"))
+"""The request for the names of the hooks."""
 BLOCK = re.compile(r"^blocks\.\d+\.")
 
 
@@ -66,19 +67,7 @@ class Traced:
         """
         if self.weights:
             await backend.require_weights(self.model, self.weights)
-        return await backend.trace(trace_body({**trace, "input": self.text}, model=self.model))
-
-
-def trace_body(trace: Mapping[str, Any], *, model: str = ANY_MODEL) -> TraceBody:
-    """Return the body of a request for a trace.
-
-    Raises:
-        InvalidRequestError: a field is invalid.
-    """
-    try:
-        return TraceBody.model_validate({"model": model, "trace": trace})
-    except ValidationError as exc:
-        raise invalid_request(exc.errors()) from exc
+        return await backend.trace(validated(TraceBody, {"model": self.model, "trace": {**trace, "input": self.text}}))
 
 
 def traced(what: What) -> Traced:
@@ -329,7 +318,7 @@ async def hooks(backend: Backend) -> HookTable:
         InvalidRequestError: the model does not run on MLX, or has no list of blocks.
         AdminForbiddenError: the server runs on another machine.
     """
-    return HookTable(await on_loop(backend.portal, backend.trace(trace_body({"kind": "hooks"}))))
+    return HookTable(await on_loop(backend.portal, backend.trace(HOOKS)))
 
 
 async def trace(

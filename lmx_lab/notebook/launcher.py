@@ -28,6 +28,7 @@ from lmx_lab.notebook.local import REQUESTS_S, LocalBackend, LoopChoice, choose_
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
 from lmx_lab.values.models import EngineChoice, LoadSpec, ModelEntry
+from lmx_lab.wire.admin import load_spec
 
 if TYPE_CHECKING:
     from lmx_lab.notebook.daemon import LabDaemon
@@ -80,7 +81,7 @@ def launch(
     chosen = _read_settings(lan, port, settings)
     explicit = _is_set("PORT", port)
     explicit_daemon_port = _is_set("DAEMON_PORT", settings.get("daemon_port"))
-    spec = None if model is None else LoadSpec.with_options(model_name(model), {"engine": engine})
+    spec = None if model is None else load_spec(model_name(model), {"engine": engine})
     with exclusive_launch():
         lab = before = current()
         if lab is None or not _fits(lab, chosen, loop, explicit=explicit):

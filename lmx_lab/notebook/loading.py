@@ -15,6 +15,8 @@ from lmx_lab.blocking import Portal, on_loop
 from lmx_lab.broadcast import Feed
 from lmx_lab.progress import ProgressBar, bar, status
 from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec, ModelEntry, ModelEvent
+from lmx_lab.wire.admin import UnloadRequest, load_spec
+from lmx_lab.wire.errors import validated
 
 if TYPE_CHECKING:
     from lmx_lab.notebook.local import LocalBackend
@@ -131,7 +133,7 @@ async def load(backend: Backend, model: str | os.PathLike[str], **options: Unpac
         AdminForbiddenError: the server allows this only to callers on its machine.
         LabError: the load has failed; the message contains the reason, and the model that is now loaded.
     """
-    return await show_load(backend.portal, backend, LoadSpec.with_options(model_name(model), options))
+    return await show_load(backend.portal, backend, load_spec(model_name(model), options))
 
 
 async def show_load(portal: Portal, backend: Backend, spec: LoadSpec) -> LoadReport:
@@ -214,9 +216,11 @@ async def unload(backend: Backend, model: str | os.PathLike[str] | None = None, 
         ModelBusyError: a model is being loaded in place of the named one.
     """
     name, portal = None if model is None else model_name(model), backend.portal
+    request = validated(UnloadRequest, {"model": name, "wait": wait})
 
     async def start() -> RunningChange[float]:
-        return RunningChange(lambda report: backend.unload(name, wait=wait, progress=report), "unload")
+        work = functools.partial(backend.unload, request.model, wait=request.wait)
+        return RunningChange(lambda report: work(progress=report), "unload")
 
     running: RunningChange[float] | None = None
     try:

@@ -12,12 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from lmx_lab.errors import CallerError, InvalidRequestError
-from lmx_lab.http.errors import validation_error
 from lmx_lab.values.outputs import ToolCallDelta
-from lmx_lab.wire.chat import ChatMessage, ChatRequest, Role
+from lmx_lab.wire.chat import ChatMessage, Role
 from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, FunctionTool, MessageToolCall
 
 JOINED = "\n\n"
@@ -50,18 +47,6 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
     """Return a tool of the chat format. It is not validated again, because all of its parts are valid."""
     definition = FunctionDefinition.model_construct(name=name, description=description, parameters=parameters)
     return FunctionTool.model_construct(type="function", function=definition)
-
-
-def validated_request(fields: dict[str, Any]) -> ChatRequest:
-    """Return a request of the chat format. Messages and tools that are pydantic models are not validated again.
-
-    Raises:
-        InvalidRequestError: the request exceeds a limit of the chat format.
-    """
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as exc:
-        raise validation_error(exc) from exc
 
 
 def call_arguments(call: ToolCallDelta) -> Any:

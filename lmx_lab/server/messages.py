@@ -21,13 +21,13 @@ from lmx_lab.http.errors import status_of
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import named_event, while_connected
 from lmx_lab.server.answers import AnswerRequest, ignored_header, respond
-from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, call_arguments, function_tool, validated_request
+from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, call_arguments, function_tool
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.outputs import Delta, GenerationReport, merge_tool_calls
 from lmx_lab.wire.chat import ChatRequest
-from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.errors import ErrorDetail, validated
 from lmx_lab.wire.messages import (
     CountRequest,
     InputMessage,
@@ -164,7 +164,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
         fields |= {"max_tokens": body.max_tokens}
         # The format's own default of the temperature is 1.
         fields |= {"temperature": 1.0} | {name: value for name, value in others.items() if value is not None}
-    return validated_request(fields)
+    return validated(ChatRequest, fields)
 
 
 def _add_message(history: ChatHistory, message: InputMessage, place: str) -> None:

@@ -26,7 +26,7 @@ from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.admin import check_admin
 from lmx_lab.server.answers import AnswerRequest, ignored_header, respond
-from lmx_lab.server.convert import FieldNames, call_arguments, validated_request
+from lmx_lab.server.convert import FieldNames, call_arguments
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import OLLAMA_ERRORS
@@ -36,7 +36,8 @@ from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.weights.files import in_thread
 from lmx_lab.wire.base import ANY_MODEL, UNLIMITED
-from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.errors import ErrorDetail, validated
 from lmx_lab.wire.ollama import (
     OllamaBody,
     OllamaChatAnswer,
@@ -267,7 +268,7 @@ def _chat_request(body: OllamaGenerationBody, **fields: Any) -> GenerationReques
         fields["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    return generation_request(validated_request(fields))
+    return generation_request(validated(ChatRequest, fields))
 
 
 def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

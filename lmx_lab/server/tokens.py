@@ -16,13 +16,14 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.answers import ignored_header
-from lmx_lab.server.convert import validated_request
 from lmx_lab.server.health import problem
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.translate import generation_request, requested_model
 from lmx_lab.values.outputs import token_text
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import main_template
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.errors import validated
 from lmx_lab.wire.tokens import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -51,7 +52,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
             wanted = GenerationRequest(prompt=prompt, model=requested_model(body.model))
         else:
             fields = {name: getattr(body, name) for name in ("model", "messages", "tools", "chat_template_kwargs")}
-            wanted = generation_request(validated_request(fields))
+            wanted = generation_request(validated(ChatRequest, fields))
         wanted = replace(wanted, caller=Caller(local=is_local(request.scope)))
         tokens = await while_connected(request, manager.encode(wanted))
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}

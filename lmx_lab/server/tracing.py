@@ -12,10 +12,11 @@ from lmx_lab.errors import AdminForbiddenError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.streaming import while_connected
-from lmx_lab.server.convert import validated_request
 from lmx_lab.server.openapi import GENERATION_ERRORS
 from lmx_lab.server.translate import generation_request, requested_model
 from lmx_lab.wire.admin import HookNamesBody, PatchingBody, TraceBody, TracedText
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.errors import validated
 
 
 def trace_routes(manager: ModelManager) -> APIRouter:
@@ -66,4 +67,4 @@ def _prompt(text: TracedText) -> Prompt:
         return TokenPrompt(tokens=tuple(text.tokens))
     if text.text is not None:
         return TextPrompt(text=text.text)
-    return generation_request(validated_request({"messages": text.messages})).prompt
+    return generation_request(validated(ChatRequest, {"messages": text.messages})).prompt

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self, TypedDict, cast, get_args
+from typing import Annotated, ClassVar, Literal, TypedDict, cast
 
-from lmx_lab.errors import ArgumentError, InvalidRequestError
 from lmx_lab.values.bodies import INTERNAL, Body, Limits, whole
 
 Kind = Literal["chat", "embedding", "rerank"]
@@ -37,8 +37,8 @@ class LoadOptions(TypedDict, total=False):
     deterministic: bool
     prompt_lookup: bool | None
     kv_cache_dtype: KvCacheDtype | None
-    draft: str | None
-    wait: bool
+    draft: str | os.PathLike[str] | None
+    wait: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,23 +79,6 @@ class LoadSpec(Body):
     """Whether running answers of the replaced model may finish: true without a time limit, false not at all; by default
     within the limit of the server (``LMX_LAB_DRAIN_S``)."""
 
-    @classmethod
-    def with_options(cls, model: str, options: LoadOptions) -> Self:
-        """Return the load of a model with the options of a caller.
-
-        Raises:
-            ArgumentError: there is no such option.
-            InvalidRequestError: there is no such engine.
-        """
-        if unknown := options.keys() - LoadOptions.__annotations__.keys():
-            raise ArgumentError.unknown("load", min(unknown), ["model", *LoadOptions.__annotations__])
-        choices = get_args(EngineChoice)
-        if (engine := options.get("engine", "auto")) not in choices:
-            raise InvalidRequestError(
-                f"engine is {engine!r:.40}; it must be one of {', '.join(choices)}", param="engine"
-            )
-        return cls(model=model, **options)
-
     @property
     def options(self) -> LoadOptions:
         """The options that do not have their default value. A server of an older version may not know the others."""
@@ -105,6 +88,10 @@ class LoadSpec(Body):
             if each.name in LoadOptions.__annotations__ and getattr(self, each.name) != each.default
         }
         return cast(LoadOptions, changed)
+
+
+# A TypedDict has no defaults. ``help(lab.load)`` shows these.
+LoadOptions.defaults_of = LoadSpec  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)

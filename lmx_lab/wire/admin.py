@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, StringConstraints, model_validator
 
+from lmx_lab.errors import ArgumentError
 from lmx_lab.values.models import (
     EngineName,
     Format,
     Kind,
+    LoadOptions,
+    LoadSpec,
     QuantizedCopy,
     Source,
     Unloading,
@@ -21,7 +25,7 @@ from lmx_lab.values.models import (
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching
 from lmx_lab.wire.base import ANY_MODEL, AnyModel, RequestModel
-from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.errors import ErrorDetail, validated
 from lmx_lab.wire.tokens import ChatMessages, TokenList
 
 PAGE_REQUESTS = 64
@@ -111,6 +115,19 @@ class ModelRecords(BaseModel):
     """Null if it was not measured; ``lmx-lab doctor --measure`` measures it."""
     problem: str | None = None
     """Why ``models`` may be incomplete or out of date, such as a disk that does not respond."""
+
+
+def load_spec(model: str, options: LoadOptions) -> LoadSpec:
+    """Return the load of a model with the options of a Python caller, checked as the body of POST /admin/models/load.
+
+    Raises:
+        ArgumentError: there is no such option.
+        InvalidRequestError: an option is invalid.
+    """
+    if unknown := options.keys() - LoadOptions.__annotations__.keys():
+        raise ArgumentError.unknown("load", min(unknown), ["model", *LoadOptions.__annotations__])
+    values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()}
+    return validated(LoadSpec, {"model": model, **values})
 
 
 class UnloadRequest(RequestModel):

@@ -125,7 +125,9 @@ def test_invalid_comparisons_are_refused_before_anything_is_loaded(lab, tmp_path
         ([{}, {}], "two settings are equal"),
         ([{"engine": "mlx"}], "also name the model"),
         ({"first": 0.5}, "pass a dictionary"),
-        ([{"model": "echo", "engine": "vllm"}], "must be one of auto, mlx, llama.cpp"),
+        ([{"model": "echo", "engine": "vllm"}], "engine: Input should be 'auto', 'mlx' or 'llama.cpp'"),
+        ([{"model": "echo", "context_length": True}], "context_length: Input should be a valid integer"),
+        ([{"model": 5}], "model is 5; pass an id"),
         ([{"model": "echo"}, {"model": "echo", "temperature": -1}], "temperature"),
     ):
         with pytest.raises(InvalidRequestError, match=message):

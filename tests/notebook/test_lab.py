@@ -13,6 +13,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 import lmx_lab
@@ -133,6 +134,41 @@ def test_long_calls_are_jobs_of_the_lab(launched, monkeypatch):
     begins = [job.partition(", ")[0] for job in jobs]
     assert list(dict.fromkeys(begins)) == ["Map", "", "Compare", "Measuring"]
     assert jobs[-1] == ""
+
+
+def test_every_method_of_a_stopped_lab_says_that_it_is_stopped(launched):
+    attached = lmx_lab.attach(launched.url)
+    attached.stop()
+    launched.stop()
+    rows = pd.DataFrame({"text": ["a"], "label": ["b"]})
+    arguments = {
+        "load": ("echo",),
+        "unload": (),
+        "models": (),
+        "chat": ("hello",),
+        "embed": ("hello",),
+        "rerank": ("hello", ["a"]),
+        "map": (["a"], "{text}"),
+        "embed_frame": (rows, "text"),
+        "search": (rows.assign(vector=[[1.0]]), "a", "text"),
+        "evaluate": (rows, "{text}"),
+        "compare": (["a"], [{}]),
+        "bench": (),
+        "explore": ("hello",),
+        "timeline": (),
+        "hooks": (),
+        "trace": ("hello", "blocks.*.hook_resid_post"),
+        "logit_lens": ("hello",),
+        "attention": ("hello", 0),
+        "direct_logit_attribution": ("hello", "a"),
+        "patch": ("hello", "hi"),
+        "steering_vector": (["a"], ["b"], 0),
+    }
+    keywords = {"evaluate": {"answer": "label"}, "patch": {"answer": "a", "other": "b"}, "bench": {"record": False}}
+    for lab, message in ((launched, "this lab was stopped"), (attached, "this connection was stopped")):
+        for name, given in arguments.items():
+            with pytest.raises(HostingError, match=message):
+                getattr(lab, name)(*given, **keywords.get(name, {}))
 
 
 # --- both forms of its methods

@@ -4,6 +4,8 @@ import asyncio
 import threading
 from contextlib import closing, contextmanager
 
+import httpx2
+import numpy as np
 import pytest
 
 import lmx_lab
@@ -66,6 +68,42 @@ def test_an_interrupt_ends_the_wait_but_not_the_unload(lab, server, capfd):
     assert repr(nothing) == "0.00 GB freed"
     with pytest.raises(InvalidRequestError, match="echo is not loaded"):
         lab.unload("echo", wait=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"context_length": True},
+        {"context_length": "4096"},
+        {"context_length": 0},
+        {"context_length": 4096.5},
+        {"deterministic": 1},
+        {"engine": "metal"},
+        {"kv_cache_dtype": "q5_0"},
+        {"draft": ""},
+        {"wait": "yes"},
+    ],
+    ids=str,
+)
+def test_an_invalid_option_of_a_load_is_refused_as_over_http(lab, server, options):
+    answer = httpx2.post(f"{server.url}/admin/models/load", json={"model": "echo", **options}).json()["error"]
+    with pytest.raises(InvalidRequestError) as refused:
+        lab.load("echo", **options)
+    assert (refused.value.message, refused.value.param) == (answer["message"], answer["param"])
+    assert answer["param"] == next(iter(options))
+
+
+@pytest.mark.parametrize("value", [np.True_, np.array([1, 2]), np.float64(0.5)], ids=repr)
+def test_a_context_length_of_numpy_must_be_an_integer(lab, value):
+    with pytest.raises(InvalidRequestError, match="context_length: Input should be a valid integer"):
+        lab.load("echo", context_length=value)
+
+
+def test_an_unload_is_refused_as_over_http(lab, server):
+    answer = httpx2.post(f"{server.url}/admin/models/unload", json={"wait": "yes"}).json()["error"]
+    with pytest.raises(InvalidRequestError) as refused:
+        lab.unload(wait="yes")
+    assert (refused.value.message, refused.value.param) == (answer["message"], "wait")
 
 
 async def test_a_cancelled_unload_continues_and_can_wait_without_a_limit(lab, server):

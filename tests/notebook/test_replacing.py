@@ -154,7 +154,7 @@ def test_a_model_that_is_too_large_leaves_the_lab_as_it_is(running, options, nam
     [
         ({"model": "other", "engine": "llama.cpp"}, UnusableModelError, "runs on mlx and not on llama.cpp"),
         ({"model": "long-file.gguf", "engine": "mlx"}, UnusableModelError, "runs on llama.cpp and not on mlx"),
-        ({"model": "other", "engine": "metal"}, InvalidRequestError, "engine is 'metal'; it must be one of"),
+        ({"model": "other", "engine": "metal"}, InvalidRequestError, "engine: Input should be .*given: 'metal'"),
         ({"model": "other", "embedder": "embedder2"}, ModelNotFoundError, "did you mean 'embedder'"),
         ({"model": "other", "embedder": "other"}, UnusableModelError, "other is a chat model"),
         ({"reranker": "embedder"}, UnusableModelError, "a reranker is needed here"),

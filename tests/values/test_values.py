@@ -3,12 +3,14 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from lmx_lab.errors import ArgumentError
 from lmx_lab.values.engine import COUNTERS, BlasReport, EngineSnapshot, PinnedModel, TokenTotals, merged
 from lmx_lab.values.models import ECHO, LoadOptions, LoadReport, LoadSpec
+from lmx_lab.wire.admin import load_spec
 from lmx_lab.wire.errors import invalid_request
 
 BLAS = BlasReport(name="openblas", detail="")
@@ -68,20 +70,29 @@ def test_a_model_is_idle_only_if_it_was_unloaded_because_of_that():
 
 
 def test_only_options_that_were_changed_are_sent():
-    assert LoadSpec.with_options("tiny", {"engine": "mlx"}).options == {"engine": "mlx"}
-    assert LoadSpec.with_options("tiny", {"engine": "auto"}) == LoadSpec(model="tiny")
+    assert load_spec("tiny", {"engine": "mlx"}).options == {"engine": "mlx"}
+    assert load_spec("tiny", {"engine": "auto"}) == LoadSpec(model="tiny")
     assert LoadSpec(model="tiny", pin="chat").options == {}
 
 
 @pytest.mark.parametrize("name", ["pin", "adapters"])
 def test_an_unknown_option_of_a_load_is_refused_with_the_known_ones(name):
     with pytest.raises(TypeError, match=rf"'{name}'.* are model, engine"):
-        LoadSpec.with_options("tiny", {name: "chat"})
+        load_spec("tiny", {name: "chat"})
 
 
 def test_an_option_that_is_misspelled_is_named():
     with pytest.raises(ArgumentError, match=r"'engin'; did you mean 'engine'\?"):
-        LoadSpec.with_options("tiny", {"engin": "mlx"})
+        load_spec("tiny", {"engin": "mlx"})
+
+
+def test_numbers_of_numpy_and_paths_are_options_of_a_load():
+    given = {"context_length": np.int64(4096), "deterministic": np.True_, "draft": Path("models/small")}
+    assert load_spec("tiny", given).options == {
+        "context_length": 4096,
+        "deterministic": True,
+        "draft": "models/small",
+    }
 
 
 def test_the_report_of_a_load_is_a_sentence():

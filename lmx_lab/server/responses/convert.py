@@ -14,8 +14,9 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, function_tool, validated_request
+from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, function_tool
 from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.errors import validated
 from lmx_lab.wire.formats import NAME_CHARACTERS
 from lmx_lab.wire.responses import (
     EFFORTS,
@@ -169,7 +170,7 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> Conve
         fields["reasoning_effort"] = body.reasoning.effort
     if text_is_input_of is None and choice != "none":
         fields |= _chat_tools(offered, choice, parallel=body.parallel_tool_calls is not False)
-    return ConvertedRequest(chat=validated_request(fields), tools=offered, text_is_input_of=text_is_input_of)
+    return ConvertedRequest(chat=validated(ChatRequest, fields), tools=offered, text_is_input_of=text_is_input_of)
 
 
 def _chat_tools(offered: CallableTools, choice: CallableTool | str | None, *, parallel: bool) -> dict[str, Any]:
