@@ -67,8 +67,9 @@ SOCKET = f"""Answer one chat request over a WebSocket, which OpenAPI cannot desc
 
 The client sends one text message, a `{ChatRequest.__name__}` (`n` is 1 or absent). The server sends text messages: a
 `{SocketToken.__name__}` for each piece of the answer, then one `{SocketDone.__name__}`, and waits for the client to
-close the connection. If the request fails, the server sends a `{SocketError.__name__}` and closes with code 1011. A
-client that closes early ends the generation. Without an upgrade, the response is 404."""
+close the connection. If the request fails, the server sends a `{SocketError.__name__}` and closes: with code 1008 if
+the request is wrong (1009 if it is too large), 1013 if it may succeed later, and 1011 for other failures. A client that
+closes early ends the generation. Without an upgrade, the response is 404."""
 MESSAGES = {"oneOf": [reference(model) for model in (SocketToken, SocketDone, SocketError)]}
 SOCKETS: dict[str, dict[str, Any]] = {
     "/v1/chat/stream": {

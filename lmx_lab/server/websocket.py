@@ -16,7 +16,7 @@ from fastapi import APIRouter, WebSocket
 from pydantic import BaseModel, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
-from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.errors import BodyTooLargeError, CallerError, InvalidRequestError, LabError, UnavailableError
 from lmx_lab.http.bodies import read_json
 from lmx_lab.http.errors import detail_for, request_id_of, validation_error
 from lmx_lab.http.streaming import SendWatch
@@ -28,8 +28,16 @@ from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 from lmx_lab.wire.errors import ErrorDetail
 
 log = logging.getLogger(__name__)
-NORMAL, POLICY_VIOLATION, FAILED = 1000, 1008, 1011
+NORMAL, POLICY_VIOLATION = 1000, 1008
 """Close codes (RFC 6455, 7.4.1)."""
+CLOSE_CODES: dict[type[LabError], int] = {
+    LabError: 1011,
+    CallerError: POLICY_VIOLATION,
+    BodyTooLargeError: 1009,
+    UnavailableError: 1013,
+}
+"""The close code after each class of errors, looked up along the MRO of a class: 1011 for a failure of the server, 1013
+if the request may succeed later."""
 
 
 class _ServerStopping(WebSocketDisconnect):
@@ -50,11 +58,16 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
                 request = await _parse(await _receive(socket, timeout_s=60), max_body_bytes)
                 await _answer(socket, service, request)
             except LabError as exc:
-                log.warning("%s: the WebSocket request failed: %s", request_id_of(socket), exc)
+                if not isinstance(exc, CallerError):
+                    log.warning("%s: the WebSocket request failed: %s", request_id_of(socket), exc)
                 await _send(socket, _error(socket, exc))
-                await socket.close(FAILED)
+                await socket.close(_close_code(exc))
 
     return router
+
+
+def _close_code(error: LabError) -> int:
+    return next(CLOSE_CODES[kind] for kind in type(error).__mro__ if kind in CLOSE_CODES)
 
 
 async def _answer(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
@@ -66,8 +79,8 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
         if not tokens.done() and not watcher.result():
             return
         # If the server is stopping, it has ended the answer, but the rest of the answer or the error is not sent yet.
-        if not await tokens:
-            await socket.close(FAILED)
+        if (error := await tokens) is not None:
+            await socket.close(_close_code(error))
             return
         # Closing the connection is up to the client.
         await asyncio.wait({watcher}, timeout=5.0)
@@ -82,8 +95,8 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
         del tokens, watcher
 
 
-async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest) -> bool:
-    """Send the answer, and return whether it was generated without an error.
+async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest) -> LabError | None:
+    """Send the answer, and return the error with which it has ended; None if it is complete.
 
     Raises:
         LabError: the request was refused.
@@ -106,7 +119,7 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
         if close is not None:
             close(POLICY_VIOLATION, reason)
         raise WebSocketDisconnect(POLICY_VIOLATION, reason) from None
-    return not writer.failed
+    return writer.failure
 
 
 async def _refuse_messages(socket: WebSocket) -> bool:
@@ -184,7 +197,8 @@ class SocketWriter:
 
     def __init__(self, *, logprobs: bool = False) -> None:
         self._logprobs = logprobs
-        self.failed = False
+        self.failure: LabError | None = None
+        """The error with which the answer has ended."""
 
     def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
         yield from ()
@@ -206,5 +220,5 @@ class SocketWriter:
         yield from ()
 
     def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
-        self.failed = True
+        self.failure = error
         yield SocketError(error=detail).model_dump_json()

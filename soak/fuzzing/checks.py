@@ -26,7 +26,7 @@ DATA = re.compile(r"\A(?:event: \S+\n)?data: ")
 """Beginning of an event, with its name if it has one."""
 LAST_EVENTS = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
 """Types of the events with which streams of the formats Messages and Responses end."""
-CLOSE_CODES = frozenset({1000, 1001, 1002, 1005, 1006, 1007, 1008, 1009, 1011, 1012, 1003, *range(3000, 5000)})
+CLOSE_CODES = frozenset({1000, 1001, 1002, 1005, 1006, 1007, 1008, 1009, 1011, 1012, 1013, 1003, *range(3000, 5000)})
 
 
 def answer_problems(case: Case, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:

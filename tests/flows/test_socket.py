@@ -59,16 +59,28 @@ def test_a_message_with_too_many_values_is_refused_with_the_limit(socket):
     assert "50,000 lists and objects" in error["message"]
     with pytest.raises(ConnectionClosed):
         socket.recv(timeout=30)
-    assert socket.close_code == 1011
+    assert socket.close_code == 1009
 
 
 @pytest.mark.parametrize("message", ["{", "[]", '{"model": NaN}', json.dumps({"model": "echo"}), b"\x00\x01"])
-def test_an_invalid_message_is_answered_and_the_connection_closed(socket, message):
+def test_an_invalid_message_is_answered_and_the_connection_closed(socket, message, caplog):
     socket.send(message)
     assert receive(socket)["error"]["code"] == "invalid-request"
     with pytest.raises(ConnectionClosed):
         socket.recv(timeout=30)
-    assert socket.close_code == 1011
+    assert socket.close_code == 1008
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_request_without_a_loaded_model_may_succeed_later(tmp_path, caplog):
+    with Lab(Settings(home=tmp_path, port=0), loop="thread") as empty, connect(address(empty)) as socket:
+        ask(socket)
+        assert receive(socket)["error"]["code"] == "no-model-loaded"
+        with pytest.raises(ConnectionClosed):
+            socket.recv(timeout=30)
+        assert socket.close_code == 1013
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "the WebSocket request failed: " in warning.getMessage()
 
 
 def test_logprobs_are_sent_with_their_tokens_on_request(socket):

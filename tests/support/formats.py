@@ -15,6 +15,8 @@ import websockets.sync.client
 from websockets.exceptions import ConnectionClosedError
 from websockets.frames import Frame, Opcode
 
+from lmx_lab.errors import ERROR_CLASSES, BodyTooLargeError, CallerError, LabError, UnavailableError
+
 HELLO = ({"role": "user", "content": "hello"},)
 STOP = "two"
 """The stop string of all requests that have one."""
@@ -673,13 +675,19 @@ class Socket(Chat):
     @staticmethod
     def _messages(client: websockets.sync.client.ClientConnection) -> Iterator[str]:
         """Yield a line for each message, and check the code with which the server closes the connection."""
-        is_done = False
+        last: dict[str, Any] = {}
         with suppress(ConnectionClosedError):
             for message in map(str, client):
                 yield f"{message}\n"
-                if is_done := "done" in json.loads(message):
+                last = json.loads(message)
+                if "done" in last:
                     client.close()
-        assert client.close_code == (1000 if is_done else 1011)
+        if "done" in last:
+            assert client.close_code == 1000
+            return
+        error = ERROR_CLASSES[last["error"]["code"]]
+        codes = {BodyTooLargeError: 1009, CallerError: 1008, UnavailableError: 1013, LabError: 1011}
+        assert client.close_code == next(code for kind, code in codes.items() if issubclass(error, kind))
 
     def _send(self, connection: socket.socket, content: bytes, host: str) -> None:
         upgrade = "connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
