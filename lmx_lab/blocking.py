@@ -708,10 +708,20 @@ def documented_as(method: Callable[..., Any]) -> Callable[[Function], Function]:
     return describe
 
 
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+NOT_GIVEN = _NotGiven()
+"""Shown by ``help`` as the default of a keyword whose omission is different from all of its values."""
+
+
 def with_keywords(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function, with the keywords that ``**options: Unpack[SomeTypedDict]`` stands for.
 
-    Editors and IPython complete only keywords that a signature names.
+    Editors and IPython complete only keywords that a signature names. Their defaults are the values of the attribute
+    ``defaults_of`` of the TypedDict, or ``NOT_GIVEN``.
     """
     signature = inspect.signature(function)
     parameters: list[inspect.Parameter] = []
@@ -720,10 +730,15 @@ def with_keywords(function: Callable[..., Any]) -> inspect.Signature:
         if options is None:
             parameters.append(parameter)
             continue
-        keywords: dict[str, Any] = _globals_of(function)[options[1]].__annotations__
-        for name, it in keywords.items():
-            annotation = getattr(it, "__forward_arg__", it)
+        keywords: Any = _globals_of(function)[options[1]]
+        defaults = getattr(keywords, "defaults_of", None)
+        for name, it in keywords.__annotations__.items():
             parameters.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=annotation)
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=getattr(defaults, name, NOT_GIVEN),
+                    annotation=getattr(it, "__forward_arg__", it),
+                )
             )
     return signature.replace(parameters=parameters)

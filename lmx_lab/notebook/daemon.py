@@ -101,12 +101,12 @@ class LabDaemon(Daemon):
     def add_mcp_server(self, name: str, command: Sequence[str] = (), **fields: Any) -> McpServerRecord:
         """Add an MCP server and start it: a program with its arguments, or ``url=`` for a running server.
 
-        If a server with this name exists, it is changed, so that a cell can be run again. The daemon keeps the server
-        and starts it in later runs, until ``remove_mcp_server``.
+        If a server with this name exists, it gets this configuration, so that a cell can be run again. The daemon keeps
+        the server and starts it in later runs, until ``remove_mcp_server``.
 
         Args:
             fields: Fields of ``McpServerConfig``: ``env``, ``cwd``, ``headers``, ``permission``, ``tool_timeout_s`` and
-                so on.
+                so on. Omitted fields have their defaults, also if the server existed with other values.
 
         Raises:
             InvalidRequestError: the command is a single text, or a field is invalid.
@@ -125,7 +125,8 @@ class LabDaemon(Daemon):
             return self.client.add_mcp_server(config)
         except McpServerExistsError:
             if self.client.mcp_server(name).transport == config.transport:
-                return self.client.change_mcp_server(name, validated(ChangeMcpServer, fields))
+                changed = {field: getattr(config, field) for field in ChangeMcpServer.model_fields}
+                return self.client.change_mcp_server(name, changed)
             self.client.remove_mcp_server(name)
             return self.client.add_mcp_server(config)
 

@@ -7,7 +7,7 @@ the field, the problem and the value.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -26,6 +26,8 @@ UNLIMITED_HINTS = {
     "top_n": "for all documents, leave the field out",
     "dimensions": "for all dimensions of the model, leave the field out",
 }
+# Cached, because this takes 4 ms for a dataclass: the docstrings of its fields are read from its source.
+_adapter: Callable[..., TypeAdapter[Any]] = functools.cache(TypeAdapter)
 UNION_TYPES = ("str", "constrained-str", "constrained-int", "bool", "ToolSelection")
 
 
@@ -74,12 +76,6 @@ def validated(shape: type[Shape], fields: Fields | Shape) -> Shape:
         return request
     except ValidationError as exc:
         raise invalid_request(exc.errors(), shape=shape if issubclass(shape, BaseModel) else None) from None
-
-
-@functools.cache
-def _adapter(shape: type[Any]) -> TypeAdapter[Any]:
-    # For a dataclass this takes 4 ms, because the docstrings of its fields are read from its source.
-    return TypeAdapter(shape)
 
 
 def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = None) -> InvalidRequestError:

@@ -151,6 +151,20 @@ def test_a_command_as_a_single_text_is_refused_with_the_list_to_use(options):
     assert lab.daemon.client.mcp_servers() == []
 
 
+# It imports MCP.
+@pytest.mark.slow
+def test_an_mcp_server_that_exists_gets_the_given_configuration(options):
+    lab = lmx_lab.launch(**options)
+    assert lab.daemon is not None
+    given = {"enabled": False, "permission": "allow", "env": {"KEY": "secret"}, "tool_timeout_s": 5.0}
+    assert lab.daemon.add_mcp_server("time", ["python", "-m", "time"], **given).permission == "allow"
+    omitted = lab.daemon.add_mcp_server("time", ["python"], enabled=False)
+    assert (omitted.permission, omitted.args, omitted.env, omitted.tool_timeout_s) == ("ask", (), {}, 60.0)
+    other = lab.daemon.add_mcp_server("time", url="http://127.0.0.1:9/mcp", enabled=False)
+    assert (other.transport, other.command, other.permission) == ("http", None, "ask")
+    lab.daemon.remove_mcp_server("time")
+
+
 @pytest.mark.slow
 def test_a_remote_lab_has_no_daemon(options):
     with lmx_lab.launch(**options) as lab, lmx_lab.attach(lab.url) as attached:

@@ -29,7 +29,7 @@ from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.reply import Reply
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
-from lmx_lab.values.models import LoadOptions
+from lmx_lab.values.models import LoadOptions, LoadSpec
 from tests.support.docs import DOCS
 
 pytestmark = pytest.mark.anyio
@@ -174,8 +174,21 @@ def test_every_method_of_a_stopped_lab_says_that_it_is_stopped(launched):
 # --- both forms of its methods
 
 
-def test_the_signature_of_load_names_each_option_for_completion():
-    assert list(inspect.signature(lmx_lab.Lab.load).parameters) == ["self", "model", *LoadOptions.__annotations__]
+def test_the_signature_of_load_names_each_option_with_its_default():
+    _, model, *options = inspect.signature(lmx_lab.Lab.load).parameters.values()
+    assert model.name == "model"
+    assert {it.name: it.default for it in options} == {
+        name: getattr(LoadSpec, name) for name in LoadOptions.__annotations__
+    }
+    assert "context_length: 'int | None' = None" in str(inspect.signature(lmx_lab.Lab.aload))
+
+
+def test_the_defaults_of_all_methods_are_readable():
+    for name in dir(lmx_lab.Lab):
+        if callable(method := getattr(lmx_lab.Lab, name)) and not name.startswith("_"):
+            shown = str(inspect.signature(method))
+            assert "Ellipsis" not in shown, name
+            assert " object at " not in shown, name
 
 
 def test_completion_offers_what_a_lab_is_for(launched):

@@ -13,7 +13,7 @@ from lmx_lab import errors
 from lmx_lab.client.daemon import DaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent, PermissionRequestEvent, TurnDoneEvent
 from lmx_lab.client.subscription import MemoryCursor
-from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed
+from lmx_lab.wire.mcp import McpServerConfig, McpTestFailed
 from lmx_lab.wire.sessions import (
     CancelTurns,
     ChangeSession,
@@ -228,12 +228,13 @@ def test_permissions_are_listed_and_decided_by_another_client(client, session):
 
 @pytest.mark.slow
 def test_mcp_servers_are_configured(client):
-    config = McpServerConfig(name="none", command="no-such-program", enabled=False)
+    config = {"name": "none", "command": "no-such-program", "enabled": False}
     assert client.add_mcp_server(config).state == "disabled"
-    assert client.change_mcp_server("none", ChangeMcpServer(args=("x",))).args == ("x",)
+    assert client.change_mcp_server("none", {"args": ["x"]}).args == ("x",)
     assert [server.name for server in client.mcp_servers()] == [client.mcp_server("none").name]
     assert client.mcp_tools("none") == []
     assert isinstance(client.test_mcp_server(config), McpTestFailed)
+    assert isinstance(client.test_mcp_server(McpServerConfig.model_validate(config)), McpTestFailed)
     with pytest.raises(errors.InvalidRequestError):
         client.restart_mcp_server("none")
     client.remove_mcp_server("none")
