@@ -9,7 +9,8 @@ import httpx2
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.validators import extend
 from pydantic_core import from_json
 
 from tests.support.asking import chat_body
@@ -88,15 +89,50 @@ def nested(inner):
 SCHEMAS = objects(st.recursive(LEAVES, nested, max_leaves=6)) | st.recursive(LEAVES, nested, max_leaves=6)
 
 
+ITSELF = {"$ref": "#/$defs/of"}
+SELF_REFERRING = {
+    "$defs": {"of": {"anyOf": [ITSELF, {"type": "boolean"}, {"type": "array", "items": ITSELF, "maxItems": 2}]}},
+    **ITSELF,
+}
+
+
+def judge(schema):
+    """Return a validator for a schema, in which a definition may refer to itself without a value in between.
+
+    jsonschema would follow such a reference without end. Here it matches nothing when it is followed a second time for
+    the same value, as in a grammar.
+    """
+    follow, followed = Draft202012Validator.VALIDATORS["$ref"], set()
+
+    def follow_once(validator, reference, instance, schema):
+        key = reference, id(instance)
+        if key in followed:
+            return [ValidationError(f"{reference} refers to itself")]
+        followed.add(key)
+        try:
+            return list(follow(validator, reference, instance, schema))
+        finally:
+            followed.remove(key)
+
+    validator = extend(Draft202012Validator, {"$ref": follow_once})
+    return validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+
+
 def check_answer(schema, choice):
     text, reason = choice["message"]["content"], choice["finish_reason"]
     if reason == "stop":
-        Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text))
+        judge(schema).validate(json.loads(text))
         return "stop"
     assert reason == "length"
     # In a list, because only the content of a list may be incomplete. An invalid character raises an error.
     from_json(f"[{text}", allow_partial="trailing-strings")
     return "length"
+
+
+def test_the_judge_follows_references_of_a_definition_to_itself():
+    assert [judge(SELF_REFERRING).is_valid(value) for value in (True, [], [[True], False])] == [True] * 3
+    assert [judge(SELF_REFERRING).is_valid(value) for value in (1, [1], [[True], None])] == [False] * 3
+    assert not judge({"$defs": {"of": ITSELF}, **ITSELF}).is_valid(True)
 
 
 def test_answers_to_random_schemas_are_valid_json(http):
@@ -107,6 +143,7 @@ def test_answers_to_random_schemas_are_valid_json(http):
     @example(schema={"enum": ["a", 1, None]}, seed=0)
     @example(schema={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}, seed=1)
     @example(schema={"type": "string", "minLength": 5, "maxLength": 2}, seed=2)
+    @example(schema=SELF_REFERRING, seed=3)
     def check(schema, seed):
         format_ = {"type": "json_schema", "json_schema": {"name": "random", "schema": schema}}
         body = chat_body(response_format=format_, temperature=1, seed=seed, max_tokens=200)
