@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "record": ("own", "all", "off"),
     "otel": ("off", "spans", "content"),
 }
+NUMBERS: dict[str, type] = {"int": Integral, "float": Real}
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 TYPE_DESCRIPTIONS = {"bool": "true or false (1 or 0)", "int": "a whole number", "float": "a number"}
 SECRETS = frozenset(
@@ -267,7 +269,8 @@ def _convert(name: str, kind: str, value: Any) -> Any:
             return value if isinstance(value, bool) else BOOLEANS[value.lower()]
         if kind == "Path":
             return Path(value).expanduser()
-        if kind == "int" and not isinstance(value, int | str):
+        # NumPy's numbers are instances of these classes. A boolean is an integer in Python.
+        if kind in NUMBERS and (isinstance(value, bool) or not isinstance(value, (NUMBERS[kind], str))):
             raise TypeError
         return {"int": int, "float": float, "str": str}[kind](value)
     except (KeyError, TypeError, ValueError, AttributeError):

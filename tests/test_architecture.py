@@ -84,7 +84,7 @@ TABLE = {
     # pydantic: schemas of typed columns.
     "batch": Row("errors extras values progress blocking results wire backend arguments", "numpy pandas pydantic"),
     # pydantic: errors of a prompt. bench: the figure that notebooks display.
-    "evals": Row("errors extras blocking results wire backend instrument batch bench", "pandas pydantic"),
+    "evals": Row("errors extras blocking results wire values backend instrument batch bench", "pandas pydantic"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.

@@ -4,6 +4,7 @@ import os
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lmx_lab.errors import InvalidRequestError
@@ -74,6 +75,14 @@ def test_the_error_about_an_invalid_value_names_the_setting(environ, overrides):
     name = next(iter([*environ, *overrides]))
     with pytest.raises(InvalidRequestError, match=name):
         Settings.read(environ, **overrides)
+
+
+def test_numbers_of_numpy_are_values_of_settings():
+    settings = Settings.read({}, slots=np.int64(2), drain_s=np.float32(0.5))
+    assert (settings.slots, type(settings.slots), settings.drain_s) == (2, int, 0.5)
+    for overrides in ({"slots": True}, {"slots": np.True_}, {"drain_s": True}, {"slots": np.float64(2)}):
+        with pytest.raises(InvalidRequestError, match=next(iter(overrides))):
+            Settings.read({}, **overrides)
 
 
 def test_a_name_for_announcements_needs_one_only_if_it_is_an_argument():

@@ -20,6 +20,7 @@ from lmx_lab.blocking import END, End, Portal, Stream, in_thread, on_loop
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError
 from lmx_lab.progress import counter
 from lmx_lab.results.frames import RowSource, read_source
+from lmx_lab.values.integers import whole_number
 from lmx_lab.wire.chat import ChatRequest
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ async def prepare_run(
     **parameters: Any,
 ) -> tuple[BatchRun, AnswerCache | None]:
     """Check the arguments of ``map``, and return the run and its cache. Has steps."""
-    check_parameters(parameters, n=n, seed=seed, errors=errors, retry=retry)
+    n, seed = whole_number(n, "n", low=1), None if seed is None else whole_number(seed, "seed")
+    check_parameters(parameters, errors=errors, retry=retry)
     find = partial(loaded_model, hashed=cache is not None)
     loaded, others = await on_loop(backend.portal, same_models(backends_of(backend, labs), find))
     if columns is not None:
@@ -229,9 +231,7 @@ def request_maker(fields: Mapping[str, Any]) -> MakeRequest:
     return make_request
 
 
-def check_parameters(
-    parameters: Mapping[str, Any], *, n: object = 1, seed: object = None, errors: object, retry: object
-) -> None:
+def check_parameters(parameters: Mapping[str, Any], *, errors: object, retry: object) -> None:
     """Check the arguments of ``map`` that are the same for all rows, except sampling parameters.
 
     Raises:
@@ -240,10 +240,6 @@ def check_parameters(
     for name, remedy in NOT_USED.items():
         if name in parameters:
             raise InvalidRequestError(f"map has no parameter {name}: {remedy}", param=name)
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise InvalidRequestError(f"n is {n!r:.40}; it must be a whole number, 1 or more", param="n")
-    if seed is not None and not isinstance(seed, int):
-        raise InvalidRequestError(f"seed is {seed!r:.40}; it must be a whole number", param="seed")
     if errors not in ("row", "raise"):
         raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
     if retry not in (None, "errors"):

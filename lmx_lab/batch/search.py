@@ -27,6 +27,7 @@ from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedErro
 from lmx_lab.extras import import_optional
 from lmx_lab.progress import counter
 from lmx_lab.results.frames import TEXT, RowSource, make_table, read_source, select_rows, vector_table
+from lmx_lab.values.integers import whole_number
 from lmx_lab.values.outputs import InputType
 
 if TYPE_CHECKING:
@@ -128,8 +129,7 @@ async def search(
         InvalidRequestError: an argument is invalid, or the column does not exist.
         MissingPackageError: pandas is not installed.
     """
-    if not isinstance(top_n, int) or isinstance(top_n, bool) or top_n < 1:
-        raise InvalidRequestError(f"top_n is {top_n!r:.40}; it must be a whole number, 1 or more", param="top_n")
+    top_n = whole_number(top_n, "top_n", low=1)
     table, source = frame, read_source(frame)
     if source.library is None:
         pandas = import_optional("pandas", "search")

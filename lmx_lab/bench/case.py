@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import operator
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.values.integers import integer
 
 Cache: TypeAlias = Literal["cold", "warm"]
 MAX_CASES = 10_000
@@ -209,10 +209,7 @@ def _check(name: str, value: Any) -> Any:
             raise InvalidRequestError(f"cache is {value!r}; it can be {' or '.join(get_args(Cache))}", param="cache")
         return value
     low, high = BOUNDS[name]
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number = integer(value)
     if number is None or not low <= number <= high:
         raise InvalidRequestError(f"{name} is {value!r}; give a whole number from {low:,} to {high:,}", param=name)
     return number

@@ -22,6 +22,7 @@ from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens, lens_of
 from lmx_lab.results.frames import Dtype, dtypes_of, make_table
 from lmx_lab.results.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
 from lmx_lab.results.tables import html_table
+from lmx_lab.values.integers import integer
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 
@@ -89,13 +90,13 @@ class Evaluation:
         most = max(map(len, scores), default=0)
         if not most:
             raise InvalidRequestError("no answer has a score; the column error of df contains the reasons")
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        if (number := integer(k)) is None or not 1 <= number <= most:
             raise InvalidRequestError(
                 f"k is {k!r:.40}; it must be from 1 to {most}, the number of answers to a row that have a score; for a "
                 "larger one, evaluate with a larger n",
                 param="k",
             )
-        return score_of([pass_at(k, sum(it >= 1 for it in row), len(row)) for row in scores if len(row) >= k])
+        return score_of([pass_at(number, sum(it >= 1 for it in row), len(row)) for row in scores if len(row) >= number])
 
     @property
     def errors(self) -> int:

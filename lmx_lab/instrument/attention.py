@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.traces import What, activation_fields, integer, token_label, traced
+from lmx_lab.instrument.traces import What, activation_fields, token_label, traced
 from lmx_lab.results.figures import HeatMap
+from lmx_lab.values.integers import whole_number
 from lmx_lab.values.tracing import Trace
 
 SHOWN_TOKENS = 40
@@ -99,20 +100,8 @@ async def attention(backend: Backend, what: What, layer: int, head: int = 0) -> 
     Raises:
         LabError: see ``trace``.
     """
-    block, shown = _index(layer, "layer"), _index(head, "head")
+    block, shown = whole_number(layer, "layer", low=0), whole_number(head, "head", low=0)
     fields = activation_fields(f"blocks.{block}.attn.hook_pattern", None)
     text = await in_thread(lambda: traced(what))
     found = await on_loop(backend.portal, text.run(backend, fields))
     return AttentionPattern(found, layer=block, head=shown)
-
-
-def _index(value: object, name: str) -> int:
-    """Return an index.
-
-    Raises:
-        InvalidRequestError: the value is not an integer, or is negative.
-    """
-    found = integer(value)
-    if found is None or found < 0:
-        raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an index, 0 or more", param=name)
-    return found

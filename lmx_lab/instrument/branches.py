@@ -27,6 +27,7 @@ from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.traces import ActivationCache, activation_fields, traced_answer
 from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
+from lmx_lab.values.integers import integer, whole_number
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Continuation
 from lmx_lab.wire.chat import ChatRequest
@@ -68,24 +69,23 @@ def continuation_of(
             param="at",
         )
     count = len(answer.ids)
-    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < count:
+    position = integer(at)
+    if position is None or not 0 <= position < count:
         raise InvalidRequestError(
             f"at is {at!r:.40}; the answer has {count} tokens, at the positions 0 to {count - 1}", param="at"
         )
-    if isinstance(token, bool) or not isinstance(token, int | str) or token == "":
+    named = token if isinstance(token, str) and token else integer(token)
+    if named is None:
         raise InvalidRequestError(f"token is {token!r:.80}; it must be the id or the text of one token", param="token")
-    for name, value in (("seed", seed), ("max_tokens", max_tokens)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an integer", param=name)
     return Continuation(
         request=answer.request,
         model=answer.model,
         weights=answer.weights,
         prompt=answer.prompt_ids,
-        answer=answer.ids[:at],
-        token=token,
-        seed=seed,
-        max_tokens=max_tokens,
+        answer=answer.ids[:position],
+        token=named,
+        seed=None if seed is None else whole_number(seed, "seed"),
+        max_tokens=None if max_tokens is None else whole_number(max_tokens, "max_tokens"),
     )
 
 
@@ -625,20 +625,21 @@ async def explore(
     request = chat_request(prompt, parameters)
     # ``top_logprobs`` of a request is at most 20.
     for name, value, most in (("width", width, 20), ("depth", depth, MAX_LEAVES)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if (number := integer(value)) is None or not 1 <= number <= most:
             raise InvalidRequestError(f"{name} is {value!r:.40}; it must be from 1 to {most}", param=name)
+    width, depth = int(width), int(depth)
     if width**depth > MAX_LEAVES:
         raise InvalidRequestError(
             f"width {width} and depth {depth} give {width**depth} answers; the limit is {MAX_LEAVES}", param="depth"
         )
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < depth:
+    if (length := integer(max_tokens)) is None or length < depth:
         raise InvalidRequestError(
             f"max_tokens is {max_tokens!r:.40}; with depth {depth} it must be at least {depth}", param="max_tokens"
         )
     fields = {"max_tokens": 1, "max_completion_tokens": None, "logprobs": True, "top_logprobs": width}
     return await on_loop(
         backend.portal,
-        _explored(backend, request.model_copy(update=fields), width=width, depth=depth, max_tokens=max_tokens),
+        _explored(backend, request.model_copy(update=fields), width=width, depth=depth, max_tokens=length),
     )
 
 

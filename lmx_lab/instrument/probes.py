@@ -30,9 +30,10 @@ from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError, StorageFullError
 from lmx_lab.extras import import_optional
 from lmx_lab.instrument.steering import Steer, mean_difference
-from lmx_lab.instrument.traces import HOOKS, HookTable, Traced, What, activation_fields, integer, traced
+from lmx_lab.instrument.traces import HOOKS, HookTable, Traced, What, activation_fields, traced
 from lmx_lab.progress import counter
 from lmx_lab.results.frames import make_table
+from lmx_lab.values.integers import integer, whole_number
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.values.tensors import encode_header
 from lmx_lab.wire.base import ANY_MODEL
@@ -149,9 +150,7 @@ class ProbeRun:
     """
 
     def __init__(self, texts: Sequence[str], labels: Sequence[Any], *, folds: int = 5) -> None:
-        if (count := integer(folds)) is None or count < 2:
-            raise InvalidRequestError(f"folds is {folds!r:.40}; it must be an integer, 2 or more", param="folds")
-        self._folds = count
+        self._folds = whole_number(folds, "folds", low=2)
         self._texts, self._labels = list(texts), list(labels)
         classes: dict[Any, set[str]] = {}
         for at, (text, label) in enumerate(zip(self._texts, self._labels, strict=True)):
@@ -170,10 +169,10 @@ class ProbeRun:
             only = "".join(map(repr, classes))
             raise InvalidRequestError(f"all labels are {only:.80}; pass texts of at least two classes", param="labels")
         label = min(classes, key=lambda each: len(classes[each]))
-        if (fewest := len(classes[label])) < count:
+        if (fewest := len(classes[label])) < self._folds:
             raise InvalidRequestError(
-                f"the label {label!r:.80} has too few different texts: {fewest}, and each of the {count} folds needs "
-                "one; pass more texts, or fewer folds",
+                f"the label {label!r:.80} has too few different texts: {fewest}, and each of the {self._folds} folds "
+                "needs one; pass more texts, or fewer folds",
                 param="labels",
             )
         codes = {each: at for at, each in enumerate(classes)}
@@ -241,9 +240,7 @@ class Probe:
 
         It shows the accuracy that is reached by chance (Hewitt and Liang, arXiv 1909.03368). No text is traced again.
         """
-        if integer(seed) is None:
-            raise InvalidRequestError(f"seed is {seed!r:.40}; it must be an integer", param="seed")
-        run, layers = self._run.shuffled(seed), self.accuracies
+        run, layers = self._run.shuffled(whole_number(seed, "seed")), self.accuracies
         return Probe({layer: run.accuracies(self.activations.of(layer)) for layer in layers}, run, self.activations)
 
     @property

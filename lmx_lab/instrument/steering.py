@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.traces import integer
 from lmx_lab.results.figures import write_file
+from lmx_lab.values.integers import whole_number
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.values.steering import LARGEST, VECTOR_LIMIT, encode_components
 from lmx_lab.values.tensors import decode_tensors, encode_tensors
@@ -74,9 +74,7 @@ class Steer:
             )
         vector = np.array(values, dtype=np.float32)
         vector.flags.writeable = False
-        layer = integer(self.layer)
-        if layer is None or layer < 0:
-            raise InvalidRequestError(f"layer is {self.layer!r:.40}; it must be an integer, 0 or more", param="layer")
+        layer = whole_number(self.layer, "layer", low=0)
         is_number = isinstance(self.scale, int | float | np.integer | np.floating) and not isinstance(self.scale, bool)
         if not is_number or not abs(self.scale) <= LARGEST:
             raise InvalidRequestError(f"scale is {self.scale!r:.40}; it must be a finite float32 number", param="scale")

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from numbers import Real
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, overload
@@ -237,11 +238,11 @@ async def timeline(backend: Backend, last_s: float = 60.0) -> Timeline:
     Raises:
         InvalidRequestError: ``last_s`` is not a number of seconds.
     """
-    if isinstance(last_s, bool) or not isinstance(last_s, int | float) or not 0 <= last_s < math.inf:
+    if isinstance(last_s, bool) or not isinstance(last_s, Real) or not 0 <= last_s < math.inf:
         raise InvalidRequestError(
             f"last_s is {last_s!r:.40}; it must be a number of seconds, 0 or more", param="last_s"
         )
-    found = await on_loop(backend.portal, backend.timeline(last_s))
+    found = await on_loop(backend.portal, backend.timeline(float(last_s)))
     return Timeline(found.requests, found.models)
 
 

@@ -6,7 +6,6 @@ The text of a trace is read in another thread, because a recorded request reads 
 from __future__ import annotations
 
 import html
-import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -21,6 +20,7 @@ from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.results.figures import write_file
 from lmx_lab.results.tables import Html, html_table
+from lmx_lab.values.integers import integer
 from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import HookNamesBody, TraceBody
@@ -185,14 +185,6 @@ def token_name(token: object, param: str) -> int | str:
             f"{param} is {token!r:.40}; it must be the id of a token, or a text that is exactly one token", param=param
         )
     return id_
-
-
-def integer(value: object) -> int | None:
-    """Return an integer of any type, such as a NumPy integer; None for other values, including booleans."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def _items(value: object) -> list[Any] | None:

@@ -84,7 +84,7 @@ def test_refusals_name_the_value_and_the_reason(lab):
     with pytest.raises(InvalidRequestError, match="begins with 3 tokens, and max_tokens is 2"):
         reply.branch(2, "x", max_tokens=2)
     for wrong in ({"seed": "7"}, {"max_tokens": 2.5}):
-        with pytest.raises(InvalidRequestError, match="it must be an integer"):
+        with pytest.raises(InvalidRequestError, match="it must be a whole number"):
             reply.branch(2, "x", **wrong)
     forced = lab.chat("hello", tools=[TOOL], tool_choice="required")
     with pytest.raises(InvalidRequestError, match="forces a tool call"):

@@ -95,7 +95,11 @@ def test_attention_is_shown_for_all_heads(lab):
     assert "Block 1, head 1" in shown
     assert "attends to" in shown
     assert "2 heads" in repr(attention)
-    for arguments, message in (((5,), "has no hook"), ((1, 2), "has 2 heads"), ((-1,), "must be an index")):
+    for arguments, message in (
+        ((5,), "has no hook"),
+        ((1, 2), "has 2 heads"),
+        ((-1,), "must be a whole number"),
+    ):
         with pytest.raises(InvalidRequestError, match=message):
             lab.attention(TEXT, *arguments)
 

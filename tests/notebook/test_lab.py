@@ -13,6 +13,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -169,6 +170,33 @@ def test_every_method_of_a_stopped_lab_says_that_it_is_stopped(launched):
         for name, given in arguments.items():
             with pytest.raises(HostingError, match=message):
                 getattr(lab, name)(*given, **keywords.get(name, {}))
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (lambda lab, one: lab.chat("hello", max_tokens=one), "max_tokens"),
+        (lambda lab, one: lab.chat("hello").branch(one, "x"), "at"),
+        (lambda lab, one: lab.map(["a"], "{text}", n=one), "n"),
+        (lambda lab, one: lab.map(["a"], "{text}", seed=one), "seed"),
+        (lambda lab, one: lab.explore("hello", width=one), "width"),
+        (lambda lab, one: lab.explore("hello", depth=one), "depth"),
+        (lambda lab, one: lab.embed("hello", dimensions=one), "dimensions"),
+        (lambda lab, one: lab.rerank("hello", ["a"], top_n=one), "top_n"),
+        (lambda lab, one: lab.search(["a"], "hello", top_n=one), "top_n"),
+        (lambda lab, one: lab.compare(["a"], [{"max_tokens": one}]), "max_tokens"),
+        (lambda lab, one: lab.evaluate([{"text": "a", "label": "b"}], "{text}", answer="label", n=one), "n"),
+        (lambda lab, one: lab.bench(prompt_tokens=4, output_tokens=2, requests=one, record=False), "requests"),
+        (lambda lab, one: lab.timeline(one), "last_s"),
+    ],
+)
+def test_numbers_of_numpy_are_arguments_and_booleans_are_not(launched, call, param):
+    launched.load("echo")
+    call(launched, np.int64(1))
+    for value in (True, np.True_):
+        with pytest.raises(InvalidRequestError) as refused:
+            call(launched, value)
+        assert refused.value.param == param
 
 
 # --- both forms of its methods
