@@ -134,6 +134,7 @@ def daemon_blocking(home: Path) -> None:
         print(client.health().status, client.state().upstream.url, client.sessions(limit=3).next_cursor)
         print([client.decide(it.permission_id, "allow", scope="session").decision for it in client.permissions()])
         tested = client.test_mcp_server(McpServerConfig(name="time", command="python", args=("-m", "time")))
+        client.add_mcp_server({"name": "time", "command": "python", "args": ["-m", "time"]})
         print(tested.tools[0].name if isinstance(tested, McpTestPassed) else tested.error)
         print(client.submit_turn("s", SubmitTurn(content="hi")).cursor, client.page(after=0).cursor)
         store: CursorStore = FileCursor(home / "cursor")
